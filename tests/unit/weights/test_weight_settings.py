@@ -1,4 +1,4 @@
-"""What an operator says about weights: KV_CONNECTOR_WEIGHTS, and the command's own words where it cannot."""
+"""The operator's settings for weights: KV_CONNECTOR_WEIGHTS, and the errors of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether an engine has what a checkpoint has: found by hashes, in the engine's own layout and dtypes."""
+"""Verification by hashes of whether an engine has a checkpoint's contents, in the engine's layout and
+dtypes."""
 
 from __future__ import annotations
 
