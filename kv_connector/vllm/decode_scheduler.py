@@ -205,7 +205,7 @@ class DecodeScheduler:
         )
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
-        """Handles that vLLM has given the request blocks.
+        """Notes that vLLM has given the request blocks.
 
         vLLM will load ``external_tokens`` tokens. 0: it needs nothing.
         """

@@ -4,8 +4,8 @@ A change is a function here, with three fields in its docstring: what it replace
 release of vLLM it is needed. Changes that belong to a class of their own are made elsewhere:
 
     module              what it changes                           why, and until when
-    first_token         SchedulerConfig.scheduler_cls, if nobody  A decode engine's requests begin with the
-                        set another (choose_scheduler)            prefill engine's token, and held requests
+    first_token         SchedulerConfig.scheduler_cls, if the     A decode engine's requests begin with the
+                        user set no other (choose_scheduler)      prefill engine's token, and held requests
                                                                   cost no look. Until a hook schedules.
     forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
                                                                   a request can begin with one.

@@ -92,8 +92,9 @@ class PrefillScheduler:
             tokens,
             computed,
             unsent,
-            # If D follows P, D's queue is in P's order. That is the case if P names the transfer, as in
-            # NIXL's flow, or the router reports it. Early admission helps then, unless P itself has loads.
+            # If D is dispatched after P, D's queue is in P's order, and prompts need no gate. P learns that
+            # if it names the transfer itself, as in NIXL's flow, or from the router. It does not hold if P
+            # itself has loads.
             early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
             reported=[0] * len(self._block_sizes),
         )
@@ -111,7 +112,7 @@ class PrefillScheduler:
         return self.gate.must_wait(request.request_id, blocks, self.place(request))
 
     def allocated(self, request: Request) -> None:
-        """Handles that vLLM has given the request its first blocks."""
+        """Notes that vLLM has given the request its first blocks."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and prompt.early:
             assert self.blocks is not None
@@ -119,14 +120,14 @@ class PrefillScheduler:
             self.gate.enter(request.request_id, blocks_of(self.blocks, self._block_sizes, prompt.tokens))
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
-        """Handles that D has room for these prompts."""
+        """Notes that D has room for these prompts."""
         for transfer_id in transfer_ids:
             if prompt := self._transfers.get(transfer_id):
                 prompt.early = False
                 self._leave(prompt)
 
     def preempted(self, request_ids: Iterable[str], scheduled: Collection[str]) -> tuple[str, ...]:
-        """Handles that vLLM has taken these requests' blocks back. Returns their transfer ids.
+        """Notes that vLLM has taken these requests' blocks back. Returns their transfer ids.
 
         All their blocks are named again at the next admission. Requests in ``scheduled`` have had that
         admission already.

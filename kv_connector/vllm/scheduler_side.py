@@ -153,7 +153,7 @@ class SchedulerSide:
         return self._decode.tokens_to_load(request, local_tokens)
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
-        """Handles that vLLM has given the request blocks.
+        """Notes that vLLM has given the request blocks.
 
         vLLM will load ``external_tokens`` tokens. 0: it needs nothing.
         """

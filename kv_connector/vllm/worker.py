@@ -175,7 +175,8 @@ class WorkerSide:
         return KVConnectorTransferResults(
             finished_sending=reports.finished_sending,
             finished_recving=reports.finished_recving,
-            # The scheduler has discarded loads computed locally, whatever kv_load_failure_policy says.
+            # The scheduler makes discarded loads compute their prompts locally, whatever the setting
+            # kv_load_failure_policy.
             failed_recving=reports.failed_recving - reports.stale,
         )
 

@@ -133,9 +133,9 @@ class Seeder:
             return sum(part.nbytes for part in self._pusher.parts())
 
     def _push(self, pusher: WeightPusher) -> Update:
-        """Pushes while the arena is lent.
+        """Pushes while the arena is lent, for ``timeouts.orphan`` at most.
 
-        A trainer that begins a version meanwhile waits for the end of the lease.
+        A trainer that begins a version meanwhile waits as long for an answer.
         """
         limit = self._lender.timeouts.orphan
         if refusal := self._lend():
