@@ -247,8 +247,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Returns True. A lane that cannot register such memory (nvlink) refuses it when the engine
-        starts."""
+        """Returns True.
+
+        A lane that cannot register such memory (nvlink) refuses it when the engine starts.
+        """
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -260,8 +262,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._running.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Resumes after sleep: the KV cache is mapped again, at its old addresses and without its
-        contents."""
+        """Resumes after sleep.
+
+        The KV cache is mapped again, at its old addresses and without its contents.
+        """
         assert self._running is not None, "no KV caches are registered"
         self._running.wake()
 
@@ -303,8 +307,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: KV loads are asynchronous. A request is scheduled only once all its pages are
-        here."""
+        """Does nothing: KV loads are asynchronous.
+
+        A request is scheduled only once all its pages are here.
+        """
 
     @never_raises(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -428,8 +434,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """Discards the transfers, which carry KV from before the reset. The connector itself caches
-        nothing."""
+        """Discards the transfers, which carry KV from before the reset.
+
+        The connector itself caches nothing.
+        """
         return self._scheduler.reset()
 
 

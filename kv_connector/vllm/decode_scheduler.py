@@ -289,8 +289,7 @@ class DecodeScheduler:
                 load.sampled = token
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
-        """Returns the requests whose pages have arrived since the last call, each with the token that P
-        sampled."""
+        """Returns the requests whose pages have arrived since the last call, each with P's sampled token."""
         taken, self._first_tokens = self._first_tokens, []
         return taken
 
@@ -305,8 +304,10 @@ class DecodeScheduler:
                 self._enter(load, LoadPhase.DISCARDED)
 
     def token_only(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns the requests with a load that vLLM does not know. Their ends must not be reported to
-        vLLM."""
+        """Returns the requests with a load that vLLM does not know.
+
+        The ends of these loads must not be reported to vLLM.
+        """
         loads, token_only = self._loads, (LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING)
         return {one for one in request_ids if one in loads and loads[one].phase in token_only}
 

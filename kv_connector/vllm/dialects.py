@@ -1,8 +1,7 @@
-"""Dialects: translates the fields that other projects' routers put into a request into those of
-``protocol.params``.
+"""Dialects: translates other projects' request fields into those of ``protocol.params``.
 
-Two of these routers send the request to P and D at once, and name the transfer or P's address in fields of
-another format:
+Two routers of other projects send the request to P and D at once. They name the transfer or P's address in
+other fields:
 
 - llm-d's sidecar in its mode for OffloadingConnector: ``remote_decoder`` for P, ``remote_prefiller`` for D;
 - vllm-router in its moriio mode: D finds P's address, as P has announced it (control/announcer.py), in the

@@ -31,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def choose_scheduler(vllm_config: Any) -> None:
-    """Chooses the scheduler class: FirstTokenScheduler for a D that can begin with P's token, else
-    GatedScheduler.
+    """Chooses the scheduler class for this engine.
 
-    A scheduler that the configuration names stays. Call it in the scheduler's process, before vLLM makes the
-    scheduler.
+    It is FirstTokenScheduler for a D that can begin with P's token, else GatedScheduler. A scheduler that the
+    configuration names stays. Call it in the scheduler's process, before vLLM makes the scheduler.
     """
     config, transfer = vllm_config.scheduler_config, vllm_config.kv_transfer_config
     if config.scheduler_cls is not None:
@@ -48,8 +47,7 @@ def choose_scheduler(vllm_config: Any) -> None:
 
 
 class FirstTokenScheduler(GatedScheduler):
-    """FirstTokenScheduler without async scheduling: vLLM schedules a step after the output of the previous
-    step."""
+    """FirstTokenScheduler without async scheduling: a step is scheduled after the previous step's output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,5 +113,4 @@ class FirstTokenScheduler(GatedScheduler):
 
 
 class FirstTokenAsyncScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed
-    """FirstTokenScheduler for async scheduling: step N+1 is scheduled before the output of step N is
-    known."""
+    """FirstTokenScheduler for async scheduling: a step is scheduled before the previous step's output."""

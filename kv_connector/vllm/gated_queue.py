@@ -112,10 +112,9 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
 
 
 class GatedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a GatedQueue if gates hold requests, which they do not on an engine that is D
-    only.
+    """vLLM's scheduler with a GatedQueue, if gates hold requests.
 
-    Loads that fail do not hold up other loads.
+    On an engine that is D only, gates hold no requests. Loads that fail do not hold up other loads.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

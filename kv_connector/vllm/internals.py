@@ -1,5 +1,4 @@
-"""Internals: the check of vLLM's release, and all imports of vLLM except those of plugin.py and
-forced_token.py.
+"""Internals: the check of vLLM's release, and all imports of vLLM outside plugin.py and forced_token.py.
 
 These two modules give the reasons for their imports. patches.py has this project's changes to vLLM.
 

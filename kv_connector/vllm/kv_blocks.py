@@ -19,16 +19,18 @@ class KvBlocks:
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def first_attended(self, group: int, computed_tokens: int) -> int:
-        """Returns the group's first logical block to which the token after ``computed_tokens`` tokens
-        attends.
+        """Returns the first logical block of the group to which the next token attends.
 
-        For recurrent states, returns the block that has the state after that many tokens.
+        The next token is that after ``computed_tokens`` tokens. For recurrent states, returns the block that
+        has the state after that many tokens.
         """
         return self.first_attended_token(group, computed_tokens) // int(self._managers[group].block_size)
 
     def first_attended_token(self, group: int, computed_tokens: int) -> int:
-        """Returns the first token to which the token after ``computed_tokens`` tokens attends, in the group's
-        layers."""
+        """Returns the first token to which the next token attends, in the group's layers.
+
+        The next token is that after ``computed_tokens`` tokens.
+        """
         return int(self._managers[group].get_num_skipped_tokens(computed_tokens))
 
     def first_loaded(self, request_id: str, group: int) -> int:
@@ -41,8 +43,10 @@ class KvBlocks:
         return next(fresh, len(table))
 
     def of_state(self, group: int) -> int:
-        """Returns the blocks that a request holds in a group of recurrent states: one, and one for each
-        drafted token."""
+        """Returns the blocks that a request holds in a group of recurrent states.
+
+        It holds one, and one for each token that may be drafted.
+        """
         return 1 + int(self._managers[group].num_speculative_blocks)
 
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:

@@ -273,8 +273,11 @@ def of_drafter(vllm_config: Any, name: str) -> bool:
 
 
 def _layer_index(name: str) -> tuple[int, ...]:
-    """Returns (3,) for `model.layers.3.self_attn.attn`, (3, 1) for the second attention module of LongCat's
-    layer 3."""
+    """Returns the numbers in a layer's name.
+
+    They are (3,) for `model.layers.3.self_attn.attn`, and (3, 1) for the second attention module of LongCat's
+    layer 3.
+    """
     return tuple(int(part) for part in name.split(".") if part.isdecimal())
 
 

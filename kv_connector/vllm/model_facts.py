@@ -44,10 +44,10 @@ def block_tokens(kv_cache_spec: Any) -> int:
 
 
 def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Returns the tokens for which the KV cache has room, as vLLM logs at its start: for requests of the
-    longest length.
+    """Returns the tokens for which the KV cache has room, as vLLM logs at its start.
 
-    If groups keep a window or one state, that is more than blocks times their size.
+    The number is for requests of the longest length. If groups keep a window or one state, it is more than
+    blocks times their size.
     """
     return int(get_kv_cache_capacity(vllm_config, kv_cache_config)[0])
 

@@ -1,5 +1,4 @@
-"""The ``vllm.general_plugins`` entry point. vLLM calls it in each of its processes, also without this
-connector."""
+"""The ``vllm.general_plugins`` entry point, which vLLM calls in each process, also without this connector."""
 
 from __future__ import annotations
 

@@ -190,8 +190,10 @@ class PrefillScheduler:
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Returns True for each request with a transfer. vLLM keeps it, with or without blocks, until it is
-        reported sent."""
+        """Returns True for each request with a transfer, and the parameters for D.
+
+        True makes vLLM keep the request, with or without blocks, until it is reported sent.
+        """
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return False, None

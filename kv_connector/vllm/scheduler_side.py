@@ -212,8 +212,7 @@ class SchedulerSide:
         self._decode.gives_first_tokens = True
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
-        """Returns the requests whose pages have arrived since the last call, each with the token that P
-        sampled."""
+        """Returns the requests whose pages have arrived since the last call, each with P's sampled token."""
         return self._decode.take_first_tokens()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -352,8 +352,7 @@ def _captures(tensor: torch.Tensor) -> bool:
 
 
 def _first(problems: Sequence[str]) -> str:
-    """Returns the first problem of a rank, with the rank's number if not all ranks have the problem, or
-    ""."""
+    """Returns the first problem of a rank, with the rank's number if not all ranks have it, or ""."""
     for rank, problem in enumerate(problems):
         if problem:
             return problem if all(one == problem for one in problems) else f"rank {rank}: {problem}"

@@ -35,8 +35,10 @@ _EXCHANGE_METHODS = {
 
 
 def replace_exchange() -> None:
-    """Puts the subclass in the place of vLLM's class. Idempotent. Existing communicators keep their
-    managers."""
+    """Puts the subclass in the place of vLLM's class. Idempotent.
+
+    Existing communicators keep their managers.
+    """
     module = exchange_module()
     kind = getattr(module, EXCHANGE_CLASS)
     if getattr(kind, "of_kv_connector", False):
@@ -48,8 +50,7 @@ def replace_exchange() -> None:
 
 
 def exchange_problem(kind: type) -> str:
-    """Returns the first method of vLLM's expert exchange whose parameters this package does not know, or
-    ""."""
+    """Returns the first method of vLLM's exchange whose parameters this package does not know, or ""."""
     for name, known in _EXCHANGE_METHODS.items():
         method = getattr(kind, name, None)
         if method is None:

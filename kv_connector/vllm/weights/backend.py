@@ -1,10 +1,9 @@
-"""vLLM's weight transfer backend ``write_imm``: each worker has an arena in which weights land, usually while
-it serves.
+"""vLLM's weight transfer backend ``write_imm``: weights land in an arena of each worker while it serves.
 
-vLLM constructs the backend after it has loaded the model. From then on trainers may join and write. Only an
-update uses vLLM's own calls: the controller requests it in a pause. These calls never raise, because vLLM
-answers one worker's error with another call's reply. The senders of a version and the controller receive its
-result in messages.
+In streaming mode they land in a pause. vLLM constructs the backend after it has loaded the model. From then
+on trainers may join and write. Only an update uses vLLM's own calls: the controller requests it in a pause.
+These calls never raise, because vLLM answers one worker's error with another call's reply. The senders of a
+version and the controller receive its result in messages.
 """
 
 from __future__ import annotations
@@ -96,8 +95,10 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Does nothing: the model stays as it is until weights have landed."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Applies the version that has landed, or that lands round by round. Does not raise: see the
-        module."""
+        """Applies the version that has landed, or that lands round by round.
+
+        Does not raise: see the module.
+        """
         began = time.monotonic()
         touched, problem = False, ""
         try:

@@ -88,8 +88,10 @@ class LoadedModel:
         return None
 
     def _derives(self) -> str | None:
-        """Returns the part of the model that keeps values computed from weights outside of vLLM's layers, or
-        None."""
+        """Returns the part of the model that keeps values computed from weights outside of vLLM's layers.
+
+        None: no part does.
+        """
         # vLLM calls this hook once, after the last layer's. Its own reload leaves the hook out, too.
         if hasattr(self._model, "process_weights_after_loading"):
             return f"{type(self._model).__name__}.process_weights_after_loading()"
@@ -280,8 +282,7 @@ _Form = Mapping[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
 def _attributes(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns the attributes, beside tensors, of a layer and of the method that makes its kernels'
-    weights."""
+    """Returns the attributes, beside tensors, of a layer and of its quantization method."""
     apart = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
     method = getattr(module, "quant_method", None)
     return {
@@ -324,8 +325,7 @@ def _copy(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
 
 
 def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
-    """Loads contents in the loaders' form, has vLLM process them, and copies the result into the kernels'
-    tensors.
+    """Loads contents in the loaders' form, and copies what vLLM makes of them into the kernels' tensors.
 
     Returns the loaders' form.
     """
@@ -378,8 +378,7 @@ def _packed_again(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
-    """Returns a copy of the model's modules as before loading, without data, and the layers of the model
-    itself.
+    """Returns a copy of the model's modules as before loading, without data, and the model's own layers.
 
     Changes by loaders to the copy do not reach the model.
     """
@@ -427,8 +426,7 @@ def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
 
 
 def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the model's parameters, and the buffers that checkpoints may have. Shared ones are listed
-    once."""
+    """Returns the model's parameters and the buffers that checkpoints may have, shared ones once."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
