@@ -1,2 +1,1 @@
-"""Weights from a trainer straight into serving engines, by counted one-sided writes beside the weights in
-use."""
+"""Weights from a trainer straight into serving engines, by counted one-sided writes."""

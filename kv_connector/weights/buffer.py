@@ -27,11 +27,10 @@ def settle(device: torch.device) -> None:
 
 
 class Buffer:
-    """A zeroed buffer of ``nbytes`` bytes, at least one alignment long, because an empty range cannot be
-    registered.
+    """A zeroed buffer of ``nbytes`` bytes, at least one alignment long.
 
-    On CPUs it is a memfd, which a peer on this machine can map. The constructor raises torch.OutOfMemoryError
-    or OSError.
+    An empty range cannot be registered. On CPUs it is a memfd, which a peer on this machine can map. The
+    constructor raises torch.OutOfMemoryError or OSError.
     """
 
     def __init__(self, name: str, nbytes: int, device: torch.device) -> None:

@@ -26,8 +26,7 @@ def is_named(name: str, partial: Sequence[str]) -> bool:
 
 
 def not_loaded(tensors: Sequence[Tensor], workers: Sequence[Geometry]) -> Iterator[tuple[Tensor, int]]:
-    """Yields the tensors that these workers together do not load whole, with the number of elements that they
-    load.
+    """Yields the tensors that these workers together load only in part, with the number of loaded elements.
 
     Writes must lie within their tensors.
     """

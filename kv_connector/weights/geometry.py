@@ -143,8 +143,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def is_float8(dtype: str) -> bool:
-    """Returns whether values of this dtype need scales, so that a plain conversion to or from it is not
-    enough."""
+    """Returns whether values of this dtype need scales, so that a plain conversion is not enough."""
     return dtype.startswith("float8")
 
 

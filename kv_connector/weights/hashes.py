@@ -17,8 +17,10 @@ HASH_BYTES = 16
 
 
 def hashes(geometry: Geometry, box: Callable[[Write], torch.Tensor]) -> tuple[bytes, ...]:
-    """Returns the hash of each parameter. ``box``: returns the content of a write, in its parameter's
-    dtype."""
+    """Returns the hash of each parameter.
+
+    ``box``: returns the content of a write, in its parameter's dtype.
+    """
     found = [hashlib.blake2b(digest_size=HASH_BYTES) for _ in geometry.parameters]
     for write in geometry.writes:
         content = box(write).contiguous().cpu().reshape(-1).view(torch.uint8)

@@ -402,11 +402,10 @@ class Landing:
         return self._open()
 
     def _follow(self) -> list[Action]:
-        """Goes on to the next version if this one has ended: it was applied, or all its senders go on to the
-        next.
+        """Goes on to the next version if this one has ended.
 
-        A version that lands, is held or is being applied is not left. A landed seed is not left either, as
-        long as its sender is connected.
+        It has ended if it was applied, or if all its senders go on to the next. A version that lands, is held
+        or is being applied is not left. A landed seed is not left either, as long as its sender is connected.
         """
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
         if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
@@ -572,8 +571,10 @@ class Landing:
         return [LandingLog(logging.WARNING, what), *self._release(source)]
 
     def _is_held(self) -> bool:
-        """Returns whether the version is held. Rounds that have been applied are gone: they cannot be
-        held."""
+        """Returns whether the version is held.
+
+        Rounds that have been applied are gone: they cannot be held.
+        """
         return self._holder is not None and self.phase is Phase.READY
 
     # --- Lending

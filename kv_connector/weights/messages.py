@@ -36,8 +36,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Describe(Message, frozen=True, tag="describe"):
-    """From a trainer to a worker: queries what the worker would load of this checkpoint. DESCRIBED
-    answers."""
+    """From a trainer to a worker: queries what it would load of this checkpoint. DESCRIBED answers."""
 
     tensors: tuple[Tensor, ...]
     protocol: Natural = PROTOCOL

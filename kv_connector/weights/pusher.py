@@ -240,8 +240,8 @@ class WeightPusher:
         ]
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """Returns for each engine the bytes of the last version that this rank has written, and the bytes to
-        write.
+        """Returns, for each engine, the written bytes of the last version and the bytes that this rank
+        writes.
 
         Any thread may call it.
         """
@@ -327,8 +327,7 @@ class WeightPusher:
         self._writer.release()
 
     def _begin(self, version: str, update: Update) -> dict[TargetWorker, _Awaited]:
-        """Has all workers begin the version. Returns the workers that will answer BEGUN, once for each
-        round."""
+        """Has all workers begin the version. Returns those that will answer BEGUN, once for each round."""
         limit = self._begin_timeout
         late = f"not begun within {limit:g} s (begin_timeout): the engine gets the next version"
         asked: dict[TargetWorker, _Awaited] = {}

@@ -121,8 +121,10 @@ class WeightReceiver:
         self._workers: tuple[WorkerAddress, ...] = ()
 
     def start(self) -> Address:
-        """Binds the control socket and starts the thread. Raises zmq.ZMQError if the address cannot be
-        bound."""
+        """Binds the control socket and starts the thread.
+
+        Raises zmq.ZMQError if the address cannot be bound.
+        """
         try:
             self._address = address = self._loop.sockets.bind(self._config.address)
         except zmq.ZMQError:
@@ -166,8 +168,10 @@ class WeightReceiver:
             self._loop.call(lambda round=round: self._run(self._landing.released(round))).result()  # type: ignore[misc]
 
     def finish(self, problem: str, *, torn: bool = False) -> None:
-        """Reports the result of the taken version. Empty: it is served. ``torn``: the model has a part of
-        it."""
+        """Reports the result of the taken version.
+
+        Empty: it is served. ``torn``: the model has a part of it.
+        """
         self._loop.call(lambda: self._run(self._landing.applied(problem, torn=torn))).result()
 
     def state(self) -> State:

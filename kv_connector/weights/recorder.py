@@ -313,10 +313,9 @@ class ViewBox(NamedTuple):
         )
 
     def without(self, other: ViewBox) -> Iterator[ViewBox]:
-        """Yields what is left of the box without ``other``: a box before and a box behind it in each
-        dimension.
+        """Yields what is left of the box without ``other``.
 
-        Only starts and extents count.
+        That is a box before and a box behind it in each dimension. Only starts and extents count.
         """
         if not self.meets(other):
             yield self

@@ -1,5 +1,4 @@
-"""Sources: what a sender's rank holds, as boxes of the checkpoint's tensors, sharded as its parallelism has
-them.
+"""Sources: the boxes of the checkpoint's tensors that a sender's rank holds, as its parallelism shards them.
 
 Nothing is gathered, also of a module under FSDP2 or HSDP: each rank sends the rows that it has. So does each
 worker of an engine that seeds another one.
@@ -72,8 +71,10 @@ class Source(Protocol):
         """Returns the tensors of the whole checkpoint, in the same order on all ranks."""
 
     def held(self) -> Sequence[Held]:
-        """Returns what this rank can send. All ranks together hold each tensor whole, once or several
-        times."""
+        """Returns what this rank can send.
+
+        All ranks together hold each tensor whole, once or several times.
+        """
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
         """Agrees with the other ranks. A collective: all ranks call it.
@@ -220,8 +221,7 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
 
 
 def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor. Raises SourceError if its storage was freed, because a read would end the
-    process."""
+    """Returns the tensor. Raises SourceError if its storage was freed: a read would end the process."""
     if not local.data_ptr() and local.numel():
         raise SourceError(
             f"{name} has no memory: its storage was freed or offloaded. Load the weights before you push "

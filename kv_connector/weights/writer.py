@@ -1,5 +1,4 @@
-"""Writer: sends a rank's pieces as they lie in memory where possible, and converts or lays out the others
-first."""
+"""Writer: sends a rank's pieces as they lie in memory, or converts or lays them out first."""
 
 from __future__ import annotations
 
