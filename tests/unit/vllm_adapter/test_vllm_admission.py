@@ -1,5 +1,4 @@
-"""Engines that are P and D at once do not wait for each other: vLLM's real schedulers, and pretended
-transfers."""
+"""Engines that are P and D at once do not wait for each other: vLLM's schedulers, and pretended transfers."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -51,8 +51,7 @@ def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpe
 def test_d_asks_for_all_but_the_last_token_and_p_has_it(
     model: Path, specs: list[KVCacheSpec], drafter: str, cached: int
 ) -> None:
-    """The drafter's KV of a token depends on the next token, and P knows the next one for each token that it
-    sends.
+    """The drafter's KV of a token depends on the next token, which P knows for all that it sends.
 
     D drafts behind the prompt, in blocks that it takes once the pages are here.
     """

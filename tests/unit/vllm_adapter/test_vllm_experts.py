@@ -239,7 +239,7 @@ def test_settings_are_the_configurations_facts() -> None:
 
 
 def test_tensor_parallel_ranks_exchange_rows_among_those_of_one_number() -> None:
-    """Each of these ranks has only the experts of one tensor parallel rank. Rows therefore go to all ranks."""
+    """Each of these ranks has only the experts of one tensor parallel rank. Its rows go to all ranks."""
     found = settings_of(configuration(), manager(rank=3, world_size=4))
     assert (found.rank, found.ranks, found.divides_experts) == (1, 2, False)
     assert "tensor parallel ranks exchange rows apart" in found.problem

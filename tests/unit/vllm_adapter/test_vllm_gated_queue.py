@@ -153,8 +153,7 @@ def test_prompt_that_decode_has_room_for_starts_at_once(model: Path) -> None:
 
 
 def test_prompt_that_leaves_the_gate_returns_to_its_place(model: Path) -> None:
-    """It returns behind the older request that waits for blocks, so that such prompts do not starve that
-    request."""
+    """It returns behind the older request that waits for blocks, so that this one is not starved."""
     stage = gated(model)
     add(stage, "first", 20)
     assert scheduled(stage) == ["first"]

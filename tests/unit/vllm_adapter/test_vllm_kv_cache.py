@@ -1,7 +1,6 @@
-"""The places and contents that the connector describes for pages match vLLM's own tensors over the same
-memory.
+"""The connector's description of pages matches vLLM's own tensors over the same memory.
 
-On a CPU they also match what its kernels write there.
+On a CPU it also matches what vLLM's kernels write there.
 """
 
 from collections.abc import Callable

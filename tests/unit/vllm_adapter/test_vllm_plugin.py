@@ -1,5 +1,4 @@
-"""The entry point that vLLM calls: its registrations with vLLM, and with Dynamo if its worker is in the
-process."""
+"""The entry point that vLLM calls, with its registrations at vLLM and at Dynamo's worker."""
 
 from __future__ import annotations
 

@@ -154,8 +154,10 @@ def slices(units: int, rank: int, ranks: int) -> slice:
 
 
 def whole_state(of: Model, rows: int, layer: int) -> list[torch.Tensor]:
-    """Returns the whole model's state: each piece of the convolution's state [units, dims, rows], and the
-    recurrent one."""
+    """Returns the whole model's state.
+
+    It has each piece of the convolution's state [units, dims, rows], and the recurrent one.
+    """
     generator = torch.Generator().manual_seed(layer)
     found = [torch.rand(units, dims, rows, generator=generator) for units, dims in of.pieces]
     return found + ([torch.rand(of.state[0], *of.state[1], generator=generator)] if of.state else [])

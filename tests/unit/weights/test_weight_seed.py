@@ -103,8 +103,7 @@ def run(*words: str) -> Result:
 def test_a_joiner_serves_what_the_fleet_serves_and_takes_the_next_version(
     site: Site, seeders: int, joiners: int, streaming: bool
 ) -> None:
-    """The joiner has other ranks, another mode, and later seeds a third engine with the version that it was
-    seeded with."""
+    """The joiner has other ranks and another mode. Later it seeds a third engine with its version."""
     fleet, joiner = site.engine(seeders), site.engine(joiners, streaming=streaming)
     pushed("v1", 1, fleet)
     assert site.seed(fleet, joiner) == "v1"

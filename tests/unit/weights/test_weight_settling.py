@@ -1,5 +1,4 @@
-"""A GPU computes later than it is called, and a transfer engine copies beside it: both have to be waited
-for."""
+"""The waits for a GPU, which computes later than it is called, and for engines that copy beside it."""
 
 from __future__ import annotations
 

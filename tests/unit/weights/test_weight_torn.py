@@ -1,5 +1,4 @@
-"""An engine whose workers have different versions stays paused, whatever happens, until they have the same
-one."""
+"""An engine whose workers have different versions stays paused until they have the same one."""
 
 from __future__ import annotations
 

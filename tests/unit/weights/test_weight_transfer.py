@@ -175,8 +175,10 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
 
 
 def nothing_landed(engines: Sequence[Engine], version: str) -> None:
-    """The version is whole in no engine. A worker to which the lost rank had nothing to write may have
-    all."""
+    """The version is whole in no engine.
+
+    A worker to which the lost rank had nothing to write may have all.
+    """
     for engine in engines:
         for worker in engine.workers:
             # The first worker that notices the loss reports it to the trainer.

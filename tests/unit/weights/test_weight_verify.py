@@ -1,5 +1,4 @@
-"""Verification by hashes of whether an engine has a checkpoint's contents, in the engine's layout and
-dtypes."""
+"""Verification of an engine's weights by hashes, in the engine's layout and dtypes."""
 
 from __future__ import annotations
 
