@@ -1,4 +1,4 @@
-"""Spans of transfers: what the scheduler's half gives the workers for them, and what these make of it."""
+"""Spans of transfers: what the scheduler side sends the workers for them, and what the workers export."""
 
 from __future__ import annotations
 
