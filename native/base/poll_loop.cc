@@ -18,7 +18,8 @@ Status PollLoop::open(const std::string& name, int cpu) {
     if (const int error = pthread_setaffinity_np(pthread_self(), sizeof(cpus), &cpus); error != 0) {
       Error refused = system_error({}, "pin worker", error);
       refused.code = ErrorCode::kInvalidArgument;
-      refused.message += ": core " + std::to_string(cpu) + " is not one this process may run on";
+      refused.message +=
+          ": this process may not run on core " + std::to_string(cpu) + ". Set worker_cpu to a core that it may use";
       return refused;
     }
   }

@@ -9,7 +9,10 @@
 namespace kvc {
 
 Result<SharedMemory> SharedMemory::create(const std::string& name, uint64_t bytes) {
-  if (bytes == 0) return Error{ErrorCode::kInvalidArgument, {}, {}, "create_shared_memory", "0 bytes asked for"};
+  if (bytes == 0) {
+    return Error{
+        ErrorCode::kInvalidArgument, {}, {}, "create_shared_memory", "0 bytes requested: at least 1 byte is needed"};
+  }
   // Sealing: the host lane forbids that the file shrinks, so that a peer can map it without fear of SIGBUS.
   UniqueFd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return system_error({}, "memfd_create", errno);

@@ -13,7 +13,7 @@ Error no_such_set(std::string_view operation, CounterSetId id) {
                {},
                {},
                std::string(operation),
-               "no counter set " + std::to_string(id) + ": never allocated here, or released"};
+               "counter set " + std::to_string(id) + " does not exist: it was released or never allocated here"};
 }
 
 }  // namespace
@@ -29,9 +29,9 @@ Result<CounterSet> CounterSets::allocate(uint32_t n, std::vector<PeerId> raisers
                  {},
                  {},
                  "alloc_counters",
-                 std::to_string(n) + " counters asked for, " +
+                 std::to_string(n) + " counters requested, " +
                      std::to_string(ImmCounterTable::kSlots - table_.allocated()) +
-                     " free: release sets that are no longer needed"};
+                     " are free: release counter sets that are no longer needed"};
   }
   ++next_id_;
   CounterSet answer{id, set.immediates};
@@ -52,7 +52,8 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
                  {},
                  {},
                  "expect",
-                 "counter set " + std::to_string(id) + " has not reached its last targets yet: new ones follow them"};
+                 "counter set " + std::to_string(id) +
+                     " has not reached its current targets: wait for its event before you set new targets"};
   }
   if (targets.size() != set.immediates.size()) {
     return Error{ErrorCode::kInvalidArgument,
@@ -60,11 +61,16 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
                  {},
                  "expect",
                  std::to_string(targets.size()) + " targets for " + std::to_string(set.immediates.size()) +
-                     " counters: give one target a counter"};
+                     " counters: give one target for each counter"};
   }
   for (const uint64_t target : targets) {
     if (target > ImmCounterTable::kMaxCount) {
-      return Error{ErrorCode::kInvalidArgument, {}, {}, "expect", "target " + std::to_string(target) + " is too large"};
+      return Error{ErrorCode::kInvalidArgument,
+                   {},
+                   {},
+                   "expect",
+                   "target " + std::to_string(target) + " is too large: the limit is " +
+                       std::to_string(ImmCounterTable::kMaxCount)};
     }
   }
   std::swap(set.callback, callback);

@@ -34,7 +34,7 @@ DomainGroup::DomainGroup(Shared shared)
       disconnects_(
           shared_.events,
           [this](Peer& peer) {
-            return fence_step(peer, Error{ErrorCode::kPeerDown, {}, {}, "disconnect", "this peer has left"});
+            return fence_step(peer, Error{ErrorCode::kPeerDown, {}, {}, "disconnect", "the peer disconnected"});
           },
           [this](Peer& peer, std::span<const std::byte> goodbye) { return scheduler_.say_goodbye(peer, goodbye); }) {}
 
@@ -47,7 +47,7 @@ void DomainGroup::open() {
 }
 
 void DomainGroup::close() {
-  const Error closed{ErrorCode::kClosed, {}, {}, "close", "the engine was closed"};
+  const Error closed{ErrorCode::kClosed, {}, {}, "close", "the transfer engine was closed"};
   const auto deadline = std::chrono::steady_clock::now() + kCloseTimeout;
   const std::vector<std::shared_ptr<LocalRegion>> regions = shared_.regions.all();
   bool fenced = false;
@@ -226,7 +226,7 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
                         {},
                         {},
                         "count",
-                        "the peer raised a counter that is another peer's: it is broken, or hostile"});
+                        "the peer raised a counter of another peer: the peer is faulty or hostile"});
   } else if (added.stale) {
     Stats::add(shared_.stats.immediates_stale, pages);
   }

@@ -138,7 +138,7 @@ class TransferEngine::Impl {
   // --- Looking up.
 
   static Error no_transfer(TransferId id, const char* operation) {
-    return invalid(operation, "no open transfer " + std::to_string(id) + ": it has ended");
+    return invalid(operation, "transfer " + std::to_string(id) + " is not open: it has ended");
   }
   static Error unknown_region(const char* operation, std::string message) {
     return Error{ErrorCode::kUnknownRegion, {}, {}, operation, std::move(message)};
@@ -151,8 +151,11 @@ class TransferEngine::Impl {
   Result<std::shared_ptr<Peer>> find_peer(PeerId id, const char* operation) const {
     std::shared_ptr<Peer> peer = peers.find(id);
     if (peer == nullptr) {
-      return Error{
-          ErrorCode::kUnknownPeer, {}, {}, operation, "no peer " + std::to_string(id) + ": never connected, or fenced"};
+      return Error{ErrorCode::kUnknownPeer,
+                   {},
+                   {},
+                   operation,
+                   "peer " + std::to_string(id) + " is unknown: it was fenced or never connected"};
     }
     return peer;
   }
@@ -160,7 +163,8 @@ class TransferEngine::Impl {
   Result<std::shared_ptr<Peer>> find_connected(PeerId id, const char* operation) const {
     Result<std::shared_ptr<Peer>> peer = find_peer(id, operation);
     if (peer && peer.value()->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
-      return invalid(operation, "peer " + peer.value()->name + " has not answered yet: call complete() first");
+      return invalid(operation,
+                     "peer " + peer.value()->name + " has not answered the offer yet: call complete() first");
     }
     return peer;
   }

@@ -44,10 +44,11 @@ Status check_pages(const char* side, const Pages& pages, std::optional<uint64_t>
 
 // What write_pages() and arm() check alike.
 Status check_table(const PagedWrite& write, const char* operation) {
-  if (write.page_bytes == 0) return invalid(operation, "pages of 0 bytes");
+  if (write.page_bytes == 0) return invalid(operation, "page_bytes is 0: a page needs at least 1 byte");
   if (write.source_pages.indices.size() != write.target_pages.indices.size()) {
     return invalid(operation, std::to_string(write.source_pages.indices.size()) + " source pages for " +
-                                  std::to_string(write.target_pages.indices.size()) + " target pages");
+                                  std::to_string(write.target_pages.indices.size()) +
+                                  " target pages: give as many of both");
   }
   return {};
 }
@@ -60,8 +61,14 @@ Status TransferEngine::Impl::peek_regions(Ends& ends, RegionId source, RemoteReg
                                           const char* operation) const {
   ends.source = regions.peek(source);
   ends.target = remote_regions.peek(target);
-  if (ends.source == nullptr) return unknown_region(operation, "no local region " + std::to_string(source));
-  if (ends.target == nullptr) return unknown_region(operation, "no imported region " + std::to_string(target));
+  if (ends.source == nullptr) {
+    return unknown_region(operation,
+                          "no local region " + std::to_string(source) + ": it was deregistered or never registered");
+  }
+  if (ends.target == nullptr) {
+    return unknown_region(
+        operation, "no imported region " + std::to_string(target) + ": it was never imported, or its peer was fenced");
+  }
   if (ends.target->peer != ends.transfer->peer->id) {
     return invalid(operation, "region " + std::to_string(target) + " belongs to another peer than the transfer");
   }
@@ -79,14 +86,14 @@ Status TransferEngine::Impl::hold_ends(HeldEnds& held, TransferId transfer, Regi
 
 Status TransferEngine::Impl::check_single(const Ends& ends, const SingleWrite& write, uint64_t bytes,
                                           const char* operation) const {
-  if (bytes == 0) return invalid(operation, "a write of 0 bytes");
+  if (bytes == 0) return invalid(operation, "the write has 0 bytes: at least 1 byte is needed");
   const Peer& peer = *ends.transfer->peer;
   if (write.domain) {
     const Lane* const lane = lanes.find(peer.provider);
     const size_t domains = lane == nullptr ? 0 : lane->domains.size();
     if (*write.domain >= domains) {
       return invalid(operation, "domain " + std::to_string(*write.domain) + " of " + std::to_string(domains) +
-                                    " in this peer's lane (" + peer.provider + ")");
+                                    " in this peer's lane (" + peer.provider + "): domains are counted from 0");
     }
   }
   if (!fits(write.source_offset, bytes, ends.source->bytes) || !fits(write.target_offset, bytes, ends.target->bytes)) {
@@ -94,9 +101,10 @@ Status TransferEngine::Impl::check_single(const Ends& ends, const SingleWrite& w
                  {},
                  peer.name,
                  operation,
-                 std::to_string(bytes) + " bytes from offset " + std::to_string(write.source_offset) + " of " +
-                     std::to_string(ends.source->bytes) + " to offset " + std::to_string(write.target_offset) + " of " +
-                     std::to_string(ends.target->bytes)};
+                 std::to_string(bytes) + " bytes from offset " + std::to_string(write.source_offset) +
+                     " of the source region (" + std::to_string(ends.source->bytes) + " bytes) to offset " +
+                     std::to_string(write.target_offset) + " of the target region (" +
+                     std::to_string(ends.target->bytes) + " bytes) do not fit"};
   }
   return {};
 }
@@ -122,8 +130,8 @@ Status TransferEngine::Impl::publish_locked(const std::shared_ptr<Transfer>& tra
   if (state == Peer::State::kConnected) return {};
   transfers.erase_locked(transfer->id);
   return Error{ErrorCode::kPeerDown, peer.provider, peer.name, "open_transfer",
-               state == Peer::State::kLeaving ? "this peer is leaving: nothing new can be sent to it"
-                                              : "the link to this peer broke: fence it, then connect again"};
+               state == Peer::State::kLeaving ? "the peer is disconnecting: no new transfer to it is possible"
+                                              : "the link to this peer broke: fence the peer, then connect again"};
 }
 
 // --- Writing
@@ -176,7 +184,7 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
                            std::vector<ArmedLayer> layers) {
   Impl::HeldEnds ends;
   if (Status s = impl_->hold_ends(ends, transfer, pages.source, pages.target, "arm"); !s) return s;
-  if (signal == nullptr) return invalid("arm", "no signal");
+  if (signal == nullptr) return invalid("arm", "no signal given");
   if (Status s = check_table(pages, "arm"); !s) return s;
   if (pages.source_pages.indices.empty() || layers.empty()) return {};
   const std::optional<uint64_t> source_end = end_of(pages.source_pages, pages.page_bytes);
@@ -212,7 +220,7 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
 Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSignal> signal,
                                   std::vector<ArmedSlice> slices) {
   constexpr const char* kOperation = "arm_slices";
-  if (signal == nullptr) return invalid(kOperation, "no signal");
+  if (signal == nullptr) return invalid(kOperation, "no signal given");
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, kOperation);
   if (!found) return found.error();
   if (slices.empty()) return {};
@@ -225,12 +233,12 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     ~Reserved() { armed.fetch_sub(count, std::memory_order_relaxed); }
   } reserved{armed, count};
   if (armed.fetch_add(count, std::memory_order_relaxed) + count > kMaxArmedSlices) {
-    return Error{
-        ErrorCode::kResources,
-        {},
-        {},
-        kOperation,
-        std::to_string(kMaxArmedSlices) + " slices of a transfer may wait or be in flight: wait_drained() first"};
+    return Error{ErrorCode::kResources,
+                 {},
+                 {},
+                 kOperation,
+                 "at most " + std::to_string(kMaxArmedSlices) +
+                     " slices of a transfer may be armed or in flight: call wait_drained() first"};
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const ArmedSlice& a, const ArmedSlice& b) { return a.signal_value < b.signal_value; });
@@ -249,7 +257,7 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     }
     if (Status s = impl_->check_single(ends, write, slice.bytes, kOperation); !s) return s;
     if (slice.signal_value == std::numeric_limits<uint64_t>::max())
-      return invalid(kOperation, "the value is too large");
+      return invalid(kOperation, "signal_value is too large: the limit is 2^64 - 2");
     RequestRef request =
         Request::make(std::move(held.source), std::move(held.target), slice.bytes, slice.immediate, write);
     request->released_by = slice.signal_value + 1;

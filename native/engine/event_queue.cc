@@ -113,8 +113,8 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
   }
   if (event) return std::move(*event);
   if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
-  if (why == ErrorCode::kCancelled) return Error{why, {}, {}, operation, "who waits was called away"};
-  return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};
+  if (why == ErrorCode::kCancelled) return Error{why, {}, {}, operation, "the wait was cancelled"};
+  return Error{why, {}, {}, operation, std::to_string(id) + " is not open and has no event left"};
 }
 
 void EventQueue::discard(Subject subject, uint64_t id) {

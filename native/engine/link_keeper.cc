@@ -194,7 +194,7 @@ bool LinkKeeper::advance(Peer& peer, Link& link) {
       if (close_and_ask(peer, link)) return true;
       if (now_ - repair.began > kSettleTime) {
         Error error = repair.why;
-        error.message += " (and the peer did not settle what was on the link within 5 s)";
+        error.message += " (and the peer did not report within 5 s what had landed over the link)";
         owner_.lose_peer(peer, std::move(error));
         return true;
       }
@@ -211,8 +211,7 @@ bool LinkKeeper::advance(Peer& peer, Link& link) {
     case Link::State::kProving:
       prove(peer, link);
       if (link.state == Link::State::kUp || now_ - repair.began <= kProveTime) return false;
-      take_out({&peer, &link, link.id,
-                Error{ErrorCode::kTimeout, {}, {}, "links", "a link that was brought back carries nothing"}});
+      take_out({&peer, &link, link.id, Error{ErrorCode::kTimeout, {}, {}, "links", "the new link carries no data"}});
       return true;
   }
   return false;
@@ -303,8 +302,8 @@ bool LinkKeeper::handle(const Received& received) {
 void LinkKeeper::hear_lost(Peer& peer, Link& link, LinkMessage message) {
   if (message.epoch == link.epoch) {
     if (link.state == Link::State::kUp || link.state == Link::State::kProving) {
-      take_out(
-          {&peer, &link, link.id, Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer's end of the link broke"}});
+      take_out({&peer, &link, link.id,
+                Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer reported that the link broke"}});
       if (ending(peer)) return;
     }
     if (link.fenced && answer(peer, link, message)) return;

@@ -149,7 +149,9 @@ Link* Poster::choose_link(Peer& peer, const Request& request, bool message, uint
 Poster::Outcome Poster::post_batch(Stream& stream) {
   if (stream.stopping() || stream.ready.empty()) return Outcome::kNothing;
   if (stream.kind == Stream::Kind::kRecovery && !owner_.may_post(stream)) {
-    owner_.fail(stream, {ErrorCode::kCancelled, {}, {}, "write again", "a transfer on the broken link was given up"});
+    owner_.fail(
+        stream,
+        {ErrorCode::kCancelled, {}, {}, "write again", "a transfer on the broken link was cancelled or has failed"});
     return Outcome::kNothing;
   }
   Peer& peer = *stream.peer;
@@ -165,13 +167,13 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
   }
   if (batch.target != nullptr && batch.target->refused) {
     owner_.fail(stream, {ErrorCode::kUnknownRegion, peer.provider, peer.name, "post",
-                         "the peer has refused a write to this region: it has deregistered it"});
+                         "the peer refused a write to this region: the peer has deregistered the region"});
     return Outcome::kNothing;
   }
   if (batch.page_bytes > peer.limits.page_bytes) {
     owner_.fail(stream, {ErrorCode::kOutOfRange, peer.provider, peer.name, "post",
-                         "pages of " + std::to_string(batch.page_bytes) + " bytes are longer than the " +
-                             std::to_string(peer.limits.page_bytes) + " that the lane takes"});
+                         "pages of " + std::to_string(batch.page_bytes) + " bytes exceed the lane's limit of " +
+                             std::to_string(peer.limits.page_bytes) + " bytes"});
     return Outcome::kNothing;
   }
   const bool message = batch.message != nullptr;
@@ -195,7 +197,7 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
     if (batch.source != nullptr) {
       wire.source = batch.source->registrations[link->domain_place].get();
       if (wire.source == nullptr) {
-        std::string why = "the lane to this peer does not take the source's memory";
+        std::string why = "the lane to this peer does not take the memory of the source region";
         for (const std::string& refusal : batch.source->refusals) why += "; " + refusal;
         owner_.fail(stream, {ErrorCode::kNotReachable, peer.provider, peer.name, "post", std::move(why)});
         return Outcome::kNothing;

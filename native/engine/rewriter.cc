@@ -31,7 +31,7 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
   }
   for (auto& [stream, entries] : uncounted) {
     if (any_given_up(entries)) {
-      fail(entries, ErrorCode::kCancelled, "given up while its link was broken");
+      fail(entries, ErrorCode::kCancelled, "the transfer was cancelled or failed while its link was broken");
     } else {
       rewrite(peer, std::move(entries), std::nullopt, 0);
     }
@@ -44,23 +44,25 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
     const bool tells = found != landed.end() && found->counter == counter;
     const std::optional<uint32_t> posted = link.posted.pages(counter);
     if (!tells || !found->known || !posted || link.refused.contains(counter)) {
-      fail(entries, ErrorCode::kPeerDown, "a link broke, and it is not known what of this counter it had carried");
+      fail(entries, ErrorCode::kPeerDown,
+           "a link broke, and the number of pages that it had carried for this counter is unknown");
       continue;
     }
     const uint32_t missing = (*posted - found->pages) % LinkTally::kModulus;
     if (missing == 0) {
       for (const uint32_t place : entries) resolve_(place, nullptr, false);
     } else if (missing > pages) {
-      fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer has counted less than had arrived there");
+      fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer counted fewer pages than had completed");
     } else if (found->released) {
       fail(entries, ErrorCode::kRefused, "a link broke, and the peer has released the counter since");
     } else if (found->acted_on && missing < pages && any_writes(entries)) {
       // Some of them were counted, and nobody knows which: these may hold other bytes by now.
       fail(entries, ErrorCode::kRefused,
-           "a link broke, and the peer may have used some of the pages again since: it has reached a target of their "
-           "counter, or reads it");
+           "a link broke, and the peer may have reused some of the pages: their counter has reached a target there, or "
+           "a reader polls it");
     } else if (any_given_up(entries)) {
-      fail(entries, ErrorCode::kCancelled, "a transfer with the same counter was given up while its link was broken");
+      fail(entries, ErrorCode::kCancelled,
+           "a transfer with the same counter was cancelled or failed while its link was broken");
     } else {
       rewrite(peer, std::move(entries), counter, missing);
     }

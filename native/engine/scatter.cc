@@ -38,7 +38,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
                  {},
                  kOperation,
                  std::to_string(updates.size()) + " updates for " + std::to_string(slices_.size()) +
-                     " slices: one for each, in their order"};
+                     " slices: give one for each, in their order"};
   }
   for (size_t i = 0; i < updates.size(); ++i) {
     const ScatterUpdate& update = updates[i];
@@ -50,7 +50,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
                  kOperation,
                  "slice " + std::to_string(i) + ": " + std::to_string(update.bytes) + " bytes from offset " +
                      std::to_string(update.source_offset) + " to offset " + std::to_string(update.target_offset) +
-                     " lie outside the " + std::to_string(bytes) + " bytes that were prepared"};
+                     " lie outside the " + std::to_string(bytes) + " prepared bytes"};
   }
   return std::nullopt;
 }
@@ -123,12 +123,14 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
     if (part.ready.empty()) {
       endings.touch(part);
     } else if (lost || peer.down || state == Peer::State::kFencing) {
-      endings.fail(part, peer.down
-                             ? *peer.down
-                             : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "this peer was fenced, or has left"});
+      endings.fail(
+          part, peer.down ? *peer.down
+                          : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "the peer was fenced or disconnected"});
     } else if (state != Peer::State::kConnected) {
       endings.fail(
-          part, Error{ErrorCode::kPeerDown, {}, {}, "scatter", "this peer is leaving: nothing new can be sent to it"});
+          part,
+          Error{
+              ErrorCode::kPeerDown, {}, {}, "scatter", "the peer is disconnecting: no new transfer to it is possible"});
     } else {
       poster.start(part);
     }

@@ -21,8 +21,8 @@ Status start_thread(std::thread& thread, F&& f) {
                  {},
                  {},
                  "create",
-                 std::string("no thread can be started (") + error.what() +
-                     "): raise the limit of processes (ulimit -u, pids.max of the container)"};
+                 std::string("cannot start a thread (") + error.what() +
+                     "): raise the process limit (ulimit -u, or pids.max of the container)"};
   }
   return {};
 }

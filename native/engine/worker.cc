@@ -52,7 +52,7 @@ Error Worker::blocking_in_callback(const char* operation) {
                {},
                {},
                operation,
-               "blocks, and was called from an event callback on the worker thread: call it from another thread"};
+               "this call blocks and was made in a callback on the transfer thread: call it from another thread"};
 }
 
 Status Worker::call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message) {
