@@ -103,7 +103,7 @@ Status Copier::launch_kernel() {
   const uint64_t units_per_page = (page_bytes_ + kUnitBytes - 1) / kUnitBytes;
   const uint64_t units = units_per_page * pages_;
   if (units > UINT32_MAX) {
-    return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page of more than 64 TiB"};
+    return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page exceeds 64 TiB"};
   }
   const uint64_t stream = launched_ % kStreams;
   CopyLaunch launch{

@@ -116,12 +116,12 @@ Status initialise() {
   int version = 0;
   table.cuDriverGetVersion(&version);
   if (version < kOldestDriver) {
-    return cuda_refused("open", "the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+    return cuda_refused("open", "the CUDA driver has version " + std::to_string(version / 1000) + "." +
                                     std::to_string(version % 1000 / 10) + ": 12.0 or later is needed");
   }
   int devices = 0;
   table.cuDeviceGetCount(&devices);
-  if (devices == 0) return cuda_refused("open", "no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)");
+  if (devices == 0) return cuda_refused("open", "no GPU is visible to this process: check CUDA_VISIBLE_DEVICES");
   return {};
 }
 

@@ -31,7 +31,7 @@ Result<std::unique_ptr<GpuCompletionWord>> GpuCompletionWord::create(int device,
                  "cuda",
                  {},
                  std::string(kOperation),
-                 gpu.name() + " cannot write 64-bit words from a stream: take one in host memory"};
+                 gpu.name() + " cannot write 64-bit words from a stream: create the completion word in host memory"};
   }
   Result<OwnedStream> stream = OwnedStream::create(driver, OwnedStream::Priority::kHighest);
   if (!stream) return stream.error();

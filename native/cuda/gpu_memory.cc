@@ -66,9 +66,9 @@ Status refuse_gpu_memory(std::string_view provider, const std::byte* address) {
                lane,
                {},
                "register_memory",
-               "this is GPU memory, which the " + lane +
-                   " lane cannot reach: use nvlink or a NIC, or the provider bounce, "
-                   "which goes through host memory"};
+               "the " + lane +
+                   " lane cannot reach GPU memory: use nvlink, a NIC, or the provider bounce, which copies "
+                   "through host memory"};
 }
 
 Status make_synchronous(const std::byte* address) {
@@ -88,7 +88,7 @@ Status make_synchronous(const std::byte* address) {
 Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   const Driver* const driver = loaded_driver();
   if (driver == nullptr || driver->cuMemGetHandleForAddressRange == nullptr) {
-    return cuda_refused("register_memory", "this CUDA driver exports no DMA-BUF (11.7 and later do)");
+    return cuda_refused("register_memory", "this CUDA driver cannot export a DMA-BUF: CUDA 11.7 or later is needed");
   }
   const RelaxedCapture relaxed(*driver);
   // The exported range has to begin and end at pages of the host.

@@ -15,11 +15,12 @@ constexpr int kScopeOwner = 100;       // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWN
 Result<RemoteWrites> RemoteWrites::of(std::shared_ptr<Context> context) {
   const bool ordered = context->attribute(kAttributeWritesOrdering) >= kOrderedForOwner;
   if (!ordered && (context->attribute(kAttributeFlushOptions) & kFlushFromHost) == 0) {
-    return Error{ErrorCode::kRefused,
-                 "cuda",
-                 {},
-                 "flush",
-                 context->name() + " cannot show to running kernels what a NIC has written: launch a kernel instead"};
+    return Error{
+        ErrorCode::kRefused,
+        "cuda",
+        {},
+        "flush",
+        context->name() + " cannot make the writes of a NIC visible to running kernels: launch a kernel instead"};
   }
   return RemoteWrites(std::move(context), ordered);
 }

@@ -16,7 +16,7 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
                  "cuda",
                  {},
                  "create_stream_signal",
-                 "no CUDA context is current on this thread: call it where the forward pass runs"};
+                 "no CUDA context is current on this thread: call it on the thread of the forward pass"};
   }
   Result<PinnedMemory> memory = PinnedMemory::allocate(driver, sizeof(uint64_t));
   if (!memory) return memory.error();

@@ -39,7 +39,7 @@ Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer b
     int result = driver.cuPointerGetAttribute(&device, kPointerDevice, at);
     if (result == kInvalidValue) {  // nothing is mapped there
       return plain_error(ErrorCode::kInvalidArgument,
-                         "nothing is mapped behind the first " + std::to_string(at - base) + " bytes of the region");
+                         "nothing is mapped after the first " + std::to_string(at - base) + " bytes of the region");
     }
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&handle_types, kPointerHandleTypes, at);
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&size, kPointerMappingSize, at);
@@ -47,15 +47,15 @@ Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer b
     if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttribute", result);
     if ((handle_types & kDescriptor) == 0) {
       return plain_error(ErrorCode::kRefused,
-                         "this GPU memory was allocated so that no other process can map it "
-                         "(without CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)");
+                         "other processes cannot map this GPU memory: it was allocated without "
+                         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR");
     }
     if (first_device < 0) first_device = device;
     if (device != first_device) {
-      return plain_error(ErrorCode::kInvalidArgument, "the region lies in several GPUs");
+      return plain_error(ErrorCode::kInvalidArgument, "the region spans several GPUs");
     }
     if (at - start >= size) {
-      return plain_error(ErrorCode::kSystem, "the driver names a piece of memory that does not hold the address");
+      return plain_error(ErrorCode::kSystem, "the driver reported a piece of memory that does not contain the address");
     }
     pieces.push_back({start, size});
     at = start + size;

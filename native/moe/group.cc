@@ -49,7 +49,11 @@ Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeo
   std::unique_lock lock(state->mutex);
   const std::chrono::nanoseconds timeout(std::min(timeout_ns, kLongest));
   if (!state->changed.wait_for(lock, timeout, [&] { return state->done; })) {
-    return Error{ErrorCode::kTimeout, "cuda", {}, "moe_close", "the GPU does not come to rest: its memory is kept"};
+    return Error{ErrorCode::kTimeout,
+                 "cuda",
+                 {},
+                 "moe_close",
+                 "the GPU did not finish its work in time: its memory is not freed"};
   }
   if (state->result != cuda::kSuccess) return cuda::cuda_error("moe_close", "cuCtxSynchronize", state->result);
   return {};
@@ -111,20 +115,29 @@ Status check(const GroupConfig& config) {
     return refuse(std::to_string(config.ranks) + " ranks: 1 to " + std::to_string(kMaxRanks) + " are supported");
   }
   if (config.rank >= config.ranks) {
-    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks));
+    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks) +
+                  ": ranks are counted from 0");
   }
-  if (config.slots == 0 || config.slots > kMaxSlots) return refuse("1 or 2 slots are supported");
+  if (config.slots == 0 || config.slots > kMaxSlots) {
+    return refuse(std::to_string(config.slots) + " slots: 1 or 2 are supported");
+  }
   if (config.max_tokens == 0 || config.dispatch_bytes == 0 || config.combine_bytes == 0) {
     return refuse("max_tokens, dispatch_bytes and combine_bytes must not be 0");
   }
   constexpr uint64_t kMost = 1ULL << 40;
-  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) return refuse("an area of more than 1 TiB");
+  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) {
+    return refuse("dispatch_bytes and combine_bytes must not exceed 1 TiB");
+  }
   // Rows are numbered in 32 bits, and an expert's rank fits into a byte.
   if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
-    return refuse("more than 2^24 tokens or 2^16 experts");
+    return refuse("max_tokens must not exceed 2^24, and experts must not exceed 2^16");
   }
-  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) return refuse("a timeout of 0, or of more than 11 days");
-  if (config.device < -1) return refuse("device " + std::to_string(config.device) + ": -1 is host memory");
+  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) {
+    return refuse("the timeout must be above 0 and at most 11 days");
+  }
+  if (config.device < -1) {
+    return refuse("device " + std::to_string(config.device) + ": give the ordinal of a GPU, or -1 for host memory");
+  }
   return {};
 }
 
@@ -261,7 +274,7 @@ Status Group::attach(uint32_t rank, int descriptor) {
   const Use use(*this);
   if (use.memory() == nullptr) return closed("moe_attach");
   Memory& memory = *use.memory();
-  if (!use.alone()) return invalid("moe_attach", "another call is running");
+  if (!use.alone()) return invalid("moe_attach", "another call of this group is running: wait for its end");
   if (rank >= config_.ranks || memory.segments[rank]) {
     return invalid("moe_attach", "rank " + std::to_string(rank) + " is not in the group, or is attached already");
   }
@@ -275,7 +288,7 @@ Status Group::place(std::span<const uint32_t> owners) {
   const auto refuse = [](std::string message) { return invalid("moe_place", std::move(message)); };
   const Use use(*this);
   if (use.memory() == nullptr) return closed("moe_place");
-  if (!use.alone()) return refuse("another call is running");
+  if (!use.alone()) return refuse("another call of this group is running: wait for its end");
   Memory& memory = *use.memory();
   if (owners.empty()) {
     memory.experts_per_rank = 0;
@@ -317,7 +330,10 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
                                                   std::span<const uint32_t> sizes) const {
   if (use.memory() == nullptr) return closed(operation);
   const std::string name(operation);
-  if (slot >= config_.slots) return invalid(name, "slot " + std::to_string(slot) + " is not one of the group's");
+  if (slot >= config_.slots) {
+    return invalid(name,
+                   "slot " + std::to_string(slot) + " does not exist: the group has " + std::to_string(config_.slots));
+  }
   if (sizes.size() != config_.ranks) {
     return invalid(name, std::to_string(sizes.size()) + " sizes for " + std::to_string(config_.ranks) + " ranks");
   }
@@ -326,7 +342,7 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
   for (uint32_t rank = 0; rank < config_.ranks; ++rank) {
     if (sizes[rank] > config_.max_tokens) {
       return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
-                               ": the group was made for " + std::to_string(config_.max_tokens));
+                               ": the group was created for at most " + std::to_string(config_.max_tokens));
     }
     if (!use.memory()->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
     if (rank < config_.rank) before += sizes[rank];
@@ -364,31 +380,35 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   if (columns.empty() || columns.size() > kMaxColumns) {
     return refuse(std::to_string(columns.size()) + " columns: 1 to " + std::to_string(kMaxColumns) + " are supported");
   }
-  if (ids_bytes != 4 && ids_bytes != 8) return refuse("ids of " + std::to_string(ids_bytes) + " bytes");
+  if (ids_bytes != 4 && ids_bytes != 8) {
+    return refuse("ids of " + std::to_string(ids_bytes) + " bytes: 4 or 8 are supported");
+  }
   if (top_k == 0 || top_k > kMaxTopK) {
     return refuse(std::to_string(top_k) + " experts a token: 1 to " + std::to_string(kMaxTopK) + " are supported");
   }
-  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase: give send, receive or both");
   const uint32_t tokens = sizes[config_.rank];
   // A kernel that reads at null, or at a bad place, ends the process's use of the GPU.
-  if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) return refuse("no ids");
-  if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("ids that are not aligned");
+  if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) {
+    return refuse("no ids given: the placement needs the experts of each token");
+  }
+  if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("the ids are not aligned to their size");
   auto launch = launch_of<DispatchLaunch>(memory, slot, tokens, phases);
   uint64_t end = 0;  // of the columns so far
   for (size_t i = 0; i < columns.size(); ++i) {
     const ColumnSpec& spec = columns[i];
     if (spec.row_bytes == 0 || spec.offset % kColumnAlignment != 0 || spec.offset < end) {
-      return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the one before it");
+      return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the column before it");
     }
     if (spec.row_bytes > kMaxRowBytes || spec.offset > config_.dispatch_bytes ||
         (tokens > 0 && spec.source == nullptr)) {
       return refuse("column " + std::to_string(i) +
-                    " has rows of more than 16 MiB, begins behind the dispatch area, or has no source");
+                    " has rows of more than 16 MiB, begins past the end of the dispatch area, or has no source");
     }
     end = spec.offset + all * spec.row_bytes;
     if (end > config_.dispatch_bytes) {
       return refuse("column " + std::to_string(i) + " ends " + std::to_string(end - config_.dispatch_bytes) +
-                    " bytes behind the dispatch area");
+                    " bytes past the end of the dispatch area");
     }
     const uint64_t places = reinterpret_cast<uintptr_t>(spec.source) | spec.row_bytes;
     Column& column = launch.columns[i];
@@ -432,12 +452,15 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
   if (hidden == 0 || hidden % 8 != 0)
-    return refuse("a hidden size of " + std::to_string(hidden) + ", not of 8, 16, ...");
+    return refuse("a hidden size of " + std::to_string(hidden) + ": it must be a multiple of 8, and not 0");
   const uint64_t row_bytes = uint64_t{hidden} * 2;
-  if (all * row_bytes > config_.combine_bytes) return refuse("the results do not fit into the combine area");
+  if (all * row_bytes > config_.combine_bytes) {
+    return refuse("results of " + std::to_string(all * row_bytes) + " bytes do not fit into the combine area of " +
+                  std::to_string(config_.combine_bytes) + " bytes");
+  }
   if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
-  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
-  if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out`");
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase: give send, receive or both");
+  if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out` given, and this rank has tokens");
   auto launch = launch_of<CombineLaunch>(memory, slot, sizes[config_.rank], phases);
   launch.out = static_cast<unsigned char*>(out);
   launch.ready = Layout::ready(slot);
@@ -501,7 +524,8 @@ Status Group::close(uint64_t timeout_ns) {
   closing_ = true;
   std::atomic_ref(memory_->words()->lost).store((1U << config_.ranks) - 1);
   if (!unused_.wait_until(lock, deadline, [&] { return uses_ == 0; })) {
-    return Error{ErrorCode::kTimeout, {}, {}, "moe_close", "a call is still running: the memory is kept"};
+    return Error{
+        ErrorCode::kTimeout, {}, {}, "moe_close", "a call of this group is still running: its memory is not freed"};
   }
   if (!memory_) return {};  // another close() was faster
   if (const std::shared_ptr<cuda::Context> context = memory_->context) {

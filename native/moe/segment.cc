@@ -15,7 +15,9 @@ namespace {
 constexpr std::string_view kOperation = "moe_segment";
 
 Result<UniqueFd> duplicate(int descriptor) {
-  if (descriptor < 0) return invalid(std::string(kOperation), "it is a peer's segment");
+  if (descriptor < 0) {
+    return invalid(std::string(kOperation), "the segment belongs to a peer: only its owner can give a descriptor");
+  }
   UniqueFd fd(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   if (!fd) return system_error({}, kOperation, errno);
   return fd;

@@ -46,7 +46,7 @@ std::vector<std::tuple<std::string, bool, std::string>> probe_providers() {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The native engine; kv_connector.engine is its typed face.";
+  module.doc() = "The native transfer engine. kv_connector.engine is its typed interface.";
   module.def("probe_providers", &probe_providers);
   module.attr("MAX_MESSAGE_BYTES") = kMaxUserMessageBytes;
 

@@ -26,7 +26,8 @@ HandshakeTuple to_tuple(const Handshake& handshake) {
 }
 
 Timeout to_timeout(double seconds) {
-  if (!(seconds >= 0)) raise({ErrorCode::kInvalidArgument, {}, {}, {}, "a timeout below 0, or not a number"});
+  if (!(seconds >= 0))
+    raise({ErrorCode::kInvalidArgument, {}, {}, {}, "the timeout must be a number of seconds, 0 or more"});
   // A year is for ever, and fits.
   return Timeout(static_cast<int64_t>(std::min(seconds, 31e6) * 1e6));
 }
@@ -99,7 +100,7 @@ std::shared_ptr<TransferEngine> PythonEngine::engine() {
     const std::lock_guard lock(mutex_);
     engine = engine_;
   }
-  if (engine == nullptr) raise({ErrorCode::kClosed, {}, {}, {}, "the engine was closed"});
+  if (engine == nullptr) raise({ErrorCode::kClosed, {}, {}, {}, "the transfer engine was closed"});
   return engine;
 }
 
@@ -355,7 +356,7 @@ EventTuple PythonEngine::waited(double timeout, Call call) {
   };
   const Result<Event> event = without_gil([&] { return call(*held, whole, stays); });
   if (interrupted) throw py::error_already_set();
-  if (closed) raise({ErrorCode::kClosed, {}, {}, {}, "the engine was closed"});
+  if (closed) raise({ErrorCode::kClosed, {}, {}, {}, "the transfer engine was closed"});
   return to_tuple(unwrap(event));
 }
 

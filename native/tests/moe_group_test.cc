@@ -192,9 +192,9 @@ TEST_F(MoeGroup, RefusesADispatchThatCannotBe) {
   columns.push_back({memory.data(), 16, 0, false});
   refused("overlaps");
   columns[0].row_bytes = 2049;
-  refused("4 bytes behind the dispatch area");
+  refused("4 bytes past the end of the dispatch area");
   columns[0].offset = 8192;
-  refused("64 bytes behind the dispatch area");
+  refused("64 bytes past the end of the dispatch area");
   columns[0].offset = ~0ULL << 8;
   columns[0].row_bytes = 64;  // the sum is 0
   refused("column 0");
