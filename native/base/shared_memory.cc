@@ -13,7 +13,7 @@ Result<SharedMemory> SharedMemory::create(const std::string& name, uint64_t byte
     return Error{
         ErrorCode::kInvalidArgument, {}, {}, "create_shared_memory", "0 bytes requested: at least 1 byte is needed"};
   }
-  // Sealing: the host lane forbids that the file shrinks, so that a peer can map it without fear of SIGBUS.
+  // MFD_ALLOW_SEALING: the host lane seals the file against shrinking, so that a peer that maps it cannot get SIGBUS.
   UniqueFd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return system_error({}, "memfd_create", errno);
   void* data = MAP_FAILED;
