@@ -103,19 +103,21 @@ Result<std::vector<uint32_t>> CounterSets::read(CounterSetId id) {
 }
 
 Result<std::shared_ptr<const void>> CounterSets::release(CounterSetId id) {
-  decltype(sets_)::node_type ended;  // after the lock, which the worker takes: the callback is its maker's
+  // Destroyed after the lock is released: the transfer thread takes the lock, and the callback belongs to the caller.
+  decltype(sets_)::node_type ended;
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("release_counters", id);
   for (const uint32_t immediate : found->second.immediates) table_.release(immediate);
   std::shared_ptr<const void> raisers;
-  if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // fewer are in the counters
+  if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // one is in the counters
   ended = sets_.extract(found);
   return raisers;
 }
 
 void CounterSets::clear() {
-  std::unordered_map<CounterSetId, Set> ended;  // after the lock: callbacks are their makers'
+  // Destroyed after the lock is released: the callbacks belong to their callers.
+  std::unordered_map<CounterSetId, Set> ended;
   const std::lock_guard lock(mutex_);
   ended.swap(sets_);
 }
@@ -135,7 +137,7 @@ bool CounterSets::acted_on(uint32_t immediate) const {
 std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
-  // Released between the count and here: nobody waits for it any more.
+  // The set was released after the count: no thread waits for it any more.
   if (found == sets_.end() || --found->second.remaining > 0) return std::nullopt;
   return found->second.fire(id);
 }

@@ -1,4 +1,4 @@
-// TransferEngine: peer groups, and scatters to them.
+// TransferEngine: peer groups and scatters.
 #include <set>
 #include <string>
 #include <utility>
@@ -70,7 +70,8 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
       return unknown_region(
           operation, "no local region " + std::to_string(slice.source) + ": it was deregistered or never registered");
     }
-    // The regions of a fenced peer are forgotten with it: that member's failure. Else it is the caller's mistake.
+    // The regions of a fenced peer are forgotten with it, which makes it that member's failure. Otherwise the caller is
+    // wrong.
     if (made.target == nullptr && peer.state.load(std::memory_order_acquire) == Peer::State::kConnected) {
       return unknown_region(operation, "no imported region " + std::to_string(slice.target) +
                                            ": it was never imported, or its peer was fenced");

@@ -1,4 +1,4 @@
-// TransferEngine: memory, this process's and the peers'.
+// TransferEngine: memory of this process and of its peers.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -12,16 +12,16 @@ namespace kvc {
 
 namespace {
 
-// Memories that the worker publishes in one turn: 0.1 us each, and for each of at most a few domains.
+// Memories that the transfer thread publishes in one turn: 0.1 us for each, times a few domains at most.
 constexpr size_t kPublishedPerTurn = 256;
 
-// Regions that import_regions() adds under one lock, which every write takes: some 0.2 us each.
+// Regions that import_regions() adds under one lock, which every write takes. Each takes about 0.2 us.
 constexpr size_t kImportedPerLock = 256;
 
-// Ranges that are registered in one piece.
+// A range that is registered in one piece, and the caller's ranges in it.
 struct MergedRange {
   MemoryRange whole;
-  std::vector<size_t> ranges;  // places in the caller's list
+  std::vector<size_t> ranges;  // indices in the caller's list
 };
 
 Status check_range(const MemoryRange& range) {
@@ -34,7 +34,7 @@ Status check_range(const MemoryRange& range) {
   return {};
 }
 
-// The memfd goes on where the piece's does.
+// True if the memfd of `range` continues that of `piece`.
 bool same_file(const MemoryRange& piece, const MemoryRange& range) {
   if (piece.memfd != range.memfd) return false;
   return piece.memfd < 0 || range.memfd_offset - piece.memfd_offset == static_cast<uint64_t>(range.base - piece.base);
@@ -45,7 +45,8 @@ std::vector<MergedRange> pieces_of(std::span<const MemoryRange> ranges) {
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ranges[a].base < ranges[b].base; });
   std::vector<MergedRange> pieces;
-  const std::byte* allocation_end = nullptr;  // of the GPU memory that the last piece ends in; null: it is host memory
+  // End of the GPU allocation that holds the last piece's end. Null: the piece is host memory.
+  const std::byte* allocation_end = nullptr;
   for (const size_t i : order) {
     const MemoryRange& range = ranges[i];
     const auto continues = [&](const MemoryRange& last) {
@@ -82,7 +83,7 @@ Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const Me
     const std::vector<MergedRange> pieces = pieces_of(ranges);
     std::vector<std::shared_ptr<LocalMemory>> memories;
     for (const MergedRange& piece : pieces) {
-      // Nobody was told the keys of those before: they just end.
+      // On an error, the memories before it simply end, because no peer has received their keys.
       Result<std::shared_ptr<LocalMemory>> memory =
           impl_->lanes.register_memory(piece.whole, impl_->config.allow_fallback);
       if (!memory) return memory.error();
@@ -144,7 +145,7 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
       timeout,
       "writes of a peer may still land, or a peer still maps the memory: fence the peer that does not respond");
   if (!status) return status;
-  // The memory is its owner's again when the NIC does not know it any more.
+  // The owner may free the memory only when the NIC does not know it any more.
   return impl_->on_memory_thread(kOperation, [&]() -> Status {
     for (const auto& memory : memories) memory->registrations.clear();
     return {};
@@ -167,7 +168,7 @@ Result<Bytes> TransferEngine::region_descriptor(std::span<const RegionId> ids) {
           "region_descriptor", "no local region " + std::to_string(id) + ": it was deregistered or never registered");
     }
     const LocalMemory& memory = *region->memory;
-    // Regions of one piece follow each other in most lists.
+    // In most lists, regions of one piece follow each other.
     auto known = std::find(memories.rbegin(), memories.rend(), &memory);
     if (known == memories.rend()) {
       memories.push_back(&memory);
@@ -237,11 +238,12 @@ Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_i
       peer.regions.push_back(id);
       impl_->remote_regions.insert_locked(id, std::move(region));
     }
-    // After the insertion: a fence first changes the state, and then forgets the regions that it finds.
+    // Read after the insertion: a fence first changes the state, and then forgets the regions that it finds.
     connected = peer.state.load(std::memory_order_seq_cst) == Peer::State::kConnected;
   }
   if (connected) return ids;
-  // Nobody knows them yet. What a fence has not come to by now, it finds gone.
+  // The ids were not returned yet. Regions that a fence has not reached are removed here, and the fence finds them
+  // gone.
   for (const RemoteRegionId id : ids) impl_->remote_regions.erase(id);
   return Error{ErrorCode::kPeerDown, peer.provider, peer.name, kOperation,
                "the peer was lost, fenced or disconnected during the call"};

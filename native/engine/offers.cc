@@ -24,7 +24,7 @@ LinkId next_link_id() {
   return last.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-// Over the first domain of the lane that works: one that is dead leaves the others.
+// Offers a link over the first domain of the lane that works, so that a dead domain does not block the others.
 Result<Offers::OfferedLink> Offers::offer_link(Lane& lane, Bytes& bytes) {
   std::optional<Error> why;
   for (uint32_t local = 0; local < lane.domains.size(); ++local) {
@@ -86,7 +86,7 @@ Result<Offers::Accepted> Offers::accept(const std::string& name, std::span<const
     }
     const auto count = static_cast<uint32_t>(lane->domains.size());
     std::optional<Error> why;
-    // The domain opposite the offered one, or else any that works.
+    // The domain opposite the offered one, or otherwise any domain that works.
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t local = (lane_offer.domain + i) % count;
       const LinkId id = next_link_id();

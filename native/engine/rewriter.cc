@@ -18,7 +18,7 @@ std::vector<uint32_t> Rewriter::unsettled_counters(const Link& link) const {
 }
 
 void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
-  // Counted entries by their counter; the others are nobody's affair but their stream's.
+  // Counted entries are grouped by counter, the others by stream.
   std::map<uint32_t, Entries> counted;
   std::map<const Stream*, Entries> uncounted;
   for (const uint32_t place : std::exchange(link.unsettled, {})) {
@@ -56,7 +56,7 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
     } else if (found->released) {
       fail(entries, ErrorCode::kRefused, "a link broke, and the peer has released the counter since");
     } else if (found->acted_on && missing < pages && any_writes(entries)) {
-      // Some of them were counted, and nobody knows which: these may hold other bytes by now.
+      // Some of the pages were counted, but not which is known. These may hold other bytes by now.
       fail(entries, ErrorCode::kRefused,
            "a link broke, and the peer may have reused some of the pages: their counter has reached a target there, or "
            "a reader polls it");
@@ -69,7 +69,7 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
   }
 }
 
-// Both ends have closed the link: nothing lands over it any more.
+// Fails the entries. Both ends have closed the link, so no write lands over it any more.
 void Rewriter::fail(const Entries& entries, ErrorCode code, const char* why) {
   const Error error{code, {}, {}, "write again", why};
   for (const uint32_t place : entries) resolve_(place, &error, false);
@@ -89,8 +89,8 @@ bool Rewriter::given_up(const Stream& stream) const {
   return stream.kind == Stream::Kind::kRecovery && any_given_up(static_cast<const Recovery&>(stream).entries);
 }
 
-// Writes the pages of `entries` again, uncounted, then raises `counter` by what is missing: which of them have landed
-// is not known, so none may be counted before all of them are there.
+// Repeats the pages of `entries` uncounted, then raises `counter` by the missing number. Which pages have landed is
+// unknown, so none may be counted before all of them are in place.
 void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing) {
   Recovery& recovery = *recoveries_.emplace_back(std::make_unique<Recovery>(peer));
   recovery.place = std::prev(recoveries_.end());
@@ -101,7 +101,7 @@ void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> coun
     Stats::add(stats_.pages_rewritten, flight.source == nullptr ? 0 : flight.pages);
   }
   recovery.entries = std::move(entries);
-  if (again.batches.empty()) {  // immediates alone
+  if (again.batches.empty()) {  // only immediates
     recovery.ready.push_back(Request::make(nullptr, nullptr, 0, counter, ImmediateOnly{missing}));
   } else {
     RequestRef request = Request::make(nullptr, nullptr, 0, counter, std::move(again));

@@ -16,8 +16,8 @@ namespace kvc {
 
 namespace {
 
-// Messages to one peer that it has not taken. Beyond this its user does not read, and the sender's memory (4 MiB) should
-// not pay for it.
+// Untaken messages to one peer. Beyond this the peer's user does not read, and the messages should not use more of the
+// sender's memory (4 MiB).
 constexpr uint32_t kMaxPendingSends = 1024;
 
 Status check_config(const EngineConfig& config) {
@@ -49,7 +49,7 @@ TransferEngine::~TransferEngine() { (void)close(); }
 
 Status TransferEngine::close() {
   if (impl_ == nullptr) return {};
-  // In a child of fork() the threads, and what they held, are the parent's: nothing here may be ended.
+  // In a child of fork(), the threads and their objects belong to the parent: nothing may be ended here.
   if (impl_->process != getpid()) {
     [[maybe_unused]] Impl* const parents = impl_.release();
     return {};
@@ -59,8 +59,8 @@ Status TransferEngine::close() {
     impl_.reset();
     return ended;
   }
-  // Its control thread goes on, lets peers fence when the driver returns, and uses it meanwhile. Then another thread frees it;
-  // if no thread can start, its memory is lost.
+  // The control thread continues, lets peers fence when the driver returns, and uses the object meanwhile. Another
+  // thread then frees the object. If no thread can start, its memory is lost.
   Impl* const left = impl_.release();
   std::thread last;
   if (start_thread(last, [left] { std::unique_ptr<Impl>(left).reset(); })) last.detach();
@@ -132,7 +132,7 @@ Status TransferEngine::fence(PeerId peer_id, Timeout timeout) {
   const std::shared_ptr<Peer>& peer = found.value();
   if (peer->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
     const Status withdrawn = impl_->on_control("fence", [&]() -> Status {
-      impl_->offers.withdraw(peer_id);  // if it has not been completed meanwhile
+      impl_->offers.withdraw(peer_id);  // if the offer was not completed meanwhile
       return {};
     });
     if (!withdrawn) return withdrawn;
@@ -238,7 +238,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   if (fired.value()->callback || fired.value()->word) {
     impl_->worker.submit<Fire>(std::make_unique<CounterSets::Fired>(std::move(*fired.value())));
   } else {
-    // It may be released meanwhile.
+    // The set may be released meanwhile.
     impl_->events.push_if(Event{.kind = EventKind::kCountersReached, .id = set},
                           [&] { return impl_->counters.exists(set); });
   }
@@ -258,7 +258,7 @@ uint64_t CounterReader::value(size_t counter) const noexcept { return counters_-
 Status TransferEngine::release_counters(CounterSetId set) {
   Result<std::shared_ptr<const void>> released = impl_->counters.release(set);
   if (!released) return released.error();
-  // The worker may be looking at it right now.
+  // The transfer thread may be reading it right now.
   if (released.value()) impl_->worker.submit<Call>([kept = std::move(released.value())] {});
   impl_->events.discard(EventQueue::Subject::kCounters, set);
   return {};
@@ -286,10 +286,10 @@ Result<Event> TransferEngine::wait_counters(CounterSetId set, Timeout timeout, c
 std::vector<Event> TransferEngine::poll_events(size_t max) { return impl_->events.poll(max); }
 int TransferEngine::event_fd() const { return impl_->events.fd(); }
 
-// --- The rest
+// --- Other methods
 
 std::shared_ptr<LayerSignal> TransferEngine::create_signal() {
-  // The waker is shared: a signal may outlive the engine.
+  // The waker is shared, because a signal may outlive the transfer engine.
   return std::make_shared<LayerSignal>([waker = impl_->waker] { waker->wake(); });
 }
 
