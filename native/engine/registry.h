@@ -4,7 +4,6 @@
 // A thread that finds an object holds a reference, or the mutex in the case of peek(). A command that was submitted
 // under that mutex may name an object that has been erased since. The thread that erases an object therefore keeps it
 // until the transfer thread has carried out such commands (Endings::retire).
-// (Endings::retire).
 #pragma once
 
 #include <cstdint>
