@@ -103,7 +103,7 @@ Result<UniqueFd> create_piece(const Context& context, uint64_t bytes) {
 
 Status allow_access(const Context& context, const std::vector<MemoryChunk>& pieces) {
   const RelaxedCapture relaxed(context.driver());
-  // One by one: neighbours may have been reserved apart.
+  // One by one, because neighbours may have been reserved separately.
   for (const MemoryChunk& piece : pieces) {
     if (int result = set_access(context, piece.address, piece.bytes); result != kSuccess) {
       return cuda_error("accept", "cuMemSetAccess", result);
@@ -144,7 +144,7 @@ Status PieceMapping::append(int descriptor, uint64_t bytes) {
   const Driver& driver = context_->driver();
   const RelaxedCapture relaxed(driver);
   AllocationHandle handle = 0;
-  // The descriptor travels in the pointer: that is the call's way.
+  // The call takes the descriptor in its pointer argument.
   if (int result = driver.cuMemImportFromShareableHandle(
           &handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor);
       result != kSuccess) {
