@@ -32,7 +32,7 @@ uint64_t nanoseconds(double seconds) {
   return static_cast<uint64_t>(std::min(seconds, 1e6) * 1e9);
 }
 
-// Its end waits for the GPU: without the GIL.
+// Its destructor waits for the GPU, without the GIL.
 class PythonMoeGroup {
  public:
   PythonMoeGroup(uint32_t rank, uint32_t ranks, int device, uint64_t dispatch_bytes, uint64_t combine_bytes,
