@@ -35,8 +35,8 @@ extern "C" const char* __asan_default_options() { return "intercept_tls_get_addr
 namespace kvc::libfabric {
 namespace {
 
-// "sockets" leaves a header in the socket until all of its 24 bytes have arrived, and Linux counts a segment in full
-// while any byte of it is left (docs/architecture.md). A receive buffer must hold more than the longest of 17 fragments
+// "sockets" leaves a header in the socket until all of its 24 bytes have arrived. Linux counts a segment in full while
+// any byte of it is left (docs/architecture/lanes.md). A receive buffer must hold more than the longest of 17 fragments
 // of 32 KiB. The kernel's default starts below that, and one run in 25 of AReceiverThatSleepsIsNotOverrun hung.
 [[maybe_unused]] const int kReceiveBuffers = ::setenv("FI_SOCKETS_MAX_BUF_SZ", "4194304", 0);
 
