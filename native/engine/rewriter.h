@@ -1,8 +1,8 @@
 // Rewriter: settles what was posted on a broken link of a peer that has other links, and repeats the missing writes.
 //
 // The unfinished batches of such a link do not fail. Link::unsettled keeps them until the LinkKeeper has asked the peer
-// what landed. recover() then computes how much of each counter is missing (docs/architecture/transfer-engine.md, "Many
-// NICs").
+// what landed. recover() then computes how much of each counter is missing. See "Many NICs" in
+// docs/architecture/transfer-engine.md.
 //
 // Every method runs on the transfer thread.
 #pragma once

@@ -36,7 +36,7 @@ struct Completion {
   };
   Kind kind = Kind::kWork;
   LinkId link = 0;     // kImmediate, kMessage, kLinkDown
-  uint64_t value = 0;  // kWork: the WorkId; kImmediate: the immediate; kMessage: the slot
+  uint64_t value = 0;  // WorkId (kWork), immediate (kImmediate) or slot (kMessage)
   // Allocated only when needed, because it is rare: null for a successful batch and for an immediate.
   struct Detail {
     Error error;

@@ -22,7 +22,7 @@ class LayerSignal {
   virtual ~LayerSignal() = default;
 
   // Publishes that everything up to `value` is computed: the fabric may read bytes written before this call. Values
-  // must not shrink. Any thread; never blocks; about 100 ns, plus a wake-up if the transfer thread sleeps.
+  // must not shrink. Any thread. Never blocks. Takes about 100 ns, plus a wake-up if the transfer thread sleeps.
   void store(uint64_t value) noexcept {
     // Sequentially consistent, not just release: `wake_` reads the sleeping flag of the transfer thread, and a
     // processor may move that read before a plain store. The transfer thread would then sleep although the value is
