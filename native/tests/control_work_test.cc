@@ -142,7 +142,8 @@ TEST_P(ControlWork, ARegistrationDelaysNeitherAFenceNorTheEndOfALink) {
 // that is mapped repeatedly: pages are populated and pinned for each address.
 TEST_P(ControlWork, FencesAndFailoverGoOnWhileGigabytesRegister) {
   constexpr size_t kPart = 64 << 20;
-  // The ends of a link agree within this time on what arrived, or the peer is lost (docs/architecture/transfer-engine.md).
+  // The ends of a link agree within this time on what arrived, or the peer is lost
+  // (docs/architecture/transfer-engine.md).
   constexpr Timeout kSettles = std::chrono::seconds(5);
   const char* gib = std::getenv("KVC_TEST_REGISTERED_GIB");
   const size_t bytes = gib == nullptr ? 4 * kPart : std::strtoull(gib, nullptr, 10) << 30;
