@@ -14,7 +14,7 @@
 
 namespace kvc {
 
-using LinkId = uint32_t;  // chosen by the engine, unique in the process, never reused
+using LinkId = uint32_t;  // chosen by the transfer engine, unique in the process, never reused
 // Chosen by the transfer engine: id of a posted batch or message, which its completion returns.
 using WorkId = uint64_t;
 
