@@ -1,8 +1,8 @@
 // Domain and Connector: the two halves that every provider implements for one NIC or its stand-in.
 //
 //   Connector   may block. register_memory() and the destructor of a Registration run on the memory thread of the
-//               transfer engine. All other calls run on its control thread, at the same time. No lock that both
-//               threads use is held while memory is registered.
+//               transfer engine. All other calls run on its control thread, possibly at the same time. No lock
+//               that both threads use is held while memory is registered.
 //   Domain      posts and polls. No method blocks, and all of them run on the one thread that drives the domain, so
 //               it needs no lock. It reports events through completions() and never calls other components.
 //
