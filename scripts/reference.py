@@ -1,4 +1,4 @@
-"""Makes the tables of README.md and docs/*.md anew that the code decides on.
+"""Makes the tables of README.md and of the pages under docs anew that the code decides on.
 
     python scripts/reference.py            # make reference
     python scripts/reference.py --check    # nothing is written; exit status 1 if a file is not up to date
@@ -47,7 +47,7 @@ def documents() -> dict[Path, str]:
     """What is to stand in each file."""
     return {
         path: _GENERATED.sub(_renewed, path.read_text())
-        for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     }
 
 

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 }
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # A comment, an empty line or none, and a block: fenced, or indented.

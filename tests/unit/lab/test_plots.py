@@ -163,7 +163,7 @@ def test_without_matplotlib_the_error_names_the_extra(
 def test_a_document_shows_the_picture_of_each_recorded_run(data: Path) -> None:
     assert (DOCS / "pictures" / f"{data.stem}.svg").is_file()
     shown = f"pictures/{data.stem}.svg"
-    documents = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+    documents = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
     assert any(shown in document.read_text() for document in documents)
 
 
