@@ -239,7 +239,7 @@ ROWS = (
             ),
             Chart(
                 "Under way, by what they wait for",
-                "docs/operations.md explains the phases.",
+                "docs/operate/slow-request.md explains the phases.",
                 "short",
                 [
                     Query(
