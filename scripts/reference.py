@@ -1,4 +1,4 @@
-"""Makes the tables of README.md and of the pages under docs anew that the code decides on.
+"""Makes the tables of README.md and docs/ anew that the code, or a recorded run in docs/data, decides on.
 
     python scripts/reference.py            # make reference
     python scripts/reference.py --check    # nothing is written; exit status 1 if a file is not up to date
@@ -6,6 +6,9 @@
 A table stands between two comments, of which the first says what it has, and may name the rows:
 
     <!-- generated: settings control_host control_port -->
+    <!-- end -->
+
+    <!-- generated: run 2026-11-27-first-token -->
     <!-- end -->
 
 Settings and exit statuses are described by the docstrings under their fields, options by their help, metrics
@@ -16,7 +19,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
+import json
+import os
 import re
 import sys
 import textwrap
@@ -46,13 +52,15 @@ _GENERATED = re.compile(r"(<!-- generated: (\w+)(.*?) -->\n).*?(<!-- end -->)", 
 def documents() -> dict[Path, str]:
     """What is to stand in each file."""
     return {
-        path: _GENERATED.sub(_renewed, path.read_text())
+        path: _GENERATED.sub(functools.partial(_renewed, path), path.read_text())
         for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     }
 
 
-def _renewed(found: re.Match[str]) -> str:
+def _renewed(path: Path, found: re.Match[str]) -> str:
     kind, wanted = found[2], found[3].split()
+    if kind == "run":
+        return _between(found, run(wanted[0], path.parent))
     if kind == "commands":
         return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
     header, rows = TABLES[kind]()
@@ -64,6 +72,33 @@ def _renewed(found: re.Match[str]) -> str:
 def _between(found: re.Match[str], words: str) -> str:
     """Blank lines around it: Markdown's dialects differ in what a comment ends."""
     return found[1] + "\n" + words.strip("\n") + "\n\n" + found[4]
+
+
+# --- Recorded runs
+
+
+def run(name: str, beside: Path) -> str:
+    """The tables of docs/data/NAME.json, and what was run, for a page in the folder ``beside``."""
+    recorded = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    tables = [table(recorded["header"], recorded["rows"])] if "rows" in recorded else []
+    for panel in recorded.get("panels", ()):
+        columns = [*panel.get("beside", ()), *panel["series"]]
+        header = [panel["columns_are"], *(one["name"] for one in columns)]
+        rows = [
+            (place, *(format(one["values"][number], one.get("format", panel["format"])) for one in columns))
+            for number, place in enumerate(panel["columns"])
+        ]
+        title = (
+            f"{panel['title']}, {panel['unit']}" if panel["unit"] not in panel["title"] else panel["title"]
+        )
+        tables.append(f"{title[0].upper()}{title[1:]}:\n\n{table(header, rows)}")
+    log, _, heading = recorded["log"].partition("#")
+    link = os.path.relpath(ROOT / "docs" / log, beside) + ("#" + heading if heading else "")
+    how = (
+        f"{recorded['method']} Machine: {recorded['machine']}. Date: {recorded['date']}. "
+        f"Command: `{recorded['command']}`. [Log]({link})."
+    )
+    return "\n\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])
 
 
 # --- Settings

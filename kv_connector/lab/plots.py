@@ -62,6 +62,8 @@ class Panel:
     series: Sequence[Series]
     unit: str
     columns_are: str = ""
+    at: Sequence[float] | None = None
+    """Each column's place on a logarithmic axis. None: the columns are neighbours."""
 
 
 def check(file: Path) -> None:
@@ -81,7 +83,12 @@ def lines(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
     with _figure(file, len(panels), caption) as (_, axes):
         for one, panel in zip(axes, panels, strict=True):
             for colour, series in zip(_colours(panel), panel.series, strict=False):
-                one.plot(panel.columns, _gaps(series.values), marker="o", color=colour, label=series.name)
+                places = panel.columns if panel.at is None else panel.at
+                one.plot(places, _gaps(series.values), marker="o", color=colour, label=series.name)
+            if panel.at is not None:
+                one.set_xscale("log", base=2)
+                one.set_xticks(panel.at, panel.columns)
+                one.minorticks_off()
             _label(one, panel)
 
 
