@@ -1,7 +1,7 @@
 // Rewriter: settles what was posted on a link that broke while its peer has others, and writes again what is missing.
 //
 // Such a link's unfinished batches are not failed but kept (Link::unsettled), until the LinkKeeper has asked the peer what
-// landed; recover() then knows of each counter how much of it is missing (docs/architecture.md, "Many NICs").
+// landed; recover() then knows of each counter how much of it is missing (docs/architecture/transfer-engine.md, "Many NICs").
 //
 // Every method runs on the worker thread.
 #pragma once

@@ -36,7 +36,7 @@ namespace kvc::libfabric {
 namespace {
 
 // "sockets" leaves a header in the socket until the whole of its 24 bytes is there, and Linux counts a segment of which
-// any byte is left in full (docs/architecture.md): a receive buffer has to hold more than the longest of 17 fragments of
+// any byte is left in full (docs/architecture/lanes.md): a receive buffer has to hold more than the longest of 17 fragments of
 // 32 KiB. The kernel's own choice begins below that, and one run in 25 of AReceiverThatSleepsIsNotOverrun stood still.
 [[maybe_unused]] const int kReceiveBuffers = ::setenv("FI_SOCKETS_MAX_BUF_SZ", "4194304", 0);
 
