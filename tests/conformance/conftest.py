@@ -33,7 +33,7 @@ from .node import (
     provider_of,
 )
 
-# With buffers of the kernel's choice libfabric's "sockets" stands still now and then (docs/architecture/lanes.md).
+# With the kernel's buffers libfabric's "sockets" sometimes stands still (docs/architecture/lanes.md).
 os.environ.setdefault("FI_SOCKETS_MAX_BUF_SZ", "4194304")
 
 LANES = os.environ.get(
