@@ -174,8 +174,11 @@ def markdown(path: str, text: str) -> Iterator[Prose]:
     yield from flush()
 
 
+_COLUMNS = re.compile(r"[^\s.!?] {3,}\S")
+
+
 def paragraphs(path: str, line: int, kind: str, text: str, margin: int = 0) -> Iterator[Prose]:
-    """Paragraphs and list items of a docstring or comment. Indented blocks and doctests are left out."""
+    """Paragraphs and list items of a docstring or comment. Code and tables are left out."""
     lines: list[str] = []
     head, *tail = text.split("\n")
     rows = [head.strip(), *(row.removeprefix(" " * margin).rstrip() for row in tail)]
@@ -183,14 +186,17 @@ def paragraphs(path: str, line: int, kind: str, text: str, margin: int = 0) -> I
     for number, row in enumerate(rows, line):
         match = _ITEM.match(row)
         depth = len(row) - len(row.lstrip())
-        ends = not row or match or row.startswith((">>>", "|"))
+        table = bool(_COLUMNS.search(row))
+        ends = not row or match or table or row.startswith((">>>", "|"))
         if lines and ends:
             yield Prose(path, start, kind, "\n".join(lines), first)
             lines, first = [], False
         if not row:
             blank = True
             continue
-        if (not lines and blank and depth >= item + 4) or row.lstrip().startswith((">>>", "|", "...")):
+        if not lines and blank and depth >= item + 4:
+            continue
+        if table or row.lstrip().startswith((">>>", "|", "...")):
             continue
         if match:
             item, row = len(match[0]), row[match.end() :]
@@ -352,7 +358,10 @@ def _docstrings(path: str, body: list[ast.stmt], kind: str = DOCSTRING) -> Itera
 
 def python(path: str, text: str) -> Iterator[Prose]:
     """Docstrings, comments, and where an operator reads them, log lines, errors, help and metrics."""
-    tree = ast.parse(text, path)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise SystemExit(f"{path}:{error.lineno}: {error.msg}") from None
     yield from _docstrings(path, tree.body)
     yield from comments(path, _PYTHON, text)
     if not path.startswith(WITHOUT_STRINGS):

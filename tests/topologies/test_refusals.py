@@ -1,4 +1,4 @@
-"""Pairs that must not exchange pages: the client is told, within a second, what differs and what to do."""
+"""Pairs that must not exchange pages. Within a second the client receives the difference and the remedy."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def strangers(
 
 @pytest.mark.parametrize("name", STRANGERS)
 async def test_a_pair_that_differs_is_refused(strangers: Strangers, client: Client, name: str) -> None:
-    """At once, with both sides' values, which D's log has, too; alone D serves on."""
+    """The refusal comes at once and names both sides' values, as does D's log. Alone, D still serves."""
     if reason := left_out(STRANGERS[name].flags):
         pytest.skip(f"{name}: {reason}")
     decode, prefill = strangers.decodes[name], strangers.prefills[STRANGERS[name].prefill]

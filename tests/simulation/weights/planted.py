@@ -1,4 +1,4 @@
-"""Bugs that the simulator has to find in the weights' protocol."""
+"""Bugs in the weights' protocol that the simulator must find."""
 
 from __future__ import annotations
 
