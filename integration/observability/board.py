@@ -240,7 +240,7 @@ ROWS = (
             ),
             Chart(
                 "Transfers in flight, by phase",
-                "What transfers wait for. docs/operations.md explains the phases.",
+                "What transfers wait for. docs/operate/slow-request.md explains the phases.",
                 "short",
                 [
                     Query(

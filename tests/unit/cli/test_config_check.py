@@ -71,12 +71,28 @@ def check(tmp_path: Path) -> Check:
 # --- The files that are read
 
 
-def test_the_readmes_own_commands_are_fine(check: Check) -> None:
+def readme_commands(router: str) -> str:
+    """The block of README.md that starts a router with this option."""
     blocks = re.findall(r"^(?:(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    commands = [block for block in blocks if "kv-connector router --" in block]
-    assert commands
-    for block in commands:
-        assert all(finding["verdict"] == "ok" for finding in check.findings(start_sh=block))
+    (found,) = [block for block in blocks if f"kv-connector router {router}" in block]
+    return found
+
+
+def test_readme_commands_for_one_host_are_fine(check: Check) -> None:
+    findings = check.findings(start_sh=readme_commands("--prefill"))
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
+
+
+def test_readme_commands_for_two_hosts_are_fine(check: Check, tmp_path: Path) -> None:
+    """Each command is a machine's."""
+    key = tmp_path / "key"
+    assert run("keygen", str(key))[0] == 0
+    prefill, decode, router = (
+        f"export KV_CONNECTOR_KEY_FILE={key}\n{command}"
+        for command in readme_commands("--registration").strip("\n").split("\n\n")
+    )
+    findings = check.findings(prefill_sh=prefill, decode_sh=decode, router_sh=router)
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(
