@@ -127,7 +127,7 @@ def engines(sides: Sequence[Side]) -> Iterator[list[Connection]]:
     try:
         for side in sides:
             link, theirs = context.Pipe()
-            # Not a daemon: vLLM starts processes of its own.
+            # Not a daemon, because vLLM starts child processes.
             process = context.Process(target=serve, args=(side, theirs))
             process.start()
             theirs.close()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 FOLDERS = ("kv_connector", "native", "scripts", "integration")
 SUFFIXES = {".py", ".pyi", ".sh", ".h", ".cc", ".cu", ".cuh"}
 LIMIT = 600
-"""Lines of a source."""
+"""Most lines of a source."""
 LONGER = {
     "kv_connector/protocol/prefill_machine.py": "one state machine: all parts use its shares",
     "integration/benchmarks/gpu_experts.py": "one program: its shapes, ranks and comparison",
@@ -20,7 +20,7 @@ LONGER = {
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(name, path) of each source that the limit holds for: tests apart."""
+    """Yields (name, path) of each source that the limit holds for. Tests are exempt."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             name = path.relative_to(ROOT).as_posix()
@@ -34,7 +34,8 @@ def test_no_source_has_more_lines_than_the_limit() -> None:
 
 
 def test_no_class_name_occurs_twice_in_a_room() -> None:
-    """A folder of the package is a room, and so is each folder in it. `_Name` and `Name` are one name."""
+    """A folder of the package is a room, and so is each folder in it. `_Name` and `Name` count as one
+    name."""
     places = defaultdict(list)
     for name, path in sources():
         if name.startswith("kv_connector/") and path.suffix == ".py":

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: readable on bright and dark pages, and of the numbers in the documents."""
+"""Pictures of measurements: readable on bright and dark pages, and equal to the documents' numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def throughputs() -> list[Throughput]:
-    """Of the first two contestants in two workloads."""
+    """Returns throughputs of the first two contestants in two workloads."""
     return [
         Throughput(
             round=1,
@@ -126,7 +126,7 @@ def test_the_same_numbers_make_the_same_file(tmp_path: Path) -> None:
 
 @drawing
 def test_a_trace_without_prefill_is_refused_with_what_to_ask(tmp_path: Path) -> None:
-    with pytest.raises(plots.PlotError, match="ask its engine too"):
+    with pytest.raises(plots.PlotError, match="no step of a prefill engine"):
         plots.timeline(tmp_path / "picture.svg", {"traceEvents": []})
 
 
@@ -158,7 +158,7 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert "kv-connector[plot]" in output
 
 
-# --- The documents' pictures
+# --- Pictures in the documents
 
 
 RUNS = sorted((DOCS / "data").glob("*.json"))
