@@ -7,18 +7,17 @@ from typing import TypeVar
 import pytest
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing, Phase
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
     LandingLog,
     LandingOpenCounter,
     LandingReply,
-    Phase,
     Record,
 )
 from kv_connector.weights.messages import (
