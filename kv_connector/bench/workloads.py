@@ -24,9 +24,12 @@ class Workload:
     def bytes(self) -> int:
         return self.pages * self.page_bytes
 
-    def slots(self, seed: int) -> Slots:
-        """Slots of the pool, in random order and all different: page i lies at slots[i] * page_bytes."""
-        order = np.random.default_rng(seed).permutation(POOL_BYTES // self.page_bytes)
+    def slots(self, seed: int, pool_bytes: int = POOL_BYTES) -> Slots:
+        """Slots of a pool of this size, in random order and all different.
+
+        Page i lies at slots[i] * page_bytes.
+        """
+        order = np.random.default_rng(seed).permutation(pool_bytes // self.page_bytes)
         return order[: self.pages].astype(np.int64)
 
 
