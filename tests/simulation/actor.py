@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Actor:
     """Whoever restarts at the same address is another one. Who says turn() has a port, and most an engine."""
 
+    world: Surroundings
     port: Port
     engine: Any
 

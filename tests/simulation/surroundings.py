@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
@@ -13,6 +13,9 @@ from kv_connector.protocol.timers import Timeouts
 from .books import Books, Tap
 from .clock import Clock
 from .fabric import Fabric
+
+if TYPE_CHECKING:
+    from .shape import Side
 
 _LOOK_S = 0.25  # how often it is looked whether all is over
 
@@ -54,6 +57,14 @@ class Surroundings:
 
     def start(self, name: str) -> None:
         """A new process at the address; nothing if there is one."""
+        raise NotImplementedError
+
+    def start_engine(self, engine: str) -> None:
+        """All processes of the engine that are not there."""
+        raise NotImplementedError
+
+    def replace(self, engine: str, side: Side, silently: bool) -> None:
+        """The engine goes down; what is started there from now on has another shape."""
         raise NotImplementedError
 
     def next_life(self, name: str) -> int:

@@ -108,6 +108,7 @@ class Job:
         self.last: str = ""  # what is to do when all is quiet: "push" once more and close, or just "close"
         self.waiting: set[int] = set()  # ranks that have done what they had to
         self.connected = False
+        self.ending = False
         self.problems: dict[int, dict[str, str]] = {}  # of the last push, by rank
         self._said: dict[Hashable, dict[int, Any]] = {}
         self.ranks = [Rank(world, self, rank, at) for rank in range(plan.ranks)]
@@ -137,6 +138,8 @@ class Job:
 
 
 class Rank(Actor):
+    world: World
+
     def __init__(self, world: World, job: Job, rank: int, at: float) -> None:
         super().__init__(world, f"{job.plan.name}/{rank}", job.life)
         self.world, self.job, self.rank = world, job, rank
