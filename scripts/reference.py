@@ -1,22 +1,27 @@
-"""Makes the tables of README.md and docs/*.md anew that the code decides on.
+"""Updates the generated tables of README.md and docs/, from the code or from recorded runs in docs/data.
 
     python scripts/reference.py            # make reference
-    python scripts/reference.py --check    # nothing is written; exit status 1 if a file is not up to date
+    python scripts/reference.py --check    # writes nothing; exits with status 1 if a file is not up to date
 
-A table stands between two comments, of which the first says what it has, and may name the rows:
+A table is between two comments. The first one names the contents, and may name the rows:
 
     <!-- generated: settings control_host control_port -->
     <!-- end -->
+    <!-- generated: run 2026-11-27-first-token -->
+    <!-- end -->
 
 Settings and exit statuses are described by the docstrings under their fields, options by their help, metrics
-by their own words.
+by their descriptions.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
+import json
+import os
 import re
 import sys
 import textwrap
@@ -44,15 +49,17 @@ _GENERATED = re.compile(r"(<!-- generated: (\w+)(.*?) -->\n).*?(<!-- end -->)", 
 
 
 def documents() -> dict[Path, str]:
-    """What is to stand in each file."""
+    """Returns the new contents of each file."""
     return {
-        path: _GENERATED.sub(_renewed, path.read_text())
-        for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        path: _GENERATED.sub(functools.partial(_renewed, path), path.read_text())
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     }
 
 
-def _renewed(found: re.Match[str]) -> str:
+def _renewed(path: Path, found: re.Match[str]) -> str:
     kind, wanted = found[2], found[3].split()
+    if kind == "run":
+        return _between(found, run(wanted[0], path.parent))
     if kind == "commands":
         return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
     header, rows = TABLES[kind]()
@@ -62,8 +69,36 @@ def _renewed(found: re.Match[str]) -> str:
 
 
 def _between(found: re.Match[str], words: str) -> str:
-    """Blank lines around it: Markdown's dialects differ in what a comment ends."""
+    """Puts blank lines around it, because Markdown dialects differ in where a comment ends."""
     return found[1] + "\n" + words.strip("\n") + "\n\n" + found[4]
+
+
+# --- Recorded runs
+
+
+def run(name: str, beside: Path) -> str:
+    """Returns the tables of docs/data/NAME.json, and the commands of the run, for a page in the folder
+    ``beside``."""
+    recorded = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    tables = [table(recorded["header"], recorded["rows"])] if "rows" in recorded else []
+    for panel in recorded.get("panels", ()):
+        columns = [*panel.get("beside", ()), *panel["series"]]
+        header = [panel["columns_are"], *(one["name"] for one in columns)]
+        rows = [
+            (place, *(format(one["values"][number], one.get("format", panel["format"])) for one in columns))
+            for number, place in enumerate(panel["columns"])
+        ]
+        title = (
+            f"{panel['title']}, {panel['unit']}" if panel["unit"] not in panel["title"] else panel["title"]
+        )
+        tables.append(f"{title[0].upper()}{title[1:]}:\n\n{table(header, rows)}")
+    log, _, heading = recorded["log"].partition("#")
+    link = os.path.relpath(ROOT / "docs" / log, beside) + ("#" + heading if heading else "")
+    how = (
+        f"{recorded['method']} Machine: {recorded['machine']}. Date: {recorded['date']}. "
+        f"Command: `{recorded['command']}`. [Log]({link})."
+    )
+    return "\n\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])
 
 
 # --- Settings
@@ -90,7 +125,7 @@ def timeouts() -> Rows:
 
 
 def _default(words: str, value: object) -> tuple[str, str]:
-    """The meaning, and the default: what the docstring says of it, else the field's own value."""
+    """Returns the meaning and the default: the docstring's default, or else the field's own value."""
     meaning, told, default = words.partition(" Default: ")
     if told:
         return meaning, default.removesuffix(".")
@@ -98,7 +133,7 @@ def _default(words: str, value: object) -> tuple[str, str]:
 
 
 def kind(info: msgspec.inspect.Type) -> str:
-    """A type in an operator's words."""
+    """Describes a type for operators."""
     match info:
         case msgspec.inspect.Metadata(type=inner):
             return kind(inner)
@@ -121,14 +156,14 @@ def kind(info: msgspec.inspect.Type) -> str:
 
 
 def _several(words: str) -> str:
-    """ "number from 0": "numbers from 0"."""
+    """Converts "number from 0" to "numbers from 0"."""
     noun, space, rest = words.partition(" ")
     return f"{noun}s{space}{rest}"
 
 
 @cache
 def field_docs(owner: type) -> dict[str, str]:
-    """The docstring under each field of a class, in one line."""
+    """Returns the docstring under each field of a class, in one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -170,11 +205,11 @@ def metrics(found: Iterable[Metric]) -> Rows:
 
 
 def engine_metrics() -> Iterator[Metric]:
-    """Those of an engine, without the labels by which a framework names the engine."""
+    """Yields an engine's metrics, without the labels by which a framework names the engine."""
     made: list[Metric] = []
 
     class Recorded:
-        """In the place of a metric: notes how it was made, and takes what is done with it."""
+        """Stands in for a metric: records its definition, and accepts all calls."""
 
         def __init__(self, kind: str) -> None:
             self._kind = kind
@@ -275,7 +310,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(words: str) -> str:
-    """Help of several paragraphs in a table's cell."""
+    """Converts help of several paragraphs for a table's cell."""
     return "<br>".join(" ".join(paragraph.split()) for paragraph in words.split("\n\n"))
 
 

@@ -1,9 +1,8 @@
 """Draws docs/pictures/rooms.svg from the tables of rooms that the tests enforce (tests/support/rooms.py).
 
-    .venv/bin/python scripts/rooms_picture.py            (--check: says whether the picture is up to date)
+    .venv/bin/python scripts/rooms_picture.py            (--check: checks that the picture is up to date)
 
-A room stands above all rooms that it imports. A line is an import. Imports that follow from others are not
-drawn.
+A room is above all rooms that it imports. A line is an import. Imports that follow from others are not drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from rooms import IN_WORDS, NATIVE_ROOMS, ROOMS, ROUTER  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
-# In units of the picture: a box holds 24 letters of its second line, and is narrower where a floor has many.
+# In units of the picture. A box holds 24 letters of its second line, and is narrower if a floor has many
+# boxes.
 WIDTH, BOX, GAP, HEIGHT, FLOOR, MARGIN = 1120, 160, 10, 44, 84, 16
 STYLE = """
   text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1c2430 }
@@ -31,19 +31,19 @@ STYLE = """
 
 
 def below(rooms: Mapping[str, Set[str]], name: str) -> set[str]:
-    """All rooms that one leads to, over others too."""
+    """Returns all rooms that a room imports, directly or not."""
     near = rooms.get(name, set())
     return set(near).union(*(below(rooms, other) for other in near))
 
 
 def drawn(rooms: Mapping[str, Set[str]], name: str) -> list[str]:
-    """The imports of a room that do not follow from its others."""
+    """Returns the imports of a room that do not follow from its other imports."""
     near = rooms.get(name, set())
     return sorted(near - set().union(*(below(rooms, other) for other in near)))
 
 
 def floors(rooms: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Rooms by the longest way down from them, the lowest floor first."""
+    """Returns the rooms by their longest path to the bottom, the lowest floor first."""
 
     def height(name: str) -> int:
         return max((height(other) + 1 for other in rooms.get(name, set())), default=0)
@@ -52,7 +52,7 @@ def floors(rooms: Mapping[str, Set[str]]) -> list[list[str]]:
     heights = {name: height(name) for name in names}
     made = [[name for name in names if heights[name] == level] for level in range(max(heights.values()) + 1)]
     place: dict[str, float] = {name: i for row in made for i, name in enumerate(row)}
-    for _ in range(8):  # each room over the middle of what it leads to, then under what leads to it
+    for _ in range(8):  # each room over the middle of its imports, then under its importers
         for near in (lambda n: drawn(rooms, n), lambda n: [o for o in names if n in drawn(rooms, o)]):
             for row in made:
                 width = len(row)
@@ -66,7 +66,7 @@ def floors(rooms: Mapping[str, Set[str]]) -> list[list[str]]:
 
 
 def draw(rooms: Mapping[str, Set[str]], title: str, top: int, kind: str) -> tuple[list[str], int]:
-    """The lines of a part of the picture, and where it ends."""
+    """Returns the lines of a part of the picture, and its lower end."""
     made = floors(rooms)
     where: dict[str, tuple[float, float]] = {}
     boxes: dict[str, float] = {}
@@ -79,7 +79,7 @@ def draw(rooms: Mapping[str, Set[str]], title: str, top: int, kind: str) -> tupl
         for other in drawn(rooms, name):
             to_x, to_y = where[other]
             bend = (to_y - y - HEIGHT) / 2
-            # A line straight down over a floor goes round the box that stands there.
+            # A line straight down over a floor is led around the box in its way.
             aside = 125 if to_y - y > FLOOR and abs(to_x - x) < BOX else 0
             lines.append(
                 f'<path d="M{x:.0f},{y + HEIGHT:.0f} C{x + aside:.0f},{y + HEIGHT + bend:.0f} '

@@ -1,5 +1,7 @@
-"""Makes docs/pictures/status.png: the status page of a router over two prefill and two decode engines under
-load, one of which is killed, as a desk shows it and as a phone does. Five minutes on two cores.
+"""Makes docs/pictures/status.png: the router's status page on a desktop and on a phone.
+
+The router serves two prefill and two decode engines under load, of which one is killed. It takes five minutes
+on two cores.
 
     .venv/bin/python scripts/status_picture.py     (chromium: scripts/setup browser)
 """
@@ -28,20 +30,20 @@ from kv_connector.lab.free_ports import free_ports  # noqa: E402
 from kv_connector.lab.model import make_llama  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "status.png"
-# So long a picture's curves are; then one engine is killed, and so long the page shows what followed.
+# Seconds of load before an engine is killed, which are the picture's curves, and seconds after that.
 LOAD_SECONDS = 100.0
 AFTERMATH_SECONDS = 9.0
 CLIENTS = 4
 PROMPT_TOKENS = (100, 1200)
 OUTPUT_TOKENS = 24
-# 96 colours are all that the page has, with the edges of its letters.
+# The page has 96 colours, including the edges of its letters.
 COLOURS = 96
 SCALE = 1.5
 GAP = 24
 
 
 async def load(router: str) -> None:
-    """Until it is cancelled; answers that fail are a part of the picture."""
+    """Sends requests until it is cancelled. Failed answers are part of the picture."""
     seeds = itertools.count()
     async with httpx.AsyncClient(base_url=router, timeout=60) as client:
 
@@ -70,7 +72,7 @@ async def look(router: str, victim: Engine, directory: Path) -> Image.Image:
         shots = []
         for width, height, dark in ((1040, 700, False), (390, 844, True)):
             await page.screen(width, height, dark=dark, scale=SCALE)
-            await asyncio.sleep(2)  # it is drawn anew with its next look
+            await asyncio.sleep(2)  # the page redraws with its next query
             shots.append(Image.open(io.BytesIO(await page.picture())).convert("RGB"))
         assert not page.complaints, page.complaints
     loading.cancel()
@@ -79,7 +81,7 @@ async def look(router: str, victim: Engine, directory: Path) -> Image.Image:
 
 
 def beside(desk: Image.Image, phone: Image.Image) -> Image.Image:
-    """The phone's page as far as the desk's goes."""
+    """Cuts the phone's page to the height of the desktop's."""
     phone = phone.crop((0, 0, phone.width, min(phone.height, desk.height)))
     both = Image.new("RGB", (desk.width + GAP + phone.width, desk.height), "white")
     both.paste(desk, (0, 0))

@@ -29,8 +29,8 @@ from kv_connector.lab.process import Process, stop
 
 ROOT = Path(__file__).parents[1]
 
-# Time limit of a suite, in usual durations. Machines differ by a factor of two, and a suite that hangs must
-# not cost the others their turn.
+# Time limit of a suite, as a multiple of its usual duration. Machines differ by a factor of two, and a suite
+# that hangs must not cost the others their turn.
 PATIENCE = 4
 
 _COUNTS = re.compile(r"\b(\d+) (passed|failed|skipped|errors?)\b")
@@ -44,7 +44,7 @@ class Suite:
     """Usual duration on two cores, set-up excluded."""
 
 
-# Short suites first: a fault shows early.
+# Short suites come first, so that faults show early.
 SUITES = (
     Suite("helm", "make test-helm", 1),
     Suite("browser", "make test-browser", 2),
@@ -78,7 +78,7 @@ class Result:
     suite: str
     commit: str
     result: str
-    """`passed`; `failed`; `timed out`; `not run`, if every test was skipped."""
+    """`passed`, `failed`, `timed out`, or `not run` if every test was skipped."""
     seconds: float
     remark: str
     """The last line with counts, or the end of the output of a suite that failed."""
@@ -118,7 +118,7 @@ def state_of(root: Path) -> tuple[str, str]:
 
 
 def run(suite: Suite, commit: str, directory: Path, root: Path) -> Result:
-    """Runs one suite in a process group of its own, which has ended when this returns. BLOCKS."""
+    """Runs one suite in a separate process group, which has ended when this returns. BLOCKS."""
     log = directory / f"{suite.name}.log"
     log.write_bytes(b"")
     started = time.monotonic()
@@ -145,7 +145,7 @@ def run(suite: Suite, commit: str, directory: Path, root: Path) -> Result:
 
 
 def _last(text: str, pattern: re.Pattern[str] | None = None) -> str:
-    """The last line that has words, or that matches, without a runner's decoration."""
+    """Returns the last line with text, or the last that matches, without a runner's decoration."""
     lines = [line.strip(" =\t") for line in text.splitlines() if line.strip(" =\t")]
     found = [line for line in lines if pattern.search(line)] if pattern else lines
     return (found or lines or ["no output"])[-1][:160]
@@ -201,12 +201,12 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, suites: Sequence[Suite]
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
-    """Ends this process by an exception, so that the suite that runs ends with it."""
+    """Ends this process by an exception, so that the running suite ends with it."""
     sys.exit(128 + number)
 
 
 if __name__ == "__main__":
-    # A shell has its background jobs ignore SIGINT.
+    # A shell makes its background jobs ignore SIGINT.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, _end)
     sys.exit(main(sys.argv[1:]))

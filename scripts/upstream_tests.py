@@ -1,25 +1,25 @@
-"""vLLM's own tests of KV connectors, with WriteImmConnector in the place of NIXL's.
+"""Runs vLLM's own tests of KV connectors with WriteImmConnector in place of NIXL's connector.
 
     python scripts/upstream_tests.py PATH
 
-PATH is a source tree (a checkout, or an unpacked sdist) of the vLLM release that this Python has. Nothing is
-fetched, and nothing is written outside a temporary folder. Ends with status 1 unless each test either passes
-or stands in NOT_APPLICABLE and fails as is said there.
+PATH is a source tree (a checkout, or an unpacked sdist) of the installed vLLM release. Nothing is fetched,
+and nothing is written outside a temporary folder. Exits with status 1 unless each test passes, or is in
+NOT_APPLICABLE and fails as stated there.
 
-What a test asserts is left alone. Adapted is how it sets the stage:
+The assertions of the tests are unchanged. Only their set-up is adapted:
 
-- a configuration names our connector, in both roles (NIXL's has none), and a model that lies here;
-- the connector is told its workers' address, as the engine core does before the first request;
+- a configuration names our connector, in both roles (NIXL's has none), and a local model;
+- the connector receives its workers' address, as from the engine core before the first request;
 - a request that loads names its transfer;
-- NIXL's P names its blocks to D, ours names them to its own workers: these are shown to the test where it
-  looks for NIXL's;
-- a mock in the connector's place hands each hook that its test does not script on to ours, and the requests
-  of such tests load;
-- the recorder around vLLM's ExampleConnector is put around ours, whose worker's half is a mock: it needs the
-  KV caches of an engine.
+- NIXL's P names its blocks to D, and ours names them to its own workers: the test finds these in the place of
+  NIXL's;
+- a mock of the connector passes each hook that its test does not script on to ours, and the requests of such
+  tests load;
+- the recorder around vLLM's ExampleConnector is put around ours, with a mock as its worker side, which would
+  need the KV caches of an engine.
 
-Two things are asked for beyond that. Where a test finds the scheduler empty, our books have to be empty too.
-And our log must have no warning: a hook that fails says so there and nowhere else.
+Two checks are added. If a test finds the scheduler empty, our connector's bookkeeping must be empty too. And
+our log must have no warning, because a failing hook is reported only there.
 """
 # ruff: noqa: T201  (its output is a report)
 
@@ -57,7 +57,7 @@ FILES = (
     "test_output_aggregator.py",
 )
 
-# By test, without its parameters: words of the error with which it has to fail, and why it cannot apply.
+# By test, without its parameters: text of the error with which it must fail, and why it cannot apply.
 NOT_APPLICABLE = {
     "test_remote_prefill_lifecycle.py::test_basic_lifecycle": (
         ".num_computed_tokens",
@@ -65,16 +65,16 @@ NOT_APPLICABLE = {
         "again in any case, to vLLM. test_full_block_prompt takes the same steps",
     ),
     "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba": (
-        "WriteImmConnector cannot move KV cache group 1 yet (MambaSpec)",
+        "WriteImmConnector cannot transfer KV cache group 1 (MambaSpec)",
         "state-space layers: such an engine does not start, and says why",
     ),
     "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks": (
-        "WriteImmConnector cannot move KV cache group 1 yet (MambaSpec)",
+        "WriteImmConnector cannot transfer KV cache group 1 (MambaSpec)",
         "state-space layers: such an engine does not start, and says why",
     ),
 }
 
-# Files of the same folder in which no connector could stand in NIXL's place.
+# Files of the same folder in which no connector can replace NIXL's.
 OTHERS = {
     "test_nixl_*": "NIXL's classes and messages",
     "test_bidirectional_kv_transfer.py": "NIXL's loads from D to P, which ours does not have",
@@ -98,7 +98,7 @@ OTHERS = {
     "test_scheduler_kv_connector_override.py": "vLLM's scheduler, over a connector of the test's own",
 }
 
-# facebook/opt-125m, which the tests name; they need its configuration only.
+# facebook/opt-125m, which the tests name. They need its configuration only.
 MODEL = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -120,7 +120,7 @@ SETTINGS = {"control_host": "127.0.0.1", "control_port": 5600}
 
 
 def wrap(module: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Puts a function that takes the original as its first argument in the original's place."""
+    """Replaces a function by one that takes the original as its first argument."""
 
     def install(wrapper: Callable[..., Any]) -> None:
         original = getattr(module, name)
@@ -130,8 +130,10 @@ def wrap(module: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def show_blocks(connector: Any) -> None:
-    """Adds the blocks that the connector names to its workers to what it answers for a prompt, as
-    ``remote_block_ids``."""
+    """Adds the blocks that the connector names to its workers to its answer for a prompt.
+
+    They are added as ``remote_block_ids``.
+    """
     named: dict[str, list[list[int]]] = {}
 
     @wrap(connector, "build_connector_meta")
@@ -152,7 +154,7 @@ def show_blocks(connector: Any) -> None:
 
 
 def adapt(helpers: Any, model: Path) -> None:
-    """Makes the tests' helpers set the stage for our connector; before the tests import them."""
+    """Makes the tests' helpers set our connector up. Call it before the tests are imported."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 
     from kv_connector.protocol.layout import KvLayout
@@ -193,7 +195,7 @@ def adapt(helpers: Any, model: Path) -> None:
 
     @wrap(helpers, "create_mock_connector")
     def create_mock_connector(original: Callable[..., Any]) -> Any:
-        """The test puts it into the scheduler that was made last."""
+        """Returns a mock, which the test puts into the scheduler that was made last."""
         mock = Mock(wraps=connectors[-1])
         mock.get_external_cache_hit_sources = original().get_external_cache_hit_sources
         return mock
@@ -218,14 +220,14 @@ def adapt(helpers: Any, model: Path) -> None:
 
 
 class Plugin(logging.Handler):
-    """Tells what cannot apply from what fails, keeps our log clean, counts."""
+    """Distinguishes inapplicable tests from failures, checks our log, and counts."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._complaints: list[str] = []
         self.unused = set(NOT_APPLICABLE)
         self.outcomes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        """By file, by outcome."""
+        """Number of tests by file and outcome."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self._complaints.append(self.format(record))
@@ -261,7 +263,7 @@ class Plugin(logging.Handler):
 
 
 def copy_tests(tree: Path, target: Path) -> Path:
-    """The wanted tests, in packages of the same names, since they import their helpers from there."""
+    """Copies the wanted tests into packages of the same names, from which they import their helpers."""
     (target / FOLDER).mkdir(parents=True)
     for name in HELPERS + FILES:
         shutil.copy(tree / FOLDER / name, target / FOLDER / name)
@@ -272,7 +274,7 @@ def copy_tests(tree: Path, target: Path) -> Path:
 
 
 def unknown_files(tree: Path) -> list[str]:
-    """Tests of this release of which nobody has said whether they apply."""
+    """Returns tests of this release that are neither listed as applicable nor as inapplicable."""
     return [
         path.name
         for path in sorted((tree / FOLDER).glob("test_*.py"))
@@ -308,7 +310,7 @@ def main() -> int:
         )
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # nothing is computed: any wheel will do, on any machine
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # nothing is computed: any wheel works, on any machine
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         tests = copy_tests(tree, root)

@@ -1,4 +1,4 @@
-"""Two processes: one writes pages into the other's memory, which waits for a count and for nothing else."""
+"""Two processes: one writes pages into the memory of the other, which waits only for a count."""
 
 import argparse
 import multiprocessing
@@ -11,7 +11,7 @@ from kv_connector.engine import DomainConfig, EngineConfig, PagedWrite, Pages
 from kv_connector.engine.transfer_engine import SharedMemory, TransferEngine
 
 PAGES, PAGE_BYTES = 1024, 64 << 10
-SECONDS = 10.0  # that anything may take
+SECONDS = 10.0  # time limit of each wait
 
 
 def receive(lane: str, pipe: Connection) -> None:
@@ -21,16 +21,16 @@ def receive(lane: str, pipe: Connection) -> None:
     with TransferEngine(EngineConfig("receiver", [DomainConfig(lane)])) as engine:
         region = engine.register_buffer(memory)
         answer = engine.accept("sender", pipe.recv())
-        # The counter is there before anyone can raise it: nothing that comes early is lost.
+        # The counter exists before the sender can raise it, so no early write is lost.
         counters = engine.alloc_counters(1, raisers=[answer.peer])
         engine.expect(counters.id, [PAGES])
         pipe.send((answer.data, engine.region_descriptor(region), counters.immediates[0]))
 
-        engine.wait_counters(counters.id, SECONDS)  # every page is here, in whatever order they came
+        engine.wait_counters(counters.id, SECONDS)  # every page has arrived, in any order
         landed = time.monotonic()
         right = bool((pages == np.arange(PAGES, dtype=np.uint32)[::-1, None]).all())
         pipe.send((landed, right))
-        pipe.recv()  # the sender is done with us
+        pipe.recv()  # the sender has ended its work
 
 
 def send(lane: str, pipe: Connection) -> None:
@@ -40,7 +40,7 @@ def send(lane: str, pipe: Connection) -> None:
     ]
     with TransferEngine(EngineConfig("sender", [DomainConfig(lane)])) as engine:
         source = engine.register_buffer(memory)
-        # Three byte strings go over any connection that both sides trust: here a pipe.
+        # Three byte strings go over any connection that both sides trust: a pipe here.
         offer = engine.offer("receiver")
         pipe.send(offer.data)
         answer, descriptor, immediate = pipe.recv()
@@ -56,14 +56,14 @@ def send(lane: str, pipe: Connection) -> None:
                 source=source,
                 source_pages=Pages(range(PAGES), stride=PAGE_BYTES),
                 target=target,
-                # Any page of ours to any page of theirs: here the first becomes the last.
+                # Any page here may go to any page there: the first becomes the last.
                 target_pages=Pages(range(PAGES - 1, -1, -1), stride=PAGE_BYTES),
-                # Comes with each page, and raises the receiver's counter by one.
+                # Arrives with each page, and raises the receiver's counter by one.
                 immediate=immediate,
             ),
         )
         engine.seal(transfer)
-        engine.wait_transfer(transfer, SECONDS)  # from here on our pages may be used again
+        engine.wait_transfer(transfer, SECONDS)  # from here on the source pages may be reused
 
         landed, right = pipe.recv()
         seconds = landed - started

@@ -1,4 +1,4 @@
-"""kill -9 of a prefill and then of a decode engine while clients ask, and what the clients see of it."""
+"""Kills a prefill engine and then a decode engine (kill -9) under load, and shows what the clients notice."""
 
 import tempfile
 import time
@@ -31,8 +31,8 @@ def show(cluster: LocalCluster) -> None:
             clients.wait_answered(8)
             print(
                 f"{victim.name} killed: 8 more answers after {time.monotonic() - killed:.1f} s, "
-                f"{len(clients.failures) - failures} of 4 clients told of a failure, "
-                f"the router says {engine_states(router).get(victim.url, 'gone')}",
+                f"{len(clients.failures) - failures} of 4 clients saw a failure, "
+                f"the router reports {engine_states(router).get(victim.url, 'gone')}",
                 flush=True,
             )
             again = cluster.restart(victim)

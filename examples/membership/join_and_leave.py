@@ -1,4 +1,4 @@
-"""Engines that join a router and leave it while clients ask: nobody notices."""
+"""Engines join a router and leave it under load, without a failed request."""
 
 import subprocess
 import tempfile
@@ -17,7 +17,7 @@ def show(cluster: LocalCluster) -> None:
     def start(name: str, role: Role) -> Engine:
         return cluster.start_engine(name, role=role, routers=[registration])
 
-    # The router is told of no engine. Each engine is told of the router, and says that it is there.
+    # The router is started without engines. Each engine knows the router's address and registers there.
     router = cluster.start_router("router", registration=port)
     old = [start("prefill-1", "kv_producer"), start("decode-1", "kv_consumer")]
     cluster.wait_ready()
@@ -32,7 +32,7 @@ def show(cluster: LocalCluster) -> None:
 
         clients.wait_answered(4)
         for engine in old:
-            # Nothing new is sent to it; the command ends when the engine has finished what it had.
+            # The engine gets no new requests, and the command returns when its requests have ended.
             subprocess.run(["kv-connector", "drain", engine.url, "--router", registration], check=True)
             cluster.stop(engine)
         say("the first two have been drained and stopped", router)

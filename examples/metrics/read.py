@@ -1,4 +1,4 @@
-"""What P, D and the router tell Prometheus about a few prompts, question by question."""
+"""Prometheus metrics of a prefill engine (P), a decode engine (D) and the router after a few prompts."""
 
 import random
 import tempfile
@@ -15,18 +15,22 @@ from kv_connector.lab.model import make_llama
 
 PROMPTS, TOKENS = 4, 1500
 
-# Asked of whom; the metric, as Prometheus stores it; what it answers.
+# The process, the metric as Prometheus stores it, and its meaning.
 QUESTIONS = (
-    ("prefill", "kv_connector_bytes_pushed_total", "bytes that P pushed"),
-    ("prefill", "kv_connector_bytes_pushed_before_prefill_end_total", "of them while P still computed"),
-    ("prefill", "kv_connector_transfers_total", "transfers that ended, and how"),
+    ("prefill", "kv_connector_bytes_pushed_total", "bytes pushed by the prefill engine"),
+    ("prefill", "kv_connector_bytes_pushed_before_prefill_end_total", "bytes pushed before prefill ended"),
+    ("prefill", "kv_connector_transfers_total", "ended transfers, by outcome"),
     ("prefill", "kv_connector_send_duration_seconds_sum", "seconds from the first push to the last"),
-    ("prefill", "kv_connector_peers", "peers, by the lane that their pages take"),
-    ("decode", "kv_connector_receive_duration_seconds_sum", "seconds that D's requests waited for pages"),
-    ("decode", "kv_connector_transfers_under_way", "what requests wait for now"),
+    ("prefill", "kv_connector_peers", "peers, by lane"),
+    (
+        "decode",
+        "kv_connector_receive_duration_seconds_sum",
+        "seconds that the decode engine's requests waited for pages",
+    ),
+    ("decode", "kv_connector_transfers_under_way", "requests in flight, by phase"),
     ("router", "kv_connector_router_requests_total", "requests, by route and status"),
-    ("router", "kv_connector_router_retries_total", "requests tried again with another engine"),
-    ("router", "kv_connector_router_engines", "engines that are ready, or are not"),
+    ("router", "kv_connector_router_retries_total", "requests retried with another engine"),
+    ("router", "kv_connector_router_engines", "engines, by status"),
 )
 
 
@@ -38,7 +42,7 @@ def show(cluster: LocalCluster) -> None:
     for seed in range(PROMPTS):
         prompt = random.Random(seed).choices(range(256), k=TOKENS)
         complete(router, prompt, max_tokens=8)
-    Pushed.settled(prefill)  # P's counters show with one of its next steps
+    Pushed.settled(prefill)  # P's counters appear with one of its next steps
 
     told = {
         "prefill": samples(prefill.url),
@@ -53,7 +57,7 @@ def show(cluster: LocalCluster) -> None:
                 print(f"    {sample.value:,.6g}  {labels or ''}")
 
 
-# vLLM's labels of an engine: the same for all that it says.
+# vLLM's labels that name an engine, which all its metrics share.
 VLLMS_OWN = ("model_name", "engine")
 
 
@@ -66,6 +70,6 @@ def samples(url: str) -> list[Sample]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"), layers=8)
-        # A step of 512 tokens: a prompt of 1,500 is pushed while the rest of it is computed.
+        # A step has 512 tokens: a prompt of 1,500 is pushed while the rest of it is computed.
         with LocalCluster(Path(directory), model, EngineSettings(max_batched_tokens=512)) as cluster:
             show(cluster)

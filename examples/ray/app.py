@@ -1,5 +1,7 @@
-"""P and D as Ray Serve deployments on this machine's CPUs, and one question to them: prints, as JSON, the
-answer's tokens and how many bytes of KV P pushed for it. Everything ends with the answer.
+"""P (prefill engine) and D (decode engine) as Ray Serve deployments on CPUs, and one request to them.
+
+Prints, as JSON, the answer's tokens and the bytes of KV cache that P pushed for it. Everything ends with the
+answer.
 """
 
 import json
@@ -20,11 +22,11 @@ from kv_connector.ray.app import build_pd_app
 PROMPT = list(range(32, 127)) * 20
 OUTPUT = 8
 SECONDS = 60
-"""In which Ray's metrics have been gathered."""
+"""Seconds in which Ray's metrics have been gathered."""
 
 
 def replica(model: Path, role: str) -> dict[str, Any]:
-    """One side, as in serve.yaml, but on a CPU."""
+    """Returns the arguments of one role, as in serve.yaml, but on a CPU."""
     return {
         "model_loading_config": {"model_id": "model", "model_source": str(model)},
         "accelerator_config": {"kind": "cpu"},
@@ -61,7 +63,7 @@ def ask(port: int) -> list[int]:
 
 
 def metric(port: int, name: str) -> float:
-    """The sum over all replicas; 0 where there is none yet."""
+    """Returns the metric's sum over all replicas; 0 if it is not reported yet."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
@@ -78,7 +80,7 @@ def main(directory: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    # Ray counts cores as promises: two real ones do.
+    # Ray counts cores as promises. Two real cores are enough.
     ray.init(num_cpus=8, _metrics_export_port=metrics, runtime_env={"env_vars": environment})
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": http})
@@ -102,5 +104,5 @@ def main(directory: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         answer = main(Path(directory))
-    # Behind all that Ray and the replicas have said.
+    # Printed after all output of Ray and the replicas.
     print(json.dumps(answer))

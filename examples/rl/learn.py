@@ -1,5 +1,6 @@
-"""A model learns to sort digits by trial and error: vLLM's engine answers, two ranks under FSDP2 learn from
-the answers, and each step's weights are written into the engine before the next question.
+"""A model learns to sort digits by reinforcement learning: vLLM answers, and two ranks under FSDP2 learn.
+
+The weights of each step are written into the engine before the next prompts.
 
     python examples/rl/learn.py [PICTURE.svg]
 """
@@ -35,24 +36,25 @@ except ImportError as error:
 
 RANKS = 2
 
-# A prompt is DIGITS of them and EQUALS, the right answer the same digits in order.
+# A prompt is DIGITS digits and EQUALS. The right answer is the same digits in order.
 DIGITS, RADIX, EQUALS = 4, 10, 10
-PROMPTS, GROUP = 32, 8  # of a rank in a step, and answers to each
+PROMPTS, GROUP = 32, 8  # prompts of a rank per step, and answers per prompt
 
-# From one digit in twenty right to nine in ten (0.88 to 0.95 in five runs).
+# Steps in which the share of right digits grows from one in twenty to nine in ten (0.88 to 0.95 in five
+# runs).
 STEPS = 120
 LEARNING_RATE = 3e-3  # falls to 0
-ENTROPY = 0.1  # with 0.03 it settles too early on digits that are often right, at 0.6
+ENTROPY = 0.1  # with 0.03 it settles too early, at 0.6, on digits that are often right
 LEARNT = 0.8
-TEN = 10  # steps that are shown as one
+TEN = 10  # steps per printed line
 
-# Two programs that compute the same in float32 differ by 5e-6 at most; a step of training moves logprobs by
+# Two programs that compute the same in float32 differ by 5e-6 at most. A step of training moves logprobs by
 # 0.1 to 4.
 SAME = 1e-3
 
 
 def make_model(directory: Path) -> None:
-    """Of random weights: 70,000 of them."""
+    """Writes a model with 70,000 random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16,
@@ -61,7 +63,7 @@ def make_model(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM has on CPUs
+        head_dim=32,  # vLLM's minimum on CPUs
         max_position_embeddings=64,
         initializer_range=0.05,
         bos_token_id=None,
@@ -69,7 +71,7 @@ def make_model(directory: Path) -> None:
     )
     disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(directory)
-    write_tokenizer(directory)  # vLLM wants one; prompts and answers are token ids
+    write_tokenizer(directory)  # vLLM requires one; prompts and answers are token ids
 
 
 # --- Questions and answers
@@ -77,13 +79,13 @@ def make_model(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Samples:
-    prompts: torch.Tensor  # as many as answers: each GROUP times
+    prompts: torch.Tensor  # as many as answers: each prompt occurs GROUP times
     answers: torch.Tensor
-    logprobs: torch.Tensor  # of the answers' tokens, as the engine says
+    logprobs: torch.Tensor  # of the answers' tokens, from the engine
 
 
 def sample(url: str, prompts: torch.Tensor) -> Samples:
-    """GROUP answers to each prompt, drawn by the engine as its weights have it."""
+    """Draws GROUP answers to each prompt with the engine's present weights."""
     body = {
         "model": MODEL_NAME,
         "prompt": prompts.tolist(),
@@ -113,13 +115,13 @@ def draw_prompts(generator: torch.Generator) -> torch.Tensor:
 
 
 def rewards(samples: Samples) -> torch.Tensor:
-    """Of each token: 1 where it is the one that stands there in order, else 0."""
+    """Returns the reward of each token: 1 if it is the right digit of its place, else 0."""
     ordered = samples.prompts[:, :DIGITS].sort(1).values
     return (samples.answers == ordered).float()
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """How much better each token did than those in its place in the other answers to the prompt."""
+    """Returns each token's reward relative to the tokens in its place of the prompt's other answers."""
     groups = rewards.view(-1, GROUP, rewards.shape[1])
     return (groups - groups.mean(1, keepdim=True)).view_as(rewards)
 
@@ -130,14 +132,14 @@ def advantages(rewards: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Step:
     reward: float
-    difference: float  # the largest between the engine's logprobs and the trainer's
-    push_ms: float  # until all has landed beside what the engine serves
-    pause_ms: float  # from there until it is served
-    example: tuple[list[int], list[int]]  # a prompt, and an answer
+    difference: float  # the largest difference between the engine's logprobs and the trainer's
+    push_ms: float  # until all weights have landed beside the served ones
+    pause_ms: float  # from then until they are served
+    example: tuple[list[int], list[int]]  # a prompt and an answer
 
 
 def train(rank: int, model: Path, url: str, takes: str, store: Path, steps: Connection) -> None:
-    """The first rank tells of each step."""
+    """Runs one rank. The first rank reports each step."""
     torch.set_num_threads(1)
     disable_progress_bar()
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
@@ -173,7 +175,10 @@ def train(rank: int, model: Path, url: str, takes: str, store: Path, steps: Conn
 
 
 def learn(policy: torch.nn.Module, samples: Samples, advantages: torch.Tensor) -> float:
-    """Leaves the gradients. Returns how far the policy's logprobs are from the engine's, at most."""
+    """Computes the gradients.
+
+    Returns the largest difference between the policy's logprobs and the engine's.
+    """
     tokens = torch.cat([samples.prompts, samples.answers], 1)
     logits = policy(tokens[:, :-1]).logits[:, -DIGITS:]
     every = logits.log_softmax(-1)
@@ -184,7 +189,7 @@ def learn(policy: torch.nn.Module, samples: Samples, advantages: torch.Tensor) -
     return (logprobs.detach() - samples.logprobs).abs().max().item()
 
 
-# --- All of it
+# --- The whole example
 
 
 def show(cluster: LocalCluster) -> list[Step]:
@@ -206,7 +211,7 @@ def show(cluster: LocalCluster) -> list[Step]:
     told, tells = spawn.Pipe(duplex=False)
     arguments = (cluster.model, engine.url, f"{HOST}:{port}", cluster.directory / "store", tells)
     ranks = [spawn.Process(target=train, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
-    # Ctrl-C is ours, and they end with us.
+    # Only this process handles Ctrl-C, and the ranks end with it.
     ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for process in ranks:
         process.start()
@@ -227,7 +232,7 @@ def show(cluster: LocalCluster) -> list[Step]:
         sys.exit(f"{words}; the engine's log ends:\n{engine.log_tail()}")
     finally:
         for process in ranks:
-            process.kill()  # where it is interrupted
+            process.kill()  # if it was interrupted
     return steps
 
 

@@ -1,4 +1,4 @@
-"""Prefill and decode servers behind SGLang's own router, and the same question to one server alone."""
+"""Prefill and decode servers behind SGLang's own router, and the same prompt to one server alone."""
 
 import json
 import tempfile

@@ -1,7 +1,7 @@
-"""Load and measure of goodput: traces for `vllm bench serve`, what its results say, and tables of many.
+"""Load and measures of goodput: traces for `vllm bench serve`, the reading of its results, and tables.
 
-The load is its dataset timed_trace: a row has a request's arrival and lengths, and ids that stand for CHUNK
-tokens each, the same tokens wherever an id comes again.
+The load is its dataset timed_trace. A row has a request's arrival time, its lengths, and ids. An id stands
+for CHUNK tokens, which are the same wherever the id appears again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Self
 
 import numpy as np
 
-# Tokens of a prompt that one id of a trace stands for.
+# Tokens of a prompt per id of a trace.
 CHUNK = 256
-# Tokens of an answer, both included.
+# Range of an answer's tokens, both ends included.
 OUTPUT = (32, 199)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of log-uniformly many tokens, ``low`` to ``high``, behind a shared prefix if there are any."""
+    """Prompts of log-uniformly many tokens, ``low`` to ``high``, behind a shared prefix or none."""
 
     low: int
     high: int
@@ -39,10 +39,10 @@ WORKLOADS = {
 
 
 def trace(workload: Workload, rate: float, seconds: float, seed: int, salt: int) -> list[dict[str, Any]]:
-    """A Poisson process that has ``rate * seconds`` arrivals in ``seconds``, as rows of a timed_trace.
+    """Returns a Poisson process with ``rate * seconds`` arrivals in ``seconds``, as rows of a timed_trace.
 
     Another rate has the same requests at other times. Another salt has the same lengths and prefixes, but
-    other tokens behind them, so that no engine has in its cache what an earlier measurement asked.
+    other tokens behind them. So no engine has prompts of an earlier measurement in its cache.
     """
     count = max(1, round(rate * seconds))
     times = np.sort(np.random.default_rng([seed, 1]).random(count)) * seconds
@@ -66,7 +66,7 @@ def trace(workload: Workload, rate: float, seconds: float, seed: int, salt: int)
 
 @dataclass(frozen=True)
 class Objectives:
-    """Milliseconds to the first token, and between two tokens."""
+    """Objectives: milliseconds to the first token, and between two tokens."""
 
     ttft: float
     between: float
@@ -82,20 +82,25 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Answer:
-    """In milliseconds. ``gaps`` are between events: several tokens in one event have no gaps of their own."""
+    """Times of one answer in milliseconds.
+
+    ``gaps`` are between events: tokens in one event have no gap between them.
+    """
 
     ttft: float
     gaps: Sequence[float]
     tokens: int
 
     def meets(self, objectives: Objectives) -> bool:
-        """As --goodput of `vllm bench serve` has it: by the mean time of a token behind the first."""
+        """Returns whether the objectives are met by the rule of `vllm bench serve --goodput`: the mean time
+        per token."""
         token = sum(self.gaps) / (self.tokens - 1) if self.tokens > 1 else 0.0
         return self.ttft <= objectives.ttft and token <= objectives.between
 
 
 def answers(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """The whole ones in a detailed result of `vllm bench serve`, which counts cut-off ones as completed."""
+    """Returns the complete answers in a detailed result of `vllm bench serve`, which counts cut-off ones as
+    completed."""
     whole = []
     for row, ttft, gaps, tokens, error in zip(
         rows, result["ttfts"], result["itls"], result["output_lens"], result["errors"], strict=True
@@ -106,7 +111,7 @@ def answers(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> lis
 
 
 def lateness(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """Milliseconds by which the client sent a request later than the trace has it, at most."""
+    """Returns the longest delay of a request behind its time in the trace, in milliseconds."""
     sent, due = np.array(result["start_times"]), np.array([row["timestamp"] for row in rows])
     after = sent - due
     return float((after - after.min()).max() * 1e3)
@@ -120,7 +125,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def summary(
     whole: Sequence[Answer], asked: int, seconds: float, pairs: Sequence[Objectives]
 ) -> dict[str, Any]:
-    """``holds``: a pair whose objectives the 99th percentiles of all requests and of all gaps meet."""
+    """Makes a line of the table.
+
+    ``holds``: a pair of objectives that the 99th percentiles of all requests and of all gaps meet.
+    """
     ttft, gaps = spread([a.ttft for a in whole]), spread([gap for a in whole for gap in a.gaps])
     met = {str(pair): sum(answer.meets(pair) for answer in whole) / seconds for pair in pairs}
     holds = {}
@@ -141,7 +149,10 @@ def row(line: Mapping[str, Any], pairs: Sequence[str]) -> str:
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown tables of lines with the same objectives; a later one replaces an earlier one of its rate."""
+    """Returns Markdown tables of lines with the same objectives.
+
+    A later line replaces an earlier one of its rate.
+    """
     text = []
     for workload, at_once in dict.fromkeys((line["workload"], line["at once"]) for line in lines):
         same = [line for line in lines if (line["workload"], line["at once"]) == (workload, at_once)]
@@ -162,7 +173,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
         for pair in pairs:
             for name in names:
                 if name.startswith("goodput ") and name != f"goodput {pair}":
-                    continue  # it goes by another pair
+                    continue  # it is measured against another pair
                 own = [line for line in ordered if line["system"] == name]
                 broken = min((line["rate"] for line in own if not line["holds"][pair]), default=np.inf)
                 held = max((line["rate"] for line in own if line["rate"] < broken), default=0.0)

@@ -1,9 +1,9 @@
-"""Goodput without GPUs: the router's own policy before a model of vLLM's steps, beside two plain engines.
+"""Goodput without GPUs: the router's own policy over a model of vLLM's steps, beside two plain engines.
 
-The arrivals are those of gpu_goodput.py, and the tables have its columns. A step takes what COST says,
-of a model with 8 billion weights on an H200, and its tokens go as vLLM's scheduler gives them out: to the
-running requests in the order in which they came, then to those that wait; of a prompt at most the threshold
-where there is another request. To choose a policy and D's settings by, for any number of arrivals;
+The arrivals are those of gpu_goodput.py, and the tables have its columns. A step takes the time of COST, for
+a model with 8 billion weights on an H200. Its tokens are distributed as by vLLM's scheduler: to the running
+requests in the order in which they came, then to waiting ones. A prompt gets at most the threshold if there
+is another request. Use it to choose a policy and the decode engine's settings, for any number of arrivals.
 docs/performance.md has its figures beside measured ones.
 """
 # ruff: noqa: T201  (its output is a table)
@@ -32,15 +32,15 @@ from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.completion import Completion
 
-# Of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
+# Cost of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
 COST = PromptCost(step_ns=4_900_000, token_ns=22_500, pair_ps=700)
-# A decode step's own, and of each stream in it.
+# Seconds of a decode step, and of each stream in it.
 DECODE_S, STREAM_S = 4.9e-3, 20e-6
-# Between the client and the first step, and back; from P's last step until D can go on.
+# Seconds between the client and the first step, and back; and from P's last step until D can continue.
 REST_S, LANDING_S = 4e-3, 3e-3
-# vLLM's own of an API server on an H200.
+# vLLM's default for an API server on an H200.
 STEP_TOKENS = 8192
-_SAY_S = 1.0  # a heartbeat
+_SAY_S = 1.0  # the interval of heartbeats
 _PATH = "/v1/completions"
 
 
@@ -51,7 +51,7 @@ class Request:
     arrives: float
     computed: int = 0
     times: list[float] = field(default_factory=list)
-    """Of its tokens."""
+    """Times of its tokens."""
     on_first: Callable[[], None] = lambda: None
     on_end: Callable[[], None] = lambda: None
 
@@ -65,7 +65,7 @@ class Request:
 
 
 class Engine:
-    """Steps of at most ``step_tokens``, of a prompt at most ``threshold`` (0: no limit)."""
+    """Steps with at most ``step_tokens`` in total and at most ``threshold`` of one prompt (0: no limit)."""
 
     def __init__(self, clock: Clock, step_tokens: int = STEP_TOKENS, threshold: int = 0) -> None:
         self._clock = clock
@@ -158,7 +158,7 @@ class Clock:
 
 
 class Plain:
-    """Two engines in turn."""
+    """Two engines that take turns."""
 
     name = "plain"
 
@@ -170,7 +170,10 @@ class Plain:
 
 
 class Pair:
-    """P, and D with these steps, behind the router's policy. The token that P samples is the first."""
+    """A prefill and a decode engine with these steps, behind the router's policy.
+
+    P samples the first token.
+    """
 
     def __init__(self, clock: Clock, objectives: Objectives, threshold: int, step_tokens: int) -> None:
         self.name = f"{objectives} {threshold}/{step_tokens}"
@@ -225,7 +228,7 @@ class Pair:
 
 
 def simulate(rows: Sequence[dict[str, Any]], clock: Clock, system: Plain | Pair) -> list[Answer]:
-    """The rows of a timed_trace, all of which are answered."""
+    """Simulates the rows of a timed_trace, all of which are answered."""
     requests = [Request(row["input_length"], row["output_length"], row["timestamp"]) for row in rows]
     for request in requests:
         clock.after(request.arrives, lambda request=request: system.send(request))  # type: ignore[misc]
@@ -264,9 +267,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=[4, 7, 9, 11], help="a second")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of arrivals")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="1 is gpu_goodput.py's")
+    parser.add_argument("--rates", nargs="+", type=float, default=[4, 7, 9, 11], help="arrivals a second")
+    parser.add_argument("--seconds", type=float, default=25.0, help="seconds of arrivals")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1], help="seeds of the arrivals; 1 is gpu_goodput.py's"
+    )
     parser.add_argument(
         "--objectives",
         type=Objectives.parse,
@@ -279,7 +284,7 @@ def main() -> None:
         type=steps,
         default=[(256, 1024), (512, 2048)],
         metavar="THRESHOLD/STEP",
-        help="D's --long-prefill-token-threshold and --max-num-batched-tokens",
+        help="--long-prefill-token-threshold and --max-num-batched-tokens of the decode engine",
     )
     print(report(list(lines(parser.parse_args()))))
 

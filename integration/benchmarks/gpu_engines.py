@@ -1,4 +1,4 @@
-"""vLLM servers on GPUs, alone and in pairs, and requests to them: what programs that measure or test share.
+"""vLLM servers on GPUs, alone and in pairs, and requests to them. Benchmarks and tests share this module.
 
 They need vLLM with its GPU dependencies and this package (installed or on PYTHONPATH).
 """
@@ -26,31 +26,31 @@ from kv_connector.lab.sse import Events
 HOST = "127.0.0.1"
 JSON = {"content-type": "application/json"}
 START_SECONDS = 240.0
-# Before each request that is timed by itself: a GPU at its power limit runs slower right after another
-# prefill (by 2 % on an H200), and what comes before differs from mode to mode.
+# Rest before each request that is timed alone. A GPU at its power limit runs slower right after another
+# prefill (by 2 % on an H200), and the preceding request differs from mode to mode.
 REST_SECONDS = 0.15
-# Dead after 5 s without a word; a process of this machine that ended is noticed at once.
+# An engine counts as dead after 5 s of silence. The end of a process of this machine is noticed at once.
 AT_REST_SECONDS = 8.0
 IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "PYTHONSAFEPATH": "1",  # a checkout's package, without a native module, would come first
+    "PYTHONSAFEPATH": "1",  # otherwise a checkout's package, without a native module, would come first
 }
-# To try a benchmark on CPUs.
+# For trying a benchmark on CPUs.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
-BEFORE = "before"  # another build of ours
+BEFORE = "before"  # another build of this package
 # float32: bfloat16 rounds differently in batches of another size, and random weights have ties.
 TINY_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
 TINY_ARGUMENTS += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
-TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the one engine's second answer
+TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the single engine's second answer
 
 
 @dataclass
 class Server:
-    """One vLLM API server on one GPU, or on several by tensor parallelism."""
+    """One vLLM API server on one GPU, or on several with tensor parallelism."""
 
     name: str
     gpus: Sequence[int]
@@ -69,7 +69,9 @@ class Server:
 
     def start(self) -> None:
         if answers(f"{self.url}/health"):
-            raise RuntimeError(f"{self.url} answers before {self.name} is started: what is left there?")
+            raise RuntimeError(
+                f"{self.url} answers before {self.name} is started. End the server on that port"
+            )
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--served-model-name", "model", "--host", HOST, "--port", str(self.port)]
         command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.3"]
@@ -85,7 +87,7 @@ class Server:
 
 
 def ours(role: str, control_port: int, provider: str, url: str, registration: int) -> dict[str, Any]:
-    """The connector's settings of an engine at ``url`` that registers with a router at ``registration``."""
+    """Returns the connector's settings of an engine at ``url`` that registers at ``registration``."""
     settings = {"control_host": HOST, "control_port": control_port, "providers": [provider]}
     settings |= {"routers": [f"{HOST}:{registration}"], "api_url": url}
     return {
@@ -97,7 +99,10 @@ def ours(role: str, control_port: int, provider: str, url: str, registration: in
 
 
 def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """The --kv-transfer-config of a rival's engine, and its environment. Its ranks meet from ``port`` on."""
+    """Returns the --kv-transfer-config of another connector's engine, and its environment.
+
+    Its ranks connect on ports from ``port`` on.
+    """
     transfer = {"kv_connector": RIVALS[name], "kv_role": role}
     if cpu:
         transfer["kv_buffer_device"] = "cpu"
@@ -108,7 +113,7 @@ def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[
 class Deployment:
     """One engine, and pairs of a prefill and a decode engine by the name of their connector.
 
-    Only one request is under way at a time, or one deployment under load: they share the GPUs.
+    Only one request is in flight at a time, or one deployment under load, because they share the GPUs.
     """
 
     alone: Server
@@ -132,14 +137,15 @@ def deployment(
     provider: str = "nvlink",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Deployment:
-    """Prefill engines on the first GPUs, the one engine beside them, decode engines on the next GPUs."""
+    """Returns prefill engines on the first GPUs, the single engine beside them, and decode engines on the
+    next GPUs."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
 
     def pair(name: str, port: int) -> tuple[Server, Server]:
         sides = []
         for number, (side, gpus) in enumerate((("prefill", first), ("decode", second))):
             role = "kv_producer" if side == "prefill" else "kv_consumer"
-            # A rank's port is the engine's plus the rank.
+            # A rank's port is the engine's port plus the rank.
             control = port + 20 + 10 * number
             url, registration = f"http://{HOST}:{port + number}", port + 15
             transfer, more = ours(role, control, provider, url, registration), dict(environment)
@@ -171,7 +177,7 @@ def deployment(
 
 
 def cpu_seconds(server: Server) -> float:
-    """The CPU seconds of all processes of the server. They are one session."""
+    """Returns the CPU seconds of all processes of the server, which are one session."""
     assert server.process is not None
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -193,11 +199,11 @@ def wait_ready(servers: Sequence[Server]) -> None:
 
 
 def start_router(prefill: Server, port: int, logs: Path) -> Process:
-    """Starts a router, and returns once the engines of ``prefill``'s pair have registered with it."""
+    """Starts a router. Returns once the engines of ``prefill``'s pair have registered with it."""
     command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
     command += ["--registration", f"{HOST}:{prefill.port + 15}"]
     router = Process(f"router-{port}", command, environment=ENVIRONMENT, log=logs / f"router-{port}.log")
-    # Healthy is a router that has engines of both sides.
+    # A router is healthy once it has engines of both roles.
     wait_healthy({router: f"http://{HOST}:{port}/health"}, deadline=time.monotonic() + START_SECONDS)
     return router
 
@@ -209,18 +215,21 @@ class Answer:
     tokens: tuple[int, ...]
     second: float = 0.0
     """Seconds from the first token to the second."""
-    prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or a router in between
+    prefill_seconds: float = 0.0  # until P's own answer; 0: one engine, or behind a router
 
 
 class Body:
-    """A request's JSON. The prompt is written before any clock starts: that takes a client milliseconds."""
+    """A request's JSON.
+
+    The prompt is encoded before any clock starts, because that takes a client milliseconds.
+    """
 
     def __init__(self, prompt: Sequence[int], tokens: int) -> None:
         self._prompt = json.dumps(list(prompt)).encode()
         self.tokens = tokens
 
     def json(self, *, tokens: int = 0, stream: bool = False, params: dict[str, Any] | None = None) -> bytes:
-        """`tokens`: where it is not the request's own number."""
+        """Returns the JSON. `tokens` overrides the request's own number."""
         rest: dict[str, Any] = {
             "model": "model",
             "max_tokens": tokens or self.tokens,
@@ -270,7 +279,7 @@ async def prefilled(
     params: dict[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[float, dict[str, Any]]:
-    """A prefill engine's answer of one token, and the seconds until it was there."""
+    """Returns a prefill engine's answer of one token, and the seconds until it arrived."""
     begin = time.perf_counter()
     content, headers = body.json(tokens=1, params=params), {**JSON, **(headers or {})}
     response = await client.post(f"{url}/v1/completions", content=content, headers=headers)
@@ -279,7 +288,7 @@ async def prefilled(
 
 
 async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
-    """Both engines at once, as the router does it, without its hop."""
+    """Sends a request to both engines at once, like the router, but without its hop."""
     transfer_id = uuid.uuid4().hex
     at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     at_decode = {
@@ -296,9 +305,9 @@ async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
 
 
 async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
-    """One after the other, D with what P answered: NIXL's flow, without a router's hop."""
+    """Sends a request to P and then to D with P's answer: NIXL's flow, without a router's hop."""
     begin = time.perf_counter()
-    headers = {"X-Request-Id": uuid.uuid4().hex}  # by which NixlPushConnector's P knows what to push where
+    headers = {"X-Request-Id": uuid.uuid4().hex}  # NixlPushConnector's P finds the target of a push by it
     wanted = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     params = {"do_remote_decode": True, "do_remote_prefill": False, **wanted}
     _, done = await prefilled(client, prefill.url, body, params, headers)
@@ -308,13 +317,14 @@ async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
 
 
 async def used(client: httpx.AsyncClient, server: Server) -> float:
-    """The part of its KV blocks that the engine has in use."""
+    """Returns the part of the engine's KV blocks that is in use."""
     found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
     return sum(float(value) for value in found)
 
 
 async def rests(client: httpx.AsyncClient, server: Server) -> float:
-    """Seconds until no block is in use and the connector has nothing in hand (else it refuses the reset)."""
+    """Returns the seconds until no block is in use and the connector has no work (otherwise it refuses the
+    reset)."""
     begin = time.monotonic()
     while True:
         answer = await client.post(f"{server.url}/reset_prefix_cache?reset_external=true")
@@ -327,7 +337,7 @@ async def rests(client: httpx.AsyncClient, server: Server) -> float:
 
 
 def write_tiny(directory: Path) -> Path:
-    """A model that is computed the same way by every engine, with weights that make its tokens differ."""
+    """Makes a model that every engine computes in the same way, with weights that make its tokens differ."""
     from kv_connector.lab.model import make_llama
 
     return make_llama(directory, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)

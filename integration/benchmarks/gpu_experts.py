@@ -3,16 +3,16 @@
 
     gpu_experts.py [--ranks N] [--out FILE] [--seconds S] [--logs DIR] [qwen3] [deepseek]
 
-Both engines of a shape run at the same time, N processes each, one a GPU. They start one after the other and
-measure in turns, so that no two engines use the GPUs together. For each shape the script
+Both engines of a shape run at the same time, with N processes each, one per GPU. They start one after the
+other and are measured in turns, so that no two engines use the GPUs together. For each shape the script
 
 - generates greedy tokens of the same prompts, uneven over the ranks, and compares them one by one,
 - measures decode steps at 1, 8, 32 and 128 tokens a rank: wall time, and GPU time of the step's graph,
 - counts the calls that kv-connector took, and those that it passed on to vLLM, with reasons.
 
 Weights are random, at the scale of a trained network (kv_connector/lab/model.py has the reason). The vLLM
-plugin of kv-connector must be installed (its entry point, at least). Each result is a JSON line, a table ends
-the output. Exits with 1 where a token differs or an engine fails. `--tiny` runs a small shape on CPUs.
+plugin of kv-connector must be installed (at least its entry point). Each result is a JSON line, and a table
+ends the output. Exits with 1 if a token differs or an engine fails. `--tiny` runs a small shape on CPUs.
 """
 
 # ruff: noqa: T201  (its output is a table)
@@ -45,13 +45,13 @@ MODES = ("theirs", "ours")  # vLLM's allgather_reducescatter, and kv-connector's
 BATCHES = (1, 8, 32, 128)
 PROMPT_TOKENS = 24
 WARM_STEPS, STEPS = 5, 30
-"""Decode steps of one round: those before the first counted step, and those that count."""
+"""Decode steps of one round: uncounted ones, then counted ones."""
 ROUNDS = 2
 """Rounds of each batch and mode. The modes take turns."""
 OUTPUT_TOKENS = 24
 MAX_MODEL_LEN = 2048
 MAX_BATCHED_TOKENS = 1536
-"""More than the exchange takes (1,024): steps with the long prompt go to vLLM's exchange."""
+"""Tokens of a step, more than the exchange takes (1,024): steps with the long prompt use vLLM's exchange."""
 LONG_PROMPT = 1400
 
 QWEN3: dict[str, Any] = {
@@ -137,7 +137,7 @@ SHAPES = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that a rank's process gets from its parent."""
+    """The settings that a rank's process receives from its parent."""
 
     mode: str
     rank: int
@@ -155,7 +155,7 @@ class Plan:
 
 
 def serve(plan: Plan, parent: Connection) -> None:
-    """A rank: starts its engine at the first question, then answers the parent's."""
+    """Runs a rank: starts its engine at the first request of the parent, then answers the parent."""
     log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -174,7 +174,7 @@ def serve(plan: Plan, parent: Connection) -> None:
         sys.stderr.flush()
         with contextlib.suppress(OSError):
             parent.send(("failed", f"{type(error).__name__}: {error}"))
-    # The engines share GPUs, and the results are out: nothing here is worth an orderly end.
+    # The engines share GPUs, and the results are sent. An orderly end is not needed.
     os._exit(0)
 
 
@@ -229,7 +229,7 @@ class Rank:
         torch.cuda.CUDAGraph.replay = timed
 
     def _draw_weights(self) -> None:
-        """Has vLLM's dummy loader draw weights that make the output depend on tokens all over the prompt."""
+        """Makes vLLM's dummy loader draw weights with which the output depends on all of the prompt."""
         from vllm.model_executor.model_loader import dummy_loader
 
         torch, plan = self.torch, self.plan
@@ -260,10 +260,10 @@ class Rank:
             "enable_prefix_caching": False,
             "async_scheduling": False,
             "disable_nccl_for_dp_synchronization": True,
-            # In this process, where the graphs are timed and the weights drawn.
+            # In this process, because the graphs are timed and the weights drawn here.
             "distributed_executor_backend": "uni",
             "seed": 0,
-            # Each of them compiles kernels that these shapes do not use.
+            # Each of these compiles kernels that these shapes do not use.
             "kernel_config": {
                 "enable_flashinfer_autotune": False,
                 "enable_cutedsl_warmup": False,
@@ -301,7 +301,10 @@ class Rank:
         return ids
 
     def generate(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-        """Greedy tokens of this rank's prompts. Collective. A rank without prompts runs dummy steps."""
+        """Generates greedy tokens of this rank's prompts.
+
+        Collective. A rank without prompts runs dummy steps.
+        """
         ids = self._enqueue(prompts, tokens)
         found: dict[str, list[int]] = {}
         engine = self.llm.llm_engine
@@ -315,12 +318,13 @@ class Rank:
 
     def decode(self, prompts: Sequence[list[int]], warm: int, steps: int) -> dict[str, Any]:
         """Times decode steps with all prompts. Collective. Each rank has the same number of prompts."""
-        # The first steps also prefill. Two tokens more than are needed: no request ends in a counted step.
+        # The first steps also prefill. Two more tokens are requested than needed, so that no request ends in
+        # a counted step.
         self._enqueue(prompts, len(prompts) + warm + steps + 2)
         engine = self.llm.llm_engine
         requests = list(engine.engine_core.engine_core.scheduler.requests.values())
 
-        # All ranks take the same number of steps, so none has to ask the others whether it may end.
+        # All ranks take the same number of steps, so no rank has to agree with the others on the end.
         while any(not request.num_output_tokens for request in requests):
             engine.step()
         for _ in range(warm):
@@ -341,7 +345,7 @@ class Rank:
         return {
             "tokens": made,
             "step_us": [1e6 * (after - begin) for begin, after in itertools.pairwise(times)],
-            # From the first graph of a step to the end of its last. A model may have several.
+            # From the start of a step's first graph to the end of its last. A model may have several.
             "graph_us": [1e3 * step[0][0].elapsed_time(step[-1][1]) for step in replays if step],
         }
 
@@ -350,7 +354,7 @@ class Rank:
             self.torch.cuda.synchronize()
 
     def counts(self) -> dict[str, int]:
-        """Calls that kv-connector took, and those passed on by reason."""
+        """Returns the calls that kv-connector took, and those passed on by reason."""
         from prometheus_client import REGISTRY
 
         names = ("kv_connector_moe_taken_total", "kv_connector_moe_passed_total")
@@ -363,16 +367,17 @@ class Rank:
 
 
 def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
-    """Fills a tensor from its name: equal in both modes, and on all ranks but for experts."""
+    """Fills a tensor by its name: equal in both modes and, except for experts, on all ranks."""
     name = path.rsplit(".", 1)[-1]
     if not tensor.is_floating_point():
         return
     if "scale" in name:
-        # Block scales of 128 columns, of weights that are drawn with a spread of 64.
+        # Block scales of 128 columns, for weights that are drawn with a spread of 64.
         tensor.fill_(1 / 64 / (128 * tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0)
         return
     if tensor.dim() < 2:
-        # Queries and keys have unit variance before their norm's weight, which alone spreads the scores.
+        # Queries and keys have unit variance before their norm's weight, so only that weight spreads the
+        # scores.
         is_head_norm = ".q_norm." in path or ".k_norm." in path
         tensor.fill_(0.0 if "bias" in name else 3.0**0.5 if is_head_norm else 1.0)
         return
@@ -398,14 +403,14 @@ class Failed(RuntimeError):
 
 @dataclass
 class Mode:
-    """The processes of one engine, one a rank."""
+    """The processes of one engine, one per rank."""
 
     name: str
     processes: list[Any] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
 
     def answers(self, seconds: float) -> list[Any]:
-        """One answer of each rank, in rank order."""
+        """Returns one answer of each rank, in rank order."""
         found: dict[int, Any] = {}
         end = time.monotonic() + seconds
         while len(found) < len(self.connections):
@@ -427,7 +432,7 @@ class Mode:
         return [found[rank] for rank in range(len(self.connections))]
 
     def ask(self, seconds: float, name: str, *given: Any, each: Sequence[Any] | None = None) -> list[Any]:
-        """Has each rank run a method. ``each`` has the first argument of each rank."""
+        """Makes each rank run a method. ``each`` has the first argument of each rank."""
         for rank, connection in enumerate(self.connections):
             own = () if each is None else (each[rank],)
             connection.send((name, *own, *given))
@@ -452,7 +457,7 @@ class Comparison:
         self.differs = 0
 
     def left(self, most: float) -> float:
-        """Seconds for a question: ``most``, or those that are left."""
+        """Returns the time limit of a request in seconds: ``most``, or the remaining time."""
         return float(max(1.0, min(most, self.end - time.monotonic())))
 
     def run(self) -> bool:
@@ -544,7 +549,8 @@ class Comparison:
         return [self.random.randrange(2, self.shape["vocab_size"]) for _ in range(tokens)]
 
     def _compare(self) -> None:
-        """Greedy tokens of even, uneven and idle ranks, and of a step that the exchange is too small for."""
+        """Compares greedy tokens of even, uneven and idle ranks, and of a step that is too large for the
+        exchange."""
         ranks = self.options.ranks
         cases: dict[str, list[list[list[int]]]] = {
             "even": [[self._prompt(40) for _ in range(4)] for _ in range(ranks)],
@@ -588,7 +594,10 @@ class Comparison:
             )
 
     def _measure(self) -> None:
-        """Decode steps of each batch. The modes take turns, so that a drift of the clocks meets both."""
+        """Measures decode steps of each batch.
+
+        The modes take turns, so that a drift of the clocks affects both.
+        """
         for batch in self.batches:
             prompts = [[self._prompt(PROMPT_TOKENS) for _ in range(batch)] for _ in range(self.options.ranks)]
             steps: dict[str, list[float]] = {mode.name: [] for mode in self.modes}
@@ -633,7 +642,7 @@ class Comparison:
                 raise Failed("ours: kv-connector took no call")
 
     def show(self) -> None:
-        """The table of decode steps."""
+        """Returns the table of decode steps."""
         layers = self.shape["num_hidden_layers"] - self.shape.get("first_k_dense_replace", 0)
         print(f"\n{self.name}: {self.options.ranks} ranks, {layers} layers of experts; medians, us")
         head = f"{'batch':>6}{'step theirs':>13}{'ours':>10}{'less':>9}"
@@ -652,7 +661,7 @@ class Comparison:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Returns a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -665,16 +674,18 @@ def main() -> int:
     parser.add_argument("shapes", nargs="*", help="qwen3, deepseek (default: both)")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, one data-parallel rank each")
     parser.add_argument(
-        "--layers", type=int, default=0, help="layers (default: 48 of Qwen3, 7 of DeepSeek-V3)"
+        "--layers", type=int, default=0, help="number of layers (default: 48 of Qwen3, 7 of DeepSeek-V3)"
     )
-    parser.add_argument("--out", default="", help="file that JSON lines are appended to")
-    parser.add_argument("--logs", default="", help="folder for the logs of the engines")
+    parser.add_argument("--out", default="", help="file to which JSON lines are appended")
+    parser.add_argument("--logs", default="", help="folder for the engines' logs")
     parser.add_argument("--modes", default=",".join(MODES), help="engines to run")
-    parser.add_argument("--seconds", type=float, default=220, help="most seconds of a shape")
-    parser.add_argument("--start-seconds", type=float, default=90, help="most seconds of an engine's start")
-    parser.add_argument("--tail", type=int, default=30, help="lines of each log that a failure prints")
-    parser.add_argument("--compile", action="store_true", help="torch.compile (adds to each start)")
-    parser.add_argument("--tiny", action="store_true", help="a small shape on CPUs")
+    parser.add_argument("--seconds", type=float, default=220, help="time limit of a shape, in seconds")
+    parser.add_argument(
+        "--start-seconds", type=float, default=90, help="time limit of an engine's start, in seconds"
+    )
+    parser.add_argument("--tail", type=int, default=30, help="lines of each log to print after a failure")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (starts take longer)")
+    parser.add_argument("--tiny", action="store_true", help="run a small shape on CPUs")
     options = parser.parse_args()
 
     def write(row: dict[str, Any]) -> None:

@@ -1,17 +1,18 @@
 """Goodput and throughput: plain engines in turn, ours with and without objectives, NixlConnector.
 
-Needs vLLM with its GPU dependencies, two GPUs or more and this package; the system nixl also needs NIXL.
-The load is `vllm bench serve`, dataset timed_trace: this script writes its traces, which have every request's
-arrival, lengths and shared prefix, and are alike for all systems. It prints tables and the command lines, and
-writes a JSON line to --json after each measurement; --report prints the tables of such files, and no more.
-A time between tokens is one between two events of a stream, of all requests together; goodput is that of
-`vllm bench serve --goodput`, requests a second with TTFT and mean time of a token (tpot) within a pair.
+Needs vLLM with its GPU dependencies, two GPUs or more and this package; the system nixl also needs NIXL. The
+load is `vllm bench serve`, dataset timed_trace. This script writes its traces, which contain every request's
+arrival, lengths and shared prefix, and which are equal for all systems. It prints tables and the command
+lines, and writes a JSON line to --json after each measurement. --report prints the tables of such files and
+exits.
 
-With --at-once the load is so many requests under way, not a rate; --pairs 2 is for four GPUs.
+A time between tokens is the time between two events of a stream, over all requests. Goodput is that of `vllm
+bench serve --goodput`: requests a second with TTFT and mean time per token (tpot) within a pair of
+objectives. With --at-once the load is a number of requests in flight, not a rate. --pairs 2 is for four GPUs.
 
-A rate is measured with one system after the other, and a system drops out once it has broken each pair of
-objectives that it is to hold (--all-rates: none does). The engines of all systems are up all the time. --cpu
-runs everything with a tiny model and short prompts on CPUs: to try it, not to measure.
+A rate is measured with one system after the other. A system drops out once it has missed each pair of
+objectives that it should hold (--all-rates: no system drops out). The engines of all systems run all the
+time. --cpu runs everything with a tiny model and short prompts on CPUs: to try it, not to measure.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -54,16 +55,20 @@ from shapes import SHAPES
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, StartError, stop, wait_healthy
 
-# Behind the beginning of a load, and behind the first kill: all requests are under way.
+# Seconds from the beginning of a load to the first kill, and from that to the second: all requests are in
+# flight then.
 KILL_SECONDS = 3.0
 RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-# For what a client does before the first arrival, and what is still under way behind the last.
+# Seconds for a client's start before the first arrival, and for the requests in flight after the last one.
 DRAIN_SECONDS = 120.0
 
 
 def run_client(pipe: Connection, log: Path) -> None:
-    """Runs `vllm bench serve` for each list of arguments that comes, in a process that stays: importing it
-    takes seconds. Ends with whoever has the other end of ``pipe``."""
+    """Runs `vllm bench serve` for each received list of arguments, in one process, because importing it takes
+    seconds.
+
+    Ends when the other end of ``pipe`` is closed.
+    """
     sys.stdout = sys.stderr = log.open("a", buffering=1)
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -95,7 +100,7 @@ class Client:
         self._pipe.send(list(arguments))
 
     def wait(self, seconds: float) -> None:
-        """RuntimeError where the load did not end in time, or failed."""
+        """Waits for the load. RuntimeError: it did not end in time, or failed."""
         error = self._pipe.recv() if self._pipe.poll(seconds) else f"not done after {seconds:.0f} s"
         if error:
             raise RuntimeError(f"vllm bench serve: {error}; see {self._log}")
@@ -117,13 +122,13 @@ class Router:
         self.process = Process(self.name, command, environment=ENVIRONMENT, log=log)
 
     def wait(self) -> None:
-        """Until it has engines of both sides."""
+        """Waits until the router has engines of both roles."""
         assert self.process is not None
         url = f"http://{HOST}:{self.port}/health"
         wait_healthy({self.process: url}, deadline=time.monotonic() + START_SECONDS)
 
     def counts(self) -> dict[str, float]:
-        """What it counts, without what it has not come to: where it had prompts computed, and why."""
+        """Returns the router's non-zero counters: where prompts were computed, and why."""
         with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=10) as response:
             samples = [line.rpartition(" ") for line in response.read().decode().splitlines()]
         counted = {name: float(value) for name, _, value in samples if "_total" in name and name[0] != "#"}
@@ -133,22 +138,23 @@ class Router:
 @dataclass(frozen=True)
 class System:
     name: str
-    urls: Sequence[str]  # which requests go to in turn
+    urls: Sequence[str]  # to which requests go in turn
     servers: Sequence[Server]
-    pairs: Sequence[Objectives]  # that it is to hold
+    pairs: Sequence[Objectives]  # pairs of objectives that it should hold
     router: Router | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    arguments: Sequence[str]  # of every engine
+    arguments: Sequence[str]  # for every engine
     provider: str
-    shorter: int  # prompts, by this factor
-    warm_up: tuple[float, float]  # a second, for so many seconds
+    shorter: int  # divides the prompts' lengths
+    warm_up: tuple[float, float]  # requests a second, and seconds
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-# Three engines with 8 billion weights fit on an H200. A real tokenizer: the first token from P is text, too.
+# Three engines with 8 billion weights fit on an H200. The tokenizer is real, because the first token from P
+# is text, too.
 _COMMON = ["--no-skip-tokenizer-init", "--enable-prefix-caching", "--kv-cache-memory-bytes"]
 _DUMMY = ["--load-format", "dummy", "--max-model-len", "16384", "--gpu-memory-utilization", "0.28"]
 GPU = Machine([*_COMMON, str(16 << 30), *_DUMMY], "nvlink", 1, (6.0, 5.0))
@@ -164,7 +170,10 @@ SYSTEMS = ("plain", "ours", "goodput", "nixl")
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Each token is a text of its own, so that whatever the model's tokens are, there is text to stream."""
+    """Makes a tokenizer in which each token is a separate text.
+
+    So there is text to stream, whatever the model's tokens are.
+    """
     from tokenizers import Tokenizer, decoders, models
 
     size = json.loads((directory / "config.json").read_text())["vocab_size"]
@@ -176,7 +185,10 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[System]:
-    """Of each, one engine on every GPU. Ours share theirs: the engines register with several routers."""
+    """Returns the systems, each with one engine on every GPU.
+
+    Ours share engines, which register with several routers.
+    """
     ports = iter(free_ports(32 * plan.pairs))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
@@ -243,11 +255,12 @@ class Bench:
         self._measurements = 0
 
     def measure(self, system: System, rate: float, seconds: float) -> dict[str, Any]:
-        """Requests that come at a rate."""
+        """Measures requests that arrive at a rate."""
         return self._load(system, self._trace(rate, seconds), rate, seconds)
 
     def measure_at_once(self, system: System, at_once: int, count: int) -> dict[str, Any]:
-        """As many requests, each of which comes once one before it has its answer."""
+        """Measures a fixed number of requests in flight: a new one arrives when an earlier one has its
+        answer."""
         rows = [{**row, "timestamp": 0.0} for row in self._trace(count, 1)]
         return self._load(system, rows, at_once, DRAIN_SECONDS, at_once)
 
@@ -258,7 +271,7 @@ class Bench:
     def _load(
         self, system: System, rows: list[dict[str, Any]], load: float, seconds: float, at_once: int = 0
     ) -> dict[str, Any]:
-        # A process for each URL, which has its part of the requests: one takes one URL only.
+        # One process for each URL, with its part of the requests, because a process takes one URL only.
         shares = [rows[number :: len(system.urls)] for number in range(len(system.urls))]
         files = [self._plan.work / f"load-{self._measurements}-{n}.jsonl" for n in range(len(shares))]
         commands = []
@@ -299,7 +312,7 @@ class Bench:
 
 
 def ladder(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -> Iterator[dict[str, Any]]:
-    """One measurement after the other, as long as there is time and a system that holds objectives."""
+    """Measures one rate after the other, while there is time and a system that holds its objectives."""
     left = {system.name: {str(pair) for pair in system.pairs} for system in measured}
     longest = 0.0
     for rate in plan.rates:
@@ -317,7 +330,7 @@ def ladder(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -
 
 
 def crowds(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -> Iterator[dict[str, Any]]:
-    """So many requests at once, with every system; then the kills."""
+    """Measures numbers of requests in flight with every system, then the kills."""
     for at_once in plan.at_once:
         for system in measured:
             yield bench.measure_at_once(system, at_once, 4 * at_once + 32)
@@ -327,8 +340,10 @@ def crowds(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -
 
 
 def kill(bench: Bench, system: System, at_once: int) -> dict[str, Any]:
-    """A load during which a decode and a prefill engine are killed. Both are started again, and all engines
-    have to come to rest."""
+    """Measures a load during which a decode and a prefill engine are killed.
+
+    Both are started again, and all engines have to come to rest.
+    """
     victims = [system.servers[-1], system.servers[0]]
     had: dict[str, float] = {}
 
@@ -355,7 +370,7 @@ def kill(bench: Bench, system: System, at_once: int) -> dict[str, Any]:
 
 
 def running(server: Server) -> float:
-    """Requests that the engine has."""
+    """Returns the requests that the engine has."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
         return sum(float(value) for value in RUNNING.findall(response.read().decode()))
 
@@ -370,38 +385,62 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/kvc-bench-goodput"), help="model, loads, logs"
+        "--work",
+        type=Path,
+        default=Path("/tmp/kvc-bench-goodput"),
+        help="folder for the model, loads and logs",
     )
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print their tables, no more")
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument(
+        "--report", type=Path, nargs="+", metavar="FILE", help="print the tables of these JSON files and exit"
+    )
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
     parser.add_argument("--workload", default="random", choices=[*WORKLOADS])
-    parser.add_argument("--rates", nargs="+", type=float, default=[2, 3, 4, 5, 6, 7, 8, 10], help="a second")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, for each measurement")
     parser.add_argument(
-        "--at-once", nargs="+", type=int, default=[], metavar="N", help="requests under way; no rates then"
+        "--rates", nargs="+", type=float, default=[2, 3, 4, 5, 6, 7, 8, 10], help="arrivals a second"
     )
-    parser.add_argument("--kill", action="store_true", help="then one P and one D of ours, under that load")
-    parser.add_argument("--pairs", type=int, default=1, metavar="N", help="N Ps and N Ds, on 2 N GPUs")
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds of arrivals per measurement")
+    parser.add_argument(
+        "--at-once",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="requests in flight, in place of rates",
+    )
+    parser.add_argument(
+        "--kill", action="store_true", help="then kill one of our prefill and decode engines under that load"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=1, metavar="N", help="N prefill and N decode engines, on 2 N GPUs"
+    )
     parser.add_argument(
         "--objectives",
         nargs="+",
         type=Objectives.parse,
         default=[Objectives(400, 15), Objectives(1000, 25)],
         metavar="TTFT:BETWEEN",
-        help="pairs in ms; the system goodput has a router for each",
+        help="pairs of objectives in ms; system goodput has a router for each",
     )
-    parser.add_argument("--all-rates", action="store_true", help="with every system, broken or not")
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which nothing is begun"
+        "--all-rates",
+        action="store_true",
+        help="measure every system at all rates, even if its objectives are missed",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no measurement starts"
     )
     parser.add_argument(
         "--decode-tokens",
         type=int,
         default=256,
-        help="of a prompt in a step of our D, which takes four times as many",
+        help="prompt tokens in a step of our decode engine, whose steps have four times as many",
     )
-    parser.add_argument("--plain-tokens", type=int, default=None, help="of a plain engine's; default: vLLM's")
+    parser.add_argument(
+        "--plain-tokens", type=int, default=None, help="tokens of a plain engine's step; default: vLLM's"
+    )
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
@@ -417,9 +456,9 @@ def main() -> None:
     machine = CPU if plan.cpu else GPU
     model = write_tiny(plan.work / "tiny") if plan.cpu else SHAPES["llama"].write(plan.work / "llama")
     write_tokenizer(model)
-    # A trace's ids stand for the same tokens in each client: they are the hash of a str.
+    # A trace's ids stand for the same tokens in each client, because they are the hash of a str.
     os.environ.update(ENVIRONMENT, PYTHONHASHSEED="0")
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for rests(), behind the kills
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for rests(), after the kills
     measured = systems(plan, machine, model)
     servers = list({server.name: server for system in measured for server in system.servers}.values())
     routers = [system.router for system in measured if system.router is not None]

@@ -1,14 +1,14 @@
 """The pause of a stream that moves from one decode engine to another, on GPUs.
 
 Needs vLLM with its GPU dependencies, three GPUs and this package: a prefill engine, and two engines of both
-roles, of which one has all streams. A drain moves them to the other, and the next one back; each is a row of
-the table. A pause is a stream's longest gap between two events from the drain's beginning to some tokens
-behind its end; beside it stand the gaps before. In the first drain of all the engines meet. The model
-(shapes.py) has dummy weights: its tokens mean nothing, its times do.
+roles, of which one has all streams. A drain moves them to the second engine, and the next drain moves them
+back. Each drain is a row of the table. A pause is a stream's longest gap between two events, from the drain's
+beginning to some tokens behind its end. The gaps before it are listed for comparison. In the first of all
+drains the engines connect. The model (shapes.py) has dummy weights: its tokens mean nothing, its times do.
 
-Before that, while its engines start, streams of a small float32 model move, and one engine is asked whether
-each of their tokens is the one that it finds most likely behind those before. Ends with status 1 where one is
-not. --cpu does this alone, on CPUs, with times that mean nothing. A line of JSON a drain goes to --json.
+Before that, while its engines start, streams of a small float32 model move. One engine then checks that each
+of their tokens is its most likely one after the tokens before it. Exits with status 1 if one is not. --cpu
+does this alone, on CPUs, with times that mean nothing. Each drain appends a line of JSON to --json.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -54,20 +54,23 @@ from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 
-# Events of each stream between two drains: the pause is looked for in the first part of them, too, and the
-# gaps of the rest are what the next drain's pauses are compared with.
+# Events of each stream between two drains. The pause is also searched in the first part of them. The gaps of
+# the rest are compared with the next drain's pauses.
 BEHIND, BETWEEN = 16, 48
 # 32 streams of 4,000 and 2,000 tokens of the 8B shape take 24 GiB.
 CACHE_BYTES = 26 << 30
 WAIT_SECONDS = 120.0
-# Sums in another order round differently, and random weights have near ties: the logarithms of the
-# probabilities of float32 tokens differ by less between an engine that decodes and one that prefills. A wrong
-# page costs whole units.
+# Sums in another order round differently, and random weights have near ties. The logarithms of the
+# probabilities of float32 tokens differ by less than this between an engine that decodes and one that
+# prefills. A wrong page costs whole units.
 TIE = 0.01
 
 
 class Engine:
-    """One of both roles. Its drain lasts as long as its registration, so that is this script's to make."""
+    """An engine of both roles.
+
+    This script makes its registration, because a drain lasts as long as a registration.
+    """
 
     def __init__(self, server: Server, registration: Address) -> None:
         self.server = server
@@ -75,7 +78,7 @@ class Engine:
         self._registrar: Registrar | None = None
 
     def join(self, router: str) -> None:
-        """Returns when the router sends it requests."""
+        """Registers the engine. Returns when the router sends it requests."""
         registration = Register(
             engine_id=self.server.name,
             incarnation=uuid.uuid4().hex,
@@ -89,7 +92,7 @@ class Engine:
         deadline = time.monotonic() + START_SECONDS
         while engine_states(router).get(self.server.url) != "ready":
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the router does not take {self.server.name}")
+                raise TimeoutError(f"the router does not accept {self.server.name}")
             time.sleep(0.05)
 
     def leave(self) -> None:
@@ -98,7 +101,7 @@ class Engine:
             self._registrar = None
 
     def drain(self) -> Moved:
-        """Returns when nothing more is to move."""
+        """Drains the engine. Returns when no more streams are to move."""
         moved = move_away(self._registration, self.server.url, WAIT_SECONDS)
         self.leave()
         return moved
@@ -146,7 +149,7 @@ class Site:
         self._router.wait()
 
     def outcomes(self) -> Mapping[str, float]:
-        """{'moves_total{outcome="..."}': how many}"""
+        """Returns the numbers of moves: {'moves_total{outcome="..."}': number}."""
         return {
             name: count for name, count in self._router.counts().items() if name.startswith("moves_total")
         }
@@ -158,12 +161,15 @@ class Site:
 
 
 class Client:
-    """Of one stream. What it is sent is read behind its end: an event would take longer than to note it."""
+    """The client of one stream.
+
+    Its text is decoded after the end, because that would take longer than recording an event.
+    """
 
     def __init__(self, http: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int) -> None:
         self.prompt = prompt
         self.times: list[float] = []
-        """When each event came, but for those that came at one time with another."""
+        """Records when each event came, except for events that came together with another."""
         self._said = bytearray()
         self._wanted, self._come = 0, asyncio.Event()
         self.task = asyncio.create_task(self._read(http, url, tokens))
@@ -185,7 +191,7 @@ class Client:
             self._come.set()
 
     async def go_on(self, events: int) -> None:
-        """Until so many more have come, or its end."""
+        """Waits until ``events`` more events have come, or the stream has ended."""
         self._wanted = len(self.times) + events
         self._come.clear()
         if not self.task.done():
@@ -194,11 +200,11 @@ class Client:
             await self.task
 
     def gaps(self, begin: int, end: int | None = None) -> list[float]:
-        """Seconds between events, of those from ``begin`` on."""
+        """Returns the seconds between events, from event ``begin`` on."""
         return np.diff(self.times[begin:end]).tolist()
 
     def tokens(self) -> list[int]:
-        """RuntimeError where an error was said."""
+        """Returns the stream's tokens. RuntimeError: the stream contains an error."""
         found: list[int] = []
         for event in Events().feed(bytes(self._said)):
             told = json.loads(event)
@@ -214,12 +220,12 @@ async def go_on(clients: Sequence[Client], events: int) -> None:
 
 
 async def move(site: Site, clients: Sequence[Client]) -> dict[str, Any]:
-    """One drain, behind which the other engine has the streams."""
+    """Measures one drain, after which the other engine has the streams."""
     await asyncio.to_thread(site.there.join, site.url)
     await go_on(clients, BETWEEN)
     live = [client for client in clients if not client.task.done()]
     if not live:
-        raise RuntimeError("all streams have come to their end: more --tokens, or fewer --rounds")
+        raise RuntimeError("all streams have ended. Set more --tokens, or fewer --rounds")
     counts, outcomes = [len(client.times) for client in live], site.outcomes()
     moved = await asyncio.to_thread(site.here.drain)
     await go_on(live, BEHIND)
@@ -238,7 +244,7 @@ async def move(site: Site, clients: Sequence[Client]) -> dict[str, Any]:
 
 
 async def case(site: Site, plan: argparse.Namespace, length: int, count: int, sink: Any) -> list[Client]:
-    """The streams of one length and number, moved to and fro, and left. Returns what they have said."""
+    """Moves the streams of one length and number back and forth, then closes them. Returns their tokens."""
     rng = np.random.default_rng(length + count)
     prompts = rng.integers(8, 250, (count, length)).tolist()
     limits = httpx.Limits(max_connections=None)
@@ -283,7 +289,7 @@ def row(line: Mapping[str, Any]) -> str:
 
 
 async def right(server: Server, clients: Sequence[Client]) -> bool:
-    """Whether each token is the one that this engine, which computes it all anew, finds most likely."""
+    """Returns whether each token is the most likely one for this engine, which computes all of them anew."""
     worst, others, count = 0.0, 0, 0
     async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False) as http:
         for client in clients:
@@ -305,7 +311,7 @@ async def right(server: Server, clients: Sequence[Client]) -> bool:
 
 
 async def warm(site: Site) -> None:
-    """Each engine by itself."""
+    """Sends one request to each engine by itself, to warm it up."""
     async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False) as http:
         for server in site.servers:
             await stream(http, server.url, Body([9] * 64, 2))
@@ -315,16 +321,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-moves"), help="models and logs")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--port", type=int, default=8100, help="the first of 200")
-    parser.add_argument("--share", action="store_true", help="two GPUs: P is on the first engine's")
-    parser.add_argument("--prompts", nargs="+", type=int, default=[500, 4000], help="tokens")
-    parser.add_argument("--streams", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--tokens", type=int, default=2000, help="that a stream may say")
-    parser.add_argument("--rounds", type=int, default=2, help="there and back")
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which nothing is begun"
+        "--work", type=Path, default=Path("/tmp/kvc-bench-moves"), help="folder for models and logs"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument("--port", type=int, default=8100, help="first of 200 ports")
+    parser.add_argument(
+        "--share", action="store_true", help="use two GPUs: the prefill engine shares the first engine's"
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", type=int, default=[500, 4000], help="prompt lengths in tokens"
+    )
+    parser.add_argument("--streams", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--tokens", type=int, default=2000, help="longest answer of a stream, in tokens")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, each with two moves")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no measurement starts"
     )
     parser.add_argument("--provider", default="nvlink")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")

@@ -1,9 +1,10 @@
 """The nvlink lane between all pairs of GPUs at once: GB/s out of each GPU, and into it.
 
-Needs torch and this package, and as many GPUs as --gpus. A process for each GPU, every one an engine that is
-connected with all others. First one GPU writes to one other, then each to the next one, then each to all
-others. The time is from a common start until every rank has counted every page that is for it. The bytes of
-the first round are compared. A line of JSON goes to --json for each. --provider host: in memory, to try it.
+Needs torch and this package, and as many GPUs as --gpus. Each GPU has a process with a transfer engine that
+is connected to all others. First one GPU writes to one other, then each to the next one, then each to all
+others. The time is from a common start until every rank has counted every page for it. The bytes of the first
+round are compared. Each measurement appends a line of JSON to --json. --provider host runs in memory, to try
+it.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -35,7 +36,7 @@ Patterns = Mapping[str, list[tuple[int, int]]]
 
 
 def patterns(ranks: int) -> Patterns:
-    """Who writes to whom."""
+    """Returns the targets of each writer."""
     return {
         "one to one": [(0, 1)],
         "each to the next": [(rank, (rank + 1) % ranks) for rank in range(ranks)],
@@ -44,7 +45,10 @@ def patterns(ranks: int) -> Patterns:
 
 
 class Rank:
-    """One GPU's engine. Its memory has a part for what it sends, and one for what each rank sends it."""
+    """One GPU's transfer engine.
+
+    Its memory has a part for pages to send, and a part for each rank's pages.
+    """
 
     def __init__(
         self, number: int, ranks: int, most: int, provider: str, pipes: Mapping[int, Connection]
@@ -76,7 +80,7 @@ class Rank:
             self._peers[other] = (peer, self.engine.import_region(peer, pipe.recv_bytes()))
 
     def round(self, pairs: list[tuple[int, int]], pages: int, start: Barrier, seed: int) -> float:
-        """Seconds until all that is for this rank is counted, and all that it writes has landed."""
+        """Returns the seconds until all pages for this rank are counted and all its writes have landed."""
         mine = self._number
         sources = [one for one, other in pairs if other == mine]
         targets = [other for one, other in pairs if one == mine]
@@ -110,13 +114,13 @@ class Rank:
             for source in sources:
                 right = content(source, pages, self._memory.device)
                 if not torch.equal(self._memory[source + 1], right):
-                    raise RuntimeError(f"rank {mine}: what rank {source} has sent is something else")
+                    raise RuntimeError(f"rank {mine}: the pages from rank {source} have wrong bytes")
         start.wait(TIMEOUT_SECONDS)
         return seconds
 
 
 def content(rank: int, pages: int, device: Any) -> torch.Tensor:
-    """Of no two ranks, and of no two pages, the same."""
+    """Returns pages whose contents differ between ranks and between pages."""
     words = torch.arange(pages * PAGE // 8, device=device)
     return ((words + (rank << 40)) * 0x5851F42D4C957F2D).view(torch.uint8).view(pages, PAGE)
 
@@ -135,7 +139,7 @@ def run(
             for pages in sizes:
                 for seed in range(plan.rounds + 1):
                     seconds = rank.round(pairs, pages, start, seed)
-                    if seed:  # after one to warm up, whose bytes are compared
+                    if seed:  # the first round warms up, and its bytes are compared
                         results.send((name, pages, seed, seconds))
         results.send(None)
         start.wait(TIMEOUT_SECONDS)
@@ -146,10 +150,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--mib", nargs="+", type=int, default=[512, 32, 1], help="to each peer")
+    parser.add_argument("--mib", nargs="+", type=int, default=[512, 32, 1], help="MiB to each peer")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--provider", default="nvlink")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
     plan = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(plan.gpus)

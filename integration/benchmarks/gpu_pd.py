@@ -2,11 +2,13 @@
 
 Needs vLLM with its GPU dependencies, two GPUs (four with --tensor-parallel 2) and this package (installed or
 on PYTHONPATH); --rivals also needs NIXL. Prints a table, and one JSON line per request to --json. The models
-(shapes.py) have dummy weights: their tokens mean nothing, their times do. --before measures engines of
-another build of this package beside, through a router, too: name the directory that has its kv_connector.
-The engines of rivals are stopped while others are measured, for NIXL's agents keep a core busy each.
-With --equality N, N prompts of a small float32 model with random weights are answered by one engine and by
-the pair, and their tokens compared.
+(shapes.py) have dummy weights: their tokens mean nothing, their times do. --before also measures engines of
+another build of this package, also through a router. Its value is the directory with that build's
+kv_connector. The engines of rivals are stopped while others are measured, because NIXL's agents keep a core
+busy each.
+
+With --equality N, one engine and the pair answer N prompts of a small float32 model with random weights, and
+their tokens are compared.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -52,7 +54,7 @@ from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop
 
-# vLLM's arguments. With async scheduling, its default, a token is handed out after the next step's launch.
+# vLLM's arguments. With async scheduling, its default, a token is returned after the next step's launch.
 MODES = {
     "graphs": [],
     "eager": ["--enforce-eager"],
@@ -61,10 +63,10 @@ MODES = {
 
 
 class Modes:
-    """The ways to have a request answered, by name."""
+    """The modes in which a request is answered, by name."""
 
     def __init__(self, client: httpx.AsyncClient, deployment: Deployment, routers: Mapping[str, str]) -> None:
-        """``routers``: URLs, by the pair."""
+        """``routers``: URLs by pair."""
         self._client = client
         self._deployment = deployment
         self._routers = routers
@@ -74,7 +76,7 @@ class Modes:
 
     @contextmanager
     def up(self, name: str) -> Iterator[None]:
-        """A rival's engines are stopped but in this block."""
+        """Runs a rival's engines during a block. They are stopped otherwise."""
         self._signal(name, signal.SIGCONT)
         try:
             yield
@@ -98,7 +100,7 @@ class Modes:
         return await serial(self._client, *self._deployment.pairs[name], body)
 
     def cpu_seconds(self, name: str) -> float:
-        """What the engines that answer have used of processors so far."""
+        """Returns the CPU seconds so far of the engines that answer in a mode."""
         if name == "alone":
             return cpu_seconds(self._deployment.alone)
         pairs = self._deployment.pairs
@@ -127,7 +129,7 @@ async def measure(
             times: dict[str, list[Answer]] = {name: [] for name in modes.names}
             own = []
             for round_number in range(plan.rounds + 2):
-                # Each is the first in turn: what comes before a request differs from mode to mode.
+                # Each mode is the first in turn, because the preceding request differs from mode to mode.
                 ways = [*times.items()]
                 turn = round_number % len(ways)
                 for name, answers in ways[turn:] + ways[:turn]:
@@ -143,13 +145,13 @@ async def measure(
                         modes.names = tuple(other for other in modes.names if other != name)
                         del times[name]
                         continue
-                    if round_number >= 2:  # after two to warm up
+                    if round_number >= 2:  # two rounds warm up
                         answers.append(answer)
                         line = {"label": label, "length": length, "mode": name, "ttft": answer.ttft}
                         line |= {"seconds": answer.seconds, "prefill": answer.prefill_seconds}
                         line |= {"second": answer.second, "tokens": answer.tokens}
                         sink.write(json.dumps(line) + "\n")
-                # P's prefill by itself: a request for one token that is for nobody else.
+                # P's prefill by itself: a request for one token that no decode engine fetches.
                 body = Body(rng.integers(1000, 100000, length).tolist(), plan.tokens)
                 await asyncio.sleep(REST_SECONDS)
                 own.append((await prefilled(client, deployment.pairs["ours"][0].url, body))[0])
@@ -226,11 +228,12 @@ async def load(
 
 
 async def compare(deployment: Deployment, count: int, block_size: int) -> None:
-    """Tokens through P and D, against one engine's that computes the prompt, then has it in its prefix cache.
+    """Compares tokens through P and D with one engine's, which computes the prompt and then has it in its
+    prefix cache.
 
-    The latter computes the last token by itself, as D does, where a prompt ends one token after a block:
-    every second one here. Only those have to be equal in half precision, where batches of different sizes
-    round differently.
+    With the cached prompt, the engine computes the last token by itself, as D does, if a prompt ends one
+    token after a block: every second one here. Only those tokens must be equal in half precision, because
+    batches of different sizes round differently.
     """
     prefill, decode = deployment.pairs["ours"]
     rng = np.random.default_rng(7)
@@ -259,20 +262,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="folder for models and logs"
+    )
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
+    parser.add_argument("--port", type=int, default=8100, help="first of 1,000 ports")
     parser.add_argument("--modes", nargs="*", default=["eager", "graphs"], choices=[*MODES])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 32000])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--concurrency", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--load-tokens", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=None, help="default: vLLM's")
+    parser.add_argument("--block-size", type=int, default=None, help="tokens per block; default: vLLM's")
     parser.add_argument("--shape", default="llama", choices=[*SHAPES])
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
     parser.add_argument("--equality", type=int, default=50)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="2 N GPUs")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks per engine, on 2 N GPUs"
+    )
     parser.add_argument("--rivals", nargs="*", default=[], choices=[*RIVALS])
     parser.add_argument("--provider", default="nvlink", help="our lane: bounce is tcp through host memory")
     parser.add_argument("--engine", default="", metavar="ARGUMENTS", help="more arguments for every engine")
@@ -285,7 +292,7 @@ def main() -> None:
     shape = SHAPES[plan.shape]
     model = shape.write(plan.work / plan.shape)
     base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
-    # vLLM's default: prompts are hashed, as they are with any connector. No prompt comes twice.
+    # vLLM's default: prompts are hashed, as with any connector. No prompt occurs twice.
     base += ["--enable-prefix-caching"]
     running: list[Server] = []
     routers: list[Process] = []
@@ -294,13 +301,13 @@ def main() -> None:
     def end() -> None:
         for server in running:
             if server.process is not None:
-                server.process.signal(signal.SIGCONT)  # to hear that it is to end
+                server.process.signal(signal.SIGCONT)  # a stopped process does not receive the request to end
         stop([*routers, *(server.process for server in running if server.process is not None)])
         routers.clear()
         running.clear()
 
     def start(deployment: Deployment) -> Deployment:
-        """Without those of its rivals that do not start."""
+        """Starts the servers. Rivals that do not start are left out."""
         begin = time.monotonic()
         for server in deployment.servers:
             running.append(server)
@@ -327,7 +334,7 @@ def main() -> None:
             asyncio.run(compare(tiny, plan.equality, plan.block_size or 16))
             end()
         with (plan.json or Path(os.devnull)).open("w", buffering=1) as sink:
-            # One after the other: all of them do not fit into two GPUs.
+            # One after the other, because all of them do not fit into two GPUs.
             for index, mode in enumerate(plan.modes):
                 arguments = [*base, *shape.arguments, *MODES[mode], *more]
                 port = plan.port + 250 * index

@@ -1,12 +1,12 @@
 """P and D of different tensor parallelism: one engine's tokens, and TTFT beside NixlConnector.
 
-Needs what gpu_pd.py needs, and GPUs: a topology "2:1" is a P of two ranks on the first GPUs and a D of
-one on the last. Engines of the same side and size serve all topologies, and are up all the time. First a
-small float32 model, whose answers through each pair are compared with one engine's of one rank; then the
-shape whose times are measured, one request at a time, through a router for each pair: the one engine has P's
-size, and in brackets stands the time from the first token to the second. The first request is a pair's first
-of all, for which its ranks have to meet. A line of JSON a request goes to --json. --cpu does all of it on
-CPUs with the small model: to try it, not to measure.
+Needs what gpu_pd.py needs, and GPUs. A topology "2:1" is a P (prefill engine) of two ranks on the first GPUs
+and a D (decode engine) of one rank on the last. Engines of the same side and size serve all topologies, and
+run all the time. First, the answers of a small float32 model through each pair are compared with those of one
+engine of one rank. Then the times of a shape are measured, one request at a time, through a router for each
+pair. The single engine has P's size. The time in brackets is from the first token to the second. The first
+request is the pair's first of all, for which its ranks have to connect. Each request appends a line of JSON
+to --json. --cpu does all of it on CPUs with the small model: to try it, not to measure.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -48,10 +48,10 @@ from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop
 
-# Ports of an engine: its API's, then those that its ranks listen at, one for each from the given one on.
+# Ports of an engine: the API's, then one for each rank from the given offset on.
 PORTS, CONTROL = 20, 1
 SHORT_TOKENS = 64
-# Of the small model's prompts, and of its answers.
+# Tokens of the small model's prompts and answers.
 PROMPT_TOKENS, ANSWER_TOKENS = 1500, 24
 
 
@@ -74,15 +74,18 @@ class Topology:
 
 @dataclass(frozen=True)
 class Engine:
-    """One of a system's. Several of its topologies may have it."""
+    """One engine of a system. Several of the system's topologies may use it."""
 
     system: str  # alone, ours, nixl
     side: str  # prefill, decode
     ranks: int
 
     def gpus(self, count: int) -> list[int]:
-        """The first, or the last. One rank alone moves up by one where it is not ours: the first GPU would
-        have most of the engines."""
+        """Returns the GPUs: the first ones, or the last ones.
+
+        A single rank of another system moves up by one, because the first GPU would have most of the engines
+        otherwise.
+        """
         shift = int(self.ranks == 1 and self.system != "ours")
         if self.side == "prefill":
             return [(shift + rank) % count for rank in range(self.ranks)]
@@ -90,7 +93,7 @@ class Engine:
 
 
 def engines(topologies: Sequence[Topology], rivals: Sequence[str]) -> list[Engine]:
-    """One engine of P's size for each, and the pairs."""
+    """Returns one engine of P's size for each topology, and the pairs."""
     found = {Engine("alone", "prefill", one.prefill): None for one in topologies}
     for system in ("ours", *rivals):
         found |= {Engine(system, "prefill", one.prefill): None for one in topologies}
@@ -136,7 +139,7 @@ class Site:
             )
 
     def start(self) -> None:
-        """A rival that does not start is left out."""
+        """Starts the servers. A rival that does not start is left out."""
         begin = time.monotonic()
         routers = []
         for topology, port in self.routers.items():
@@ -162,7 +165,7 @@ class Site:
         print(f"{len(self.servers)} engines are up after {time.monotonic() - begin:.0f} s", flush=True)
 
     async def warm(self, client: httpx.AsyncClient) -> None:
-        """Each engine by itself."""
+        """Sends one request to each engine by itself, to warm it up."""
         for server in self.servers.values():
             await stream(client, server.url, Body([9] * SHORT_TOKENS, 2))
 
@@ -179,10 +182,11 @@ class Site:
 
 
 async def compare(site: Site, topologies: Sequence[Topology], count: int) -> bool:
-    """Whether all tokens are one engine's: of any size, whether it has the prompt in its prefix cache or not.
+    """Returns whether all tokens are one engine's, of any size, with and without the prompt in its prefix
+    cache.
 
     Sums in another order, of other ranks or in batches of another size, round differently, and random weights
-    have ties. D computes the last token by itself, as one engine does that has the others in its cache.
+    have ties. D computes the last token by itself, like one engine that has all other tokens in its cache.
     """
     rng = np.random.default_rng(7)
     lengths = [1, 2, 7, 33, 100, *rng.integers(5, PROMPT_TOKENS, max(0, count - 5)).tolist()][:count]
@@ -208,7 +212,7 @@ async def compare(site: Site, topologies: Sequence[Topology], count: int) -> boo
 
 
 async def meet(client: httpx.AsyncClient, ask: Mapping[str, Any], sink: Any, topology: Topology) -> None:
-    """What a pair's first request takes longer than its second."""
+    """Prints how much longer a pair's first request takes than its second."""
     rng = np.random.default_rng(3)
     told = []
     for name, answer in ask.items():
@@ -221,7 +225,7 @@ async def meet(client: httpx.AsyncClient, ask: Mapping[str, Any], sink: Any, top
 
 
 def ways(site: Site, topology: Topology, rivals: Sequence[str]) -> dict[str, Any]:
-    """The ways to have a request answered, by name."""
+    """The modes in which a request is answered, by name."""
 
     async def alone(client: httpx.AsyncClient, body: Body) -> Answer:
         return await stream(client, site.alone(topology.prefill).url, body)
@@ -265,7 +269,7 @@ async def measure(site: Site, topology: Topology, plan: argparse.Namespace, sink
                         print(f"  {name} is left out: {type(error).__name__}: {error}", flush=True)
                         del ask[name], times[name]
                         continue
-                    if number:  # after one to warm up
+                    if number:  # the first round warms up
                         times[name].append(answer)
                         line = {"topology": str(topology), "length": length, "mode": name}
                         line |= {"ttft": answer.ttft, "second": answer.second, "seconds": answer.seconds}
@@ -285,9 +289,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-tp"), help="models and logs")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="is appended to")
-    parser.add_argument("--port", type=int, default=8100, help="the first of a thousand")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-tp"), help="folder for models and logs"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path(os.devnull), help="file to which JSON lines are appended"
+    )
+    parser.add_argument("--port", type=int, default=8100, help="first of 1,000 ports")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument(
         "--topologies",

@@ -1,5 +1,5 @@
-"""A trainer for measurements: processes that draw a checkpoint's weights, in shards where they are several,
-and send them when they are told."""
+"""A trainer for measurements: processes that draw a checkpoint's weights, in shards if there are several, and
+send them on request."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ import torch
 
 Named = list[tuple[str, torch.Tensor]]
 Figures = dict[str, float]
-"""Times are time.monotonic()'s, which all processes of a machine share."""
+"""Times are of time.monotonic(), which all processes of a machine share."""
 
-# vLLM's backends by arm, and whether tensors are packed into buffers: of one GPU alone they need not be.
+# vLLM's backends by arm, and whether tensors are packed into buffers. With one GPU alone they need not be.
 THEIRS = {"nccl": ("nccl", True), "nccl-single": ("nccl", False), "ipc": ("ipc", False)}
 _TIMEOUT_S, _END_S = 90.0, 10.0
-_PROFILED = 14  # functions
+_PROFILED = 14  # functions in a profile
 _COPIED_BYTES, _COPIES = 2 << 30, 10
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a trainer's rank is made of."""
+    """The configuration of a trainer's rank."""
 
-    backend: str  # of THEIRS, or one of ours
+    backend: str  # a key of THEIRS, or one of our modes
     config: Mapping[str, Any]  # the model's
-    devices: Sequence[str]  # of all ranks
-    dtype: str  # of its weights
-    engines: Sequence[str]  # ours: the controllers' addresses; vLLM's own: the APIs'
-    workers: int  # of all engines
-    meeting_port: int = 0  # where ranks and workers find each other; of two
+    devices: Sequence[str]  # devices of all ranks
+    dtype: str  # dtype of its weights
+    engines: Sequence[str]  # ours: the controllers' addresses; vLLM's: the APIs' addresses
+    workers: int  # workers of all engines
+    meeting_port: int = 0  # first of two ports on which ranks and workers connect
     rank: int = 0
 
 
 class Trainer:
-    """In this process: what its ranks are asked. close() it."""
+    """The trainer's ranks, as seen from the measuring process. Call close() at the end."""
 
     def __init__(self, order: Order) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -62,8 +62,10 @@ class Trainer:
             self._processes.append(process)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Blocks for all ranks' answers, and gives the first one's; RuntimeError with the other's traceback,
-        or where none comes."""
+        """Blocks for the answers of all ranks, and returns the first one's.
+
+        RuntimeError: a rank failed, with its traceback, or did not answer.
+        """
         answers = []
         try:
             for pipe in self._pipes:
@@ -73,7 +75,7 @@ class Trainer:
                     raise RuntimeError(f"the trainer does not answer {method} within {_TIMEOUT_S:g} s")
                 answers.append(pipe.recv())
         except (EOFError, OSError):
-            raise RuntimeError("the trainer has ended, for the reason above") from None
+            raise RuntimeError("the trainer has ended; the reason is printed above") from None
         for good, answer in answers:
             if not good:
                 raise RuntimeError(f"the trainer: {answer}")
@@ -81,15 +83,15 @@ class Trainer:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.close()  # it ends
+            pipe.close()  # the rank ends then
         for process in self._processes:
             process.join(_END_S)
             process.kill()
 
 
 def nccl_environment() -> dict[str, str]:
-    """vLLM looks for NCCL where the dynamic linker does: torch's is in a wheel. NVLink's multicast is not to
-    be had everywhere."""
+    """Returns variables for NCCL. vLLM looks for NCCL where the dynamic linker does, and torch's is in a
+    wheel. NVLink's multicast is not available everywhere."""
     environment = {"NCCL_NVLS_ENABLE": "0"}
     if (named := os.environ.get("VLLM_NCCL_SO_PATH")) is not None:
         return environment | {"VLLM_NCCL_SO_PATH": named}
@@ -102,7 +104,7 @@ def nccl_environment() -> dict[str, str]:
 
 
 def _main(pipe: Connection, order: Order) -> None:
-    # As in the servers' environment, before NCCL looks for it.
+    # Set like the servers' environment, before NCCL reads it.
     os.environ |= nccl_environment()
     torch.set_num_threads(1)
     if len(order.devices) > 1:
@@ -126,7 +128,7 @@ def _main(pipe: Connection, order: Order) -> None:
 
 
 def weights_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as in a checkpoint of LlamaForCausalLM, or Qwen3MoeForCausalLM."""
+    """Returns names and shapes as in a checkpoint of LlamaForCausalLM or Qwen3MoeForCausalLM."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -155,7 +157,10 @@ def weights_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 class _Sender(Protocol):
     def connect(self, *, applies: bool) -> Figures:
-        """Anew, where it was connected. ``applies``: whether what is pushed is applied, too."""
+        """Connects to the engines, anew if it was connected.
+
+        ``applies``: whether pushed versions are applied, too.
+        """
 
     def push(self, version: str) -> Figures: ...
 
@@ -184,7 +189,7 @@ class _Rank:
             self._sender = _Ours(named, order.engines)
 
     def _sharded(self) -> Named:
-        """As FSDP2 has them: a rank has some of the rows."""
+        """Makes the tensors of FSDP2: a rank has some of the rows."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
@@ -205,12 +210,14 @@ class _Rank:
         ]
 
     def nbytes(self) -> int:
-        """Of the checkpoint, as an engine has it."""
+        """Bytes of the checkpoint in an engine's dtype."""
         return self._nbytes
 
     def draw(self, seed: int) -> None:
-        """Weights from which tokens come that depend on all of the prompt (as in kv_connector.lab.model). The
-        same seed gives the same ones on any GPU of a kind."""
+        """Draws weights with which tokens depend on all of the prompt (as in kv_connector.lab.model).
+
+        The same seed gives the same weights on any GPU of a kind.
+        """
         generator = torch.Generator(self._device).manual_seed(seed)
         for (name, local), (_, shape) in zip(self._local, self._shapes, strict=True):
             if local.dim() == 1:
@@ -232,7 +239,7 @@ class _Rank:
         return self._with_memory(lambda: self._sender.push(version))
 
     def push_for(self, seconds: float) -> Figures:
-        """One version after another."""
+        """Pushes one version after another."""
         begin, count = time.monotonic(), 0
         while time.monotonic() < begin + seconds:
             self._sender.push(f"again{count}")
@@ -240,14 +247,15 @@ class _Rank:
         return {"begin": begin, "end": time.monotonic(), "pushes": count}
 
     def profile(self, version: str) -> str:
-        """Of the thread that pushes a version: where it spends its time."""
+        """Profiles the thread that pushes a version."""
         profile, text = cProfile.Profile(), io.StringIO()
         profile.runcall(self._sender.push, version)
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(_PROFILED)
         return text.getvalue()
 
     def copy_peak(self, others: Sequence[str]) -> float:
-        """Bytes a second of plain copies to other GPUs, to all at once; other ranks do the same meanwhile."""
+        """Returns the bytes a second of plain copies to all other GPUs at once, while other ranks do the
+        same."""
         nbytes = _COPIED_BYTES // len(others)
         source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         targets = [torch.empty(nbytes, dtype=torch.uint8, device=other) for other in others]
@@ -269,8 +277,10 @@ class _Rank:
         self._sender.close()
 
     def _with_memory(self, work: Callable[[], Figures]) -> Figures:
-        """Beside what it gives: the most bytes of torch's beyond the weights, and the thread's seconds on a
-        processor."""
+        """Runs ``call``.
+
+        Adds to its result torch's peak bytes beyond the weights, and the thread's CPU seconds.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         cpu = time.thread_time()
@@ -304,7 +314,7 @@ class _Ours:
         figures = {"begin": time.monotonic()}
         update = self._pusher.push(version)
         figures["sent"] = time.monotonic()
-        if self._source.rank:  # the first one is asked
+        if self._source.rank:  # only the first rank's answer is used
             return figures
         update.wait("landed", _TIMEOUT_S)
         figures["landed"] = figures["end"] = time.monotonic()
@@ -320,7 +330,7 @@ class _Ours:
 
 
 class _Theirs:
-    """A backend of vLLM's. A version is sent in a pause."""
+    """A backend of vLLM. A version is sent in a pause."""
 
     def __init__(self, named: Named, order: Order, wire: torch.dtype) -> None:
         self._named, self._order, self._wire = named, order, wire
@@ -350,7 +360,7 @@ class _Theirs:
         workers = order.workers // len(order.engines)
 
         class Client:
-            """Of several engines at once, whose workers are numbered on."""
+            """Sends requests to several engines at once, whose workers are numbered consecutively."""
 
             def __init__(self, threads: ThreadPoolExecutor) -> None:
                 self._threads = threads
@@ -386,8 +396,8 @@ class _Theirs:
         client = Client(self._threads)
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Weights())
         if getattr(getattr(self._trainer, "model_update_group", None), "disabled", False):
-            # Without a word, and its broadcasts do nothing from then on.
-            raise RuntimeError("vLLM has found no NCCL that it can use: 0.32 asks for 2.29.7")
+            # vLLM reports nothing in this case, and its broadcasts do nothing from then on.
+            raise RuntimeError("vLLM has found no usable NCCL. vLLM 0.32 needs 2.29.7")
         return {"begin": begin, "made": begin, "end": time.monotonic()}
 
     def push(self, version: str) -> Figures:
@@ -402,7 +412,7 @@ class _Theirs:
             if self._order.rank == 0:
                 list(self._threads.map(one, self._order.engines))
 
-        # As ours does it: frozen requests go on with new weights, and are computed anew.
+        # As in our backend: frozen requests continue with new weights, and are computed anew.
         figures = {"begin": time.monotonic()}
         tell("pause", {"mode": "keep", "clear_cache": "true"})
         figures["paused"] = time.monotonic()

@@ -1,14 +1,16 @@
 """Weights from a trainer's GPU into an engine's, beside vLLM's own backends, for docs/performance.md.
 
-Needs what gpu_pd.py needs. An arm is a trainer and its engines: ours (shadow mode), streaming (ours,
-without room for a second copy), nccl, nccl-single (not packed), ipc (where both have one GPU: --gpus 0 0).
-It has a GPU for each of --trainers ranks and for each rank of --engines engines of --tensor-parallel ranks;
-arms have the GPUs of --gpus in turn, and share them where these are fewer, as they take turns. Engines have a
-shape of shapes.py in bfloat16, and so have trainers (rows of each tensor at each rank), or float32
-masters. A round draws new weights, and sends them while a request is decoded. The table has medians, and the
-worst in brackets. What the engines answer before and behind the rounds is compared: it ends with status 1
-where tokens are not as they should be. A line of JSON a push goes to --json. --cpu tries our side on CPUs
-with a small model, not to measure.
+Needs what gpu_pd.py needs. An arm is a trainer and its engines. The arms are ours (shadow mode), streaming
+(ours, without room for a second copy), nccl, nccl-single (not packed) and ipc (both on one GPU: --gpus 0 0).
+It has a GPU for each of --trainers ranks and for each rank of --engines engines of --tensor-parallel ranks.
+Arms get the GPUs of --gpus in turn, and share them if these are fewer, because arms take turns. Engines have
+a shape of shapes.py in bfloat16. So have trainers (with rows of each tensor at each rank), or they have
+float32 masters.
+
+A round draws new weights, and sends them while a request is decoded. The table has medians, and the worst
+values in brackets. The engines' answers before and after the rounds are compared: exits with status 1 if
+tokens are wrong. Each push appends a line of JSON to --json. --cpu tries our side on CPUs with a small model,
+not to measure.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -50,14 +52,15 @@ from shapes import SHAPES
 from kv_connector.lab.process import StartError, stop
 from kv_connector.lab.sse import Events
 
-# Of a stream, before weights are sent, and behind it: its speed, and the end of the longest gap.
+# Seconds of a stream before weights are sent, for its speed, and after it, for the end of the longest gap.
 BEFORE_SECONDS, AFTER_SECONDS = 1.0, 0.3
-# How long versions land one after the other, for the speed of decoding meanwhile: dozens of tokens.
+# Seconds during which versions land one after the other, for the speed of decoding meanwhile: dozens of
+# tokens.
 AGAIN_SECONDS = 2.0
 PROMPTS, ANSWER_TOKENS = (1, 7, 33, 150), 24
 STREAM_TOKENS = 4000 if "--cpu" in sys.argv else 8000
-CHECKSUM_SECONDS = 300.0  # vLLM hashes 16 GB in 10 s, on a processor
-NAMED = 4  # of the parameters that differ
+CHECKSUM_SECONDS = 300.0  # vLLM hashes 16 GB in 10 s, on a CPU
+NAMED = 4  # differing parameters that are printed
 ARGUMENTS = ["--load-format", "dummy", "--max-num-seqs", "64"]
 GPU_ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "8192", "--kv-cache-memory-bytes", str(2 << 30)]
 CPU_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
@@ -73,19 +76,19 @@ MEMORY_QUERY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noh
 @dataclass
 class Arm:
     name: str
-    gpus: tuple[Sequence[int], Sequence[int]]  # the trainer's, the engines'
+    gpus: tuple[Sequence[int], Sequence[int]]  # the trainer's, and the engines'
     servers: list[Server]
     trainer: Trainer
     pushes: list[Figures] = field(default_factory=list)
     once: Figures = field(default_factory=dict)
     tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
-    """Answers: before all, behind the first version, behind the last, which is the first again."""
+    """Answers: before all versions, after the first, and after the last, which equals the first."""
     checksums: dict[str, str] = field(default_factory=dict)
-    """Behind the last, of the model's parameters as its kernels have them."""
+    """Checksums after the last version, of the model's parameters as its kernels have them."""
 
     @property
     def server(self) -> Server:
-        """The one that is watched."""
+        """The engine whose stream is measured."""
         return self.servers[0]
 
     async def ask(self, method: str, *arguments: Any) -> Any:
@@ -93,7 +96,7 @@ class Arm:
 
 
 class Watch:
-    """A request that is decoded until the block is left: when how many tokens were there."""
+    """A request that is decoded until the block ends, with the number of tokens over time."""
 
     def __init__(self, client: httpx.AsyncClient, server: Server) -> None:
         self._client, self._url = client, f"{server.url}/v1/completions"
@@ -134,14 +137,15 @@ class Watch:
                     self._begun.set()
 
     def rate(self, begin: float, end: float) -> float:
-        """Tokens a second between the two, to the last that came before the end; NaN: none did."""
+        """Returns the tokens a second between two times, up to the last token before the end; NaN: there was
+        none."""
         if not (inside := [t for t in self.times if begin < t <= end]):
             return float("nan")
         counts = np.interp([begin, inside[-1]], self.times, self.counts)
         return float((counts[1] - counts[0]) / (inside[-1] - begin))
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Between two tokens, of which one came at that time or the gap spans it."""
+        """Returns the gaps between tokens that overlap the time from ``begin`` to ``end``."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [b - a for a, b in pairs if b > begin and a < end]
 
@@ -154,7 +158,7 @@ class Watch:
 
 
 class Memory:
-    """What is in use of GPUs beyond what was when the block was entered, at most; MiB, by GPU."""
+    """Measures the largest use of GPU memory beyond the use at the block's start: MiB, by GPU."""
 
     def __init__(self, gpus: Sequence[int], log: Path) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -186,7 +190,7 @@ class Memory:
 
 
 def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) -> list[Arm]:
-    """Their servers are started."""
+    """Makes the arms and starts their servers."""
     arms = []
     workers = plan.engines * plan.tensor_parallel
     needs = plan.trainers + workers
@@ -214,7 +218,7 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
                 engines.append(f"http://{HOST}:{own}")
                 environment |= nccl_environment()
                 environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for ipc's handles
-            environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for its own backends, and for checksums
+            environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for vLLM's own backends, and for checksums
             arguments = [*ARGUMENTS, *(CPU_ARGUMENTS if plan.cpu else GPU_ARGUMENTS)]
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
             here = of_engines[engine * plan.tensor_parallel :][: plan.tensor_parallel]
@@ -239,7 +243,7 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
 async def answers(client: httpx.AsyncClient, arm: Arm) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 256, length).tolist() for length in PROMPTS]
-    """Of all its engines."""
+    """Records the answers of all the arm's engines."""
     arm.tokens.append(
         [
             (await stream(client, server.url, Body(prompt, ANSWER_TOKENS))).tokens
@@ -256,7 +260,7 @@ async def checksums(client: httpx.AsyncClient, arm: Arm) -> None:
 
 
 async def connect(client: httpx.AsyncClient, arm: Arm, plan: argparse.Namespace) -> None:
-    """With a first version, to warm up, and the most memory that it takes."""
+    """Pushes a first version to warm up, and measures the most memory that it takes."""
 
     async def first() -> None:
         async with Watch(client, arm.server) as watch:
@@ -302,8 +306,10 @@ def log(arm: Arm) -> str:
 
 
 async def land_again(client: httpx.AsyncClient, arm: Arm) -> None:
-    """Versions that are not applied, one after the other: what that costs a request that is decoded, and how
-    fast they land where none is."""
+    """Pushes versions that are not applied, one after the other.
+
+    Measures their cost for a decoded request, and how fast they land without one.
+    """
     took = await arm.ask("connect", False)
     arm.once["connecting again"] = took["end"] - took["begin"]
     async with Watch(client, arm.server) as watch:
@@ -318,7 +324,7 @@ async def land_again(client: httpx.AsyncClient, arm: Arm) -> None:
 
 
 async def in_turn(arms: list[Arm], work: Callable[[Arm], Awaitable[None]]) -> None:
-    """What a backend of vLLM's cannot do leaves it out."""
+    """Measures the arms. An arm with a backend of vLLM that fails is left out."""
     for arm in [*arms]:
         try:
             await work(arm)
@@ -349,7 +355,7 @@ async def measure(arms: list[Arm], plan: argparse.Namespace, sink: Any) -> None:
         for number, seed in enumerate([*range(1, plan.rounds), 0]):
             await in_turn(arms, functools.partial(next_round, number, seed))
         await in_turn(arms, functools.partial(answers, client))
-        if not plan.cpu:  # there parameters are empty, and what was packed of them is not hashed
+        if not plan.cpu:  # on CPUs parameters are empty, and their packed copies are not hashed
             await asyncio.gather(*(checksums(client, arm) for arm in arms))
         if (mine := next((arm for arm in arms if arm.name == "ours"), None)) is not None:
             profile = await arm_profile(mine)
@@ -372,7 +378,7 @@ async def arm_profile(arm: Arm) -> str:
     return "\n".join(line for line in text.splitlines()[4:] if line.strip())
 
 
-# Of the table: what it is called, its key, what it is divided by, digits, and whether more is worse.
+# Rows of the table: title, key, divisor, digits, and whether more is worse.
 ROUNDS = (
     ("push to landed (theirs: send_weights), ms", "landing", 1e-3, 1, True),
     ("  GB/s", "bytes/s", 1e9, 1, False),
@@ -407,7 +413,7 @@ ONCE = (
 
 
 def report(arms: Sequence[Arm]) -> bool:
-    """Prints all. Whether tokens are as they should be."""
+    """Prints the tables. Returns whether all tokens are right."""
     print(f"{'':56}" + "".join(f"{arm.name:>22}" for arm in arms))
 
     def row(title: str, cells: list[str]) -> None:
@@ -449,18 +455,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="models and logs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/kvc-bench-gpu"), help="folder for models and logs"
+    )
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--port", type=int, default=8700, help="the first of four hundred")
-    parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="a trainer's, its engines', ...")
+    parser.add_argument("--port", type=int, default=8700, help="first of 400 ports")
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, default=[0, 1], help="GPUs of a trainer, of its engines, ..."
+    )
     parser.add_argument("--arms", nargs="+", default=["ours", "nccl"], choices=ARMS)
     parser.add_argument("--shape", default="llama", choices=["llama", "qwen3-moe"])
     parser.add_argument(
-        "--layers", type=int, default=None, metavar="N", help="of the shape: where memory is less"
+        "--layers", type=int, default=None, metavar="N", help="layers of the shape, for less memory"
     )
     parser.add_argument("--trainers", type=int, default=1, metavar="RANKS")
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="of each engine")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="RANKS", help="ranks of each engine"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype-master", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--cpu", action="store_true")

@@ -1,11 +1,13 @@
-"""P and D of SGLang servers beside one server alone, over write_imm and over SGLang's own mooncake backend
-(by tcp), on this machine's CPUs: time to first token, throughput, and what becomes of aborts and of servers
-that are killed.
+"""P and D of SGLang servers beside one server alone, over write_imm and SGLang's own mooncake backend (by
+tcp), on CPUs.
+
+Measures time to first token, throughput, and the effect of aborts and of killed servers.
 
     .venv-sglang/bin/python integration/benchmarks/sglang_cpu.py [--rounds 3] [--faults]
 
-All is asked of P and D directly, as a router asks, so that no router is measured. The deployments take turns
-within a round; the servers of the others are stopped meanwhile (SIGSTOP).
+Requests go to P (prefill server) and D (decode server) directly, as a router sends them, so that no router is
+measured. The deployments take turns within a round. The servers of the others are stopped meanwhile
+(SIGSTOP).
 """
 # ruff: noqa: T201
 
@@ -36,14 +38,14 @@ from kv_connector.lab.sse import Events
 
 TOKENS = 16
 LOADS = ((512, 1, 16), (512, 8, 16), (2048, 1, 8), (2048, 8, 16))
-"""Tokens of a prompt, how many at a time, how many."""
+"""Tokens of a prompt, requests at a time, number of requests."""
 SECONDS = 120.0
 SETTINGS = ServerSettings(
     page_size=16,
     max_total_tokens=32768,
-    arguments=("--disable-radix-cache",),  # no prompt twice, and what is measured is prefill and transfer
+    arguments=("--disable-radix-cache",),  # no prompt occurs twice, so that prefill and transfer are measured
 )
-# Without it mooncake's path for indices wants memory that CUDA pins.
+# Without it mooncake's path for indices needs memory that CUDA pins.
 MOONCAKE = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 
 
@@ -62,7 +64,7 @@ class Deployment:
             os.killpg(server.pid, number)
 
     def cpu_seconds(self) -> float:
-        """That the processes of its servers have used."""
+        """Returns the CPU seconds of its servers' processes."""
         seconds = 0.0
         for server in self.servers:
             first = psutil.Process(server.pid)
@@ -74,7 +76,7 @@ class Deployment:
     async def ask(
         self, http: httpx.AsyncClient, prompt: Sequence[int], **more: Any
     ) -> tuple[float, list[int]]:
-        """Seconds to the first token, and all tokens. Raises httpx.HTTPError."""
+        """Returns the seconds to the first token, and all tokens. Raises httpx.HTTPError."""
         body: dict[str, Any] = {
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
@@ -137,7 +139,7 @@ async def load(one: Deployment, asked: Sequence[Sequence[int]], at_once: int) ->
 
 
 async def warm(one: Deployment) -> None:
-    """Connections may have broken while it was stopped."""
+    """Sends requests until one succeeds: connections may have broken while the deployment was stopped."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:
@@ -155,7 +157,7 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
     for one in deployments:
         one.signal(signal.SIGSTOP)
     for number in range(rounds):
-        # Machines change their speed within a round: each is as often early as late.
+        # Machines change their speed within a round, so each deployment is as often early as late.
         for one in deployments if number % 2 == 0 else reversed(deployments):
             one.signal(signal.SIGCONT)
             await warm(one)
@@ -186,7 +188,7 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
 
 
 async def at_rest(server: Server, limit: float) -> float | None:
-    """Seconds until nothing is under way there, None beyond `limit`."""
+    """Returns the seconds until the server has no request in flight; None beyond `limit`."""
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=10) as http:
         while time.monotonic() - began < limit:
@@ -198,8 +200,10 @@ async def at_rest(server: Server, limit: float) -> float | None:
 
 
 async def killed(one: Deployment, cluster: SglangCluster, victim: str) -> None:
-    """Eight requests, in the middle of which a server is killed; what fails and when, and when the other is
-    empty."""
+    """Kills a server in the middle of eight requests.
+
+    Prints which requests fail and when, and when the other server is empty.
+    """
     server = getattr(one, victim)
     survivor = one.decode if victim == "prefill" else one.prefill
     assert survivor is not None
@@ -227,12 +231,12 @@ async def killed(one: Deployment, cluster: SglangCluster, victim: str) -> None:
     free = "not within 180 s" if rest is None else f"{rest:.1f} s"
     print(
         f"{one.name}: kill -9 of {victim}: {len(failures)} of 8 failed, the last after {last}; "
-        f"the other is empty after {free}; back: right answer after {back}"
+        f"the other server is empty after {free}; restarted: right answer after {back}"
     )
 
 
 async def aborts(one: Deployment, count: int = 100) -> None:
-    """Of the client, of P's half alone and of D's half alone."""
+    """Aborts requests: at the client, in P's half alone and in D's half alone."""
     rng = random.Random(2)
     gate = asyncio.Semaphore(8)
     failed = 0
@@ -261,14 +265,14 @@ async def aborts(one: Deployment, count: int = 100) -> None:
     held = sum("releasing anyway" in server.log.read_text() for server in one.servers)
     print(
         f"{one.name}: {count} aborts in {seconds:.0f} s, {failed} without an answer; "
-        f"P and D empty after {text}; released by timeout: {'yes' if held else 'no'}"
+        f"both servers empty after {text}; released by timeout: {'yes' if held else 'no'}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--faults", action="store_true", help="aborts and kills instead of times")
+    parser.add_argument("--faults", action="store_true", help="measure aborts and kills in place of times")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-connector-bench-") as where:
         directory = Path(where)

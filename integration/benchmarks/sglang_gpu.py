@@ -2,10 +2,11 @@
 
     sglang_gpu.py --logs DIR --json FILE [--only NAME,NAME] [--attention fa3] [--seconds 480]
 
-P on the first GPU, D and the one server on the second: a Llama of 8 billion weights, which are random.
-Deployments that the GPUs hold together start together and are measured one after the other; one that does not
-come up is named with its error, and the next has its turn. Wants SGLang for CUDA with kv_connector, nixl and
-mooncake, and is run outside the repository's root if kv_connector is installed: else Python takes that one.
+The prefill server is on the first GPU, the decode server and the single server on the second: a Llama of 8
+billion random weights. Deployments that fit on the GPUs together start together and are measured one after
+the other. If one does not start, its error is printed, and the next one is measured. Needs SGLang for CUDA
+with kv_connector, nixl and mooncake. If kv_connector is installed, run it outside the repository's root:
+Python would otherwise take the repository's.
 """
 # ruff: noqa: T201
 
@@ -25,18 +26,18 @@ from shapes import SHAPES
 
 from kv_connector.lab.sglang_cluster import Role, Server, ServerSettings, SglangCluster
 
-# Tokens of a prompt, how many at a time, how many.
+# Tokens of a prompt, requests at a time, number of requests.
 LOADS = ((1024, 1, 8), (1024, 8, 32), (4096, 1, 8), (4096, 8, 24), (16384, 1, 4), (16384, 8, 16))
 SETTINGS = ServerSettings(
     page_size=16, max_total_tokens=150_000, chunked_prefill_size=8192, context_length=32768
 )
-# Names of SGLang's backends, and what each is given in its environment.
+# Names of SGLang's backends, with their environments.
 FLAGS: dict[str, dict[str, str]] = {
     "one server": {},
     "write_imm": {},
     "nixl": {},
     "mooncake_tcp": {},
-    # Its transport for GPUs of one machine.
+    # Mooncake's transport for GPUs of one machine.
     "mooncake": {"MC_INTRANODE_NVLINK": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"},
 }
 
@@ -106,7 +107,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--seconds", type=float, default=480)
-    parser.add_argument("--start", type=float, default=170, help="seconds for a group to come up")
+    parser.add_argument(
+        "--start", type=float, default=170, help="time limit for a group to start, in seconds"
+    )
     parser.add_argument("--only", default=",".join(FLAGS))
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds

@@ -1,4 +1,4 @@
-"""Models for measurements on GPUs: configurations alone, as dummy weights take as long as real ones."""
+"""Models for measurements on GPUs: configurations alone, because dummy weights take as long as real ones."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Of all shapes but one: 7 to 8 billion weights in bfloat16.
+# Values of all shapes but one: 7 to 8 billion weights in bfloat16.
 _COMMON = {
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -50,7 +50,7 @@ _QWEN3_MOE = {
     "attention_bias": False,
 }
 
-# DeepSeek-V3's attention with a quarter of its heads; its experts begin behind the last layer.
+# DeepSeek-V3's attention with a quarter of its heads. Its experts begin behind the last layer.
 _DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -116,6 +116,6 @@ SHAPES = {
     "llama": Shape(_LLAMA),
     "qwen3-moe": Shape(_QWEN3_MOE),
     "mla": Shape(_DEEPSEEK),
-    # A state for each request has to be had: 8 GiB hold 992. NixlConnector takes channels first only.
+    # Each request needs room for its state: 8 GiB hold 992. NixlConnector supports channels first only.
     "hybrid": Shape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
 }

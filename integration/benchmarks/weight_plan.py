@@ -1,8 +1,8 @@
-"""How long a rank of a trainer takes to plan who writes what, for docs/performance.md.
+"""The time of a trainer's rank to plan which rank writes what, for docs/performance.md.
 
-Names and shapes are those of a model of experts (default: Qwen3-235B-A22B), sharded by rows over
+Names and shapes are those of a model of experts (default: Qwen3-235B-A22B). It is sharded by rows over
 --senders ranks (FSDP2), for an engine of --receivers ranks with experts and heads divided between them. Every
-rank plans by itself, on one core; seconds are a processor's. Needs neither a GPU nor an engine.
+rank plans by itself, on one core. Seconds are CPU seconds. Needs neither a GPU nor an engine.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -18,7 +18,7 @@ from gpu_trainer import weights_of
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from kv_connector.weights.plan import Box, Shard, make_plan
 
-# Qwen3-235B-A22B's.
+# Sizes of Qwen3-235B-A22B.
 SIZES = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[Shard]:
-    """Rows, as torch's chunk() deals them out."""
+    """Returns the rows of a rank, as torch's chunk() distributes them."""
     held = []
     for number, tensor in enumerate(tensors):
         rows, *rest = tensor.shape
@@ -43,7 +43,7 @@ def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[Shard]:
 
 
 def loads(tensors: Sequence[Tensor], rank: int, ranks: int, experts: int) -> Geometry:
-    """A parameter for each tensor of which the rank has something: its experts, its heads, its rows."""
+    """Returns a parameter for each tensor of which the rank has a part: its experts, its heads, its rows."""
     parameters: list[Parameter] = []
     writes: list[Write] = []
     for number, tensor in enumerate(tensors):

@@ -1,8 +1,8 @@
-"""Examines wheels: what they are called, what is in them, and what their extensions need of a machine.
+"""Examines wheels: their names, their contents, and the requirements of their extensions.
 
     check.py WHEEL...
 
-Prints a line for each and what is wrong with it; exit status 1 if anything is.
+Prints a line for each wheel, with its errors. Exits with status 1 if there is an error.
 """
 
 # ruff: noqa: T201  (its output is a list)
@@ -25,10 +25,10 @@ MOST_BYTES = 5_000_000
 GLIBC = (2, 28)
 EXTENSIONS = ("_native", "_bench")
 LOADER = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
-# All of glibc.
+# Libraries of glibc.
 LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
-# The first bytes of what fatbinary writes.
+# The first bytes of fatbinary's output.
 FATBIN = bytes.fromhex("50ed55ba")
 NAME = re.compile(
     r"kv_connector-(?P<version>[^-]+)-(?P<python>cp3\d+)-(?P=python)-manylinux_2_28_(?P<machine>x86_64|aarch64)\.whl"
@@ -101,7 +101,8 @@ def faults(path: Path) -> Iterator[str]:
 
 
 def faults_by_auditwheel(path: Path, platform: str) -> Iterator[str]:
-    """By auditwheel too it is for no newer machines than it says, and needs no library put into it."""
+    """Checks with auditwheel that the wheel needs no newer machine than its name says, and no library put
+    into it."""
     shown = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", path], check=False, capture_output=True, text=True
     )

@@ -1,9 +1,9 @@
-"""Writes the wheels' bill of materials, CycloneDX 1.6: what is compiled into them that others have written.
+"""Writes the wheels' bill of materials, CycloneDX 1.6: software of others that is compiled into them.
 
     sbom.py OUT.cdx.json
 
-Versions are those of the tools that this runs beside; packages that a wheel asks for at its installation are
-in its metadata. The same sources and tools give the same bytes.
+Versions are those of the tools in this environment. Packages that a wheel requires at its installation are in
+its metadata. The same sources and tools give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def found(pattern: str, text: str) -> str:
 
 
 def libcxx_version() -> str:
-    """LLVM's version of the C++ runtime in the ziglang wheel."""
+    """Returns LLVM's version of the C++ runtime in the ziglang wheel."""
     config = Path(str(distribution("ziglang").locate_file("ziglang/lib/libcxx/include/__config")))
     number = int(found(r"_LIBCPP_VERSION (\d+)", config.read_text()))
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,4 +1,4 @@
-"""Pages from one process to another over a lane, with nothing but the installed wheel.
+"""Pages from one process to another over a lane, with only the installed wheel.
 
 two_processes.py LANE
 """
@@ -18,7 +18,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 
 PAGES = 256
 PAGE_BYTES = 16384
-LIMIT = 60.0  # s; also where the processor is an emulated one
+LIMIT = 60.0  # seconds; enough for an emulated processor
 
 
 def engine(name: str, lane: str) -> TransferEngine:
@@ -44,7 +44,7 @@ def main() -> None:
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(lane, theirs))
     process.start()
-    theirs.close()  # so that a receiver that dies ends the wait for its word
+    theirs.close()  # if the receiver dies, this ends the wait for its message
     memory = np.random.default_rng(1).integers(0, 256, (PAGES, PAGE_BYTES), dtype=np.uint8)
     order = np.random.default_rng(2).permutation(PAGES)
     with engine("sender", lane) as sender:

@@ -1,1 +1,2 @@
-"""`kv-connector bench`: our transfers beside the machine's own limits and other projects, in one run."""
+"""`kv-connector bench`: measures our transfers beside the machine's own limits and other projects, in one
+run."""

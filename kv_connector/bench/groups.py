@@ -16,11 +16,11 @@ from kv_connector.bench.side import Role
 from kv_connector.bench.tables import print_table
 
 PEERS = (8, 16, 32, 64)
-# What the paper's decode step sends each of 64 ranks: a token or two of 7 KiB.
+# The paper's decode step sends this to each of 64 ranks: a token or two of 7 KiB.
 SLICE_BYTES = 16 << 10
 ITERATIONS = 2000
 _WARM_UP = 100
-# The worker stays awake between two iterations: waking a sleeping one is what `latency` measures.
+# The transfer thread stays awake between two iterations. `latency` measures the wake-up.
 _SPIN_US = 1000
 _PERCENTILES = (50, 90, 99, 99.9)
 _STEPS = {
@@ -34,7 +34,7 @@ _STEPS = {
 
 @dataclass(kw_only=True)
 class Groups(LaneMeasurement[GroupRun]):
-    """The steps of scatters and barriers over each lane."""
+    """Measures the steps of scatters and barriers over each lane."""
 
     tolerated = (RuntimeError,)
 
@@ -53,7 +53,7 @@ class Groups(LaneMeasurement[GroupRun]):
         }
 
     def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[GroupRun]:
-        """And the lane's table, once all of it is measured."""
+        """Measures one lane and prints its table."""
         records = []
         for peers in self.peers:
             for record in self._of_group(contestant, peers, console):
@@ -99,7 +99,7 @@ class Groups(LaneMeasurement[GroupRun]):
             )
 
     def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[GroupRun]) -> None:
-        """Nothing: each lane's table is printed when the lane is measured."""
+        """Prints nothing: each lane's table is printed when the lane is measured."""
 
 
 def _percentiles(nanoseconds: list[float]) -> list[str]:

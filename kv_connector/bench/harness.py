@@ -1,8 +1,8 @@
 """Two processes for one contestant, and the measurements on them.
 
-The coordinator (this process) holds a pipe to each side and sends it (method, arguments...); the two sides
-share a third pipe, over which they connect. Both are spawned for each contestant and round: nobody runs
-beside who is measured, and no round inherits another one's luck with memory.
+The coordinator (this process) holds a pipe to each side and sends it (method, arguments...). The two sides
+share a third pipe, over which they connect. Both are spawned anew for each contestant and round. So no other
+contestant runs meanwhile, and no round inherits another round's placement in memory.
 """
 
 import contextlib
@@ -33,33 +33,34 @@ from kv_connector.bench.records import (
 from kv_connector.bench.side import Contestant, Face, Role
 from kv_connector.bench.workloads import IDLE, LATENCY, POOL_BYTES, WORKLOADS, Slots, Workload
 
-# Repetitions of a batch in a round, after as many warm-ups as it takes to fault everything in and settle.
+# Repetitions of a batch in a round. The warm-ups before them are as many as fault everything in and settle
+# it.
 REPETITIONS = 9
 WARM_UPS = 3
-# A latency measurement aims at this long, within these numbers of round trips: contestants differ by a factor
-# of a thousand.
+# A latency measurement aims at this duration, within these numbers of round trips: contestants differ by a
+# factor of a thousand.
 LATENCY_SECONDS = 1.0
 LATENCY_ITERATIONS = (100, 20_000)
 _LATENCY_PROBE = 20
-# Back to back, and after a rest in which everybody has gone to sleep.
+# Pauses before a write: none, and one in which all threads fall asleep.
 PAUSES_US = (0, 1000)
 IDLE_SECONDS = 2.0
 
-# Longest wait for one answer of a side: the slowest contestant needs 10 s for its slowest case.
+# Longest wait for one answer of a side. The slowest contestant needs 10 s for its slowest case.
 _PATIENCE = 120.0
-# Then the other side has as long to say what it knows about it.
+# Time for the other side's answer after one side has failed.
 _GRACE = 2.0
 _POOL_SEED, _SOURCE_SEED, _TARGET_SEED = 7, 1, 2
 
 
 class BenchError(RuntimeError):
-    """A side or a rank failed, ended or did not answer. The message says which, and in its own words why."""
+    """A side or a rank failed, ended or did not answer. The message names it and quotes its error."""
 
 
 def measure_round(
     number: int, contestant: Contestant, cases: Sequence[str], *, pin: bool
 ) -> Iterator[Record]:
-    """Measures one contestant once in each of the cases it takes part in; failures are records too."""
+    """Measures one contestant once in each of its cases. Failures are records too."""
     case = "start"
     try:
         with Pair(contestant, pin=pin) as pair:
@@ -68,7 +69,7 @@ def measure_round(
                     yield pair.throughput(number, workload)
             if (case := LATENCY) in cases:
                 yield from pair.latencies(number)
-            # Who has nobody to tell (memcpy) has nobody who waits either.
+            # A contestant without a notification (memcpy) has no waiting thread to measure either.
             if (case := IDLE) in cases and pair.faces:
                 yield pair.idle(number)
     except BenchError as error:
@@ -76,10 +77,10 @@ def measure_round(
 
 
 class Footprint(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     memory: int
-    """Bytes of it that are in memory."""
+    """Resident bytes."""
     descriptors: int
 
 
@@ -174,7 +175,7 @@ class Pair:
                 )
 
     def singles(self, number: int, nbytes: int, iterations: int) -> Singles:
-        """prepare_singles() came before."""
+        """Measures single writes. Call prepare_singles() before."""
         self._call(Role.INITIATOR, "singles", nbytes, WARM_UPS)
         wait_quiet(self._cpu_total)
         seconds = self._call(Role.INITIATOR, "singles", nbytes, iterations)
@@ -187,8 +188,9 @@ class Pair:
         return {role: self._call(role, "describe") for role in Role}
 
     def peers(self, number: int, peers: int) -> Peers:
-        """What `peers` more peers cost each side."""
-        self._call_each(dict.fromkeys(Role, ("add_peers", 1)))  # code and tables that the first one needs
+        """Measures the cost of `peers` more peers for each side."""
+        # loads the code and tables that the first peer needs
+        self._call_each(dict.fromkeys(Role, ("add_peers", 1)))
         self._call(Role.INITIATOR, "write_to_peers")
         before = self._both("footprint")
         start = time.monotonic()
@@ -216,7 +218,7 @@ class Pair:
 
     def idle(self, number: int) -> Idle:
         self._both("rest")
-        time.sleep(0.5)  # whoever spins for a while after its last work has gone to sleep
+        time.sleep(0.5)  # a thread that spins for a while after its last work has gone to sleep by then
         before = self._cpu()
         time.sleep(IDLE_SECONDS)
         initiator, target = (
@@ -247,9 +249,10 @@ class Pair:
         return self._call_each({role: call})[role]
 
     def _call_each(self, calls: Mapping[Role, tuple[Any, ...]]) -> dict[Role, Any]:
-        """Has the sides do their (method, arguments...) at the same time.
+        """Makes the sides execute their (method, arguments...) at the same time.
 
-        BenchError: all that went wrong, in each side's own words. The pair is of no use any more.
+        BenchError: a side failed. The message quotes the errors of all sides. The pair cannot be used any
+        more.
         """
         answers: dict[Role, Any] = {}
         errors: list[str] = []
@@ -259,7 +262,7 @@ class Pair:
             with contextlib.suppress(OSError):
                 pipe.send(calls[role])
         while waiting:
-            # Who waits for a side that has failed may wait for ever.
+            # A side that waits for a failed side may wait for ever.
             ready = wait(waiting, timeout=_GRACE if errors else _PATIENCE)
             if not ready:
                 errors += [f"the {role} did not answer" for role in waiting.values()]
@@ -280,7 +283,7 @@ class Pair:
 
 
 class _Runner:
-    """A side's process: does what the coordinator asks for."""
+    """The process of a side: executes the coordinator's calls."""
 
     def __init__(self, contestant: Contestant, role: Role, peer: Connection, pool_bytes: int) -> None:
         self._contestant = contestant
@@ -297,7 +300,7 @@ class _Runner:
         try:
             self._side.connect(self._peer)
         except BaseException:
-            self._peer.close()  # the other side waits for us
+            self._peer.close()  # the other side waits for this connection
             raise
         self.polls = self._side.polls and self._role is Role.TARGET
 
@@ -305,7 +308,7 @@ class _Runner:
         self._side.progress()
 
     def rest(self) -> None:
-        """A side that its caller has to poll is left alone from now on."""
+        """Stops polling a side that its caller has to poll."""
         self.polls = False
 
     def faces(self) -> tuple[Face, ...]:
@@ -344,7 +347,7 @@ class _Runner:
         return self._side.describe()
 
     def add_peers(self, count: int) -> None:
-        # Each may need some descriptors, more together than a shell allows a process unasked.
+        # Each peer may need some descriptors, more together than a shell's default limit for a process.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._side.add_peers(count)
@@ -363,7 +366,7 @@ class _Runner:
         self._side.pong(face, iterations)
 
     def cpu(self) -> float:
-        """CPU seconds of all threads of this process so far."""
+        """Returns the CPU seconds of all threads of this process so far."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return usage.ru_utime + usage.ru_stime
 
@@ -387,7 +390,7 @@ def _run_side(
         try:
             method, *arguments = coordinator.recv()
         except (EOFError, OSError):
-            break  # the coordinator is done with us, or gone
+            break  # the coordinator has closed the pipe, or is gone
         try:
             answer = (True, getattr(runner, method)(*arguments))
         except Exception:
@@ -396,5 +399,5 @@ def _run_side(
             coordinator.send(answer)
         except OSError:
             break
-    # Without the interpreter's clean-up: a rival's library may hang in its destructors.
+    # Skips the interpreter's clean-up: another project's library may hang in its destructors.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What our engine is measured over: a provider, and the NICs on both sides."""
+"""A lane that is measured: a provider, and the NICs on both sides."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kv_connector.engine import DomainConfig
 from kv_connector.engine.topology import Nic, read_machine
 from kv_connector.engine.transfer_engine import providers
 
-# sim and shuffle are for tests; nvlink and bounce are for GPU memory, and these pools are the CPU's.
+# sim and shuffle are for tests. nvlink and bounce are for GPU memory, and these pools are host memory.
 _ONLY_BY_NAME = ("sim", "shuffle", "nvlink", "bounce")
 
 
 class UnknownLane(ValueError):
-    """No such provider in this build, or it is not usable here; the message says why."""
+    """The provider is unknown in this build or not usable here. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Lane:
     provider: str
     devices: tuple[str, ...] = ("",)
-    """The initiator's NICs, one domain each; empty: the provider's choice."""
+    """NICs of the initiator, one domain each; empty: the provider's choice."""
     target_devices: tuple[str, ...] | None = None
-    """The target's; None: the same."""
+    """NICs of the target. None: the initiator's."""
     address: str = "127.0.0.1"
 
     @property
@@ -43,7 +43,7 @@ class Lane:
         return [(domain.provider, domain.device, domain.address) for domain in self.domains(role)]
 
     def nics(self) -> Iterator[str]:
-        """The NICs by name, as a reader of the numbers wants to know them."""
+        """Describes the NICs by name, for readers of the results."""
         wanted = {*self.devices, *(self.target_devices or ())}
         for nic in read_machine().nics:
             if nic.name in wanted:
@@ -53,9 +53,9 @@ class Lane:
 def choose_lanes(
     names: Sequence[str], devices: Sequence[str], target_devices: Sequence[str], *, in_one_process: bool
 ) -> list[Lane]:
-    """The lanes by provider; without names every one that is usable here for CPU memory. Raises UnknownLane.
+    """Returns the lanes by provider. Without names, returns every lane that is usable here for host memory.
 
-    `in_one_process`: both ends are in this process, which is where `sim` leads.
+    `in_one_process`: both ends are in this process, which `sim` needs. Raises UnknownLane.
     """
     known = {status.name: status for status in providers()}
     if not names:
@@ -66,9 +66,9 @@ def choose_lanes(
         if not known[name].usable:
             raise UnknownLane(f"{name} is not usable here: {known[name].reason}")
         if name == "sim" and not in_one_process:
-            raise UnknownLane("sim leads nowhere but into the same process, and this is measured between two")
+            raise UnknownLane("sim connects domains of one process, and this measurement needs two processes")
     if devices and len(names) > 1:
-        raise UnknownLane("--device names the NICs of one provider: name that provider too")
+        raise UnknownLane("--device names the NICs of one provider. Set --provider, too")
     return [Lane(name, tuple(devices) or ("",), tuple(target_devices) or None) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""The conditions of a measurement: what this machine is, and who else uses it meanwhile."""
+"""The conditions of a measurement: the machine, and other load on it."""
 
 import os
 import platform
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-# Foreign load, in cores, under which we start measuring, and how long we wait for it at most.
+# Foreign load, in cores, below which a measurement starts, and the longest wait for it, in seconds.
 QUIET_CORES = 0.25
 QUIET_PATIENCE = 10.0
-# One look at the load. Shorter ones see the clock's ticks (10 ms).
+# Seconds of one look at the load. Shorter looks see the clock's ticks (10 ms).
 _QUIET_WINDOW = 0.2
 
-# Packages whose versions a reader of the numbers wants to know.
+# Packages whose versions the results contain.
 _PACKAGES = (
     "kv-connector",
     "numpy",
@@ -28,7 +28,7 @@ _PACKAGES = (
 
 
 class Conditions(msgspec.Struct, tag="conditions", kw_only=True, frozen=True):
-    """Where and how a run took place; the first line of its JSON."""
+    """The place and the conditions of a run; the first line of its JSON."""
 
     started: str
     processor: str
@@ -41,7 +41,7 @@ class Conditions(msgspec.Struct, tag="conditions", kw_only=True, frozen=True):
     versions: dict[str, str]
     load: tuple[float, float, float]
     settings: dict[str, str]
-    """The run's own: rounds, spin time, pinning, ..."""
+    """The run's own conditions: rounds, spin time, pinning, ..."""
 
 
 def conditions(settings: dict[str, str]) -> Conditions:
@@ -61,23 +61,23 @@ def conditions(settings: dict[str, str]) -> Conditions:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has worked since it was started."""
+    """Returns the CPU seconds that the whole machine has worked since it was started."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     user, nice, system, _idle, _iowait, irq, softirq = (int(value) for value in fields[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory, shared ones included."""
+    """Returns the resident bytes of this process, shared ones included."""
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * os.sysconf("SC_PAGE_SIZE")
 
 
 def wait_quiet(own_seconds: Callable[[], float]) -> None:
-    """Blocks until others use less than QUIET_CORES, or for QUIET_PATIENCE seconds.
+    """Blocks until other processes use less than QUIET_CORES, or for QUIET_PATIENCE seconds.
 
-    `own_seconds`: CPU seconds used so far by the processes that are about to be measured, whose own load is
-    no reason to wait.
+    `own_seconds` returns the CPU seconds used so far by the processes that are about to be measured. Their
+    own load is no reason to wait.
     """
     deadline = time.monotonic() + QUIET_PATIENCE
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What the measurements of `kv-connector bench` have in common: conditions, rounds, records and tables."""
+"""The base of the measurements of `kv-connector bench`: conditions, rounds, records and tables."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 @dataclass(kw_only=True)
 class Measurement(ABC, Generic[C, R]):
-    """A run of one command. ``C`` is what takes turns within a round, ``R`` its records."""
+    """A run of one command. Instances of ``C`` take turns within a round, and ``R`` are its records."""
 
     tolerated: ClassVar[tuple[type[Exception], ...]] = ()
     """Errors that fail one contestant. The others are still measured."""
 
     rounds: int = 1
     json: Path | None = None
-    """File that conditions and records are appended to, as they come."""
+    """File to which conditions and records are appended as they arise."""
 
     def run(self, console: Console) -> bool:
-        """Measures and prints. True if nothing failed and every aim is reached."""
+        """Measures and prints. Returns whether nothing failed and every aim is reached."""
         contestants = self.contestants(console)
         where = conditions(self.settings())
         print_conditions(console, where)
@@ -57,26 +57,26 @@ class Measurement(ABC, Generic[C, R]):
 
     @abstractmethod
     def contestants(self, console: Console) -> Sequence[C]:
-        """The contestants in their order. The console is for those that are left out."""
+        """Returns the contestants in their order. Reports on the console the ones that are left out."""
 
     @abstractmethod
     def label(self, contestant: C) -> str:
-        """The contestant's name in the status line and in messages."""
+        """Returns the contestant's name in the status line and in messages."""
 
     @abstractmethod
     def settings(self) -> dict[str, str]:
-        """The run's own conditions, by name."""
+        """Returns the run's own conditions, by name."""
 
     @abstractmethod
     def measure(self, number: int, contestant: C, console: Console) -> Iterator[R]:
-        """A contestant's records in round ``number``, from 1 on."""
+        """Yields a contestant's records in round ``number``, which counts from 1."""
 
     @abstractmethod
     def show(self, console: Console, contestants: Sequence[C], records: Sequence[R]) -> None:
         """Prints the tables of the whole run."""
 
     def good(self, records: Sequence[R]) -> bool:
-        """Returns whether no record tells of a failure, and every aim is reached."""
+        """Returns whether no record is a failure and every aim is reached."""
         return True
 
 

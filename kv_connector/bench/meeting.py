@@ -1,5 +1,5 @@
-"""How long two engines of many ranks take to meet: from decode's first request until each of its ranks has
-its page. Every rank is a process with the agent of a running engine."""
+"""The time that two engines of many ranks take to connect, from decode's first request until each of its
+ranks has its page. Every rank is a process with the agent of a running engine."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, Lay
 from kv_connector.protocol.messages import Role, fingerprint
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 
-# Of a large model: what the ranks tell each other of their pages grows with the layers.
+# Layers of a large model: the messages in which ranks describe their pages grow with the layers.
 LAYERS = 64
 KV_HEADS = 8
-_TOKENS = 16  # of a block
-_CONTENT = 512  # bytes of a token and head
+_TOKENS = 16  # tokens of a block
+_CONTENT = 512  # bytes per token and head
 _BLOCKS = 2
 _HOST = "127.0.0.1"
 _PATIENCE_S = 60.0
-# Until all ranks have heard when to begin.
+# Seconds until all ranks have received the start time.
 _NOTICE_S = 0.3
 _LOOK_S = 0.0005
 
 
 @dataclass(kw_only=True)
 class Meetings(Measurement[str, Meeting]):
-    """Engines of many ranks that meet over one lane."""
+    """Measures how engines of many ranks connect over one lane."""
 
     provider: str
     prefill: int
@@ -73,11 +73,11 @@ class Meetings(Measurement[str, Meeting]):
         ]
         rows.append(["median", "", f"{statistics.median(max(one.seconds) for one in records) * 1e3:.1f}"])
         header = ["round", "the first rank, ms", "all ranks, ms"]
-        print_table(console, "From decode's first request until its ranks have their pages", header, rows)
+        print_table(console, "Time from the decode engine's first request to each rank's page", header, rows)
 
 
 def _measure(provider: str, prefill_ranks: int, decode_ranks: int) -> list[float]:
-    """Seconds by rank of decode. Both engines are new: nobody has met anybody."""
+    """Returns the seconds by rank of decode. Both engines are new and not connected to any peer."""
     with (
         _engine(Role.PREFILL, prefill_ranks, provider) as (prefill, first),
         _engine(Role.DECODE, decode_ranks, provider) as (decode, _),
@@ -95,7 +95,10 @@ def _measure(provider: str, prefill_ranks: int, decode_ranks: int) -> list[float
 
 @contextmanager
 def _engine(role: Role, ranks: int, provider: str) -> Iterator[tuple[list[Connection], Address]]:
-    """The way to each rank, all of which know each other, and where the first one listens."""
+    """Starts the ranks of an engine, which all know each other.
+
+    Yields the pipe to each rank, and the first rank's address.
+    """
     context = multiprocessing.get_context("spawn")
     ways: list[Connection] = []
     processes: list[BaseProcess] = []
@@ -120,12 +123,12 @@ def _engine(role: Role, ranks: int, provider: str) -> Iterator[tuple[list[Connec
 
 def _heard(way: Connection) -> Any:
     if not way.poll(_PATIENCE_S):
-        raise RuntimeError(f"a rank has said nothing for {_PATIENCE_S:.0f} s")
+        raise RuntimeError(f"a rank sent no result for {_PATIENCE_S:.0f} s")
     return way.recv()
 
 
 def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> None:
-    """In a process of its own, until the other end of the way is closed."""
+    """Runs one rank in its own process, until the other end of ``way`` is closed."""
     layout = _layout(rank, ranks)
     memory = np.frombuffer(mmap.mmap(-1, layout.bytes_per_region()[0]), np.uint8)
     config = AgentConfig(
@@ -145,7 +148,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
         told = way.recv()
         if role is Role.PREFILL:
             agent.expect(PrefillRequest("p", "t", _TOKENS, None))
-            agent.computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
+            agent.pages_computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
             agent.request_finished("t", ok=True)
             way.send(None)
         else:
@@ -158,7 +161,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
 
 
 def _seconds(agent: Agent, begin: float, prefill: Address) -> float | None:
-    """From ``begin`` until the page is here; None: it did not come."""
+    """Returns the seconds from ``begin`` until the page is here; None if it did not arrive."""
     time.sleep(max(0.0, begin - time.monotonic()))
     agent.reserve(DecodeRequest("d", "t", prefill, _TOKENS, 0, None, (GroupTarget(0, (1,)),)))
     while (state := agent.state("d")) is not State.DONE:

@@ -1,4 +1,4 @@
-"""The engine's hot loops by themselves, over sim in this process."""
+"""The transfer engine's hot loops by themselves, over sim in this process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kv_connector.bench.records import Micro, percentile
 from kv_connector.bench.tables import print_table, verdict
 
 # A request of a 32-layer model at 1,024 tokens: 64 blocks a layer. The pages are small, so that the engine is
-# measured and not memcpy; all of them fit into the window.
+# measured and not memcpy. All of them fit into the window.
 PAGES, PAGE_BYTES = 2048, 64
 COUNTERS = 61  # layers of a large model, counted in turn
-REPEATS = 9  # of the figures that are one number a run
+REPEATS = 9  # repetitions of the figures that are one number a run
 
 
 @dataclass(kw_only=True)
 class HotLoops(Measurement[str, Micro]):
-    """The hot loops, and their aims."""
+    """Measures the hot loops and compares them with their aims."""
 
     iterations: int
 
@@ -68,7 +68,7 @@ class HotLoops(Measurement[str, Micro]):
 
 
 def _measure(iterations: int) -> Iterator[Micro]:
-    # In parts, each with its own engines: a transfer remembers nothing, but an allocator does.
+    # Measured in parts, each with its own engines: a transfer leaves no state behind, but an allocator does.
     part = max(1, iterations // REPEATS)
     clock = _bench.clock_cost()
     write = [spent - clock for _ in range(REPEATS) for spent in _bench.submit_write(part)]
@@ -83,7 +83,7 @@ def _measure(iterations: int) -> Iterator[Micro]:
         name="count",
         unit="million immediates a second and core",
         p50=percentile(rates, 50),
-        p99=percentile(rates, 1),  # the slow end, as of the others
+        p99=percentile(rates, 1),  # the slow end, as in the other figures
         aim=10,
         at_least=True,
     )

@@ -20,7 +20,7 @@ from kv_connector.bench.records import ExpertPairs, append, percentile
 from kv_connector.bench.tables import print_conditions, print_table
 
 OURS = "ours"
-# Of one rank to start (torch, NCCL) and to measure one shape: the slowest shape takes seconds.
+# Seconds for one rank to start (torch, NCCL) or to measure one shape: the slowest shape takes seconds.
 _PATIENCE = 180.0
 
 
@@ -42,7 +42,7 @@ class ExpertsWorkload:
 
 @dataclass(frozen=True)
 class Measured:
-    """One turn of a contestant."""
+    """The result of one turn of a contestant."""
 
     shape: Shape
     contestant: str
@@ -61,7 +61,7 @@ class ExpertsPlan:
 
 
 def run(plan: ExpertsPlan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed."""
+    """Measures and prints. Returns whether nothing failed."""
     workload = plan.workload
     how = "CUDA graphs of 20 pairs, replayed" if plan.gpu else "calls from Python, a pair each"
     where = conditions(
@@ -110,7 +110,7 @@ def _row(shape: Shape, times: dict[tuple[Shape, str], list[float]], rival: str) 
 
 
 def _measure(plan: ExpertsPlan) -> Iterator[Measured]:
-    """Each turn as rank 0 sends it. Raises BenchError where a rank fails; no process is left behind."""
+    """Yields each turn as rank 0 sends it. Raises BenchError if a rank fails; no process is left behind."""
     from kv_connector.bench.moe_rank import run_rank, store_in
 
     context = multiprocessing.get_context("spawn")
@@ -142,7 +142,7 @@ def _received(pipes: Sequence[Connection]) -> Iterator[Measured]:
     while waiting:
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise BenchError(f"ranks did not answer for {_PATIENCE:.0f} s")
+            raise BenchError(f"no rank answered for {_PATIENCE:.0f} s")
         for pipe in waiting:
             if pipe not in ready:
                 continue

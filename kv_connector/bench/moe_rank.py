@@ -19,17 +19,17 @@ from kv_connector.moe.group import Group, GroupSettings
 
 # Pairs of dispatch and combine in a CUDA graph: replaying it costs the CPU microseconds, as one pair does.
 _PAIRS = 20
-# Routings in turn, so that no pair finds its rows in the caches of the one before.
+# Routings used in turn, so that no pair finds its rows in the caches of the previous pair.
 _ROUTINGS = 4
 _WARM_UPS = 10
-# fp8 rows have a scale for so many elements, as DeepSeek-V3's.
+# Elements per scale of fp8 rows, as in DeepSeek-V3.
 _SCALED = 128
 
 
 def run_rank(
     pipe: Connection, rank: int, workload: ExpertsWorkload, backend: str, store: str, gpu: bool
 ) -> None:
-    """Sends each Measured from rank 0 to the coordinator, then None. An error is sent as text."""
+    """Sends each Measured from rank 0 to the coordinator, and None at the end. An error is sent as text."""
     try:
         bench = _Rank(rank, workload, backend, store, gpu)
         for measured in bench.run():
@@ -42,11 +42,11 @@ def run_rank(
 
 @dataclass(frozen=True)
 class _DispatchCombine:
-    """One contestant's dispatch and combine of a routing, by its number."""
+    """One contestant's dispatch and combine of a routing, by the routing's number."""
 
     call: Callable[[int], None]
     result: Callable[[int], torch.Tensor]
-    """The combined rows of this rank, after call() of the same number."""
+    """Returns the combined rows of this rank, after call() of the same number."""
 
 
 class _Rank:
@@ -54,7 +54,7 @@ class _Rank:
         self._rank, self._workload, self._backend, self._gpu = rank, workload, backend, gpu
         self._ranks = workload.ranks
         self._device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-        # torch 2.13 has new names for two collectives; vLLM's releases need older ones.
+        # torch 2.13 has new names for two collectives. vLLM's releases need older torch.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if gpu:
             torch.cuda.set_device(rank)
@@ -95,7 +95,7 @@ class _Rank:
             theirs = self._theirs(shape, inputs, results)
             for number in range(_ROUTINGS):
                 self._verify(number, ours, theirs, inputs[number], results)
-            # Both in turn, twice: neither has the better half of the time for itself.
+            # Both contestants take turns, twice, so that neither has the better half of the time for itself.
             for name, pair in ((self._backend, theirs), (OURS, ours)) * 2:
                 yield Measured(shape, name, self._times(pair))
             self._settle()
@@ -104,7 +104,7 @@ class _Rank:
             group.close()
 
     def _inputs(self, shape: Shape, rank: int, number: int) -> oracle.Tokens:
-        """A rank's tokens, which every rank can make."""
+        """Makes a rank's tokens, which every rank can reproduce."""
         draw = torch.Generator().manual_seed(1000 * rank + number)
         count = self._workload.experts
         ids = torch.rand((shape.tokens, count), generator=draw).topk(self._workload.top_k, dim=1).indices
@@ -141,7 +141,10 @@ class _Rank:
     def _theirs(
         self, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
     ) -> _DispatchCombine:
-        """All rows to all ranks, and a sum over all ranks: rows without an expert on a rank count as zero."""
+        """Sends all rows to all ranks, and sums over all ranks.
+
+        Rows without an expert on a rank count as zero.
+        """
         sent = []
         for routing in inputs:
             own = routing[self._rank]
@@ -186,12 +189,12 @@ class _Rank:
             raise ValueError("our sums differ from the oracle's")
         theirs.call(number)
         self._settle()
-        # Other orders of additions round otherwise.
+        # The tolerance allows for rounding: the additions have another order.
         if not torch.allclose(theirs.result(number).float(), expected.float(), atol=0.1, rtol=0.02):
             raise ValueError(f"the sums of {self._backend} differ from the oracle's")
 
     def _times(self, pair: _DispatchCombine) -> list[float]:
-        """Microseconds of a pair, by repetition, as the slowest rank saw it."""
+        """Returns the microseconds of a pair by repetition, as the slowest rank measured them."""
         own = self._replayed(pair) if self._gpu else self._called(pair)
         everyones: list[Any] = [None] * self._ranks
         dist.all_gather_object(everyones, own, group=self._on_cpu)
@@ -241,5 +244,5 @@ class _Rank:
 
 
 def store_in(directory: Path) -> str:
-    """The file over which the ranks of a run find each other."""
+    """Returns the file over which the ranks of a run find each other."""
     return str(directory / "ranks")

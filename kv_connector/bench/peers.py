@@ -1,4 +1,4 @@
-"""What peers cost over our lanes, between two processes: time to connect them, memory, file descriptors."""
+"""The cost of peers over our lanes, between two processes: time to connect them, memory, file descriptors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kv_connector.bench.tables import print_table
 
 @dataclass(kw_only=True)
 class PeerCosts(LaneMeasurement[Peers | Failure]):
-    """Connecting many peers over each lane."""
+    """Connects many peers over each lane."""
 
     peers: int
 

@@ -1,4 +1,4 @@
-"""The memory that pages are written from and into."""
+"""The memory from which and to which pages are written."""
 
 import hashlib
 import mmap
@@ -15,8 +15,8 @@ _KERNEL_PAGE = mmap.PAGESIZE
 class Pool:
     """`size` bytes of this process's memory, faulted in.
 
-    Private anonymous memory (what a KV cache is unless its owner does something about it), or, if `shared`, a
-    memfd that another process can map.
+    Private anonymous memory, as a KV cache is by default. Or, if `shared`, a memfd that another process can
+    map.
     """
 
     def __init__(self, size: int, *, shared: bool) -> None:
@@ -29,8 +29,8 @@ class Pool:
             mapping = mmap.mmap(self.memfd, size)
         else:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Transparent huge pages would make private memory faster than the shared one on some machines and not
-        # on others: every contestant gets small pages.
+        # Transparent huge pages would make private memory faster than shared memory on some machines only. So
+        # every contestant gets small pages.
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self.memory: Memory = np.frombuffer(mapping, dtype=np.uint8)
         self.memory[::_KERNEL_PAGE] = 1
@@ -48,7 +48,7 @@ class Pool:
         self.memory[:] = 0
 
     def digest(self, slots: Slots, page_bytes: int) -> str:
-        """A digest of these pages, in this order."""
+        """Returns a digest of these pages, in this order."""
         pages = self.memory.reshape(-1, page_bytes)
         state = hashlib.blake2b(digest_size=16)
         for slot in slots:
@@ -56,10 +56,10 @@ class Pool:
         return state.hexdigest()
 
     def zero_outside(self, slots: Slots, page_bytes: int) -> bool:
-        """Whether every byte outside these pages is zero."""
+        """Returns whether every byte outside these pages is zero."""
         pages = self.memory.reshape(-1, page_bytes)
         outside = np.ones(len(pages), dtype=np.bool_)
         outside[slots] = False
-        # 8 bytes at a time, and page by page so that nothing is copied.
+        # Compares 8 bytes at a time, and page by page so that nothing is copied.
         words = pages.view(np.int64)
         return not any(words[page].any() for page in np.flatnonzero(outside))

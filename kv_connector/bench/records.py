@@ -1,4 +1,4 @@
-"""The results of a run, one JSON line each (after its `Conditions`)."""
+"""The results of a run: one JSON line each, after its `Conditions`."""
 
 import statistics
 import sys
@@ -10,7 +10,7 @@ import msgspec
 from kv_connector.bench.side import Face
 
 STANDARD_OUTPUT = Path("-")
-"""In the place of a file's name."""
+"""Stands for standard output in place of a file's name."""
 
 
 class Throughput(msgspec.Struct, tag="throughput", kw_only=True, frozen=True):
@@ -20,16 +20,16 @@ class Throughput(msgspec.Struct, tag="throughput", kw_only=True, frozen=True):
     contestant: str
     workload: str
     bytes: int
-    """Of one batch."""
+    """Bytes of one batch."""
     seconds: list[float]
-    """Each repetition, from the call until every page is known to be in place."""
+    """Seconds of each repetition, from the call until every page is known to be in place."""
     cpu_initiator: float
     cpu_target: float
     """CPU seconds over all repetitions."""
     foreign_cores: float
-    """Cores that others kept busy meanwhile."""
+    """Cores that other processes kept busy meanwhile."""
     verified: bool
-    """The pages arrived, and nothing was written beside them."""
+    """Whether the pages arrived and nothing was written beside them."""
 
     @property
     def gb_per_second(self) -> float:
@@ -51,7 +51,7 @@ class Latency(msgspec.Struct, tag="latency", kw_only=True, frozen=True):
     contestant: str
     face: Face
     pause_us: int
-    """Sleep before each write: 0 is back to back."""
+    """Sleep before each write, in microseconds; 0: back to back."""
     microseconds: list[float]
 
     def percentile(self, percent: int) -> float:
@@ -59,7 +59,7 @@ class Latency(msgspec.Struct, tag="latency", kw_only=True, frozen=True):
 
 
 class Idle(msgspec.Struct, tag="idle", kw_only=True, frozen=True):
-    """Cores used by each side while connected and doing nothing."""
+    """Cores used by each side while connected and idle."""
 
     round: int
     contestant: str
@@ -68,7 +68,7 @@ class Idle(msgspec.Struct, tag="idle", kw_only=True, frozen=True):
 
 
 class Singles(msgspec.Struct, tag="singles", kw_only=True, frozen=True):
-    """Single writes, one after the other: each begins when the one before is known to be in place."""
+    """Single writes, one after the other: each begins when the previous one is known to be in place."""
 
     round: int
     contestant: str
@@ -81,14 +81,15 @@ class Singles(msgspec.Struct, tag="singles", kw_only=True, frozen=True):
 
 
 class PeerCost(msgspec.Struct, kw_only=True, frozen=True):
-    """What a peer costs one side. Memory as its process sees it: without what the kernel keeps for sockets
-    and queue pairs.
+    """The cost of a peer for one side.
+
+    Memory is the process's own: without the kernel's memory for sockets and queue pairs.
     """
 
     idle_bytes: float
-    """Of a peer that is connected and does nothing."""
+    """Bytes of a peer that is connected and idle."""
     written_bytes: float
-    """And of one that a page was written to."""
+    """Bytes of a peer to which a page was written."""
     descriptors: float
 
 
@@ -99,23 +100,23 @@ class Peers(msgspec.Struct, tag="peers", kw_only=True, frozen=True):
     contestant: str
     peers: int
     seconds: float
-    """To connect them all, the control plane's part included."""
+    """Seconds to connect all peers, the control plane's part included."""
     initiator: PeerCost
     target: PeerCost
 
 
 class Meeting(msgspec.Struct, tag="meeting", kw_only=True, frozen=True):
-    """Two engines' first request."""
+    """The first request between two engines."""
 
     round: int
     lane: str
     prefill_ranks: int
     seconds: list[float]
-    """From the request until its page is there, by rank of decode."""
+    """Seconds from the request until its page is there, by rank of decode."""
 
 
 class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
-    """Scatters or barriers over one group: nanoseconds of each step, one entry an iteration."""
+    """Scatters or barriers over one group: nanoseconds of each step, one entry per iteration."""
 
     lane: str
     operation: str
@@ -144,8 +145,9 @@ class ExpertPairs(msgspec.Struct, tag="moe", kw_only=True, frozen=True):
 
 
 class Registering(msgspec.Struct, tag="registering", kw_only=True, frozen=True):
-    """A ping-pong by itself, and while a thread registers and deregisters memory with the engine that pings:
-    half of each round trip in microseconds.
+    """A ping-pong by itself, and while a thread registers and deregisters memory with the pinging engine.
+
+    Values are half of each round trip in microseconds.
     """
 
     round: int
@@ -178,7 +180,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Failure(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
-    """A contestant that could not be measured, and why."""
+    """A contestant that could not be measured, and the reason."""
 
     round: int
     contestant: str
@@ -187,7 +189,7 @@ class Failure(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
 
 
 Record = Throughput | Latency | Idle | Singles | Peers | Failure
-"""Of one contestant in one round."""
+"""A record of one contestant in one round."""
 
 
 def append(path: Path | None, record: msgspec.Struct) -> None:

@@ -1,4 +1,4 @@
-"""What registering memory does to the writes of the same engine: a ping-pong by itself, and beside it."""
+"""The effect of registering memory on the writes of the same engine: a ping-pong by itself, and beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kv_connector.bench.tables import print_table, verdict
 from kv_connector.bench.workloads import LATENCY_BYTES
 from kv_connector.engine import EngineConfig
 
-# What a write may take longer meanwhile, at the 99th percentile.
+# Limit for the time of a write meanwhile, as a multiple at the 99th percentile.
 LIMIT = 2.0
 _WARM_UP = 100
 _FACE = _bench.EnginePingPong.Face.WORKER
@@ -31,7 +31,7 @@ _FACE = _bench.EnginePingPong.Face.WORKER
 
 @dataclass(kw_only=True)
 class Registration(LaneMeasurement[Registering]):
-    """Latency over each lane, with and without registrations beside it."""
+    """Measures latency over each lane, with and without registrations beside it."""
 
     tolerated = (RuntimeError,)
 
@@ -78,7 +78,7 @@ def _spin_us() -> int:
 
 
 class _Ends:
-    """Two engines of this process, joined over one lane."""
+    """Two engines of this process, connected over one lane."""
 
     def __init__(self, lane: Lane, spin_us: int) -> None:
         self.lane = lane
@@ -126,7 +126,7 @@ def _measure(number: int, ends: _Ends, memory: np.ndarray, iterations: int) -> R
 
 
 def _until(ended: threading.Event, work: Callable[[], None]) -> int:
-    """How often it did the work."""
+    """Repeats ``work`` until ``ended`` is set. Returns the number of repetitions."""
     times = 0
     while not ended.is_set():
         work()
@@ -135,7 +135,7 @@ def _until(ended: threading.Event, work: Callable[[], None]) -> int:
 
 
 def _touched(nbytes: int) -> np.ndarray:
-    """Private memory, every page of it there."""
+    """Returns private memory with every page resident."""
     memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory

@@ -1,4 +1,4 @@
-"""What a run of the transfer benchmark found: tables, and how it compares with what we aim at."""
+"""The results of a run of the transfer benchmark: tables, and a comparison with the aims."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,19 +17,19 @@ from kv_connector.lab import plots
 
 R = TypeVar("R", bound=Record)
 Measure = Callable[[Record], float | None]
-"""Picks one number from the records that it is about, and None from all others."""
+"""Returns a number for the records that it concerns, and None for all others."""
 
 _OURS = ("host-shared", "host", "tcp")
 _RIVALS_OF_TCP = ("mooncake", "nixl-tcp")
 _SMALL_PAGE = 16 << 10
 
 IDLE_LIMIT = 0.01
-"""Of one core, for each side."""
+"""Limit for each side, as a part of one core."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What `ours` over `baseline` should be in one case: at least (or else at most) `limit`."""
+    """The aim for `ours` over `baseline` in one case: at least (or else at most) `limit`."""
 
     ours: str
     baseline: str
@@ -43,7 +43,7 @@ class Aim:
 
 
 def aims() -> Iterator[Aim]:
-    """The ratios that this project has set itself."""
+    """Yields the ratios that are this project's aims."""
     rates = [(workload, _rate_in(workload.name)) for workload in WORKLOADS]
     for workload, rate in rates:
         yield Aim("host-shared", "memcpy", workload.name, rate, 0.8)
@@ -60,9 +60,10 @@ def aims() -> Iterator[Aim]:
 
 
 def ratio(aim: Aim, records: Sequence[Record]) -> float | None:
-    """The median over rounds of ours over the baseline in the same round; None where one of them is missing.
+    """Returns the median over rounds of the ratio of `ours` to `baseline` in one round; None if one is
+    missing.
 
-    Within a round both were measured minutes apart at most: a slow spell of the machine hits both.
+    Within a round both were measured minutes apart at most, so a slow spell of the machine hits both.
     """
     ours, baseline = (_by_round(name, aim.measure, records) for name in (aim.ours, aim.baseline))
     common = ours.keys() & baseline.keys()
@@ -74,7 +75,7 @@ def all_verified(records: Iterable[Record]) -> bool:
 
 
 def print_results(console: Console, contestants: Sequence[Contestant], records: Sequence[Record]) -> None:
-    """All tables. Contestants without a record are left out."""
+    """Prints all tables. Contestants without a record are left out."""
     batches = _only(Throughput, records)
     workloads = [workload.name for workload in WORKLOADS if any(r.workload == workload.name for r in batches)]
     print_table(
@@ -90,7 +91,7 @@ def print_results(console: Console, contestants: Sequence[Contestant], records: 
         f"One-way latency of a {LATENCY_BYTES >> 10} KiB write to its counter in µs: p50 / p99",
         [
             "",
-            "who is told",
+            "wake-up target",
             *("back to back" if p == 0 else f"after {p / 1000:g} ms of rest" for p in pauses),
         ],
         _latency_rows(contestants, pauses, latencies),
@@ -104,13 +105,14 @@ def print_results(console: Console, contestants: Sequence[Contestant], records: 
     )
     print_table(
         console,
-        "Ratios to what we aim at: median over rounds",
+        "Ratios to the aims: median over rounds",
         ["ours", "over", "in", "ratio", "aim", ""],
         _aim_rows(records),
         names=3,
     )
     if batches:
-        # Weighted by time: the kernel counts in ticks, longer than the shortest batches.
+        # The mean is weighted by time: the kernel counts in ticks, which are longer than the shortest
+        # batches.
         elapsed = sum(sum(record.seconds) for record in batches)
         foreign = sum(record.foreign_cores * sum(record.seconds) for record in batches) / elapsed
         console.print(f"\nMeanwhile other processes kept {foreign:.2f} cores busy on average.")
@@ -190,7 +192,8 @@ def _rate_in(workload: str) -> Measure:
 
 
 def _back_to_back(record: Record) -> float | None:
-    """Without Python on either side: ours by the worker's callback, the socket by its blocked thread."""
+    """Returns the latency without Python on either side: ours by the transfer thread's callback, the socket's
+    by its blocked thread."""
     if not isinstance(record, Latency) or record.pause_us != 0:
         return None
     return record.percentile(50) if record.face is Face.WORKER or record.contestant == "socket" else None
@@ -205,7 +208,7 @@ def _by_round(contestant: str, measure: Measure, records: Iterable[Record]) -> d
 
 
 def plot_results(file: Path, contestants: Sequence[Contestant], records: Sequence[Record]) -> None:
-    """The throughputs by page size."""
+    """Draws the throughputs by page size."""
     workloads = sorted(WORKLOADS, key=lambda workload: workload.page_bytes)
     batches = _only(Throughput, records)
     measured = [w for w in workloads if any(record.workload == w.name for record in batches)]

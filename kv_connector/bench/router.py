@@ -1,5 +1,7 @@
-"""What the router adds to a time to first token, and what those add who watch its status page: engines that
-answer at once, one request at a time."""
+"""The router's share of a time to first token, and the share of open status pages.
+
+The engines answer at once, one request at a time.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +25,7 @@ from kv_connector.lab.process import Process, ProcessGroup
 
 _HOST = "127.0.0.1"
 _PROMPT_TOKENS = 512
-# As often as the page asks.
+# Interval of the page's requests, in seconds.
 _LOOK_SECONDS = 1.0
 _WARM_UP_REQUESTS = 50
 
@@ -37,7 +39,7 @@ class RouterPlan:
 
 @dataclass(frozen=True)
 class Way:
-    """What a client asks, and how many watch the status page meanwhile."""
+    """The target of a client's requests, and the number of open status pages meanwhile."""
 
     label: str
     through_router: bool
@@ -53,14 +55,14 @@ WAYS = (
 
 
 class WayTimes(msgspec.Struct, tag="router", kw_only=True, frozen=True):
-    """One way in one round."""
+    """The results of one way in one round."""
 
     round: int
     way: str
     looks: int
     """Answers of /status.json meanwhile."""
     first_byte: list[float]
-    """Milliseconds, of each request."""
+    """Milliseconds of each request."""
 
 
 class Local(ProcessGroup):
@@ -84,7 +86,7 @@ class Local(ProcessGroup):
 
 
 def run(plan: RouterPlan, console: Console) -> bool:
-    """Measures and prints; StartError where a process does not start."""
+    """Measures and prints. StartError: a process does not start."""
     where = conditions(
         {
             "rounds": f"{plan.rounds}, ways in turn within a round",
@@ -120,7 +122,7 @@ async def _measure(local: Local, way: Way, number: int, requests: int) -> WayTim
 
 
 async def _first_byte(client: aiohttp.ClientSession, url: str) -> float:
-    """Seconds from the request to the first byte of its answer, which is read to the end."""
+    """Returns the seconds from the request to the first byte of its answer, which is read to the end."""
     body = {"model": "m", "prompt": [97] * _PROMPT_TOKENS, "max_tokens": 8, "stream": True}
     start = time.perf_counter()
     async with client.post(f"{url}/v1/completions", json=body) as answer:
@@ -133,7 +135,7 @@ async def _first_byte(client: aiohttp.ClientSession, url: str) -> float:
 
 @contextlib.asynccontextmanager
 async def _readers(router: str, count: int) -> AsyncIterator[list[float]]:
-    """So many have the status page open for the length of a block. The times of their looks."""
+    """Keeps ``count`` status pages open for the length of a block. Yields the times of their requests."""
     looks: list[float] = []
 
     async def watch(client: aiohttp.ClientSession, delay: float) -> None:

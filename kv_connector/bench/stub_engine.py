@@ -1,6 +1,7 @@
-"""An engine that computes nothing and answers completions at once: what is left is the router's share.
+"""An engine that computes nothing and answers completions at once, so that only the router's share is
+measured.
 
-`--status 500` refuses each of them with that status.
+`--status 500` refuses each completion with that status.
 """
 
 import argparse
@@ -20,7 +21,7 @@ _EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n
 
 
 async def complete(request: Request) -> Response:
-    # It neither keeps nor parses large bodies: an engine's API server shares no processor with the router.
+    # Large bodies are neither kept nor parsed: an engine's API server shares no processor with the router.
     raw = bytearray()
     async for chunk in request.stream():
         if len(raw) < _LARGE:

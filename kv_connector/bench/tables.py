@@ -1,4 +1,4 @@
-"""How results are shown."""
+"""Output of results."""
 
 import subprocess
 import sys
@@ -14,32 +14,35 @@ from rich.table import Table
 from kv_connector.bench.machine import Conditions
 from kv_connector.bench.records import STANDARD_OUTPUT
 
-# Of a console that is a file: the widest table fits.
+# Columns of a console that is a file: the widest table fits.
 _FILE_COLUMNS = 140
 
 
 def make_console(json: Path | None = None) -> Console:
-    """`json`: where records go. With standard output they have it to themselves."""
+    """Returns a console.
+
+    `json` is the file of the records: if it is standard output, the console uses standard error.
+    """
     stderr = json == STANDARD_OUTPUT
     console = Console(highlight=False, stderr=stderr)
     return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=_FILE_COLUMNS)
 
 
 class Row(Protocol):
-    """Something that is compared."""
+    """One of the compared things."""
 
     @property
     def label(self) -> str: ...
     @property
     def module(self) -> str | None:
-        """The Python module that it needs and that we do not depend on."""
+        """Python module that it needs and that is no dependency of this project."""
 
 
 R = TypeVar("R", bound=Row)
 
 
 def leave_out_missing(rows: Iterable[R], console: Console) -> list[R]:
-    """Those that can take part here; says so for each of the others."""
+    """Returns the rows that are available here, and reports each of the others."""
     present = []
     for row in rows:
         reason = None if row.module is None else _import_error(row.module)
@@ -52,7 +55,10 @@ def leave_out_missing(rows: Iterable[R], console: Console) -> list[R]:
 
 @cache
 def _import_error(module: str) -> str | None:
-    """Why `module` cannot be imported here. Asked of a process of its own: importing it may start threads."""
+    """Returns the reason for which `module` cannot be imported here.
+
+    A separate process tries it: importing may start threads.
+    """
     result = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
     return result.stderr.strip().rpartition("\n")[2] if result.returncode else None
 
@@ -60,7 +66,7 @@ def _import_error(module: str) -> str | None:
 def print_table(
     console: Console, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1
 ) -> None:
-    """Prints a table, or nothing where there are no rows.
+    """Prints a table, or nothing if there are no rows.
 
     The first `names` columns are names, the others numbers. `title` and `header` are plain text; cells may
     have rich's markup.
@@ -76,7 +82,7 @@ def print_table(
 
 
 def verdict(reached: bool) -> str:
-    """The last cell of an aim."""
+    """Returns the last cell of an aim."""
     return "[green]reached[/]" if reached else "[red]not reached[/]"
 
 

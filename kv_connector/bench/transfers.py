@@ -24,7 +24,7 @@ class Transfers(Measurement[Contestant, Record]):
     cases: tuple[str, ...]
     pin: bool
     plot: Path | None = None
-    """The file in which the results are drawn."""
+    """File in which the results are drawn."""
 
     def contestants(self, console: Console) -> Sequence[Contestant]:
         return leave_out_missing(self.chosen, console)

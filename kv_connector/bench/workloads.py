@@ -1,4 +1,4 @@
-"""What is measured: the same pages, in the same memory, for every contestant."""
+"""The measured workloads: the same pages, in the same memory, for every contestant."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 POOL_BYTES = 256 << 20
-"""Each side's memory. Larger than any cache, so that pages come from and go to DRAM as a KV cache's do."""
+"""Each side's memory.
+
+It is larger than any cache, so that pages come from and go to DRAM as a KV cache's do.
+"""
 
 Slots = NDArray[np.int64]
 Memory = NDArray[np.uint8]
@@ -25,10 +28,7 @@ class Workload:
         return self.pages * self.page_bytes
 
     def slots(self, seed: int, pool_bytes: int = POOL_BYTES) -> Slots:
-        """Slots of a pool of this size, in random order and all different.
-
-        Page i lies at slots[i] * page_bytes.
-        """
+        """Returns different slots of a pool in random order: page i lies at slots[i] * page_bytes."""
         order = np.random.default_rng(seed).permutation(pool_bytes // self.page_bytes)
         return order[: self.pages].astype(np.int64)
 
@@ -46,6 +46,6 @@ LATENCY_BYTES = 4 << 10
 LATENCY = "latency"
 """One-way latency of a 4 KiB write to its counter: half of a round trip."""
 IDLE = "idle"
-"""CPU that both sides use while connected and doing nothing."""
+"""CPU that both sides use while connected and idle."""
 
 CASES = (*(workload.name for workload in WORKLOADS), LATENCY, IDLE)

@@ -22,9 +22,10 @@ from kv_connector.engine import EngineConfig
 
 SINGLE_BYTES = (64 << 10, 256 << 10, 1 << 20, 32 << 20)
 PAGE_BYTES = (1 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10)
-# Of one paged request: long beside what it takes to begin, and 65,536 pages at the smallest size.
+# Bytes of one paged request. It takes long compared with its start, and has 65,536 pages at the smallest
+# size.
 BATCH_BYTES = 64 << 20
-# Enough of each single write for a median; the large ones take milliseconds each.
+# Enough of each single write for a median. The large ones take milliseconds each.
 _SINGLES = {size: 200 if size <= 1 << 20 else 20 for size in SINGLE_BYTES}
 
 PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for size in PAGE_BYTES)
@@ -32,7 +33,7 @@ PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for si
 
 @dataclass(kw_only=True)
 class Writes(LaneMeasurement[Record]):
-    """Single and paged writes over each lane."""
+    """Measures single and paged writes over each lane."""
 
     pin: bool
     shared: bool

@@ -1,4 +1,4 @@
-"""kv-connector bench: our transfers beside the machine's own limits and beside other projects."""
+"""kv-connector bench: measures our transfers beside the machine's own limits and other projects."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +20,8 @@ _Json = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Append conditions and results as JSON lines. -: standard output, and tables to standard error.",
+        help="File to which conditions and results are appended as JSON lines. -: standard output; "
+        "tables then go to standard error.",
     ),
 ]
 
@@ -29,13 +30,23 @@ _Json = Annotated[
 def transfers(
     context: typer.Context,
     contestants: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'host*,tcp,socket'.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Names or patterns of contestants, comma separated, such as 'host*,tcp,socket'.",
+        ),
     ] = "*",
     cases: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as '*64K,latency'.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Names or patterns of cases, comma separated, such as '*64K,latency'."
+        ),
     ] = "*",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Times that each contestant has its turn; tables show medians.")
+        int,
+        typer.Option(
+            min=1, help="Rounds; each contestant is measured once a round, and tables show medians."
+        ),
     ] = 5,
     pin: Annotated[
         bool, typer.Option("--pin", help="Pin the initiator to the first core and the target to the second.")
@@ -45,7 +56,7 @@ def transfers(
 ) -> None:
     """Moves the same pages through each contestant, between two processes of this machine.
 
-    Other projects take part where they are installed (the extra `bench`).
+    Other projects are included if they are installed (the extra `bench`).
     """
     if context.invoked_subcommand is not None:
         return
@@ -70,16 +81,20 @@ def transfers(
 @app.command("pd")
 def prefill_decode(
     deployments: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'alone,ours'.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Names or patterns of deployments, comma separated, such as 'alone,ours'."
+        ),
     ] = "*",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each deployment has its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each deployment is measured once a round.")] = 3,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A model to serve; default: a small random Llama.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the model to serve. Default: a small random Llama."),
     ] = None,
     json: _Json = None,
     plot: Plot = None,
 ) -> None:
-    """Time to first token and throughput: one vLLM engine alone beside P/D pairs, on this machine's CPUs."""
+    """Measures time to first token and throughput of one vLLM engine and of prefill/decode pairs, on CPUs."""
     from kv_connector.bench.pd.deployments import DEPLOYMENTS
     from kv_connector.bench.pd.run import PdPlan, run
     from kv_connector.bench.tables import make_console
@@ -99,16 +114,22 @@ def prefill_decode(
 @app.command("faults")
 def compare_faults(
     deployments: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'ours,nixl'.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Names or patterns of deployments, comma separated, such as 'ours,nixl'."
+        ),
     ] = "*",
     faults: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma separated names or patterns, as 'abort,kill-*'.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Names or patterns of faults, comma separated, such as 'abort,kill-*'."
+        ),
     ] = "*",
     json: _Json = None,
 ) -> None:
-    """P/D pairs beside each other when clients leave, and when D or P is killed and started again.
+    """Compares prefill/decode pairs when clients leave and when an engine is killed and restarted.
 
-    Each fault has a pair of its own, one after the other.
+    Each fault happens to a newly started pair, one after the other.
     """
     from kv_connector.bench.pd.faults import FAULTS, PAIRS, FaultPlan, run
     from kv_connector.bench.tables import make_console
@@ -124,14 +145,24 @@ def compare_faults(
 
 
 _Providers = Annotated[
-    str, typer.Option("--provider", metavar="NAMES", help="Comma separated; default: every one usable here.")
+    str,
+    typer.Option(
+        "--provider",
+        metavar="NAMES",
+        help="Lanes to measure, comma separated. Default: every lane that is usable here.",
+    ),
 ]
 _Devices = Annotated[
     str,
-    typer.Option("--device", metavar="NAMES", help="The provider's NICs, comma separated, a domain each."),
+    typer.Option("--device", metavar="NAMES", help="NICs of the provider, comma separated, one domain each."),
 ]
 _TargetDevices = Annotated[
-    str, typer.Option("--target-device", metavar="NAMES", help="The other side's NICs; default: the same.")
+    str,
+    typer.Option(
+        "--target-device",
+        metavar="NAMES",
+        help="NICs of the target side, comma separated. Default: those of --device.",
+    ),
 ]
 
 
@@ -140,16 +171,19 @@ def table_2(
     provider: _Providers = "",
     device: _Devices = "",
     target_device: _TargetDevices = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each lane has its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each lane is measured once a round.")] = 3,
     pin: Annotated[
         bool, typer.Option("--pin", help="Pin the initiator to the first core and the target to the second.")
     ] = False,
     shared: Annotated[
-        bool, typer.Option("--shared", help="The pools are memfds, which host maps instead of copying into.")
+        bool,
+        typer.Option(
+            "--shared", help="Use memfds as pools, which the host lane maps. Default: private memory."
+        ),
     ] = False,
     json: _Json = None,
 ) -> None:
-    """The paper's Table 2: single writes of 64 KiB to 32 MiB, paged ones of 1 to 64 KiB."""
+    """Measures the paper's Table 2: single writes of 64 KiB to 32 MiB, paged writes of 1 to 64 KiB."""
     from kv_connector.bench.tables import make_console
     from kv_connector.bench.writes import Writes
 
@@ -164,21 +198,23 @@ def tables_8_and_9(
     device: _Devices = "",
     target_device: _TargetDevices = "",
     peers: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Sizes of the group, comma separated.")
+        str, typer.Option(metavar="NUMBERS", help="Group sizes in peers, comma separated.")
     ] = "8,16,32,64",
-    iterations: Annotated[int, typer.Option(min=1, help="Scatters and barriers of each size.")] = 2000,
+    iterations: Annotated[int, typer.Option(min=1, help="Scatters and barriers per group size.")] = 2000,
     json: _Json = None,
 ) -> None:
-    """The paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
+    """Measures the paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
     from kv_connector.bench.groups import Groups
     from kv_connector.bench.tables import make_console
 
     try:
         sizes = tuple(int(size) for size in peers.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--peers: {peers!r} is no list of numbers") from None
+        raise typer.BadParameter(
+            f"--peers: {peers!r} is not a list of numbers. Give numbers such as 8,16"
+        ) from None
     if min(sizes) < 1:
-        raise typer.BadParameter("--peers: a group has one peer at least")
+        raise typer.BadParameter("--peers: a group has at least 1 peer")
     lanes = _lanes(provider, device, target_device, in_one_process=True)
     measurement = Groups(lanes=lanes, peers=sizes, iterations=iterations, json=json)
     _end(measurement.run(make_console(json)))
@@ -189,11 +225,11 @@ def cost_of_peers(
     provider: _Providers = "",
     device: _Devices = "",
     target_device: _TargetDevices = "",
-    peers: Annotated[int, typer.Option(min=1, help="That the two engines are to each other.")] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each lane has its turn.")] = 3,
+    peers: Annotated[int, typer.Option(min=1, help="Peers that each of the two engines adds.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each lane is measured once a round.")] = 3,
     json: _Json = None,
 ) -> None:
-    """What peers cost: seconds to connect them, memory and file descriptors of each."""
+    """Measures the cost of peers: seconds to connect them, memory and file descriptors of each."""
     from kv_connector.bench.peers import PeerCosts
     from kv_connector.bench.tables import make_console
 
@@ -204,13 +240,13 @@ def cost_of_peers(
 
 @app.command("meeting")
 def meeting_of_engines(
-    provider: Annotated[str, typer.Option(metavar="NAME", help="The lane that they take.")] = "host",
+    provider: Annotated[str, typer.Option(metavar="NAME", help="Lane between the engines.")] = "host",
     prefill: Annotated[int, typer.Option(min=1, help="Ranks of the prefill engine.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Ranks of the decode engine.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Each with new engines.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with new engines.")] = 5,
     json: _Json = None,
 ) -> None:
-    """Engines of many ranks that meet: seconds from the first request until every rank has its page."""
+    """Connects engines of many ranks: seconds from the first request until every rank has its page."""
     from kv_connector.bench.meeting import Meetings
     from kv_connector.bench.tables import make_console
 
@@ -224,14 +260,14 @@ def registering_beside_writes(
     provider: _Providers = "",
     device: _Devices = "",
     target_device: _TargetDevices = "",
-    mib: Annotated[int, typer.Option(min=1, help="Memory that is registered.")] = 4096,
+    mib: Annotated[int, typer.Option(min=1, help="Registered memory in MiB.")] = 4096,
     iterations: Annotated[
-        int, typer.Option(min=100, max=30_000, help="Round trips, a counter each.")
+        int, typer.Option(min=100, max=30_000, help="Round trips, with one counter each.")
     ] = 10_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Each measures with and without.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with and without registrations.")] = 5,
     json: _Json = None,
 ) -> None:
-    """Latency of a 4 KiB write while another thread registers and deregisters memory with the same engine."""
+    """Measures the latency of a 4 KiB write while a thread registers and deregisters memory."""
     from kv_connector.bench.registration import Registration
     from kv_connector.bench.tables import make_console
 
@@ -244,11 +280,11 @@ def registering_beside_writes(
 
 @app.command("router")
 def share_of_the_router(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each way has its turn.")] = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Of each way in each round.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each way is measured once a round.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each way in each round.")] = 1000,
     json: _Json = None,
 ) -> None:
-    """What the router adds to a time to first token, also while its status page is open."""
+    """Measures the router's share of a time to first token, also with open status pages."""
     from kv_connector.bench.router import RouterPlan, run
     from kv_connector.bench.tables import make_console
 
@@ -259,24 +295,26 @@ def share_of_the_router(
 def exchange_of_experts(
     ranks: Annotated[
         int,
-        typer.Option(min=0, max=8, help="Ranks, one a GPU. 0: all GPUs; without GPUs 2, over host memory."),
+        typer.Option(
+            min=0, max=8, help="Ranks, one per GPU. 0: all GPUs, or without GPUs 2 ranks over host memory."
+        ),
     ] = 0,
     hidden: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Elements of a token, comma separated.")
+        str, typer.Option(metavar="NUMBERS", help="Elements per token, comma separated.")
     ] = "7168,4096,2048",
     tokens: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Tokens of a rank, comma separated.")
+        str, typer.Option(metavar="NUMBERS", help="Tokens per rank, comma separated.")
     ] = "8,32,128",
-    top_k: Annotated[int, typer.Option(min=1, max=32, help="Experts of a token.")] = 8,
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="Experts per token.")] = 8,
     experts: Annotated[int, typer.Option(min=1, max=1 << 16, help="Experts of all ranks together.")] = 256,
     iterations: Annotated[
         int, typer.Option(min=1, help="Repetitions of each shape, in each of two turns.")
     ] = 100,
     json: _Json = None,
 ) -> None:
-    """Dispatch and combine of experts beside torch.distributed: NCCL between GPUs, gloo on host memory.
+    """Measures dispatch and combine of experts beside torch.distributed.
 
-    Needs torch.
+    Collectives use NCCL between GPUs, and gloo on host memory. Needs torch.
     """
     from kv_connector.bench.moe import ExpertsPlan, ExpertsWorkload, Shape, run
     from kv_connector.bench.tables import make_console
@@ -287,7 +325,7 @@ def exchange_of_experts(
     found = visible_gpus()
     gpus = found.count if found is not None else 0
     if gpus and ranks > gpus:
-        raise typer.BadParameter(f"--ranks: {ranks} ranks need a GPU each, and {gpus} are visible")
+        raise typer.BadParameter(f"--ranks: each of {ranks} ranks needs a GPU, and {gpus} are visible")
     shapes = tuple(
         Shape(size, count)
         for size in _numbers("--hidden", hidden, 8)
@@ -304,7 +342,7 @@ def hot_loops(
     iterations: Annotated[int, typer.Option(min=1000, help="Calls of each loop.")] = 100_000,
     json: _Json = None,
 ) -> None:
-    """The engine's hot loops: submitting, posting and counting, over sim. Fails where an aim is missed."""
+    """Measures the transfer engine's hot loops over sim. Fails if an aim is missed."""
     from kv_connector.bench.micro import HotLoops
     from kv_connector.bench.tables import make_console
 
@@ -312,7 +350,7 @@ def hot_loops(
 
 
 def _end(good: bool) -> None:
-    """Of a command, by what its measurement says of itself."""
+    """Ends a command by the result of its measurement."""
     if not good:
         raise typer.Exit(ExitStatus.FAILURE)
 
@@ -329,13 +367,15 @@ def _lanes(provider: str, device: str, target_device: str, *, in_one_process: bo
 
 
 def _numbers(option: str, words: str, unit: int) -> tuple[int, ...]:
-    """Comma separated multiples of ``unit``."""
+    """Parses comma separated multiples of ``unit``."""
     try:
         numbers = tuple(int(word) for word in _split(words))
     except ValueError:
-        raise typer.BadParameter(f"{option}: {words!r} is no list of numbers") from None
+        raise typer.BadParameter(
+            f"{option}: {words!r} is not a list of numbers. Give numbers such as 8,16"
+        ) from None
     if not numbers or any(number < 1 or number % unit for number in numbers):
-        raise typer.BadParameter(f"{option}: every number must be a multiple of {unit}, from {unit} on")
+        raise typer.BadParameter(f"{option}: every number must be a multiple of {unit}, at least {unit}")
     return numbers
 
 
@@ -344,7 +384,7 @@ def _split(words: str) -> list[str]:
 
 
 def _choose(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The `names` that match one of the comma separated patterns, in their own order."""
+    """Returns the `names` that match one of the comma separated patterns, in their own order."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):

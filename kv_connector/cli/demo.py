@@ -1,4 +1,4 @@
-"""kv-connector demo: prompts through P and D, beside one engine alone, on this machine's CPUs."""
+"""kv-connector demo: prompts through a prefill and a decode engine, beside one engine alone, on CPUs."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ class Framework(StrEnum):
     SGLANG = "sglang"
 
 
-# What is to be installed where its module is not there.
+# Packages to install if a module is missing.
 _INSTALL = {
     Framework.VLLM: {"vllm": VLLM_TO_INSTALL},
     Framework.SGLANG: {"sglang.srt": f"sglang=={SUPPORTED_SGLANG[-1]}", "sglang_router": "sglang-router"},
@@ -32,33 +32,36 @@ _INSTALL = {
 
 
 def demo(
-    engine: Annotated[Framework, typer.Option(help="Whose engines: vllm or sglang.")] = Framework.VLLM,
+    engine: Annotated[Framework, typer.Option(help="Engines to start: vllm or sglang.")] = Framework.VLLM,
     provider: Annotated[
         str | None,
-        typer.Option(help="Push over this lane only: host or tcp. Default: the connector's choice."),
+        typer.Option(help="Only lane for pushes: host or tcp. Default: the connector's choice."),
     ] = None,
     plot: Plot = None,
 ) -> None:
-    """Starts P, D, one engine alone and a router; compares outputs and times. Takes about two minutes."""
+    """Starts a prefill engine, a decode engine, one engine alone and a router, and compares them.
+
+    Outputs must be equal; times are shown. Takes about two minutes.
+    """
     try:
         from kv_connector.lab.completion import CompletionError
         from kv_connector.lab.demonstration import demonstrate
         from kv_connector.lab.process import StartError
         from kv_connector.lab.sites import sglang_site, vllm_site
     except ImportError as error:
-        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[demo]'") from None
+        raise typer.BadParameter(f"{error}. Install it: pip install 'kv-connector[demo]'") from None
     for module, package in _INSTALL[engine].items():
         if not _importable(module):
-            raise typer.BadParameter(f"no {module} in this environment; install {package}")
+            raise typer.BadParameter(f"{module} is not installed in this environment. Install {package}")
     if provider is not None:
         _check(provider)
     check_plot(plot)
-    # A default handler would end this process without ending the engines.
+    # The default handlers would end this process without ending the engines.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)  # into a file the table goes whole
+        console = Console(width=TABLE_WIDTH)  # a table in a file is not cut
     directory = Path(tempfile.mkdtemp(prefix="kv-connector-demo-"))
     try:
         start = sglang_site if engine is Framework.SGLANG else vllm_site
@@ -66,7 +69,7 @@ def demo(
     except (StartError, CompletionError) as error:
         problems = [str(error)]
     except BaseException:
-        console.print(f"Stopped; the engines have ended, their logs are in {directory}")
+        console.print(f"Stopped: the engines have ended. Their logs are in {directory}")
         raise
     finally:
         shutil.rmtree(directory / "model", ignore_errors=True)
@@ -76,27 +79,31 @@ def demo(
         console.print(f"The engines' logs are in {directory}")
         raise typer.Exit(ExitStatus.FAILURE)
     shutil.rmtree(directory)
-    console.print("All outputs equal; the KV of every prompt went through the connector", style="bold green")
+    console.print(
+        "All outputs are equal. The KV cache of every prompt went through the connector", style="bold green"
+    )
 
 
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is in
+    except ModuleNotFoundError:  # not even the parent package exists
         return False
 
 
 def _check(provider: str) -> None:
-    """Refuses now what three engines would refuse one by one, a minute later."""
+    """Refuses an unusable lane now, instead of in three engines a minute later."""
     from kv_connector.engine.transfer_engine import providers
 
     known = {status.name: status for status in providers()}
     if provider not in known:
-        raise typer.BadParameter(f"no provider {provider!r} in this build; it has {', '.join(known)}")
+        raise typer.BadParameter(
+            f"--provider {provider!r} is not in this build. Choose one of {', '.join(known)}"
+        )
     if not known[provider].usable:
         raise typer.BadParameter(f"{provider} is not usable here: {known[provider].reason}")
 
 
 def _exit(number: int, _: object) -> None:
-    """Leaves the cluster's block, which ends its processes."""
+    """Leaves the cluster's block by an exception, which ends its processes."""
     raise SystemExit(128 + number)

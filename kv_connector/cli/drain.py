@@ -24,20 +24,22 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5
-# While a connection is being made.
+# Interval of requests while a connection is being made.
 SOON_SECONDS = 0.05
-# A router that has said nothing for so long is not there: routers take engines for dead as fast. If it comes
-# back, the engine tells it of the drain.
+# A router that has not answered for this long counts as gone: routers give up engines as fast. If it comes
+# back, the engine reports the drain to it.
 SILENCE_SECONDS = 5.0
 
-Engine = Annotated[Endpoint, typer.Argument(parser=endpoint, metavar="URL", help="The engine's API server.")]
+Engine = Annotated[
+    Endpoint, typer.Argument(parser=endpoint, metavar="URL", help="URL of the engine's API server.")
+]
 Routers = Annotated[
     list[Address],
     typer.Option(
         "--router",
         parser=address,
         metavar="HOST:PORT",
-        help="Where a router takes registrations. Repeat for each that sends the engine requests.",
+        help="Address at which a router takes registrations. Repeat for each router of the engine.",
     ),
 ]
 
@@ -50,7 +52,7 @@ def drain(
         bool,
         typer.Option(
             "--move",
-            help="Running streams go on at other decode engines, without an end for their clients. For an "
+            help="Move running streams to other decode engines; their clients notice no end. Only for an "
             "engine of role kv_both.",
         ),
     ] = False,
@@ -58,22 +60,22 @@ def drain(
         bool,
         typer.Option(
             "--force",
-            help="Drain the engine also if no other decode engine takes requests: clients then get 503.",
+            help="Drain the engine even if no other decode engine takes requests. Clients get 503 then.",
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the engine is idle.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Time limit until the engine is idle, in seconds.")
     ] = 600.0,
     json: Annotated[
-        bool, typer.Option("--json", help="What each router says last, as one JSON object.")
+        bool, typer.Option("--json", help="Print the last answer of each router as one JSON object.")
     ] = False,
 ) -> None:
-    """Sends an engine nothing new, and returns once it has finished what it had from these routers.
+    """Stops new requests to an engine, and returns once its requests from these routers have ended.
 
-    With --move that is a matter of seconds, but for requests that have to end where they began: how many, and
-    why, is said as soon as it is known. The engine may then be stopped. It tells routers that are not named
-    here to send it nothing, too. Where some of the routers do not answer, the others' word decides.
-    `kv-connector undrain` ends the drain. The last decode engine is drained with --force only.
+    The engine may then be stopped. With --move this takes seconds, except for requests that cannot move:
+    their number and the reasons are printed. The engine also reports the drain to routers that are not named
+    here. If some routers do not answer, the answers of the others decide. `kv-connector undrain` ends the
+    drain. The last decode engine is drained with --force only.
     """
     sockets = MembershipSockets(cluster_key(key_file))
     try:
@@ -114,13 +116,18 @@ def undrain(
     router: Routers,
     key_file: KeyFile = None,
     timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the engine agrees.")
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Time limit until the engine reports the end of the drain, in seconds.",
+        ),
     ] = 10.0,
 ) -> None:
     """Ends a drain: the engine gets new requests again.
 
     One router is enough for an engine that registers: the engine reports the end to all its routers. For a
-    listed engine, name each router that was asked to drain it.
+    listed engine, name each router that drained it.
     """
     sockets = MembershipSockets(cluster_key(key_file))
     try:
@@ -132,7 +139,8 @@ def undrain(
     _refuse_unknown(engine, [one for one in answers if one.draining is None], answers)
     if any(one.draining for one in answers):
         typer.echo(
-            f"{engine.url} still reports its drain after {timeout:g} s. Does it run, and this release?",
+            f"{engine.url} still reports its drain after {timeout:g} s. Check that it runs, and "
+            "that it runs this release.",
             err=True,
         )
         raise typer.Exit(ExitStatus.FAILURE)
@@ -141,28 +149,32 @@ def undrain(
 
 @dataclass
 class _Asked:
-    """A router, and what it said last."""
+    """A router with its last answers."""
 
     address: Address
     link: Source
-    answered: float | None = None  # when
+    answered: float | None = None  # time of the last answer
     outstanding: int | None = None
-    """Requests that the engine has from it; None: it knows no such engine."""
+    """Requests that the engine has from it. None: it does not know the engine."""
     moved: int = 0
     staying: Mapping[str, int] = field(default_factory=dict)
-    """Draining's, as long as there were any."""
+    """Field of Draining, from the last answer in which it was not empty."""
     last: Role | None = None
-    """Draining's."""
+    """Field of Draining."""
     draining: bool | None = None
-    """Undrained's."""
+    """Field of Undrained."""
 
 
 def _answered(asked: Sequence[_Asked]) -> list[_Asked]:
-    """The routers that have answered. Reports the others, and exits if there is none."""
+    """Returns the routers that have answered. Reports the others, and exits if there is none."""
     answers = [one for one in asked if one.answered]
     for one in asked:
         if one not in answers:
-            typer.echo(f"no router answers at {one.address}. Has it the same cluster key?", err=True)
+            typer.echo(
+                f"no router answers at {one.address}. Check the address, and that it has the "
+                "same cluster key.",
+                err=True,
+            )
     if not answers:
         raise typer.Exit(ExitStatus.USAGE)
     return answers
@@ -172,13 +184,16 @@ def _refuse_unknown(engine: Endpoint, unknown: Sequence[_Asked], answers: Sequen
     """Exits if no router that has answered knows the engine."""
     if len(unknown) == len(answers):
         where = ", ".join(str(one.address) for one in answers)
-        raise typer.BadParameter(f"the router at {where} knows no engine {engine.url}")
+        raise typer.BadParameter(f"the router at {where} does not know the engine {engine.url}")
 
 
 def _heard_in_a_round(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain | Undrain, deadline: float
 ) -> Iterator[list[tuple[_Asked, MembershipMessage | None]]]:
-    """Asks all routers once. Yields what each wait brings until it is time to ask again, or the deadline."""
+    """Sends the question to all routers once.
+
+    Yields the answers of each wait until the next round or the deadline.
+    """
     routers = {one.link: one for one in asked}
     now = time.monotonic()
     connected = [sockets.send(one.link, question) for one in asked]
@@ -191,7 +206,7 @@ def _heard_in_a_round(
 def _until_undrained(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Undrain, deadline: float
 ) -> None:
-    """Asks until no router that answers reports a drain, or until the deadline."""
+    """Repeats the question until no router that answers reports a drain, or until the deadline."""
     silent = time.monotonic() + SILENCE_SECONDS
     while (now := time.monotonic()) < deadline:
         for heard in _heard_in_a_round(sockets, asked, question, deadline):
@@ -207,20 +222,22 @@ def _until_undrained(
 def _until_idle(
     sockets: MembershipSockets, asked: Sequence[_Asked], question: Drain, deadline: float
 ) -> bool:
-    """Asks again and again, until every router that is there says that the engine has nothing of it.
+    """Repeats the question until each router that answers reports that the engine has none of its requests.
 
-    False: one says otherwise at the deadline.
+    Returns false if a router reports requests at the deadline.
     """
     began = time.monotonic()
     told: set[str] = set()
 
     def tell() -> None:
-        """What is not moved, once all that are there have said it; again where there is another reason."""
+        """Prints the requests that stay, once all routers have answered, and again for each new reason."""
         staying = _staying(asked)
         if not told.issuperset(staying):
             told.update(staying)
             why = ", ".join(f"{count} {reason}" for reason, count in staying.items())
-            typer.echo(f"{question.url}: {sum(staying.values())} requests end there: {why}", err=True)
+            typer.echo(
+                f"{question.url}: {sum(staying.values())} requests end on this engine: {why}", err=True
+            )
 
     while time.monotonic() < deadline:
         for heard in _heard_in_a_round(sockets, asked, question, deadline):
@@ -244,5 +261,5 @@ def _until_idle(
 
 
 def _staying(asked: Sequence[_Asked]) -> dict[str, int]:
-    """Requests that are not moved, by why."""
+    """Returns the number of requests that are not moved, by reason."""
     return dict(sum((Counter(one.staying) for one in asked), Counter()))

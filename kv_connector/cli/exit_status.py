@@ -1,16 +1,21 @@
-"""What a command's exit status says: the same of every command."""
+"""The exit statuses, which all commands share."""
 
 from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
     SUCCESS = 0
-    """What was asked for is done, or is so."""
+    """The command did its work, or its check passed."""
     FAILURE = 1
-    """It is not: an engine cannot run here, a pair does not fit, a configuration is wrong, an output differs,
-    a measurement failed or missed its aim, an engine is still busy. The output says which."""
+    """The result is negative, and the output names the cause.
+
+    An engine cannot run here, a pair does not fit, a configuration is wrong, or an output differs. Or a
+    measurement failed or missed its aim, or an engine is still busy.
+    """
     USAGE = 2
-    """The command cannot do what it was told: an unknown option, a value that cannot be used, a file or a
-    peer that is not there. Nothing was done; standard error says what to write instead."""
+    """The command line cannot be used: an unknown option, an unusable value, or a missing file or peer.
+
+    The command did nothing, and standard error says what to change.
+    """
     INTERRUPTED = 130
-    """Ctrl-C (`router`, which goes on until then, has 0). By another signal: 128 and its number."""
+    """Ctrl-C ended the command (`router` ends with 0 then). Another signal: 128 plus its number."""

@@ -1,4 +1,4 @@
-"""What a command found out: findings with verdicts, as a table or as JSON, and what status it ends with."""
+"""The findings of a command: verdicts, as a table or as JSON, and the exit status that follows."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Finding:
     subject: str
     verdict: Verdict
     words: str
-    """What was found and, unless all is well, what to do."""
+    """The finding and, unless all is well, the remedy."""
 
 
 def tell(findings: Sequence[Finding], *, json: bool, report: msgspec.Struct | None = None) -> None:
-    """Prints the findings, as JSON where that is wanted, and ends the command as failed where one is FAIL.
+    """Prints the findings, as JSON if requested. Exits with a failure if one is FAIL.
 
-    `report`: what the findings were made of, told in their place as JSON.
+    `report`: the object from which the findings were made, which replaces them in JSON.
     """
     if json:
         told = report or {"version": __version__, "findings": findings}

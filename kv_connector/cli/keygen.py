@@ -1,4 +1,4 @@
-"""kv-connector keygen: makes the key that a cluster's engines and routers share."""
+"""kv-connector keygen: creates the key that a cluster's engines and routers share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,18 +9,16 @@ from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 
 
 def keygen(
-    file: Annotated[
-        Path, typer.Argument(help="Where to write the key; a file that is there stays as it is.")
-    ],
+    file: Annotated[Path, typer.Argument(help="File for the key. An existing file is not replaced.")],
 ) -> None:
     """Writes a new cluster key, readable by its owner alone. Give a copy to every engine and router."""
     try:
         ClusterKey.generate().write(file)
     except FileExistsError:
-        raise typer.BadParameter(f"{file} exists. To replace a key, remove it first") from None
+        raise typer.BadParameter(f"{file} exists. To replace the key, remove the file first") from None
     except OSError as error:
         raise typer.BadParameter(f"cannot write {file}: {error.strerror}") from None
     typer.echo(
-        f'{file}: name it in each engine\'s kv_connector_extra_config ("control_key_file") and in the '
+        f'{file}: set it in each engine\'s kv_connector_extra_config ("control_key_file") and in the '
         f"router's --key-file, or in {KEY_FILE_VARIABLE}."
     )

@@ -39,10 +39,10 @@ def _version(asked: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="The version, and nothing else."),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """KV-cache pages pushed layer by layer from prefill engines into decode engines."""
+    """Pushes KV cache pages layer by layer from prefill engines into decode engines."""
 
 
 if __name__ == "__main__":

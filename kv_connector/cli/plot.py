@@ -1,4 +1,4 @@
-"""--plot: where a command draws what it has measured."""
+"""The option --plot: the file in which a command draws its results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +7,14 @@ import typer
 
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw the results, as SVG (needs the extra `plot`)."),
+    typer.Option(
+        "--plot", metavar="FILE", help="SVG file for a drawing of the results (needs the extra `plot`)."
+    ),
 ]
 
 
 def check_plot(file: Path | None) -> None:
-    """Refuses now what would be found out when all is measured."""
+    """Refuses an unusable file before anything is measured."""
     if file is None:
         return
     from kv_connector.lab import plots

@@ -1,4 +1,4 @@
-"""A bar for each engine while weights are written to it, where somebody looks on."""
+"""Progress bars, one for each engine, while weights are written to it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-# As often as an eye follows.
+# Interval of updates, in seconds: as fast as the eye can follow.
 _LOOK_S = 0.1
 
 
 @contextmanager
 def push_progress(look: Callable[[], Mapping[str, tuple[int, int]]], console: Console) -> Iterator[None]:
-    """For the length of a block in which they are written; nothing where ``console`` is no terminal.
-    ``look``: by engine, bytes written and bytes in all; called on a thread of its own."""
+    """Shows the bars during a block. Does nothing if ``console`` is no terminal.
+
+    ``look`` returns bytes written and bytes in all, by engine. It is called on a separate thread.
+    """
     if not console.is_terminal:
         yield
         return

@@ -14,15 +14,15 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
-# ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
-# repeat a POST that meets the end of its connection.
+# ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
+# not repeat a POST that meets the end of its connection.
 KEEP_ALIVE_S = 75
 
-STARTUP_FAILURE = 3  # uvicorn's
+STARTUP_FAILURE = 3  # uvicorn's exit status
 
 
 def endpoint(text: str) -> Endpoint:
-    """Reads an engine's address for typer, which shows the reason where it is none."""
+    """Reads an engine's address for typer, which shows the reason if the address is invalid."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -38,7 +38,7 @@ def address(text: str) -> Address:
 
 
 def cluster_key(path: Path | None) -> ClusterKey | None:
-    """The key that an option or the environment names, for typer."""
+    """Returns the key that an option or the environment names, for typer."""
     try:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
@@ -46,7 +46,7 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
-    """For typer, from milliseconds."""
+    """Returns the objectives, which the options give in milliseconds, for typer."""
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
@@ -59,7 +59,7 @@ def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None
 
 KeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help=f"The cluster key (default: what {KEY_FILE_VARIABLE} names)."),
+    typer.Option(metavar="FILE", help=f"File with the cluster key (default: {KEY_FILE_VARIABLE})."),
 ]
 
 
@@ -69,9 +69,9 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL[@HOST:PORT]",
-            help="A prefill engine, and after the @ its connector's control address "
-            "(default: the same host, port 5600). Repeat for more, and for each rank of a data-parallel one, "
-            "in order.",
+            help="Prefill engine; after the @ the control address of its connector "
+            "(default: same host, port 5600). Repeat for each engine, and in order for each data-parallel "
+            "rank.",
         ),
     ] = None,
     decode: Annotated[
@@ -79,7 +79,7 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL",
-            help="A decode engine. Repeat for more, and for each rank of a data-parallel one.",
+            help="Decode engine. Repeat for each engine, and for each data-parallel rank.",
         ),
     ] = None,
     registration: Annotated[
@@ -87,79 +87,81 @@ def router(
         typer.Option(
             parser=address,
             metavar="HOST:PORT",
-            help="Address at which engines join and leave by themselves (their setting `routers`).",
+            help="Address where engines register by themselves (engine setting `routers`).",
         ),
     ] = None,
     key_file: KeyFile = None,
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
-            "--allow-unauthenticated", help="Take registrations from other machines without a cluster key."
+            "--allow-unauthenticated", help="Accept registrations from other machines without a cluster key."
         ),
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     serial: Annotated[
         bool,
-        typer.Option("--serial", help="Prefill first, then decode (NIXL's flow); default: both at once."),
+        typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
     ] = False,
     ttft_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds to the first token. With --tbt-ms a prompt is computed where its "
-            "first token comes soonest, by a decode engine, too. Default: always by a prefill engine.",
+            help="Objective for the time to the first token, in milliseconds. With --tbt-ms a prompt is "
+            "computed where its first token comes soonest, also by a decode engine. Default: always by a "
+            "prefill engine.",
         ),
     ] = None,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds between two tokens. A decode engine computes no prompt of which a "
-            "chunk would keep its streams waiting for longer.",
+            help="Objective for the time between two tokens, in milliseconds. A decode engine computes no "
+            "prompt whose chunks would delay its streams for longer.",
         ),
     ] = None,
     require_prefill: Annotated[
         bool,
         typer.Option(
             "--require-prefill",
-            help="Answer 503 while no prefill engine takes requests. Default: decode engines then compute "
-            "the prompts.",
+            help="Answer 503 while no prefill engine takes requests. Default: decode engines compute the "
+            "prompts meanwhile.",
         ),
     ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
             "--rebalance",
-            help="Where one decode engine has at least twice as many streams as another, and at least four "
-            "more, its youngest goes on at the other one, one a second. For engines of role kv_both.",
+            help="Every second, move the youngest stream from a decode engine with at least twice as many "
+            "streams as another, and at least 4 more. For engines of role kv_both.",
         ),
     ] = False,
     status_details: Annotated[
         bool,
         typer.Option(
             "--status-details",
-            help="The status page names engines' addresses, and repeats what they say of their failures: "
-            "where no stranger reaches this port.",
+            help="Show engines' addresses and error messages on the status page. Use only where no stranger "
+            "reaches this port.",
         ),
     ] = False,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where OpenTelemetry spans go, as vLLM's option of this name (and with the same "
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: none.",
+            help="Endpoint for OpenTelemetry spans, as vLLM's option of this name (with the same "
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: no spans.",
         ),
     ] = None,
     body_limit: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="Largest body of a request. Longer ones get 413.")
+        int,
+        typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Longer bodies get 413."),
     ] = 64,
     body_budget: Annotated[
         int,
         typer.Option(
             metavar="MIB",
             min=1,
-            help="Largest sum of the bodies of all requests in flight. Beyond it new ones get 503.",
+            help="Largest sum of the bodies of all requests in flight, in MiB. Requests beyond it get 503.",
         ),
     ] = 128,
     keep_alive: Annotated[
@@ -167,8 +169,8 @@ def router(
         typer.Option(
             metavar="S",
             min=1,
-            help="Seconds until an idle connection is closed: longer than the proxy in front of the router "
-            "keeps one.",
+            help="Seconds until an idle connection is closed. Must exceed the idle timeout of a proxy in "
+            "front of the router.",
         ),
     ] = KEEP_ALIVE_S,
     shutdown_timeout: Annotated[
@@ -176,7 +178,7 @@ def router(
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds after SIGTERM in which running requests may end. The rest get an error event. "
+            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event. "
             "Default: no limit.",
         ),
     ] = None,
@@ -218,13 +220,13 @@ def router(
             requests=requests,
         )
     except ValueError as error:
-        raise typer.BadParameter(f"{error} (--prefill, --decode, --registration, --body-budget)") from None
+        raise typer.BadParameter(str(error)) from None
     logging.getLogger(__name__).info(
-        "%s dispatch over prefill %s and decode %s%s; listening on http://%s:%d",
+        "%s dispatch; prefill engines: %s; decode engines: %s%s; listening on http://%s:%d",
         settings.dispatch,
         ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
         ", ".join(engine.url for engine in settings.decode) or "-",
-        f", and engines that register at {registration}" if registration else "",
+        f"; engines register at {registration}" if registration else "",
         host,
         port,
     )
@@ -239,7 +241,8 @@ def router(
             stall=settings.stall,
             host=host,
             port=port,
-            loop="uvloop",  # named: where it is missing uvicorn would take a slower one, and not say so
+            # named: without this name and without uvloop, uvicorn would silently take a slower loop
+            loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
         )
@@ -251,10 +254,10 @@ def router(
 
 
 def refuse_strangers(registration: Address) -> None:
-    """Whoever registers gets prompts."""
+    """Refuses an address that other machines reach: any process that registers there gets prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(
-            f"other machines reach {registration}, and there is no cluster key: whoever registers there gets "
-            "prompts. Make one (kv-connector keygen FILE) and name it in --key-file, or say "
+            f"no cluster key: any machine that reaches {registration} could register as an engine and "
+            "receive prompts. Create a key (kv-connector keygen FILE) and name it in --key-file, or give "
             "--allow-unauthenticated"
         )

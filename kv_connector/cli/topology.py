@@ -25,18 +25,18 @@ from kv_connector.engine.placement import (
 from kv_connector.engine.topology import Machine, Port, read_machine
 
 _FILE_COLUMNS = 140
-# An engine's thread that launches kernels; its compute threads are the GPU's.
+# The engine's thread that launches kernels. Compute threads run on the GPU.
 _GPU_ENGINE_THREADS = 1
 
 
 class DevicePlacement(msgspec.Struct, frozen=True):
-    """What an engine on one device would be given now."""
+    """The resources that an engine on one device would get now."""
 
     device: str
     """A GPU's PCI address, or "cpu"."""
     numa_node: int | None
     provider: str | None
-    """The one whose NICs these are; None: no NIC of use."""
+    """Provider of these NICs. None: no usable NIC."""
     nics: NicChoice
     core: CoreChoice
 
@@ -49,11 +49,11 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def topology(
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of tables.")] = False,
 ) -> None:
-    """Shows GPUs, NICs and cores, which NICs would serve each GPU, and where its transfer worker would run.
+    """Shows GPUs, NICs and cores, the NICs chosen for each GPU, and the core of its transfer thread.
 
-    What is chosen can be overridden by `nics` and `worker_cpu` in kv_connector_extra_config.
+    The settings `nics` and `worker_cpu` in kv_connector_extra_config override the choice.
     """
     found = report(read_machine(), cores_in_use())
     if json:
@@ -63,7 +63,11 @@ def topology(
     if not console.is_terminal:
         console = Console(highlight=False, width=_FILE_COLUMNS)
     for title, header, rows in (
-        ("Placement", ("device", "NUMA", "NICs", "they are", "worker's core"), _placement_rows(found)),
+        (
+            "Placement",
+            ("device", "NUMA", "NICs", "distance", "transfer thread's core"),
+            _placement_rows(found),
+        ),
         (
             "NICs",
             ("name", "driver", "PCI", "NUMA", "port", "state", "link", "Gb/s", "addresses"),
@@ -71,7 +75,7 @@ def topology(
         ),
         (
             "Cores",
-            ("NUMA node", "cores", "for this process", "bound by others or the engine"),
+            ("NUMA node", "cores", "for this process", "bound by other processes or the engine"),
             _core_rows(found),
         ),
     ):
@@ -108,7 +112,7 @@ def _placements(machine: Machine, in_use: CoresInUse) -> Iterator[DevicePlacemen
         )
         yield DevicePlacement(gpu.address, node, provider, by_gpu.get(gpu.address, _NO_NICS), core)
     if not machine.gpus:
-        # An engine on CPUs has as many threads as there are cores, unless it is told otherwise.
+        # By default, an engine on CPUs has as many threads as there are cores.
         core = choose_core(machine, in_use, numa_node=None, engine_threads=len(in_use.allowed))
         nics = choose_nics_without_device(machine, provider, None) if provider is not None else _NO_NICS
         yield DevicePlacement("cpu", None, provider, nics, core)
@@ -161,7 +165,7 @@ def _core_rows(found: Report) -> Iterator[tuple[str, ...]]:
 
 
 def _addresses(port: Port) -> str:
-    """IPv4 addresses where there are some; of the others the first."""
+    """Returns the port's IPv4 addresses, or else its first other address."""
     ipv4 = sorted({str(gid.ipv4) for gid in port.gids if gid.ipv4 is not None})
     return ", ".join(ipv4) or next((gid.address for gid in port.gids), "none")
 
@@ -171,7 +175,7 @@ def _number(number: int | None) -> str:
 
 
 def cores_text(cores: set[int]) -> str:
-    """ "0-3,8", as the kernel writes it; "none"."""
+    """Formats cores like the kernel: "0-3,8", or "none"."""
     spans: list[list[int]] = []
     for core in sorted(cores):
         if spans and spans[-1][1] == core - 1:

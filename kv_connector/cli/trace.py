@@ -26,28 +26,28 @@ def trace(
         typer.Argument(
             parser=address,
             metavar="HOST:PORT",
-            help="The control addresses of the engines: prefill's, decode's, or both. Of an engine that of "
-            "one worker is enough.",
+            help="Control addresses of the prefill engine, the decode engine, or both. One worker's address "
+            "is enough for an engine.",
         ),
     ],
     request: Annotated[
         str,
         typer.Option(
             metavar="ID",
-            help="The transfer's id or the request's (X-Request-Id), or a part of either; default: any.",
+            help="Id of the transfer or of the request (X-Request-Id), or a part of it. Default: any.",
         ),
     ] = "",
     last: Annotated[
-        int, typer.Option(min=1, max=MAX_TIMELINES, help="How many transfers of a worker, the newest first.")
+        int, typer.Option(min=1, max=MAX_TIMELINES, help="Transfers of each worker, the newest first.")
     ] = 1,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the trace is written.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File for the trace.")
     ] = Path("trace.json"),
     key_file: KeyFile = None,
 ) -> None:
-    """Writes when each layer was computed, posted and landed, as a trace for ui.perfetto.dev.
+    """Writes the times at which each layer was computed, posted and landed, as a trace for ui.perfetto.dev.
 
-    The engines keep timelines where they are told to: "timelines": 100 in their settings.
+    Engines record timelines only with a setting such as "timelines": 100.
     """
     try:
         workers = ask_workers(engines, cluster_key(key_file), request, last, ANSWER_SECONDS)
@@ -55,14 +55,20 @@ def trace(
         raise typer.BadParameter(str(error)) from None
     for worker in workers:
         if not worker.recalled.kept:
-            typer.echo(f'{worker.name} keeps no timelines: give it the setting "timelines": 100', err=True)
+            typer.echo(f'{worker.name} keeps no timelines. Set "timelines": 100 in its settings', err=True)
         elif worker.recalled.lost:
             typer.echo(
-                f"{worker.name} had no room for {worker.recalled.lost} steps: gaps are possible", err=True
+                f"{worker.name} dropped {worker.recalled.lost} steps for lack of room: the trace "
+                "may have gaps",
+                err=True,
             )
     found = [about for worker in workers for about in _abouts(worker)]
     if not found:
-        typer.echo("no timeline of such a transfer is kept there", err=True)
+        typer.echo(
+            "no worker has a timeline of such a transfer. Check --request, and that the engines "
+            "keep timelines",
+            err=True,
+        )
         raise typer.Exit(ExitStatus.FAILURE)
     output.write_text(json.dumps(chrome_trace(workers)))
     transfers = ", ".join(dict.fromkeys(about.transfer_id for about in found))
@@ -70,8 +76,11 @@ def trace(
 
 
 def chrome_trace(workers: Sequence[Worker]) -> Json:
-    """The timelines in Chrome's Trace Event Format: a process for each worker, a thread for each layer of
-    each transfer, arrows from where prefill posts to where decode counts."""
+    """Returns the timelines in Chrome's Trace Event Format.
+
+    Each worker is a process, and each layer of each transfer a thread. Arrows lead from a post at prefill to
+    the count at decode.
+    """
     events: list[Json] = []
     clocks: Json = {}
     for process, worker in enumerate(workers, 1):
@@ -103,12 +112,16 @@ def _abouts(worker: Worker) -> Iterator[About]:
 
 
 Landing = tuple[int, str, int, int]
-"""When prefill posted the last page of a layer (ours), the layer, pages until then, and prefill's arrow."""
+"""The time at which prefill posted the last page of a layer (in our clock), the layer, the pages until then,
+and the id of prefill's arrow."""
 
 
 def _sources(workers: Sequence[Worker], receiving: Receiving) -> list[Landing]:
-    """What decode's count means, where one worker of prefill wrote for one of decode: which layers are here
-    once so many pages are. Layers are posted one after the other, and land so but for a batch or two."""
+    """Maps decode's count to layers, if one prefill worker wrote for one decode worker.
+
+    A layer has landed once decode has counted all pages up to its last. Layers are posted one after the
+    other, and land in that order except for a batch or two.
+    """
     sendings = [
         (worker, sending)
         for worker in workers
@@ -168,7 +181,7 @@ class _Process:
         threads = {name: self._thread(name) for name in names}
         for posted, name, pages, arrow in landings:
             for counted in [when for when, count in receiving.counts if count >= pages][:1]:
-                # P's worker notes a post once it is made: D may have counted it by then.
+                # P's worker records a post after making it, so D may have counted the page earlier.
                 when, thread = max(counted, posted - self._worker.to_ours), threads[name]
                 self._at(when, ph="i", s="t", name="landed", cat="layer", tid=thread, args={"pages": pages})
                 self._at(when, ph="f", bp="e", name="pages", cat="flow", id=arrow, tid=thread)
@@ -204,7 +217,7 @@ class _Process:
 
 
 def _steps(sending: Sending) -> Iterator[tuple[int, int]]:
-    """From when the agent was told of a step until its last layer was computed."""
+    """Yields each step's span: from its report to the agent until its last layer was computed."""
     ends = (*sending.steps[1:], 1 << 62)
     for begin, limit in zip(sending.steps, ends, strict=True):
         computed = [span.computed for span in sending.spans if begin <= span.computed < limit]

@@ -1,4 +1,4 @@
-"""kv-connector weights: a checkpoint into serving engines, and what they serve."""
+"""kv-connector weights: pushes checkpoints into serving engines, and reports the weights that they serve."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ if TYPE_CHECKING:
     from kv_connector.weights.verify import Verified
 
 app = typer.Typer(
-    name="weights", no_args_is_help=True, help="New weights for engines that go on serving meanwhile."
+    name="weights", no_args_is_help=True, help="Push new weights into engines while they serve."
 )
 
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="DIRECTORY", help="The checkpoint: a directory with safetensors.")
+    Path, typer.Argument(metavar="DIRECTORY", help="Checkpoint: a directory with safetensors.")
 ]
-Version = Annotated[
-    str, typer.Option(help="What the engines call it from then on. Default: the directory's name.")
-]
+Version = Annotated[str, typer.Option(help="Name of the new weight version. Default: the directory's name.")]
 Engines = Annotated[
     list[Address],
     typer.Option(
         "--engine",
         parser=address,
         metavar="HOST:PORT",
-        help="Where an engine takes weights (its `control_port`). Repeat for each.",
+        help="Control address of an engine that takes weights (its `control_port`). Repeat for each engine.",
     ),
 ]
 Providers = Annotated[
     list[str] | None,
-    typer.Option("--provider", help="Lanes in order of preference. Default: host and tcp."),
+    typer.Option(
+        "--provider", help="Lane for the weights. Repeat in order of preference. Default: host and tcp."
+    ),
 ]
-DataHost = Annotated[str, typer.Option(help="This machine's address, as the engines reach it.")]
+DataHost = Annotated[str, typer.Option(help="Address of this machine at which the engines reach it.")]
 Partial = Annotated[
     list[str] | None,
     typer.Option(
         "--partial",
         metavar="NAME",
-        help="A tensor that engines may leave out, or a parameter that they may keep: its name, or a pattern "
+        help="Tensor that engines may leave out, or parameter that they may keep: a name, or a pattern "
         "with * and ?. Repeat for each.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command()
@@ -77,10 +77,11 @@ def push(
         float, typer.Option(min=0, metavar="SECONDS", help="Total time limit, in seconds.")
     ] = 600.0,
 ) -> None:
-    """Writes a checkpoint beside what the engines serve, and has them take it in one short pause.
+    """Writes a checkpoint beside the served weights, and switches each engine to it in one short pause.
 
-    Until all of it has landed at an engine, nothing of it is touched: if this command is ended, or dies, the
-    engine goes on with what it had. Status 1: some engine does not serve it; the others do.
+    An engine's served weights stay unchanged until all of the new ones have landed. If this command ends
+    early, the engine continues with its old weights. Status 1: some engine does not serve the checkpoint; the
+    others do.
     """
     version = version or checkpoint.resolve().name
     with _pusher(checkpoint, engine, key_file, provider, data_host, partial, timeout) as pusher:
@@ -99,11 +100,11 @@ def push(
         except PushError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(ExitStatus.FAILURE) from None
-        typer.echo(f"version {version} is served, {time.monotonic() - began:.2f} s after it was begun")
+        typer.echo(f"version {version} is served after {time.monotonic() - began:.2f} s")
 
 
 class Round(msgspec.Struct, frozen=True):
-    """A push's seconds, from its begin but for the pauses."""
+    """The seconds of one push, counted from its start, except for the pauses."""
 
     landed: float
     applied: float
@@ -114,17 +115,20 @@ class Round(msgspec.Struct, frozen=True):
 def bench(
     checkpoint: Checkpoint,
     engine: Engines,
-    rounds: Annotated[int, typer.Option(min=1, help="Pushes that count, after one that does not.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Pushes that are measured, after one that is not.")] = 5,
     version: Version = "",
     key_file: KeyFile = None,
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
-    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For each push.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Time limit for each push, in seconds.")
+    ] = 600.0,
     json: Json = False,
 ) -> None:
-    """Pushes a checkpoint again and again, and says how long that takes: as `push` does, so that the engines
-    serve it in the end, and are paused once a push.
+    """Measures repeated pushes of a checkpoint.
+
+    The pushes are those of `push`: the engines serve the checkpoint in the end, and pause once a push.
     """
     version = version or checkpoint.resolve().name
     with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
@@ -132,7 +136,7 @@ def bench(
 
         nbytes = sum(part.nbytes for part in pusher.parts())
         try:
-            # Names of their own: a version that an engine serves already says nothing of a push.
+            # Each push has another name: an engine that already serves a version would not be measured.
             names = [f"{version} ({number} of {rounds + 1})" for number in range(1, rounds + 1)]
             _, *measured = [_round(pusher, name, timeout) for name in [*names, version]]
         except PushError as error:
@@ -173,10 +177,10 @@ def plan(
     partial: Partial = None,
     json: Json = False,
 ) -> None:
-    """Bytes that `push` would write to each worker; writes no weights.
+    """Prints the bytes that `push` would write to each worker. Writes no weights.
 
-    A plan of another checkpoint drops the copy that landed last: until the next push, `seed` and `verify`
-    do not work.
+    A plan of another checkpoint drops the copy that landed last: `seed` and `verify` do not work until the
+    next push.
     """
     with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
         parts = pusher.parts()
@@ -197,7 +201,10 @@ def plan(
 
 @app.command()
 def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
-    """Which version each engine serves, and what is on its way. Status 1: one is not there, or failed."""
+    """Prints the version that each engine serves, and versions that are landing.
+
+    Status 1: an engine does not answer, or reports a problem.
+    """
     from kv_connector.weights.links import LinkError, questions
     from kv_connector.weights.messages import Ask, State
 
@@ -233,16 +240,18 @@ def seed(
             "--from",
             parser=address,
             metavar="HOST:PORT",
-            help="Where the engine takes weights that has them.",
+            help="Control address of the engine that has the weights.",
         ),
     ],
     key_file: KeyFile = None,
-    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="For each engine.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Time limit for each engine, in seconds.")
+    ] = 600.0,
 ) -> None:
-    """Has an engine in shadow mode write the version that it serves to engines that have just started.
+    """Copies the served version of an engine in shadow mode to engines that have just started.
 
-    Both go on serving meanwhile; no trainer is needed. Where this command is ended, so is what it asked for:
-    the engine goes on with what it had. Status 1: some engine does not serve it.
+    Both continue to serve meanwhile, and no trainer is needed. If this command ends early, the copy ends too,
+    and the engine continues with its old weights. Status 1: some engine does not serve the version.
     """
     from kv_connector.weights.links import questions
     from kv_connector.weights.seed import SeedError
@@ -270,11 +279,11 @@ def verify(
     partial: Partial = None,
     json: Json = False,
 ) -> None:
-    """Whether what the engines have taken last is this checkpoint: hashes of each parameter, as it landed.
+    """Compares the weights that the engines took last with this checkpoint, by hashes of each parameter.
 
-    Of an engine that has no copy beside its model (streaming), or has taken none since it was started, it
-    cannot be told. Reads the checkpoint, and takes a core of each worker about a second a GB. Status 1: some
-    parameter differs, is not in the checkpoint, or could not be compared.
+    An engine without a copy beside its model (streaming), or without a push since its start, cannot be
+    compared. The command reads the checkpoint, and uses one core of each worker for about a second a GB.
+    Status 1: some parameter differs, is not in the checkpoint, or could not be compared.
     """
     source = _source(checkpoint)
     from kv_connector.weights.links import questions
@@ -309,7 +318,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
         for key, verb in (("landing", "is landing"), ("landed", "has landed"))
         if said[key]
     ]
-    words += [f"is written to {said['seeding']}"] if said["seeding"] else []
+    words += [f"seeds {said['seeding']}"] if said["seeding"] else []
     words += [f"{said['senders']} senders"] if said["senders"] else []
     words += ["stays paused until a whole version is pushed or seeded to it"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
@@ -317,7 +326,7 @@ def _line(name: str, said: dict[str, Any]) -> str:
 
 
 def _source(checkpoint: Path) -> CheckpointSource:
-    """What it cannot be is said, with status 2."""
+    """Opens the checkpoint. Errors end the command with status 2."""
     try:
         from kv_connector.weights.sources import CheckpointSource, SourceError
     except ImportError as error:
@@ -330,7 +339,7 @@ def _source(checkpoint: Path) -> CheckpointSource:
 
 @contextmanager
 def _within(timeout: float, pusher: WeightPusher) -> Iterator[None]:
-    """Cancels the pusher when the time is over: to write has no limit, nor has to connect to many engines."""
+    """Cancels the pusher after the time limit: neither writes nor connecting to engines has a limit."""
     timer = threading.Timer(timeout, pusher.cancel, [f"not done within {timeout:g} s (--timeout)"])
     timer.start()
     try:
@@ -349,12 +358,12 @@ def _pusher(
     partial: list[str] | None,
     timeout: float | None = None,
 ) -> Iterator[WeightPusher]:
-    """Connected. What it cannot do is said, with status 2. ``timeout``: until it is cancelled."""
+    """Yields a connected pusher. Errors end the command with status 2. ``timeout``: limit for all of it."""
     source = _source(checkpoint)
     from kv_connector.weights.pusher import WeightPusher
     from kv_connector.weights.update import PushError
 
-    cluster_key(key_file)  # said as of every command
+    cluster_key(key_file)  # reports a wrong key like the other commands
     try:
         pusher = WeightPusher(
             source,
@@ -381,5 +390,5 @@ def _pusher(
     except TransferError as error:
         if not done:
             raise
-        # It is the close's. The engines have what was pushed, and this process ends.
+        # The error is from closing. The engines have the pushed weights, and this process ends.
         typer.echo(str(error), err=True)

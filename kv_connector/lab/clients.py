@@ -1,4 +1,4 @@
-"""Clients: they ask one prompt after another, in the background, and note what became of each."""
+"""Clients that send one prompt after another in the background, and record the outcome of each."""
 
 import random
 import threading
@@ -7,26 +7,26 @@ from typing import Self
 
 from kv_connector.lab.completion import CompletionError, complete
 
-# Of a few blocks to a few chunks. Each prompt is asked again and again, and has one right answer.
+# Lengths from a few blocks to a few chunks. Each prompt is sent repeatedly, and has one right answer.
 PROMPT_TOKENS = (40, 150, 333, 500, 700, 900)
 OUTPUT_TOKENS = 24
-# Between two prompts of a client. Without it four of them take both cores of a small machine, where an
-# engine that starts needs them for three minutes.
+# Pause between two prompts of a client. Without it four clients take both cores of a small machine. An engine
+# that starts needs those cores for three minutes.
 PAUSE_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
 
 
 class Clients:
-    """Ask `url` until the `with` block is left, each of them from a thread of its own."""
+    """Clients that send requests to `url` until the `with` block is left, each on its own thread."""
 
     def __init__(self, url: str, count: int = 2) -> None:
         self._url = url
         self._changed = threading.Condition()
         self._leaving = threading.Event()
-        self._expected: dict[int, list[int]] = {}  # by prompt: its first answer
+        self._expected: dict[int, list[int]] = {}  # the first answer by prompt
         self.answered = 0
         self.failures: list[str] = []
-        """The words of each request that got no whole answer, or another one than at first."""
+        """The problem of each request whose answer was incomplete or differed from the first one."""
         self._threads = [threading.Thread(target=self._ask, args=(random.Random(n),)) for n in range(count)]
 
     def __enter__(self) -> Self:
@@ -42,7 +42,7 @@ class Clients:
             thread.join()
 
     def wait_answered(self, more: int, seconds: float = ANSWER_SECONDS) -> None:
-        """Blocks until so many further requests have been answered; TimeoutError where they are not."""
+        """Blocks until ``more`` further requests have been answered. TimeoutError: they were not."""
         with self._changed:
             wanted = self.answered + more
             if not self._changed.wait_for(lambda: self.answered >= wanted, seconds):

@@ -23,20 +23,20 @@ MODEL_NAME = "model"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engines of a cluster have in common, in vLLM's own terms."""
+    """Settings that all engines of a cluster share, in vLLM's own terms."""
 
     max_model_len: int = 4096
     max_batched_tokens: int = 1024
-    """Tokens of one step: a longer prompt is prefilled in chunks of this many."""
+    """Tokens of one step. A longer prompt is prefilled in chunks of this size."""
     max_seqs: int = 16
     block_size: int = 32
-    """Tokens a page; a multiple of 32 on CPUs."""
+    """Tokens per block; a multiple of 32 on CPUs."""
     kv_cache_bytes: int = 256 << 20
     prefix_caching: bool = True
     threads: int = 1
     """OpenMP threads of an engine."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of vLLM's API server, as they are."""
+    """Further arguments of vLLM's API server, passed unchanged."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -67,14 +67,15 @@ class Engine(Served):
 
     @property
     def endpoint(self) -> str:
-        """What the router's --prefill takes: the HTTP address, and the connector's control address."""
+        """Value of the router's --prefill: the HTTP address, and the connector's control address."""
         return self.url if self.control_port is None else f"{self.url}@{self.host}:{self.control_port}"
 
 
 class LocalCluster(ProcessGroup):
-    """Starts engines and routers, and ends them all when its `with` block is left, however it is left.
+    """Starts engines and routers, and ends them all when its `with` block is left in any way.
 
-    Logs go to `directory`, one file a process. Processes start side by side: start all, then `wait_ready`.
+    Logs go to `directory`, one file per process. Processes start side by side: start all, then call
+    `wait_ready`.
     """
 
     def __init__(self, directory: Path, model: Path, settings: EngineSettings | None = None) -> None:
@@ -83,13 +84,13 @@ class LocalCluster(ProcessGroup):
         self.model = model
         self.settings = settings or EngineSettings()
         self.environment: dict[str, str] = {}
-        """Of every process that is started from now on, beside what it needs."""
+        """Additional variables of every process that is started from now on."""
         self.interpreter: tuple[str, ...] = (sys.executable,)
-        """What runs vLLM's modules."""
+        """Command that runs vLLM's modules."""
         self.otlp_traces_endpoint: str | None = None
-        """Where the engines and routers that are started from now on send their spans."""
+        """Target of the spans of engines and routers that are started from now on."""
         self.routers: dict[str, Process] = {}
-        """By URL, those that were started."""
+        """Started routers by URL."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def start_engine(
@@ -109,9 +110,9 @@ class LocalCluster(ProcessGroup):
         """Starts an engine and returns at once.
 
         `role` None is a plain engine without a connector. `extra` goes into kv_connector_extra_config beside
-        control_host and control_port. Ports are picked where none are given (give them to restart an engine
-        at its old addresses). `routers`: addresses at which routers take registrations.
-        `namespace`: a network namespace to run in, and this engine's address there.
+        control_host and control_port. Ports that are not given are picked; give them to restart an engine at
+        its old addresses. `routers`: addresses at which routers take registrations. `namespace`: a network
+        namespace to run in, and this engine's address there.
         """
         host = HOST if namespace is None else namespace[1]
         settings = settings or self.settings
@@ -158,7 +159,7 @@ class LocalCluster(ProcessGroup):
     def restart(self, engine: Engine) -> Engine:
         """Starts an engine again as it was, at its ports and with its log, and returns at once.
 
-        What is left of it is killed first.
+        Remaining processes of the old one are killed first.
         """
         engine.kill()
         again = Engine(
@@ -186,8 +187,8 @@ class LocalCluster(ProcessGroup):
     ) -> str:
         """Starts a router over these engines and returns its URL at once.
 
-        `registration`: the port at which further engines register. `port`: its own, if it is to come back
-        where it was.
+        `registration`: the port at which further engines register. `port`: its HTTP port, to restart a router
+        at its old address.
         """
         port = port or free_ports(1)[0]
         command = [
@@ -216,7 +217,7 @@ class LocalCluster(ProcessGroup):
         return url
 
     def wait_joined(self, router: str, *engines: Engine, seconds: float = 30.0) -> None:
-        """Blocks until the router at this URL sends these engines requests; StartError if it does not."""
+        """Blocks until the router at this URL sends these engines requests. StartError: it does not."""
         deadline = time.monotonic() + seconds
         while True:
             states = engine_states(router)
@@ -228,7 +229,7 @@ class LocalCluster(ProcessGroup):
             time.sleep(POLL_SECONDS)
 
     def _tracing(self) -> list[str]:
-        """vLLM and our router call it alike."""
+        """Returns the tracing options, which vLLM and our router share."""
         endpoint = self.otlp_traces_endpoint
         return [] if endpoint is None else ["--otlp-traces-endpoint", endpoint]
 
@@ -252,21 +253,21 @@ class LocalCluster(ProcessGroup):
 
 
 def engine_states(router: str) -> dict[str, str]:
-    """By URL, the state of each engine that a router knows: "ready", "draining", ..."""
+    """Returns the status of each engine that a router knows ("ready", "draining", ...), by URL."""
     try:
         with urllib.request.urlopen(f"{router}/health", timeout=10) as response:
             sides = json.load(response)
-    except urllib.error.HTTPError as error:  # 503: a side has none that is ready
+    except urllib.error.HTTPError as error:  # 503: a role has no ready engine
         sides = json.load(error)
     return {url: state for side in ("prefill", "decode") for url, state in sides[side].items()}
 
 
 def _environment(settings: EngineSettings) -> dict[str, str]:
     return {
-        # Several engines share the cores: none may pin its threads.
+        # Several engines share the cores, so none may pin its threads.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(settings.threads),
-        # Nothing leaves the machine.
+        # No process accesses the internet.
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -13,12 +13,12 @@ import httpx
 from kv_connector.lab.cluster import MODEL_NAME
 from kv_connector.lab.sse import Events
 
-# An engine of ours answers in a second or two; a machine that does other things too may take longer.
+# Our engines answer in a second or two. A busy machine may take longer.
 ANSWER_SECONDS = 120.0
 
 
 class CompletionError(RuntimeError):
-    """The engine or the router refused the request, or broke off; the message has its words."""
+    """The engine or the router refused the request, or broke off. The message contains its reason."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def complete(
 ) -> Answer:
     """Sends a prompt of token ids and blocks until the answer is complete.
 
-    Greedy, and exactly `max_tokens` tokens come back (the end-of-sequence token is one like any other here),
-    unless `parameters` of the request's body say otherwise. CompletionError where there is no whole answer.
+    The answer is greedy and has exactly `max_tokens` tokens (the end-of-sequence token counts like any
+    other), unless `parameters` of the request's body change that. CompletionError: the answer is incomplete.
     """
     body = {
         "model": MODEL_NAME,
@@ -56,7 +56,7 @@ def complete(
 
 
 def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
-    """As complete(), of a server of SGLang's or its router."""
+    """Sends a prompt like complete(), to an SGLang server or its router."""
     sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
     tokens: list[int] = []
@@ -64,7 +64,7 @@ def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
     with _streaming(url, "/generate", body) as (started, chunks):
         for chunk in chunks:
             first = first or time.perf_counter()
-            tokens = chunk["output_ids"]  # all of them so far
+            tokens = chunk["output_ids"]  # all tokens so far
     return Answer(tokens, first - started)
 
 
@@ -72,7 +72,10 @@ def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
 def _streaming(
     url: str, path: str, body: Mapping[str, Any]
 ) -> Iterator[tuple[float, Iterator[dict[str, Any]]]]:
-    """When the request left, and the chunks of its answer. CompletionError where they break off."""
+    """Yields the time at which the request left, and the chunks of its answer.
+
+    CompletionError: they break off.
+    """
     try:
         with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
             started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""What `kv-connector demo` shows: prompts through P and D beside one engine alone."""
+"""The demonstration of `kv-connector demo`: prompts through P (prefill engine) and D (decode engine), beside
+one engine alone."""
 
 import random
 import statistics
@@ -20,14 +21,15 @@ from kv_connector.lab.model import make_llama
 from kv_connector.lab.served import Served
 
 # 16 layers of 4 KV heads x 64 x 2 x 4 bytes: 32 KiB of KV a token, 64 KiB a page of 32 tokens and one layer.
-# Layers enough that a push layer by layer shows, and a prefill of about a second for the longest prompt.
+# The layers are enough to show a push layer by layer, with a prefill of about a second for the longest
+# prompt.
 LAYERS, KV_HEADS, BLOCK_TOKENS = 16, 4, 32
 CHUNK_TOKENS = 1024
 PROMPT_TOKENS = (7, 100, 500, 1000, 3000)
 PROMPTS_PER_LENGTH = 3
 OUTPUT_TOKENS = 24
 
-# P's counters reach its /metrics with one of its next steps, and there is no event to wait for.
+# P's counters reach its /metrics with one of its next steps, and no event announces that.
 SETTLE_SECONDS = 10.0
 SETTLE_POLL_SECONDS = 0.2
 
@@ -36,25 +38,25 @@ PEERS = "kv_connector_peers"
 
 class Complete(Protocol):
     def __call__(self, url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
-        """Asks for greedy tokens. CompletionError where there is no whole answer."""
+        """Requests greedy tokens. CompletionError: the answer is incomplete."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Engines that are ready, and how to talk to them."""
+    """Ready engines, and the ways to reach them."""
 
     prefill: Served
     alone: str
-    """The URL of one that is P and D in one."""
+    """URL of an engine that computes prefill and decode."""
     router: str
     complete: Complete
     pages: Callable[[int], int]
-    """That P pushes of a prompt of so many tokens."""
+    """Returns the number of pages that P pushes for a prompt of this many tokens."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What P has pushed, as its /metrics tell: since its start, or between two looks."""
+    """Counters of P's pushes from its /metrics: since its start, or between two readings."""
 
     pages: float
     bytes: float
@@ -74,7 +76,10 @@ class Pushed:
 
     @classmethod
     def settled(cls, prefill: Served, before: "Pushed | None" = None) -> "Pushed":
-        """The counters once they stand still and are past `before`; as they are if that takes too long."""
+        """Returns the counters once they stand still and are past `before`.
+
+        Returns them anyway if that takes too long.
+        """
         deadline = time.monotonic() + SETTLE_SECONDS
         last = cls.look(prefill)
         while time.monotonic() < deadline:
@@ -97,7 +102,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Row:
-    """The prompts of one length: medians of their times, sums of what was pushed for them."""
+    """The prompts of one length: medians of their times, and sums of their pushes."""
 
     tokens: int
     alone_seconds: float
@@ -106,7 +111,7 @@ class Row:
     pushed: Pushed
     lane: str
     pages: int
-    """That P was to push."""
+    """Pages that P should push."""
 
 
 def demonstrate(
@@ -115,15 +120,18 @@ def demonstrate(
     start: Callable[[Path, Path], AbstractContextManager[Site]],
     plot: Path | None = None,
 ) -> list[str]:
-    """Runs the demo with its files in `directory`; returns what went wrong. Leaves no process behind.
+    """Runs the demo with its files in `directory`, and returns the problems. Leaves no process behind.
 
-    `start`: makes the site, from a folder for its logs and a model. `plot`: where its times are drawn.
-    StartError where an engine does not start, CompletionError where one refuses a prompt.
+    `start` makes the site, from a folder for its logs and a model. `plot` is the file in which its times are
+    drawn. StartError: an engine does not start. CompletionError: an engine refuses a prompt.
     """
     started = time.monotonic()
     console.print(f"Making a Llama-shaped model with random weights: {LAYERS} layers, 32 KiB of KV a token")
     model = make_llama(directory / "model", layers=LAYERS, heads=KV_HEADS, kv_heads=KV_HEADS)
-    console.print("Starting P, D and one engine alone (float32, one thread each): up to a minute")
+    console.print(
+        "Starting a prefill engine, a decode engine and one engine alone (float32, one thread each): "
+        "up to a minute"
+    )
     with start(directory, model) as site:
         console.print(f"Ready after {time.monotonic() - started:.0f} s; prefill in chunks of {CHUNK_TOKENS}")
         rows: list[Row] = []
@@ -131,7 +139,7 @@ def demonstrate(
             for row in _rows(site):
                 rows.append(row)
                 live.update(_table(rows), refresh=True)
-        console.print()  # the table's last line is still open where there is no terminal
+        console.print()  # ends the table's last line if the output is no terminal
     if plot is not None:
         _plot(plot, rows)
     return [problem for row in rows for problem in _problems(row)]
@@ -163,7 +171,7 @@ def _rows(site: Site) -> Iterator[Row]:
     random_tokens = random.Random(0)
 
     def prompt(tokens: int) -> list[int]:
-        # No two prompts share a prefix, so nothing comes out of a prefix cache.
+        # No two prompts share a prefix, so no prefix cache has a hit.
         return [random_tokens.randrange(256) for _ in range(tokens)]
 
     # Not shown: the first contact between P and D, and everything else that happens once.
@@ -173,7 +181,7 @@ def _rows(site: Site) -> Iterator[Row]:
     before = Pushed.settled(site.prefill)
     for tokens in PROMPT_TOKENS:
         prompts = [prompt(tokens) for _ in range(PROMPTS_PER_LENGTH)]
-        # Turn by turn: whatever else this machine does falls on both alike.
+        # Engines take turns, so that other load on this machine affects both alike.
         pairs = [[site.complete(url, prompt, max_tokens=OUTPUT_TOKENS) for url in urls] for prompt in prompts]
         expected, got = zip(*pairs, strict=True)
         after = Pushed.settled(site.prefill, before)
@@ -196,8 +204,8 @@ def _lane(prefill: Served) -> str:
 
 def _problems(row: Row) -> Iterator[str]:
     if not row.equal:
-        yield f"{row.tokens} tokens: the output through P and D differs from one engine's"
-    # Whatever did not come through the connector D has computed by itself: equal outputs that show nothing.
+        yield f"{row.tokens} tokens: the output of the two engines differs from one engine's"
+    # D has computed itself whatever did not come through the connector. Equal outputs prove nothing then.
     if row.pushed.pages != row.pages:
         went = f"{row.pushed.pages:,.0f} of {row.pages:,} pages"
         yield f"{row.tokens} tokens: {went} went through the connector"
@@ -205,9 +213,9 @@ def _problems(row: Row) -> Iterator[str]:
 
 def _table(rows: list[Row]) -> Table:
     table = Table(
-        title="Time to first token alone and through P and D, and what P pushed",
+        title="Time to first token with one engine and with two (P/D), and pages pushed",
         caption=f"{PROMPTS_PER_LENGTH} prompts of each length, {OUTPUT_TOKENS} greedy tokens each, medians. "
-        "Early: before P's prefill ended.",
+        "Early: before prefill ended.",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

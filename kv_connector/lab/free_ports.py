@@ -4,24 +4,24 @@ import itertools
 import random
 import socket
 
-# Below the kernel's default range for outgoing connections (32768 to 60999): a port we picked cannot be taken
-# by some client's connection before its server binds it.
+# Below the kernel's default range for outgoing connections (32768 to 60999). So no client's connection can
+# take a picked port before its server binds it.
 LOWEST, HIGHEST = 20000, 32000
 
-# An engine's ranks listen behind its port: as many as two of these, and a controller of weights, need.
+# An engine's ranks listen on the ports behind its own. This is enough for two ranks and a controller of
+# weights.
 STEP = 4
 
-# Once for the whole process, as ports are the machine's: one that was given out and that its server has not
-# bound yet is not given out again. In an order of its own: of two processes that do this side by side, each
-# seldom comes upon the other's.
+# One sequence for the whole process, because ports belong to the machine. A port that was given out, and that
+# its server has not bound yet, is not given out again. The order is random, so that two such processes seldom
+# pick the same port.
 _ports = itertools.cycle(random.sample(range(LOWEST, HIGHEST, STEP), (HIGHEST - LOWEST) // STEP))
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nobody listens on, nor on the three behind each. Nothing holds them: use
-    them soon.
+    """Returns `count` different ports that are free together with the three behind each.
 
-    None that this process was given before, until all were.
+    They are not reserved: use them soon. A port is given out again only after all others.
     """
     ports: list[int] = []
     for port in itertools.islice(_ports, (HIGHEST - LOWEST) // STEP):

@@ -1,10 +1,12 @@
 """Small random models that vLLM loads like any other: config.json, weights and a tokenizer, made offline.
 
-vLLM's own `--load-format dummy` will not do: it fills every tensor, norms included, from [-1e-3, 1e-3], so
-attention adds about a ten-thousandth to the residual stream and the next token depends on the last one alone.
-Greedy output would then be equal whatever lies in the KV cache. The weights here are drawn at the scale that
-a trained network has (each matrix keeps its input's variance, attention scores have a spread of several
-units), so that the output depends on tokens all over the prompt, and one wrong page shows.
+vLLM's own `--load-format dummy` does not work here. It fills every tensor, norms included, from [-1e-3,
+1e-3]. So attention adds about a ten-thousandth to the residual stream, and the next token depends on the last
+one alone. Greedy output would then be equal whatever lies in the KV cache.
+
+The weights here are drawn at the scale of a trained network: each matrix keeps its input's variance, and
+attention scores have a spread of several units. So the output depends on tokens all over the prompt, and one
+wrong page shows.
 """
 
 import json
@@ -23,8 +25,8 @@ Weights = dict[str, NDArray[np.float32]]
 VOCABULARY = 320
 BOS, EOS, PAD = 256, 257, 258
 
-# Spread of the attention scores before softmax. 1 would average over the whole context and wash every page
-# out; at 3 the few best-matching tokens carry most of the weight, wherever they stand.
+# Spread of the attention scores before softmax. 1 would average over the whole context, and no page would
+# matter. At 3 the few best-matching tokens carry most of the weight, wherever they stand.
 SCORE_SPREAD = 3.0
 
 
@@ -40,10 +42,9 @@ def make_llama(
     max_positions: int = 8192,
     seed: int = 0,
 ) -> Path:
-    """Writes a Llama-shaped model (one KV-cache group) into `directory` and returns it.
+    """Writes a Llama-shaped model (one KV cache group) into `directory` and returns it.
 
-    The KV cache takes layers * 2 * kv_heads * head_dim values a token. The same arguments give the same
-    bytes.
+    The KV cache takes layers * 2 * kv_heads * head_dim values a token. Equal arguments give equal bytes.
     """
     shape = _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
     return _make_llama_like(
@@ -67,9 +68,8 @@ def make_gemma3(
 ) -> Path:
     """Writes a Gemma3-shaped model into `directory` and returns it.
 
-    Every `full_attention_every`-th layer sees the whole context, the others a sliding window of
-    `sliding_window` tokens: with the defaults vLLM makes three KV-cache groups of it, two of them with a
-    window.
+    Every `full_attention_every`-th layer sees the whole context. The others see a sliding window of
+    `sliding_window` tokens. With the defaults vLLM makes three KV cache groups, two of them with a window.
     """
     kinds = [
         "full_attention" if (layer + 1) % full_attention_every == 0 else "sliding_attention"
@@ -91,7 +91,7 @@ def make_gemma3(
     config |= _shape(layers, hidden, heads, kv_heads, head_dim, intermediate, max_positions)
     rng = np.random.default_rng(seed)
     # Gemma multiplies the embeddings by sqrt(hidden) and uses them as the output matrix too. At unit variance
-    # the residual stream would answer with the token it started from; at an eighth the layers decide.
+    # the residual stream would answer with the token it started from. At an eighth the layers decide.
     embeddings = _normal(rng, VOCABULARY, hidden, scale=hidden**-0.5 / 8)
     weights: Weights = {"model.embed_tokens.weight": embeddings}
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
@@ -101,7 +101,7 @@ def make_gemma3(
         for norm in norms:
             # Gemma's norms multiply by 1 + weight.
             weights[f"{prefix}.{norm}_layernorm.weight"] = np.zeros(hidden, dtype=np.float32)
-        # Queries and keys are normalised to unit variance, so their spread can only come from here.
+        # Queries and keys are normalised to unit variance, so only these weights can spread them.
         for norm in ("q_norm", "k_norm"):
             weights[f"{prefix}.self_attn.{norm}.weight"] = np.full(
                 head_dim, SCORE_SPREAD**0.5 - 1, dtype=np.float32
@@ -146,7 +146,8 @@ def _make_llama_like(
     feed_forward: Callable[[np.random.Generator, str], Weights],
     seed: int,
 ) -> Path:
-    """Llama's attention, norms and output around the `feed_forward` that is drawn for each layer's prefix."""
+    """Writes Llama's attention, norms and output around `feed_forward`, which draws the weights of each
+    layer's prefix."""
     config: dict[str, Any] = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
@@ -202,7 +203,7 @@ def _normal(rng: np.random.Generator, rows: int, columns: int, *, scale: float) 
 def _attention(
     rng: np.random.Generator, prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int
 ) -> Weights:
-    # A query times a key, over sqrt(head_dim), has the product of their spreads.
+    # The product of a query and a key, divided by sqrt(head_dim), has the product of their spreads.
     qk = (SCORE_SPREAD / hidden) ** 0.5
     return {
         f"{prefix}.self_attn.q_proj.weight": _normal(rng, heads * head_dim, hidden, scale=qk),
@@ -245,7 +246,7 @@ def _write(directory: Path, config: dict[str, Any], weights: Weights) -> Path:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer without merges: a prompt of n ASCII characters is n tokens."""
+    """Writes a byte-level tokenizer without merges: a prompt of n ASCII characters is n tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token for token, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

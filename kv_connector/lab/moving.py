@@ -1,4 +1,4 @@
-"""`kv-connector drain --move` from within a process: how many streams move, and how long that takes."""
+"""`kv-connector drain --move` from within a process: the number of moved streams, and the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from kv_connector.control.membership import Drain, Draining, MembershipSockets
 from kv_connector.protocol.actions import Address
 
-# Between two questions: the router's word is as old as this, and to answer costs it some microseconds.
+# Interval of the queries: the router's answer is as old as this. An answer costs the router some
+# microseconds.
 _ASK_SECONDS = 0.02
 
 
@@ -18,14 +19,15 @@ class Moved:
     staying: int
     """Requests that will not move."""
     seconds: float
-    """Until nothing more was to move."""
+    """Seconds until no more requests were to move."""
 
 
 def move_away(registration: Address, url: str, seconds: float) -> Moved:
-    """Drains the engine at ``url``, and waits until nothing more of what it has will move. BLOCKS.
+    """Drains the engine at ``url``, and waits until none of its streams is left to move. BLOCKS.
 
-    ``registration``: where its router takes them. TimeoutError if that takes longer than ``seconds``;
-    ValueError if the router knows no such engine."""
+    ``registration``: the address at which its router takes registrations. TimeoutError: it takes longer than
+    ``seconds``. ValueError: the router does not know the engine.
+    """
     began, sockets = time.monotonic(), MembershipSockets(None)
     try:
         link = sockets.dial(registration)
@@ -43,4 +45,4 @@ def move_away(registration: Address, url: str, seconds: float) -> Moved:
             time.sleep(_ASK_SECONDS)
     finally:
         sockets.close()
-    raise TimeoutError(f"{url} still has streams that are to move after {elapsed:.1f} s")
+    raise TimeoutError(f"{url} still has streams to move after {elapsed:.1f} s")

@@ -1,6 +1,7 @@
-"""Pictures of what was measured, as SVG. With the extra `plot`, that is matplotlib.
+"""Pictures of measurements, as SVG. They need matplotlib, which the extra `plot` installs.
 
-Grey text and colours of middling brightness on nothing: to be read on a bright page and on a dark one.
+Text is grey and colours are of middling brightness on a transparent background: readable on bright and dark
+pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 GREY = "#737b85"  # contrast 4.3 to white, 4.4 to GitHub's black
 COLOURS = ("#2f81d0", "#d9622b", "#2b9a5b", "#9a6ad6", "#b07d12", "#c2528b", "#1e8f99")
+
+_ONE_MOMENT_MS = 0.02  # an agent notes layers that are computed already within 1 to 2 us of each other
 
 _STYLE = {
     "font.family": "sans-serif",
@@ -35,22 +38,22 @@ _STYLE = {
     "ytick.color": GREY,
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text: smaller, and found by a search
-    "svg.hashsalt": "kv-connector",  # the same data, the same file
+    "svg.hashsalt": "kv-connector",  # the same data give the same file
 }
 
 
 class PlotError(RuntimeError):
-    """No picture can be made; the message says what to install or name."""
+    """No picture can be made. The message says what to install or name."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One row of a table: a value for each column, None where there is none."""
+    """One row of a table: a value for each column, or None."""
 
     name: str
     values: Sequence[float | None]
     spread: Sequence[float] | None = None
-    """Beside bars: how far the value beyond which one in ten lies is above."""
+    """Distance of the 90th percentile above the value, for bars."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +65,38 @@ class Panel:
     series: Sequence[Series]
     unit: str
     columns_are: str = ""
+    at: Sequence[float] | None = None
+    """Place of each column on a logarithmic axis. None: the columns are neighbours."""
 
 
 def check(file: Path) -> None:
-    """Raises PlotError where no picture can be written to ``file``: before anything is measured for it."""
+    """Raises PlotError if no picture can be written to ``file``. Call it before the measurement."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise PlotError(f"{error}; install it: pip install 'kv-connector[plot]'") from None
     if file.suffix != ".svg":
-        raise PlotError(f"{file}: pictures are SVG, name a file that ends in .svg")
+        raise PlotError(f"{file}: pictures are SVG. Give a file name that ends in .svg")
     if not file.absolute().parent.is_dir():
-        raise PlotError(f"{file}: there is no such directory")
+        raise PlotError(f"{file}: its directory does not exist")
 
 
 def lines(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
-    """A line for each series over its columns."""
+    """Draws a line for each series over its columns."""
     with _figure(file, len(panels), caption) as (_, axes):
         for one, panel in zip(axes, panels, strict=True):
             for colour, series in zip(_colours(panel), panel.series, strict=False):
-                one.plot(panel.columns, _gaps(series.values), marker="o", color=colour, label=series.name)
+                places = panel.columns if panel.at is None else panel.at
+                one.plot(places, _gaps(series.values), marker="o", color=colour, label=series.name)
+            if panel.at is not None:
+                one.set_xscale("log", base=2)
+                one.set_xticks(panel.at, panel.columns, rotation=30)
+                one.minorticks_off()
             _label(one, panel)
 
 
 def bars(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
-    """Bars beside each other in each column."""
+    """Draws bars beside each other in each column."""
     with _figure(file, len(panels), caption) as (_, axes):
         for one, panel in zip(axes, panels, strict=True):
             width = 0.8 / len(panel.series)
@@ -107,8 +117,11 @@ def bars(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
 
 
 def timeline(file: Path, trace: Mapping[str, Any], caption: str = "") -> None:
-    """One transfer of a trace of `kv-connector trace`: when each layer was being computed at prefill and had
-    landed at decode, and how many of the pages were there."""
+    """Draws one transfer of a trace of `kv-connector trace`.
+
+    It shows when each layer was computed at prefill and had landed at decode, and how many of the pages had
+    arrived.
+    """
     drawn = _Drawn.of(trace)
     with _figure(file, 1, caption, size=(8.6, 5.0)) as (figure, (rows,)):
         for number, (begin, end) in enumerate(drawn.steps):
@@ -159,13 +172,13 @@ class _Drawn:
     """One transfer, in milliseconds since prefill's first step."""
 
     names: Sequence[str]
-    """Of the layers, in the order in which they are computed: their places are the rows."""
+    """Names of the layers, in the order in which they are computed. A layer's place is its row."""
     computing: Sequence[_Bar]
     landed: Sequence[tuple[float, int]]
-    """When, and the row."""
+    """Time and row of each landed layer."""
     steps: Sequence[tuple[float, float]]
     counts: Sequence[tuple[float, float]]
-    """When, and what percentage of the pages was at decode."""
+    """Time, and percentage of the pages that were at decode."""
 
     @classmethod
     def of(cls, trace: Mapping[str, Any]) -> _Drawn:
@@ -177,7 +190,9 @@ class _Drawn:
         }
         steps = [event for event in events if event["name"] == "step"]
         if not steps:
-            raise PlotError("the trace has no step of a prefill engine: ask its engine too")
+            raise PlotError(
+                "the trace has no step of a prefill engine. Add the prefill engine to the traced engines"
+            )
         begin = steps[0]["ts"]
 
         def ms(microseconds: float) -> float:
@@ -190,12 +205,14 @@ class _Drawn:
         spans = [(ms(step["ts"]), ms(step["ts"] + step["dur"])) for step in steps]
         computed = named("computed")
         names = list(dict.fromkeys(layer for _, layer in computed))
-        bars, last = list[_Bar](), 0.0
+        bars, last, group = list[_Bar](), 0.0, 0.0
         for when, layer in computed:
-            # A layer begins where the one before it ends, or its step does.
+            # A layer begins where the layer before it ends, or where its step begins. Layers that were
+            # noted at one moment (the agent holds off while a step is launched) share the time before it.
+            if when > group + _ONE_MOMENT_MS:
+                last, group = group, when
             start = max([last, *(first for first, _ in spans if first <= when)])
             bars.append(_Bar(names.index(layer), start, when))
-            last = when
         counts = [(ms(event["ts"]), event["args"]["pages"]) for event in events if event["ph"] == "C"]
         most = max((pages for _, pages in counts), default=1)
         return cls(
@@ -211,7 +228,7 @@ class _Drawn:
 def _figure(
     file: Path, panels: int, caption: str, size: tuple[float, float] | None = None
 ) -> Iterator[tuple[Figure, Sequence[Axes]]]:
-    """A figure of panels beside each other, which is written at the block's end."""
+    """Yields a figure of panels beside each other, and writes it at the end of the block."""
     check(file)
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG

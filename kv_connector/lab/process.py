@@ -13,16 +13,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# An engine shuts its connector and its workers down in a second or two; what is left after this is killed.
+# An engine shuts its connector and its workers down in a second or two. Processes left after this are killed.
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 # Nine processes import torch while three engines start: 60 s on two idle cores. The rest is for a busy
 # machine.
 START_SECONDS = 300.0
-# SGLang generates a token for each question, and looks a second later whether it is there.
+# For each health check SGLang generates a token, and a second later checks whether it has arrived.
 ANSWER_SECONDS = 5.0
 
-# Run behind setpriv: a parent that died before setpriv had asked for the signal would never cause one.
+# Runs behind setpriv. If the parent died before setpriv requested the signal, the signal would never come.
 UNLESS_ORPHANED = '[ "$PPID" = "$0" ] && exec "$@"'
 
 
@@ -31,11 +31,10 @@ class StartError(RuntimeError):
 
 
 class Process:
-    """A child in a process group of its own, so that its children end with it.
+    """A child that leads its own process group, so that its children end with it.
 
-    The group also ends (by SIGTERM to its leader) when this process dies without a word.
-    Not safe to share between threads; start it from the main thread (the kernel ties that last promise to the
-    thread that started the child).
+    The group also ends (by SIGTERM to its leader) when this process dies. Not safe to share between threads.
+    Start it from the main thread: the kernel ties that SIGTERM to the thread that started the child.
     """
 
     def __init__(
@@ -62,28 +61,29 @@ class Process:
         return self._child.pid
 
     def running(self) -> bool:
-        """Whether the leader still runs."""
+        """Returns whether the leader still runs."""
         return self._child.poll() is None
 
     def wait(self, seconds: float) -> int | None:
-        """The leader's exit status. None: it still runs after so many seconds. BLOCKS."""
+        """Returns the leader's exit status. None: it still runs after ``seconds``. BLOCKS."""
         try:
             return self._child.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def members(self) -> list[int]:
-        """Process ids of the group that still run (a zombie does not)."""
+        """Returns the process ids of the group that still run (a zombie does not)."""
         self._child.poll()
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
-                # After the command's name, which may hold anything: state, parent, process group.
+                # The fields after the command's name, which may contain any character: state, parent, process
+                # group.
                 state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
             except (OSError, ValueError):
-                continue  # it ended while we were looking
+                continue  # it ended meanwhile
             if int(group) == self.pid and state != "Z":
                 found.append(int(entry.name))
         return found
@@ -94,7 +94,7 @@ class Process:
             os.killpg(self.pid, number)
 
     def terminate(self) -> None:
-        """Asks the leader to end; returns at once."""
+        """Requests the leader's end. Returns at once."""
         if self.running():
             self._child.terminate()
 
@@ -110,7 +110,7 @@ class Process:
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
     def healthy(self, url: str) -> bool:
-        """Whether `url` answers 200; StartError if it does not and the process has ended."""
+        """Returns whether `url` answers 200. StartError: it does not, and the process has ended."""
         if answers(url):
             return True
         if not self.running():
@@ -122,8 +122,10 @@ class Process:
 
 
 def wait_healthy(urls: Mapping[Process, str], *, deadline: float) -> None:
-    """Blocks until each process's URL answers 200; StartError as soon as one of them ends, or once `deadline`
-    passes."""
+    """Blocks until each process's URL answers 200.
+
+    StartError: one of them ended, or `deadline` has passed.
+    """
     waiting = dict(urls)
     while waiting := {process: url for process, url in waiting.items() if not process.healthy(url)}:
         if time.monotonic() > deadline:
@@ -136,17 +138,23 @@ def wait_healthy(urls: Mapping[Process, str], *, deadline: float) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether `url` answers 200 in time. A router without prefill engines is `degraded`: it is not ready."""
+    """Returns whether `url` answers 200 in time.
+
+    A router without prefill engines is `degraded`, which is not ready.
+    """
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
             return response.status == 200 and b'"status":"degraded"' not in response.read()
     except (urllib.error.URLError, OSError, http.client.HTTPException):
-        # An answer that is no HTTP is another program's, which has taken the port.
+        # An answer that is not HTTP comes from another program that has taken the port.
         return False
 
 
 def stop(processes: Iterable[Process]) -> None:
-    """Ends all of them, politely and together first. Leaves none running, even if interrupted meanwhile."""
+    """Ends all of them, first with SIGTERM to all at once.
+
+    Leaves none running, even if interrupted meanwhile.
+    """
     processes = list(processes)
     try:
         for process in processes:
@@ -160,8 +168,10 @@ def stop(processes: Iterable[Process]) -> None:
 
 
 class ProcessGroup:
-    """Processes that start side by side (start all, then `wait_ready`) and end together, when its `with`
-    block is left, however it is left."""
+    """Processes that start side by side (start all, then call `wait_ready`) and end together.
+
+    They end when the `with` block is left in any way.
+    """
 
     def __init__(self) -> None:
         self._processes: list[Process] = []
@@ -180,9 +190,9 @@ class ProcessGroup:
         stop(self._processes)
 
     def wait_ready(self, *processes: Process, seconds: float = START_SECONDS) -> None:
-        """Blocks until these processes (default: all that were started) are healthy.
+        """Blocks until these processes (default: all started ones) are healthy.
 
-        StartError as soon as one of them has ended, or names one that is not healthy in time.
+        StartError: one of them ended, or one is not healthy in time.
         """
         waiting = {
             process: url for process, url in self._health.items() if not processes or process in processes
@@ -192,7 +202,7 @@ class ProcessGroup:
             del self._health[process]
 
     def stop(self, process: Process) -> None:
-        """Ends one of the processes, politely first."""
+        """Ends one of the processes, first with SIGTERM."""
         stop([process])
 
     def _adopt(self, process: Process, health: str) -> None:

@@ -1,4 +1,4 @@
-"""A child process that answers over HTTP, and what its /metrics say."""
+"""A child process that answers over HTTP, and its metrics."""
 
 import urllib.request
 from abc import abstractmethod
@@ -16,11 +16,11 @@ class Served(Process):
     def url(self) -> str: ...
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over all its label values, 0 where it is not there (yet)."""
+        """Returns the sum of a metric over all its label values; 0 if /metrics does not have it (yet)."""
         return sum(value for _, value in self.samples(name))
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """(labels, value) of each sample of `name`, spelled as in /metrics (counters end in _total)."""
+        """Returns (labels, value) of each sample of `name`, as /metrics spells it (counters: _total)."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             text = response.read().decode()
         return [

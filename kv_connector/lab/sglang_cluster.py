@@ -17,17 +17,17 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a cluster's servers have in common, in SGLang's own terms."""
+    """Settings that all servers of a cluster share, in SGLang's own terms."""
 
     page_size: int = 1
     max_total_tokens: int = 8192
     max_running_requests: int = 16
     chunked_prefill_size: int = 4096
-    """Tokens of one step: a longer prompt is prefilled in chunks of this many."""
+    """Tokens of one step. A longer prompt is prefilled in chunks of this size."""
     context_length: int = 4096
     backend: str = "write_imm"
     arguments: tuple[str, ...] = ()
-    """Further arguments of SGLang's server, as they are."""
+    """Further arguments of SGLang's server, passed unchanged."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -49,7 +49,7 @@ class Server(Served):
         self.environment = dict(environment)
         self.port = port
         self.bootstrap_port = bootstrap_port
-        """Of a prefill server."""
+        """Port of a prefill server's bootstrap service."""
 
     @property
     def url(self) -> str:
@@ -57,7 +57,7 @@ class Server(Served):
 
 
 class SglangCluster(ProcessGroup):
-    """Starts servers and routers. Logs go to `directory`, one file a process."""
+    """Starts servers and routers. Logs go to `directory`, one file per process."""
 
     def __init__(self, directory: Path, model: Path, settings: ServerSettings | None = None) -> None:
         super().__init__()
@@ -74,8 +74,11 @@ class SglangCluster(ProcessGroup):
         ranks: int = 1,
         settings: ServerSettings | None = None,
     ) -> Server:
-        """Starts a server and returns at once. `role` None: one that prefills and decodes by itself. `ranks`:
-        of tensor parallelism."""
+        """Starts a server and returns at once.
+
+        `role` None: a server that prefills and decodes by itself. `ranks`: the number of tensor-parallel
+        ranks.
+        """
         settings = settings or self.settings
         words = {
             "device": "cpu",
@@ -83,7 +86,7 @@ class SglangCluster(ProcessGroup):
             "dtype": "float32",
             "tp-size": ranks,
         }
-        # The second of SGLang's loops needs CUDA's events on a prefill server.
+        # SGLang's overlapping loop needs CUDA's events on a prefill server.
         flags = ("--disable-overlap-schedule", *settings.arguments)
         environment = {**_environment(ranks), **settings.environment}
         return self._launch(name, role, settings, words, flags, environment)
@@ -97,8 +100,10 @@ class SglangCluster(ProcessGroup):
         flags: tuple[str, ...],
         environment: Mapping[str, str],
     ) -> Server:
-        """With what servers of every device have in common; `words` are arguments with a value, without their
-        dashes."""
+        """Starts a server with the arguments that servers of every device share.
+
+        `words` are further arguments with a value, without their dashes.
+        """
         port, bootstrap = free_ports(2)
         arguments: dict[str, object] = {
             "model-path": self.model,
@@ -127,7 +132,7 @@ class SglangCluster(ProcessGroup):
     def restart(self, server: Server) -> Server:
         """Starts a server again as it was, at its ports and with its log, and returns at once.
 
-        What is left of it is killed first.
+        Remaining processes of the old one are killed first.
         """
         server.kill()
         return self._start(
@@ -137,8 +142,10 @@ class SglangCluster(ProcessGroup):
     def start_router(
         self, name: str, *, prefill: Iterable[Server], decode: Iterable[Server], mini: bool = False
     ) -> str:
-        """Starts SGLang's router over these servers and returns its URL at once. `mini`: the small one in
-        Python."""
+        """Starts SGLang's router over these servers and returns its URL at once.
+
+        `mini`: the small router in Python.
+        """
         (port,) = free_ports(1)
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
         command += ["--host", HOST, "--port", str(port)]
@@ -181,10 +188,10 @@ def _environment(ranks: int) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": HOST,
         "OMP_NUM_THREADS": "1",
-        # Nothing leaves the machine.
+        # No process accesses the internet.
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
     }
-    if ranks > 1:  # else it looks for as many NUMA nodes
+    if ranks > 1:  # otherwise SGLang looks for as many NUMA nodes
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(ranks))
     return variables

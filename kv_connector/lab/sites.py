@@ -1,4 +1,4 @@
-"""What the demo runs on: engines of vLLM's, or servers of SGLang's, on this machine's CPUs."""
+"""The engines of the demo: vLLM engines, or SGLang servers, on this machine's CPUs."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ LONGEST = max(PROMPT_TOKENS) + OUTPUT_TOKENS
 
 @contextlib.contextmanager
 def vllm_site(directory: Path, model: Path, provider: str | None) -> Iterator[Site]:
-    """StartError where an engine does not start."""
+    """Yields ready vLLM engines. StartError: an engine does not start."""
     settings = EngineSettings(max_model_len=LONGEST, max_batched_tokens=CHUNK_TOKENS, block_size=BLOCK_TOKENS)
     extra = {"providers": [provider]} if provider else {}
     with LocalCluster(directory, model, settings) as cluster:
@@ -38,7 +38,7 @@ def vllm_site(directory: Path, model: Path, provider: str | None) -> Iterator[Si
 
 @contextlib.contextmanager
 def sglang_site(directory: Path, model: Path, provider: str | None) -> Iterator[Site]:
-    """StartError where a server does not start."""
+    """Yields ready SGLang servers. StartError: a server does not start."""
     environment = {} if provider is None else {SETTINGS_VARIABLE: json.dumps({"providers": [provider]})}
     settings = ServerSettings(
         page_size=BLOCK_TOKENS,
@@ -53,7 +53,7 @@ def sglang_site(directory: Path, model: Path, provider: str | None) -> Iterator[
         cluster.wait_ready()
         router = cluster.start_router("router", prefill=[prefill], decode=[decode], mini=True)
         cluster.wait_ready()
-        # K and V lie apart, and each prompt has a row of metadata.
+        # K and V are separate, and each prompt has a row of metadata.
         yield Site(
             prefill, alone.url, router, generate, lambda tokens: 2 * LAYERS * -(-tokens // BLOCK_TOKENS) + 1
         )

@@ -1,4 +1,5 @@
-// Results of the engine's calls in a benchmark: a failure is an exception, and so is one that does not come.
+// The results of the transfer engine's calls in a benchmark. A failed call throws an exception, and so does an event
+// that does not arrive.
 #pragma once
 
 #include <chrono>
@@ -9,7 +10,7 @@
 
 namespace kvc::bench {
 
-// What is waited for takes milliseconds at most: after this long something is broken.
+// Awaited events take milliseconds at most. After this long something is broken.
 inline constexpr auto kPatience = std::chrono::seconds(30);
 
 template <typename T>

@@ -1,6 +1,7 @@
-// One side of a measurement between two engines, in one process each: an engine, its buffer, and one peer.
+// One side of a measurement between two engines, each in its own process: a transfer engine, its buffer, and one peer.
 //
-// Failures are exceptions (std::runtime_error with the engine's words): this is a benchmark, not the engine.
+// Failures are exceptions (std::runtime_error with the transfer engine's message): this is a benchmark, not the
+// transfer engine.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +14,11 @@
 
 namespace kvc::bench {
 
-// The buffer's owner is the caller. One thread at a time may call an EngineEnd's methods, but for one.
+// The caller owns the buffer. One thread at a time may call an EngineEnd's methods, except register_once().
 class EngineEnd {
  public:
-  // Opens an engine with these domains and registers the `buffer`. `memfd`: what backs it, or -1.
+  // Opens a transfer engine with these domains and registers the `buffer`. `memfd` is the descriptor behind the buffer,
+  // or -1.
   EngineEnd(std::vector<DomainConfig> domains, uint32_t spin_us, std::byte* buffer, uint64_t buffer_bytes, int memfd);
 
   // The three steps of a link, see TransferEngine. `descriptor` and `import_region` follow in both directions.
@@ -26,12 +28,13 @@ class EngineEnd {
   Bytes descriptor();
   void import_region(std::span<const std::byte> descriptor);
 
-  // How long each of `iterations` single writes of `bytes` took in seconds, one after the other: from the call until
-  // the thread that sleeps in wait_transfer() knows that it is in place. Counted on one of the peer's `immediates`.
+  // Returns the duration of each of `iterations` single writes of `bytes`, one after the other, in seconds. It is
+  // measured from the call until a thread that sleeps in wait_transfer() has learned that the write is in place. Each
+  // write counts on one of the peer's `immediates`.
   std::vector<double> singles(uint64_t bytes, uint32_t iterations, uint32_t immediate);
 
-  // Registers [memory, memory + bytes) and deregisters it again. Any thread, beside what else is called: it is what other
-  // measurements are disturbed by.
+  // Registers [memory, memory + bytes) and deregisters it again. Any thread may call it beside other calls: it is the
+  // disturbance in some measurements.
   void register_once(std::byte* memory, uint64_t bytes);
 
  protected:

@@ -22,8 +22,8 @@ double half_since(Clock::time_point start) {
 
 }  // namespace
 
-// Where callbacks on the worker report to the thread that waits. Shared with the callbacks, which may outlive a
-// run that failed.
+// The object by which callbacks on the transfer thread report to the waiting thread. It is shared with the callbacks,
+// which may outlive a failed run.
 class EnginePingPong::Completion {
  public:
   void signal() noexcept { semaphore_.release(); }
@@ -34,12 +34,12 @@ class EnginePingPong::Completion {
     }
     signal();
   }
-  // Blocks until one signal; throws what fail() was told.
+  // Blocks until one signal. Throws the error that was passed to fail().
   void wait() {
     const bool signalled = semaphore_.try_acquire_for(kPatience);
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) throw std::runtime_error(error_);
-    if (!signalled) throw std::runtime_error("ping-pong: no answer in 10 s");
+    if (!signalled) throw std::runtime_error("ping-pong: no answer in 30 s");
   }
 
  private:
@@ -80,8 +80,9 @@ std::vector<double> EnginePingPong::ping(Face face, const std::vector<uint32_t>&
                                          uint32_t pause_us) {
   const auto completion = std::make_shared<Completion>();
   const size_t n = peer_immediates.size();
-  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare as many iterations");
-  // Shared with the callbacks. `start` is handed back and forth with each message, never touched by two at once.
+  if (n != counters_.size())
+    throw std::runtime_error("ping-pong: both sides must prepare the same number of iterations");
+  // Shared with the callbacks. Each message hands `start` over, so that no two threads use it at once.
   struct Run {
     std::vector<double> halves;
     Clock::time_point start;
@@ -130,7 +131,8 @@ std::vector<double> EnginePingPong::ping(Face face, const std::vector<uint32_t>&
 void EnginePingPong::pong(Face face, const std::vector<uint32_t>& peer_immediates, uint64_t bytes) {
   const auto completion = std::make_shared<Completion>();
   const size_t n = peer_immediates.size();
-  if (n != counters_.size()) throw std::runtime_error("ping-pong: both sides must prepare as many iterations");
+  if (n != counters_.size())
+    throw std::runtime_error("ping-pong: both sides must prepare the same number of iterations");
   const auto answer = [=, this](size_t i) { write(peer_immediates[i], bytes, completion, true); };
   for (size_t i = 0; i < n; ++i) {
     EventCallback asked;
@@ -143,7 +145,7 @@ void EnginePingPong::pong(Face face, const std::vector<uint32_t>& peer_immediate
       answer(i);
     }
   }
-  // The caller may end this process now: the last answer must have left it.
+  // The caller may end this process now. The last answer must have left it before.
   for (size_t i = 0; i < n; ++i) completion->wait();
 }
 

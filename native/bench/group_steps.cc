@@ -32,7 +32,7 @@ GroupSteps::GroupSteps(const std::vector<DomainConfig>& domains, const std::vect
   for (uint32_t i = 0; i < peers; ++i) {
     Member& member = members_[i];
     member.memory.resize(slice_bytes);
-    // Members sleep as soon as they can: it is the initiator's worker that is measured.
+    // Members sleep as soon as they can, because only the initiator's transfer thread is measured.
     member.engine = open("member " + std::to_string(i), peer_domains, 0, open_domain);
     Handshake offer = checked(engine_->offer("member " + std::to_string(i)));
     Handshake answer = checked(member.engine->accept("initiator", offer.bytes));
@@ -97,7 +97,7 @@ Steps GroupSteps::measure(uint32_t iterations, Submit submit) {
     const int64_t done = PostClock::now();
     if (event.error) throw std::runtime_error(event.error->to_string());
     steps.submit.push_back(static_cast<double>(enqueued - start));
-    // Below zero where the worker posts while the call has not returned yet.
+    // This is negative if the transfer thread posts before the call has returned.
     steps.first.push_back(static_cast<double>(clock_.first() - enqueued));
     steps.last.push_back(static_cast<double>(clock_.last() - clock_.first()));
     steps.done.push_back(static_cast<double>(done - start));
@@ -105,8 +105,8 @@ Steps GroupSteps::measure(uint32_t iterations, Submit submit) {
   return steps;
 }
 
-// A counter set that is complete when its target is set travels to the worker as a command, and its callback runs where
-// the command is taken: nothing but the queue is in between.
+// Measures the command queue alone. A counter set that is complete when its target is set travels to the transfer
+// thread as a command. Its callback runs where the command is taken.
 double GroupSteps::dequeue() {
   struct Taken {
     std::binary_semaphore done{0};
@@ -119,7 +119,8 @@ double GroupSteps::dequeue() {
     taken->done.release();
   }));
   const int64_t enqueued = PostClock::now();
-  if (!taken->done.try_acquire_for(kPatience)) throw std::runtime_error("the worker does not take its commands");
+  if (!taken->done.try_acquire_for(kPatience))
+    throw std::runtime_error("the transfer thread does not take its commands");
   checked(engine_->release_counters(set.id));
   return static_cast<double>(taken->at - enqueued);
 }

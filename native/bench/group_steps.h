@@ -1,7 +1,7 @@
-// Where the time of a scatter and of a barrier goes: the steps of the paper's Tables 8 and 9.
+// The time of each step of a scatter and of a barrier: the steps of the paper's Tables 8 and 9.
 //
-// One engine writes to `peers` engines, all of one process, each with a domain and a worker of its own. A step's time
-// is taken where it happens, on the thread that it happens on; nothing of it needs Python.
+// One engine writes to `peers` engines in the same process, each with its own domain and transfer thread. The time of a
+// step is taken on the thread on which the step happens. None of it needs Python.
 #pragma once
 
 #include <cstdint>
@@ -14,39 +14,40 @@
 
 namespace kvc::bench {
 
-// Nanoseconds, one entry an iteration.
+// Nanoseconds, one entry per iteration.
 struct Steps {
-  std::vector<double> submit;   // the application's call, from its beginning until it returns: it is enqueued then
-  std::vector<double> dequeue;  // from there until the worker takes it (measured with a command of its own)
-  std::vector<double> first;    // from enqueued until the domain is given the first write: dequeue included
+  std::vector<double> submit;   // the application's call until it returns; the command is enqueued then
+  std::vector<double> dequeue;  // from enqueued until the transfer thread takes it (measured with a separate command)
+  std::vector<double> first;    // from enqueued until the domain receives the first write; includes `dequeue`
   std::vector<double> last;     // from the first write given to the domain until it has taken the last one
-  std::vector<double> done;     // from the beginning of the call until its final event is in the application's hands
+  std::vector<double> done;     // from the start of the call until the application has its final event
 };
 
-// Failures are exceptions (std::runtime_error with the engine's words). One thread at a time may call its methods.
+// Failures are exceptions (std::runtime_error with the transfer engine's message). One thread at a time may call its
+// methods.
 class GroupSteps {
  public:
-  // Opens an engine with `domains` and `peers` engines with `peer_domains` each, and connects them. `slice_bytes`: what
-  // a scatter writes to each peer. `timed`: posts are timed; without it Steps::first and last mean nothing, and posting
-  // takes what it takes without a clock.
+  // Opens a transfer engine with `domains` and `peers` engines with `peer_domains` each, and connects them.
+  // `slice_bytes` is what a scatter writes to each peer. If `timed` is false, posts are not timed: they then take no
+  // time for the clock, and Steps::first and last are meaningless.
   GroupSteps(const std::vector<DomainConfig>& domains, const std::vector<DomainConfig>& peer_domains, uint32_t spin_us,
              uint32_t peers, uint64_t slice_bytes, bool timed = true);
 
-  // Blocks until all iterations have ended.
+  // Both block until all iterations have ended.
   Steps scatter(uint32_t iterations);
   Steps barrier(uint32_t iterations);
-  // The same, prepared once: what is measured is its submission.
+  // As scatter() and barrier(), prepared once: only the submission is measured.
   Steps prepared_scatter(uint32_t iterations);
   Steps prepared_barrier(uint32_t iterations);
 
-  // What the initiator's domains call themselves.
+  // Returns the descriptions of the initiator's domains.
   std::vector<std::string> domains() const;
 
  private:
   struct Member {
     std::vector<std::byte> memory;
     std::unique_ptr<TransferEngine> engine;
-    RemoteRegionId region = 0;  // as the initiator knows it
+    RemoteRegionId region = 0;  // the initiator's id of it
     uint32_t immediate = 0;
   };
 

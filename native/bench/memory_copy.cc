@@ -24,7 +24,7 @@ void write_pages_to_process(pid_t pid, const PageList& target, const PageList& s
       local[i] = {source.page(first + i), source.page_bytes};
       remote[i] = {target.page(first + i), source.page_bytes};
     }
-    // The kernel stops short only where a page is not mapped, and at 2 GiB a call: both are mistakes of the caller.
+    // The kernel writes less only if a page is not mapped, or at 2 GiB a call. Both are mistakes of the caller.
     const ssize_t written = ::process_vm_writev(pid, local.data(), count, remote.data(), count, 0);
     if (written < 0) throw std::system_error(errno, std::system_category(), "process_vm_writev");
     if (static_cast<uint64_t>(written) != count * source.page_bytes) {

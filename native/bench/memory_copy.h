@@ -1,4 +1,4 @@
-// The machine's own ways to move pages between memories of one machine: the yardsticks of the host provider.
+// The operating system's own ways to move pages between memories of one machine: the yardsticks of the host provider.
 //
 // Errors are exceptions (std::system_error): nothing else runs in a benchmark process that they could disturb.
 #pragma once
@@ -9,11 +9,11 @@
 
 namespace kvc::bench {
 
-// One memcpy a page, within this process, on the calling thread.
+// Copies with one memcpy per page, within this process, on the calling thread.
 void copy_pages(const PageList& target, const PageList& source);
 
-// Writes pages into the memory of process `pid` (`target.base` is an address there) on the calling thread.
-// `pages_per_call` pages go into one process_vm_writev.
+// Writes pages into the memory of process `pid` (`target.base` is an address there), on the calling thread. Each
+// process_vm_writev writes `pages_per_call` pages.
 void write_pages_to_process(pid_t pid, const PageList& target, const PageList& source, size_t pages_per_call);
 
 }  // namespace kvc::bench

@@ -15,10 +15,11 @@
 namespace kvc::bench {
 namespace {
 
-// A worker that never sleeps meanwhile: waking it up is a system call, which is measured elsewhere (latency).
+// Microseconds for which the transfer thread spins, so that it never sleeps during a measurement. Waking it up is a
+// system call, which is measured elsewhere (latency).
 constexpr uint32_t kAwake = 1'000'000;
 
-// Two engines of this process, joined over sim without any delay.
+// Two engines of this process, connected over sim without any delay.
 class SimPair {
  public:
   explicit SimPair(uint64_t bytes)
@@ -43,7 +44,7 @@ class SimPair {
   RemoteRegionId target() const { return remote_; }
   uint32_t immediate() const { return immediate_; }
 
-  // Blocks until the transfer is done.
+  // Blocks until the transfer has ended.
   void wait(TransferId transfer) {
     const Event event = checked(sender_->wait_transfer(transfer, kPatience));
     if (event.error) throw std::runtime_error(event.error->to_string());
@@ -110,7 +111,7 @@ std::vector<double> submit_write_one(uint32_t iterations) {
 }
 
 std::vector<double> post_pages(uint32_t iterations, uint32_t pages, uint64_t page_bytes) {
-  // Every other page, so that no two of them are one write.
+  // Writes every other page, so that no two pages are one write.
   SimPair pair(2 * pages * page_bytes);
   PagedWrite write;
   write.page_bytes = page_bytes;
@@ -139,7 +140,7 @@ double count_immediates(uint64_t immediates, uint32_t counters) {
   } control;
   CounterSets sets;
   const CounterSet set = checked(sets.allocate(counters, {kPeer}));
-  // Never reached: what follows from a reached target happens once a layer, counting once a page.
+  // The targets are never reached: work after a reached target happens once a layer, and counting once a page.
   checked(sets.expect(set.id, std::vector<uint64_t>(counters, immediates + 1), {}, nullptr, 0, control));
   const int64_t start = PostClock::now();
   uint64_t stale = 0;
@@ -148,7 +149,7 @@ double count_immediates(uint64_t immediates, uint32_t counters) {
     if (++counter == counters) counter = 0;
   }
   const double seconds = static_cast<double>(PostClock::now() - start) / 1e9;
-  if (stale != 0) throw std::runtime_error("a live counter's immediate was stale");
+  if (stale != 0) throw std::runtime_error("an immediate of an allocated counter counted as stale");
   return static_cast<double>(immediates) / seconds;
 }
 

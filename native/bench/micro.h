@@ -1,7 +1,8 @@
-// The engine's hot loops, one at a time, over `sim`: what an application pays to submit, what a worker pays to post and
-// to count. Run for time by `kv-connector bench micro`, for instructions by integration/benchmarks/count-instructions.
+// The transfer engine's hot loops, one at a time, over `sim`: the cost of a submission for an application, and the cost
+// of posting and counting for the transfer thread. `kv-connector bench micro` measures their time,
+// integration/benchmarks/count-instructions their instructions.
 //
-// Failures are exceptions (std::runtime_error with the engine's words).
+// Failures are exceptions (std::runtime_error with the transfer engine's message).
 #pragma once
 
 #include <cstdint>
@@ -9,19 +10,22 @@
 
 namespace kvc::bench {
 
-// Nanoseconds that each of `iterations` calls took, from its beginning until it returned: the request is with the worker
-// then. `write`: one page on an open transfer. `write_one`: a transfer of its own, opened and sealed.
+// Return the nanoseconds that each of `iterations` calls took until it returned; the command is in the transfer
+// thread's queue then. submit_write() writes one page on an open transfer. submit_write_one() opens and seals a
+// transfer for each write.
 std::vector<double> submit_write(uint32_t iterations);
 std::vector<double> submit_write_one(uint32_t iterations);
 
-// Nanoseconds a page that the worker took to post `pages` pages of `page_bytes` of one request, from the first post to
-// the last one, everything that it does meanwhile included; one entry for each of `iterations` requests.
+// Returns the nanoseconds a page that the transfer thread took to post `pages` pages of `page_bytes` of one request.
+// The time runs from the first post to the last one and includes all other work of the thread. There is one entry for
+// each of `iterations` requests.
 std::vector<double> post_pages(uint32_t iterations, uint32_t pages, uint64_t page_bytes);
 
-// Immediates a second that one thread counts, spread over `counters` counters whose targets are never reached.
+// Returns the immediates a second that one thread counts, spread over `counters` counters whose targets are never
+// reached.
 double count_immediates(uint64_t immediates, uint32_t counters);
 
-// What reading the clock twice costs: the floor of the figures above. Nanoseconds, the median.
+// Returns the median nanoseconds of reading the clock twice: the floor of the figures above.
 double clock_cost();
 
 }  // namespace kvc::bench

@@ -1,7 +1,7 @@
-// kv_connector._bench: what `kv-connector bench` measures against, and latency without Python.
+// kv_connector._bench: the baselines of `kv-connector bench`, and latency without Python.
 //
-// Every function releases the GIL while it moves bytes. Memory is named by its address: the pools are the
-// benchmark's own, and it keeps them alive.
+// Every function releases the GIL while it moves bytes. Memory is passed by its address: the benchmark owns the pools
+// and keeps them alive.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -52,7 +52,7 @@ auto unlocked(F f) {
   return f();
 }
 
-// Nanoseconds by step.
+// Converts to nanoseconds by step.
 py::dict to_python(const Steps& steps) {
   py::dict named;
   named["submit"] = steps.submit;
@@ -133,7 +133,7 @@ PYBIND11_MODULE(_bench, module) {
   py::class_<EnginePingPong, EngineEnd> ping_pong(module, "EnginePingPong",
                                                   "One side of a ping-pong between two engines.");
   py::enum_<EnginePingPong::Face>(ping_pong, "Face")
-      .value("WORKER", EnginePingPong::Face::kWorker, "answers in the counter's callback, on the worker thread")
+      .value("WORKER", EnginePingPong::Face::kWorker, "answers in the counter's callback, on the transfer thread")
       .value("THREAD", EnginePingPong::Face::kThread, "answers on a thread that sleeps in wait_counters()");
   ping_pong
       .def(py::init([](const std::vector<DomainTuple>& domains, uint32_t spin_us, uintptr_t buffer,
@@ -146,7 +146,7 @@ PYBIND11_MODULE(_bench, module) {
            py::arg("pause_us"), Unlocked())
       .def("pong", &EnginePingPong::pong, py::arg("face"), py::arg("peer_immediates"), py::arg("bytes"), Unlocked());
 
-  py::class_<GroupSteps>(module, "GroupSteps", "Where the time of a scatter and of a barrier goes.")
+  py::class_<GroupSteps>(module, "GroupSteps", "Measures the steps of a scatter and of a barrier.")
       .def(py::init([](const std::vector<DomainTuple>& domains, const std::vector<DomainTuple>& peer_domains,
                        uint32_t spin_us, uint32_t peers, uint64_t slice_bytes) {
              return std::make_unique<GroupSteps>(domains_of(domains), domains_of(peer_domains), spin_us, peers,

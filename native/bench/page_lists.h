@@ -1,4 +1,4 @@
-// Lists of pages as the benchmarks pass them around.
+// Lists of pages, as the benchmarks pass them.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace kvc::bench {
 
-// Pages of one length: page i lies at base + slots[i] * page_bytes. The memory is the caller's.
+// Pages of one length: page i lies at base + slots[i] * page_bytes. The caller owns the memory.
 struct PageList {
   std::byte* base = nullptr;
   std::span<const int64_t> slots;

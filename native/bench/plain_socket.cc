@@ -19,8 +19,8 @@
 namespace kvc::bench {
 namespace {
 
-// What an initiator asks for. kPages: `count` slots follow, then as many pages; the target answers one byte.
-// kPingPong: `count` times, `page_bytes` bytes follow and are answered by as many.
+// The kinds of an initiator's request. kPages: `count` slots follow, then as many pages; the target answers one byte.
+// kPingPong: `page_bytes` bytes follow and are answered by as many, `count` times.
 enum class Kind : uint64_t { kPages = 1, kPingPong = 2 };
 struct Request {
   Kind kind{};
@@ -28,9 +28,9 @@ struct Request {
   uint64_t page_bytes = 0;
 };
 
-// More than any workload has: bounds what a request makes the target allocate (64 MiB).
+// More than any workload has. It bounds the memory that a request makes the target allocate (64 MiB).
 constexpr uint64_t kMaxCount = 8U << 20;
-// Pages of one sendmsg or recvmsg. 16 pages of 64 KiB are a full socket buffer; more gained nothing.
+// Pages in one sendmsg or recvmsg. 16 pages of 64 KiB fill a socket buffer; more gained nothing.
 constexpr size_t kPagesPerCall = 16;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::system_category(), what); }
@@ -55,7 +55,7 @@ sockaddr_in loopback(uint16_t port) {
 
 enum class Direction { kSend, kReceive };
 
-// Moves all bytes of `parts` (whose entries it uses up). Returns false if the peer closed before the first byte.
+// Moves all bytes of `parts`, and modifies its entries. Returns false if the peer closed before the first byte.
 bool move_all(int fd, std::span<iovec> parts, Direction direction) {
   bool first = true;
   size_t done = 0;
@@ -136,7 +136,7 @@ void SocketTarget::serve() {
     no_delay(connection.get());
     serve_connection(connection.get());
   } catch (const std::exception&) {
-    // The connection closes with us, and that is how its initiator learns of it.
+    // The connection closes with this thread, by which its initiator learns of the failure.
   }
 }
 

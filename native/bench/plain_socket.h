@@ -1,7 +1,8 @@
 // A plain blocking TCP connection over loopback: the yardstick of the tcp provider.
 //
-// One connection, one request at a time: the target is told where the pages go, receives them straight into place
-// and answers one byte. Nothing is authenticated, and slots are checked only against the pool's size.
+// One connection, one request at a time. The request names the places of the pages. The target receives the pages
+// straight into place and answers one byte. Nothing is authenticated, and slots are checked only against the pool's
+// size.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +16,10 @@
 
 namespace kvc::bench {
 
-// Listens on 127.0.0.1 and serves one initiator, on a thread of its own, until it disconnects or this is destroyed.
+// Listens on 127.0.0.1 and serves one initiator, on its own thread, until it disconnects or this object is destroyed.
 class SocketTarget {
  public:
-  // Serves [pool, pool + pool_bytes), which stays the caller's. Throws std::system_error.
+  // Serves [pool, pool + pool_bytes), which the caller owns. Throws std::system_error.
   SocketTarget(std::byte* pool, uint64_t pool_bytes);
   ~SocketTarget();
   SocketTarget(const SocketTarget&) = delete;
@@ -33,21 +34,21 @@ class SocketTarget {
   std::byte* pool_;
   uint64_t pool_bytes_;
   UniqueFd listener_;
-  UniqueFd stop_;  // an eventfd: readable once this is being destroyed
+  UniqueFd stop_;  // an eventfd, readable once this object is being destroyed
   uint16_t port_ = 0;
   std::thread thread_;
 };
 
-// One thread at a time may call its methods; each blocks until the target has answered. They throw std::system_error.
+// One thread at a time may call its methods. Each blocks until the target has answered. They throw std::system_error.
 class SocketInitiator {
  public:
   SocketInitiator(std::byte* pool, uint16_t port);
 
-  // Writes the pages `source` of our pool to `target_slots` of the target's.
+  // Writes the pages `source` of our pool to `target_slots` of the target's pool.
   void write_pages(std::span<const int64_t> target_slots, const PageList& source);
 
-  // Writes `bytes` bytes there and has the target write as many back, `iterations` times, after a sleep of `pause_us`
-  // each. Returns half of each round trip, in microseconds.
+  // Writes `bytes` bytes to the target, which writes as many back, `iterations` times, each after a sleep of
+  // `pause_us`. Returns half of each round trip, in microseconds.
   std::vector<double> ping_pong(uint64_t bytes, uint32_t iterations, uint32_t pause_us);
 
  private:

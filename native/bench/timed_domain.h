@@ -1,4 +1,4 @@
-// A domain that notes when it is given work: what "first post" and "last post" mean in the benchmarks.
+// A domain that records the times of its posts: the "first post" and "last post" of the benchmarks.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,8 @@
 
 namespace kvc::bench {
 
-// When the worker posted since reset(). Written by the worker; read by another thread once a transfer has ended.
+// The times of the first and last post since reset(). The transfer thread writes them. Another thread reads them once a
+// transfer has ended.
 class PostClock {
  public:
   using Clock = std::chrono::steady_clock;
@@ -21,13 +22,13 @@ class PostClock {
     first_.store(0, std::memory_order_relaxed);
     last_.store(0, std::memory_order_release);
   }
-  // Around one post().
+  // begin() and end() enclose one post().
   void begin() noexcept {
     if (first_.load(std::memory_order_relaxed) == 0) first_.store(now(), std::memory_order_relaxed);
   }
   void end() noexcept { last_.store(now(), std::memory_order_release); }
 
-  // Nanoseconds on the steady clock; 0: nothing was posted.
+  // In nanoseconds on the steady clock; 0: nothing was posted.
   int64_t first() const noexcept { return first_.load(std::memory_order_acquire); }
   int64_t last() const noexcept { return last_.load(std::memory_order_acquire); }
 
@@ -38,12 +39,12 @@ class PostClock {
   std::atomic<int64_t> last_{0};
 };
 
-// Everything is the inner domain's; posts are noted on the way.
+// Forwards everything to the inner domain, and records the times of posts.
 class TimedDomain final : public Domain {
  public:
   TimedDomain(std::unique_ptr<Domain> inner, PostClock& clock) : inner_(std::move(inner)), clock_(clock) {}
 
-  // Wraps what open_domain() opens. `clock` must outlive the engine.
+  // Returns a factory that wraps what open_domain() opens. `clock` must outlive the transfer engine.
   static DomainFactory factory(PostClock& clock) {
     return [&clock](const DomainConfig& config, ControlQueue& control) -> Result<OpenedDomain> {
       Result<OpenedDomain> opened = open_domain(config, control);

@@ -23,7 +23,7 @@ struct Provider {
   void (*load)() = nullptr;  // see load_libraries()
 };
 
-// Fastest first.
+// The fastest provider comes first.
 constexpr std::array kProviders = {
     Provider{"nvlink", nvlink::create}, Provider{"host", host::create},
     Provider{"verbs", verbs::create},   Provider{"libfabric", libfabric::create, libfabric::load},

@@ -1,4 +1,5 @@
-// The table of providers. The factory's other calls are declared in lane/domain.h: open_domain() and load_libraries().
+// The table of providers. The other calls of factory.cc are declared in lane/domain.h: open_domain() and
+// load_libraries().
 #pragma once
 
 #include <span>
@@ -6,7 +7,7 @@
 
 namespace kvc {
 
-// The providers compiled into this library, fastest first.
+// Returns the names of the providers compiled into this library, the fastest first.
 std::span<const std::string_view> provider_names() noexcept;
 
 }  // namespace kvc

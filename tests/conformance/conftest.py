@@ -1,8 +1,8 @@
-"""The conformance list runs over every lane: sim in one process, the others between two.
+"""Runs the conformance list over every lane: sim in one process, the others between two.
 
-KVC_TEST_PROVIDERS names others, as PROVIDER[:DEVICE][/WORKERS] with commas between, for machines that have
-them. A provider of GPU memory gets it in pieces (cuMemCreate) where "-vmm" stands behind it. "/3" is the same
-lane in engines of three workers.
+KVC_TEST_PROVIDERS names other lanes, as PROVIDER[:DEVICE][/WORKERS] with commas between, for machines that
+have them. With "-vmm" behind it, a provider of GPU memory gets this memory in pieces (cuMemCreate). "/3" is
+the same lane in engines of three workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .node import (
     provider_of,
 )
 
-# With buffers of the kernel's choice libfabric's "sockets" stands still now and then (docs/architecture.md).
+# With buffer sizes chosen by the kernel, libfabric's "sockets" sometimes stalls (docs/architecture/lanes.md).
 os.environ.setdefault("FI_SOCKETS_MAX_BUF_SZ", "4194304")
 
 LANES = os.environ.get(
@@ -43,7 +43,7 @@ LANES = os.environ.get(
 
 @pytest.fixture(scope="session")
 def stand_in_driver(tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    """Where there is no GPU: the CUDA driver's stand-in, loaded into this process."""
+    """Loads the CUDA driver's stand-in into this process if the machine has no GPU."""
     if gpu.real_driver():
         return None
     library = gpu.build_stand_in(tmp_path_factory.mktemp("cuda"))
@@ -53,7 +53,7 @@ def stand_in_driver(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest, provider: str) -> str | None:
-    """NodeConfig.cuda for this provider."""
+    """Returns NodeConfig.cuda for this provider."""
     if provider not in GPU_PROVIDERS:
         return None
     library: str | None = request.getfixturevalue("stand_in_driver")
@@ -62,7 +62,7 @@ def cuda(request: pytest.FixtureRequest, provider: str) -> str | None:
 
 @pytest.fixture(params=LANES)
 def lane(request: pytest.FixtureRequest) -> str:
-    """PROVIDER[-vmm][:DEVICE][/WORKERS]."""
+    """Returns PROVIDER[-vmm][:DEVICE][/WORKERS]."""
     name: str = request.param
     if provider_of(name) in GPU_PROVIDERS:
         request.getfixturevalue("stand_in_driver")
@@ -89,7 +89,7 @@ def processes() -> Iterator[list[Process]]:
 
 @pytest.fixture
 def new_receiver(lane: str, cuda: str | None, processes: list[Process]) -> Iterator[NewReceiver]:
-    """new_receiver(name, nbytes, domains, memfd) -> Receiver; closed after the test."""
+    """Yields new_receiver(name, nbytes, domains, memfd) -> Receiver; closed after the test."""
     with ExitStack() as stack:
 
         def new(name: str = "receiver", nbytes: int = 4096, domains: int = 1, memfd: bool = True) -> Receiver:
@@ -108,7 +108,7 @@ def new_receiver(lane: str, cuda: str | None, processes: list[Process]) -> Itera
 
 @pytest.fixture
 def new_pair(lane: str, cuda: str | None, new_receiver: NewReceiver) -> Iterator[NewPair]:
-    """new_pair(nbytes, sender_domains, receiver_domains, memfd) -> Pair; closed after the test."""
+    """Yields new_pair(nbytes, sender_domains, receiver_domains, memfd) -> Pair; closed after the test."""
     with ExitStack() as stack:
 
         def new(
@@ -123,7 +123,7 @@ def new_pair(lane: str, cuda: str | None, new_receiver: NewReceiver) -> Iterator
 
 @pytest.fixture
 def members(new_pair: NewPair, new_receiver: NewReceiver) -> list[Pair]:
-    """One sender, connected to each of three."""
+    """Returns one sender, connected to each of three receivers."""
     first = new_pair(nbytes=8192)
     return [
         first,

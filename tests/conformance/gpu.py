@@ -1,6 +1,6 @@
-"""GPU memory for the conformance list, through the CUDA driver: a real one, or its stand-in.
+"""GPU memory for the conformance list, through the CUDA driver or its stand-in.
 
-The stand-in's memory (native/tests/fake_cuda) can be mapped by other processes as a GPU's can.
+The stand-in's memory (native/tests/fake_cuda) can be mapped by other processes, as a GPU's can.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _SONAME = "libcuda.so.1"
 
 
 def real_driver() -> bool:
-    """False also where load() has brought the stand-in into this process under the driver's name."""
+    """Returns whether the real driver is present: False also if load() has loaded the stand-in under its
+    name."""
     try:
         cuda = ctypes.CDLL(_SONAME)
     except OSError:
@@ -28,7 +29,7 @@ def real_driver() -> bool:
 
 
 def build_stand_in(directory: Path) -> str:
-    """Compiles the stand-in and returns its path; raises what the compiler's process raises."""
+    """Compiles the stand-in and returns its path. Raises the compiler process's error."""
     library = directory / _SONAME
     source = _ROOT / "native/tests/fake_cuda/fake_cuda.cc"
     command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{_SONAME}"]
@@ -38,14 +39,14 @@ def build_stand_in(directory: Path) -> str:
 
 @functools.cache
 def load(library: str) -> ctypes.CDLL:
-    """Loads ``library`` under the driver's name: the engine, which opens that name, then finds this one."""
+    """Loads ``library`` under the driver's name, which is the name that the engine opens."""
     cuda = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     cuda.cuInit(0)
     return cuda
 
 
 class _AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp of the driver."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -58,7 +59,7 @@ class _AllocationProperties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """CUmemAccessDesc of the driver."""
 
     _fields_ = (("location_type", ctypes.c_int), ("location", ctypes.c_int), ("flags", ctypes.c_int))
 
@@ -70,10 +71,11 @@ _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class GpuMemory:
-    """Bytes of one GPU that look like an array of uint8 as far as the tests go: slices without a step."""
+    """Bytes of one GPU with as much of an array of uint8 as the tests need: slices without a step."""
 
     def __init__(self, nbytes: int, device: int, library: str | None, vmm: bool = False) -> None:
-        """``device`` counts modulo the GPUs there are. ``library``: the driver's path; None: the real one.
+        """Allocates the memory. ``device`` counts modulo the number of GPUs. ``library``: the driver's path;
+        None: the real driver.
 
         ``vmm``: in pieces (cuMemCreate), as PyTorch's expandable segments are.
         """
@@ -95,7 +97,7 @@ class GpuMemory:
         self[:] = 0
 
     def _map_pieces(self, device: int) -> None:
-        """Pieces of the smallest size; the memory begins a little before the second one."""
+        """Maps pieces of the smallest size. The memory begins a little before the second one."""
         properties = _AllocationProperties(
             type=_PINNED, handle_types=_DESCRIPTOR, location_type=_DEVICE, location=device
         )
@@ -145,7 +147,7 @@ class GpuMemory:
         self._in_context("cuCtxSynchronize")
 
     def read_word(self, address: int) -> int:
-        """64 bits anywhere in memory that this GPU sees."""
+        """Returns 64 bits from any memory that this GPU can read."""
         word = ctypes.c_uint64()
         self._in_context("cuMemcpyDtoH_v2", ctypes.byref(word), ctypes.c_uint64(address), ctypes.c_size_t(8))
         return word.value

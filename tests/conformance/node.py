@@ -1,4 +1,4 @@
-"""Half of a conformance test: one engine and one registered memory, here or in a process of its own."""
+"""Half of a conformance test: one engine and one registered memory, in this process or a separate one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .gpu import GpuMemory
 # Lanes that are tested with GPU memory on both sides.
 GPU_PROVIDERS = ("nvlink", "bounce")
 
-# Behind a provider in a lane: its GPU memory is in pieces (cuMemCreate), as expandable segments are.
+# Suffix of a provider in a lane: its GPU memory is in pieces (cuMemCreate), as expandable segments are.
 VMM = "-vmm"
 
-# Long enough for a loaded machine; a test that needs it has failed.
+# Seconds. Long enough for a loaded machine: a test that needs all of it has failed.
 LIMIT = 30.0
 
 
@@ -36,11 +36,11 @@ class NodeConfig:
     nbytes: int
     domains: int = 1
     memfd: bool = True  # False: ordinary private memory
-    cuda: str | None = None  # lanes of GPU memory: the CUDA driver's library; None: the machine's own
+    cuda: str | None = None  # for lanes of GPU memory: library of the CUDA driver; None: the machine's
 
 
 def parts_of(lane: str) -> tuple[str, str, int]:
-    """Provider (with its "-vmm"), device and workers of a lane."""
+    """Returns the provider (with its "-vmm"), device and workers of a lane."""
     names, _, workers = lane.partition("/")
     provider, _, device = names.partition(":")
     return provider, device, int(workers or 1)
@@ -51,7 +51,8 @@ def provider_of(lane: str) -> str:
 
 
 def domain_config(lane: str, index: int, name: str = "sender") -> DomainConfig:
-    """KVC_TEST_DEVICES: verbs' NICs, in turn those of the sender and of the receivers."""
+    """Returns a domain's configuration. KVC_TEST_DEVICES: NICs of verbs, alternately for sender and
+    receivers."""
     provider, device = provider_of(lane), parts_of(lane)[1]
     nics = os.environ.get("KVC_TEST_DEVICES", "").split(",")
     if provider == "verbs" and not device:
@@ -69,7 +70,7 @@ class Node:
         self.memory: npt.NDArray[np.uint8] | GpuMemory
         self._gpu: GpuMemory | None = None
         if provider_of(config.lane) in GPU_PROVIDERS:
-            # Before the engine: this loads the driver that it will find.
+            # Before the engine, because this loads the driver that the engine then finds.
             device = 0 if config.name == "sender" else 1
             self._gpu = self.memory = GpuMemory(config.nbytes, device, config.cuda, provider.endswith(VMM))
             self._range = MemoryRange(self._gpu.address, config.nbytes)
@@ -84,17 +85,17 @@ class Node:
         self.region = self.register_again()
 
     def register_again(self) -> int:
-        """Its memory, after it was deregistered."""
+        """Registers its memory again after it was deregistered."""
         (self.region,) = self.engine.register_ranges([self._range])
         return self.region
 
     def part(self, offset: int, nbytes: int) -> MemoryRange:
-        """A range of its memory."""
+        """Returns a range of its memory."""
         whole = self._range
         return MemoryRange(whole.address + offset, nbytes, whole.memfd, offset)
 
     def register_parts(self, offsets: list[int], nbytes: int) -> list[int]:
-        """Regions of `nbytes` bytes each in its memory, in one call."""
+        """Registers regions of `nbytes` bytes each in its memory, in one call."""
         return self.engine.register_ranges([self.part(offset, nbytes) for offset in offsets])
 
     def fill(self, seed: int) -> None:
@@ -116,8 +117,8 @@ class Node:
 
 
 def _serve(pipe: Connection) -> None:
-    """Opens one node after another, and answers calls to the one that is open."""
-    # Ctrl-C in the terminal is for the test process, which closes the pipe.
+    """Opens one node after another, and answers calls to the open one."""
+    # Ctrl-C in the terminal is meant for the test process, which closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     node: Node | None = None
     while True:
@@ -137,9 +138,9 @@ def _serve(pipe: Connection) -> None:
 
 
 class Process:
-    """A process in which nodes can be opened, one at a time.
+    """A process that opens nodes, one at a time.
 
-    It serves many tests: starting one takes most of a second.
+    It serves many tests, because its start takes most of a second.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class Process:
         return value
 
     def kill(self) -> None:
-        """As by an OOM killer or a power cut of the peer's machine."""
+        """Kills the process, like an OOM killer or a power cut of the peer's machine."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(LIMIT)
@@ -195,7 +196,8 @@ class NodeProcess:
 
 
 class LocalNode:
-    """The same calls for a Node in this process: the sim fabric does not lead out of it."""
+    """A Node in this process with the same calls, for the sim fabric, which does not reach other
+    processes."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._node = Node(config)
@@ -205,7 +207,7 @@ class LocalNode:
         return getattr(self._node, method)(*arguments)
 
     def kill(self) -> None:
-        self._node.close()  # the nearest that one process has
+        self._node.close()  # the closest to a kill within one process
 
     def close(self) -> None:
         self._node.close()
@@ -222,19 +224,19 @@ class Pair:
     receiver: Receiver
     to_receiver: int
     to_sender: int
-    receiver_region: int  # as the sender knows it
-    sender_region: int  # as the receiver knows it
+    receiver_region: int  # the sender's id of it
+    sender_region: int  # the receiver's id of it
 
     @property
     def engine(self) -> TransferEngine:
         return self.sender.engine
 
     def at_receiver(self, method: str, *arguments: Any) -> Any:
-        """An engine method of the receiver's."""
+        """Calls an engine method of the receiver."""
         return self.receiver.call("engine_call", method, *arguments)
 
     def counter(self, target: int) -> tuple[int, int]:
-        """A receiver's counter set with a target, and the immediate that raises it."""
+        """Returns a counter set of the receiver with a target, and the immediate that raises it."""
         counters = self.at_receiver("alloc_counters", 1)
         self.at_receiver("expect", counters.id, [target])
         return counters.id, counters.immediates[0]

@@ -1,4 +1,4 @@
-"""Completion words over every lane, where a GPU or the driver's stand-in is."""
+"""Completion words over every lane, if the machine has a GPU or the driver's stand-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpu(stand_in_driver: str | None) -> Iterator[GpuMemory]:
 
 
 def raise_it(pair: Pair, immediate: int) -> None:
-    """The receiver raises the sender's counter by one."""
+    """Has the receiver raise the sender's counter by one."""
     pair.at_receiver(
         "write_one", pair.to_sender, pair.receiver.region, 0, pair.sender_region, 0, 64, immediate
     )
@@ -52,7 +52,7 @@ def test_a_word_has_its_value_before_the_event(gpu: GpuMemory, new_pair: NewPair
     )
     event, value = told.get(timeout=LIMIT)
     assert (event.kind, event.error, value) == (EventKind.COUNTERS_REACHED, None, 8)
-    # Targets without a word leave it as it is.
+    # Targets without a word leave the word as it is.
     pair.engine.expect(counters.id, [2])
     pair.engine.wait_counters(counters.id, LIMIT)
     assert gpu.read_word(word.device_pointer) == 8

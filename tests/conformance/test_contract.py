@@ -30,7 +30,7 @@ def write_pages(pair: Pair, write: PagedWrite) -> int:
 
 
 def write_one(pair: Pair, nbytes: int = 64, immediate: int | None = None) -> Event:
-    """One write from offset 0 to offset 0, and its final event."""
+    """Writes once from offset 0 to offset 0, and returns the final event."""
     transfer = pair.engine.write_one(
         pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, nbytes, immediate
     )
@@ -38,7 +38,7 @@ def write_one(pair: Pair, nbytes: int = 64, immediate: int | None = None) -> Eve
 
 
 def await_values(pair: Pair, counters: int, expected: list[int]) -> None:
-    """Done at the sender does not mean counted: the receiver counts when its worker has run."""
+    """Waits for the values: the receiver's worker may count after the sender's completion."""
     deadline = time.monotonic() + LIMIT
     while (values := pair.at_receiver("counter_values", counters)) != expected:
         assert time.monotonic() < deadline, f"{values} instead of {expected}"
@@ -215,7 +215,7 @@ def test_a_large_write_counts_once_over_many_domains(
     pair.sender.fill(12)
     counters = pair.at_receiver("alloc_counters", 1)
     pair.at_receiver("expect", counters.id, [2])
-    for offset, domain in ((0, None), (nbytes, sender_domains - 1)):  # and one that is pinned
+    for offset, domain in ((0, None), (nbytes, sender_domains - 1)):  # the second one is pinned
         transfer = pair.engine.write_one(
             pair.to_receiver,
             pair.sender.region,
@@ -282,7 +282,7 @@ def test_armed_layers_are_posted_when_the_signal_passes_them(new_pair: NewPair) 
         transfer,
         signal_word,
         PagedWrite(page, pair.sender.region, side, pair.receiver_region, side),
-        plan[::-1],  # any order will do
+        plan[::-1],  # any order is allowed
     )
     pair.engine.seal(transfer)
     for value, posted in [(1, 1), (2, 2), (4, 4)]:
@@ -303,7 +303,7 @@ def test_armed_layers_are_posted_when_the_signal_passes_them(new_pair: NewPair) 
 
 
 def endless(pair: Pair, page: int, immediate: int | None = None) -> int:
-    """A transfer that is not going to be done within any test."""
+    """Starts a transfer that does not end within any test."""
     side = Pages(np.arange(200_000) % 16, page)
     transfer = pair.engine.open_transfer(pair.to_receiver)
     pair.engine.write_pages(
@@ -318,12 +318,12 @@ def test_a_cancelled_transfer_drains(new_pair: NewPair) -> None:
     counters = pair.at_receiver("alloc_counters", 1)
     pair.at_receiver("expect", counters.id, [100])
     transfer = endless(pair, page, counters.immediates[0])
-    pair.await_counters(counters.id)  # it is well under way
+    pair.await_counters(counters.id)  # the transfer is in flight
     pair.engine.cancel(transfer)
     event = pair.engine.wait_transfer(transfer, LIMIT)
     assert (event.kind, event.quiesced) == (EventKind.TRANSFER_CANCELLED, True)
     assert 100 <= event.pages < 200_000
-    # Drained: what was posted is counted, to the page, and nothing follows.
+    # Drained: every posted page is counted, and none follows.
     await_values(pair, counters.id, [event.pages])
     pair.receiver.call("zero")
     assert write_one(pair, 64).kind is EventKind.TRANSFER_DONE  # a round trip on every lane
@@ -442,7 +442,7 @@ def test_a_killed_peer_fails_its_transfers_and_nobody_elses(
 
 def test_an_idle_peer_that_is_killed_is_noticed(new_pair: NewPair) -> None:
     pair = new_pair()
-    write_one(pair)  # both ends are up
+    write_one(pair)  # both ends are connected
     pair.receiver.kill()
     await_peer_down(pair.engine, pair.to_receiver)
 

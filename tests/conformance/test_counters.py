@@ -1,4 +1,5 @@
-"""Counters over every lane: expected again and again, polled, and raised by nobody but whom they are for."""
+"""Counters over every lane: expected repeatedly, polled, and raised only by the peers that they are allocated
+for."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .test_contract import await_peer_down, await_values
 
 
 def raise_it(pair: Pair, immediate: int, offset: int = 0) -> int:
-    """The receiver writes 64 bytes to the sender, counted there on `immediate`."""
+    """Has the receiver write 64 bytes to the sender, counted there on `immediate`."""
     transfer: int = pair.at_receiver(
         "write_one", pair.to_sender, pair.receiver.region, offset, pair.sender_region, offset, 64, immediate
     )
@@ -35,7 +36,7 @@ def test_new_targets_follow_those_that_were_reached(new_pair: NewPair) -> None:
         assert (event.kind, event.id) == (EventKind.COUNTERS_REACHED, counters.id)
         assert pair.at_receiver("counter_values", counters.id) == [2 * number, number]
         assert pair.engine.wait_transfer(transfer, LIMIT).kind is EventKind.TRANSFER_DONE
-    # Targets that are behind the counts: the event is there at once, and once.
+    # Targets below the counts: the event comes at once, and once.
     pair.at_receiver("expect", counters.id, [10, 5])
     assert [event.id for event in pair.at_receiver("poll_events")] == [counters.id]
     assert pair.at_receiver("poll_events") == []
@@ -125,7 +126,7 @@ def test_a_stranger_raises_nothing_and_loses_his_link(new_pair: NewPair, new_rec
     engine.wait_counters(ours.id, LIMIT)
     assert engine.counter_values(mine.id) == [1]
     assert engine.counter_values(ours.id) == [2]
-    # One of two is a stranger to what is the other's alone.
+    # One of the two may not raise a counter that is allocated for the other.
     raise_it(other, mine.immediates[0])
     await_peer_down(engine, other.to_receiver)
     assert engine.counter_values(mine.id) == [1]

@@ -1,4 +1,4 @@
-"""Writes of many times what a link carries at once, and the links that they are worth: over every lane."""
+"""Writes many times larger than a link's window, and the number of links that they use, over every lane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .test_contract import await_values, write_one
 
 @pytest.fixture
 def large(provider: str) -> int:
-    """Bytes that go in parts: more than half of what a link carries at once (DomainLimits::window_bytes).
+    """Returns a size that is sent in parts: more than half of a link's window (DomainLimits::window_bytes).
 
     That is 8 MiB, and 128 MiB over nvlink.
     """
@@ -42,7 +42,7 @@ def test_a_large_write_that_is_cancelled_drains(new_pair: NewPair, large: int) -
     pair = new_pair(nbytes=large)
     counters, immediate = pair.counter(1)
     transfer = pair.engine.open_transfer(pair.to_receiver)
-    for _ in range(2000):  # 50 GB and more: it is in the midst of one of them whenever it is cancelled
+    for _ in range(2000):  # 50 GB and more: a cancel always hits the middle of one write
         pair.engine.write(transfer, pair.sender.region, 0, pair.receiver_region, 0, large, immediate)
     pair.await_counters(counters)
     pair.engine.cancel(transfer)
@@ -66,7 +66,7 @@ def test_a_small_write_ends_before_a_large_one_that_began_earlier(new_pair: NewP
             transfer, signal, [ArmedSlice(1, pair.sender.region, 0, pair.receiver_region, 0, nbytes)]
         )
         pair.engine.seal(transfer)
-    pair.engine.quiesce(transfer, LIMIT)  # the worker has taken both: else it may begin the large one alone
+    pair.engine.quiesce(transfer, LIMIT)  # the worker has both: otherwise it may begin the large one alone
     signal.store(1)
     ended: list[Event] = []
     deadline = time.monotonic() + LIMIT
@@ -93,17 +93,17 @@ def await_links(pair: Pair, links: int) -> None:
 def test_a_peer_has_one_link_until_there_is_something_to_write(
     new_pair: NewPair, sender_domains: int, receiver_domains: int
 ) -> None:
-    nbytes = 4 << 20  # enough for all of them
+    nbytes = 4 << 20  # enough for all links
     pair = new_pair(nbytes, sender_domains, receiver_domains)
     pair.sender.fill(3)
-    for _ in range(100):  # longer than a link takes to be made
+    for _ in range(100):  # longer than making a link takes
         pair.at_receiver("send", pair.to_sender, b"hello")
         pair.engine.wait_message(LIMIT)
         pair.engine.send(pair.to_receiver, b"hello")
         pair.at_receiver("wait_message", LIMIT)
     assert (pair.engine.stats().links, pair.at_receiver("stats").links) == (1, 1)
     counters, immediate = pair.counter(2)
-    for _ in range(2):  # over the one that is there, and over all
+    for _ in range(2):  # over the existing link, then over all
         pair.receiver.call("zero")
         transfer = pair.engine.write_one(
             pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, nbytes, immediate

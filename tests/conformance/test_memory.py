@@ -1,4 +1,4 @@
-"""Registration of many buffers at once, over every lane; and engines that have memory of several kinds."""
+"""Registration of many buffers at once, and engines with memory of several kinds, over every lane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_thousands_of_buffers_are_registered_imported_and_given_back_together(
     new_pair: NewPair, gap: int
 ) -> None:
     stride = NBYTES + gap
-    offsets = [stride * number for number in range(BUFFERS)][::-1]  # in no helpful order
+    offsets = [stride * number for number in range(BUFFERS)][::-1]  # in an unfavourable order
     pair = new_pair(nbytes=BUFFERS * stride)
     pair.sender.fill(1)
     before = pair.at_receiver("stats").regions
@@ -39,7 +39,7 @@ def test_thousands_of_buffers_are_registered_imported_and_given_back_together(
         begin = offsets[number]
         pair.engine.write(transfer, pair.sender.region, begin, imported[number], 0, NBYTES, immediate)
         expected[begin : begin + NBYTES] = pair.sender.read(begin, NBYTES)
-    for offset, nbytes in [(NBYTES, 1), (0, NBYTES + 1)]:  # each is as long as it was registered
+    for offset, nbytes in [(NBYTES, 1), (0, NBYTES + 1)]:  # each has the length that was registered
         with pytest.raises(TransferError) as refused:
             pair.engine.write(transfer, pair.sender.region, 0, imported[0], offset, nbytes)
         assert refused.value.code is ErrorCode.OUT_OF_RANGE
@@ -103,7 +103,7 @@ def test_memory_that_no_lane_takes_is_refused_with_the_reason(
         request.addfinalizer(gpu.free)
         strange = MemoryRange(gpu.address, 4096)
     before = pair.engine.stats().regions
-    if provider in ("bounce", "sim"):  # they take both kinds
+    if provider in ("bounce", "sim"):  # these accept both kinds
         pair.engine.deregister_memory(pair.engine.register_ranges([strange]), LIMIT)
         return
     with pytest.raises(TransferError, match="GPU") as refused:
@@ -113,7 +113,7 @@ def test_memory_that_no_lane_takes_is_refused_with_the_reason(
 
 
 def join(first: TransferEngine, second: TransferEngine) -> tuple[int, int]:
-    """The peers as each knows the other."""
+    """Connects two engines. Returns each one's number of its peer."""
     offer = first.offer(second.config.name)
     answer = second.accept(first.config.name, offer.data)
     first.complete(offer.peer, answer.data)
@@ -133,14 +133,14 @@ def test_one_engine_has_memory_of_both_kinds_and_each_lane_takes_its_own(
         TransferEngine(EngineConfig("nvlink only", both[:1])) as nvlink_only,
     ):
         in_gpu, in_host = engine.register_ranges([MemoryRange(gpu.address, 4096), buffer_range(host)])
-        nvlink_only.register_memory(gpu.address, 4096)  # the lane asks for some before it meets anybody
+        nvlink_only.register_memory(gpu.address, 4096)  # the lane requires some before it connects
         to_tcp, from_tcp = join(engine, tcp_only)
         to_nvlink, from_nvlink = join(engine, nvlink_only)
         assert (engine.lane(to_tcp), engine.lane(to_nvlink)) == ("tcp", "nvlink")
         target = engine.import_region(to_tcp, tcp_only.region_descriptor(tcp_only.register_buffer(theirs)))
         done = engine.wait_transfer(engine.write_one(to_tcp, in_host, 0, target, 0, 3), LIMIT)
         assert (done.kind, bytes(theirs)[:3]) == (EventKind.TRANSFER_DONE, b"abc")
-        # The lane says what it cannot take: of a source with the write, of a target as it is imported.
+        # The lane reports memory that it cannot use: a source at the write, a target at its import.
         failed = engine.wait_transfer(engine.write_one(to_tcp, in_gpu, 0, target, 0, 3), LIMIT)
         assert failed.error is not None
         assert (failed.kind, failed.error.code) == (EventKind.TRANSFER_FAILED, ErrorCode.NOT_REACHABLE)

@@ -14,7 +14,7 @@ from .node import LIMIT, NewPair
 
 
 def numbered(number: int) -> bytes:
-    """Message `number`, of a length that goes with it."""
+    """Returns message `number`, whose length depends on it."""
     return number.to_bytes(4, "little") + bytes([number % 251]) * (number * 37 % (MAX_MESSAGE_BYTES - 3))
 
 

@@ -1,5 +1,5 @@
-"""Ends that are no failures, over every lane: peers that leave, memory that is given back and registered
-again; and single writes that are pinned to a domain.
+"""Ends that are no failures, over every lane: peers that leave, and memory that is deregistered and
+registered again. Also single writes that are pinned to a domain.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from kv_connector.engine import ErrorCode, Event, EventKind, PreparedSlice, Scat
 from .node import LIMIT, Pair
 from .test_contract import await_peer_down, await_values
 
-SLICE = 1000  # bytes that are prepared for each slice, of which each member has two
+SLICE = 1000  # bytes prepared for each slice; each member has two slices
 
 
 class Prepared:
-    """Slices 2 * i and 2 * i + 1 are for member i, counted on one counter of its own, and on none."""
+    """A prepared scatter. Of member i's slices 2 * i and 2 * i + 1, only the first is counted, on a counter
+    per member."""
 
     def __init__(self, members: list[Pair]) -> None:
         self.members = members
@@ -41,7 +42,7 @@ class Prepared:
         self.expected = [bytearray(8192) for _ in members]
 
     def submit(self, updates: list[ScatterUpdate]) -> Event:
-        """Ends, and is noted down."""
+        """Submits the scatter, waits for its end, and records it."""
         event = self.engine.wait_transfer(self.engine.submit_scatter(self.scatter, updates), LIMIT)
         for number, (source, target, nbytes) in enumerate(updates):
             begin = SLICE * number + target
@@ -80,7 +81,7 @@ def test_each_submission_has_its_own_lengths_and_offsets(prepared: Prepared) -> 
 
 def test_no_bytes_are_an_immediate_alone_or_nothing(prepared: Prepared) -> None:
     updates = [ScatterUpdate()] * 6
-    updates[3] = ScatterUpdate(0, 0, SLICE)  # member 1's uncounted one
+    updates[3] = ScatterUpdate(0, 0, SLICE)  # the uncounted one of member 1
     assert prepared.submit(updates).nbytes == SLICE
     assert prepared.submit([ScatterUpdate()] * 6).nbytes == 0
     for number in range(3):
@@ -108,17 +109,17 @@ def test_what_was_not_prepared_is_refused_and_nothing_is_sent(prepared: Prepared
     first, last = prepared.slices[0], prepared.slices[-1]
     for wrong, code in [
         ([last, first], ErrorCode.INVALID_ARGUMENT),  # not in the order of the members
-        ([PreparedSlice(3)], ErrorCode.INVALID_ARGUMENT),  # of three
+        ([PreparedSlice(3)], ErrorCode.INVALID_ARGUMENT),  # one of three
         ([PreparedSlice(0, first.source, 8000, first.target, 0, 193)], ErrorCode.OUT_OF_RANGE),
         ([PreparedSlice(0, first.source, 0, first.target, 8000, 193)], ErrorCode.OUT_OF_RANGE),
-        ([PreparedSlice(0, first.source, 0, last.target, 0, 1)], ErrorCode.INVALID_ARGUMENT),  # another's
+        ([PreparedSlice(0, first.source, 0, last.target, 0, 1)], ErrorCode.INVALID_ARGUMENT),  # wrong peer
         ([PreparedSlice(0, 4711, 0, first.target, 0, 1)], ErrorCode.UNKNOWN_REGION),
     ]:
         with pytest.raises(TransferError) as refused:
             prepared.engine.prepare_scatter(prepared.group, wrong)
         assert refused.value.code is code
     assert prepared.engine.stats().batches_posted == 0
-    # One that is right arrives after them, and alone.
+    # A correct submit after the failed ones arrives, and only this one.
     prepared.submit([good] * 6)
     for number in range(3):
         prepared.check(number, 1)
@@ -127,7 +128,7 @@ def test_what_was_not_prepared_is_refused_and_nothing_is_sent(prepared: Prepared
 def test_the_callback_gets_each_submissions_event_until_it_is_released(prepared: Prepared) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     scatter = prepared.engine.prepare_scatter(prepared.group, prepared.slices, events.put)
-    updates = np.zeros((6, 3), np.uint64)  # rows do as well
+    updates = np.zeros((6, 3), np.uint64)  # rows are accepted as well
     ids = [prepared.engine.submit_scatter(scatter, updates) for _ in range(8)]
     got = [events.get(timeout=LIMIT) for _ in ids]
     assert sorted(event.id for event in got) == ids
@@ -155,7 +156,7 @@ def test_a_killed_member_fails_each_submission_and_stops_no_other(prepared: Prep
     lost = prepared.members[1]
     lost.receiver.kill()
     await_peer_down(prepared.engine, lost.to_receiver)
-    for count in (1, 2):  # before it is fenced, and after
+    for count in (1, 2):  # before and after the fence
         event = prepared.submit([ScatterUpdate(count, 0, SLICE - count)] * 6)
         assert event.kind is EventKind.TRANSFER_FAILED
         ((peer, error),) = event.failures

@@ -16,7 +16,7 @@ def test_slices_of_several_regions_are_written_as_the_signal_passes_them(new_pai
     rounds, nbytes = 5, 700
     pair = new_pair(nbytes=65536)
     pair.sender.fill(1)
-    # Four regions on either side, apart from each other.
+    # Four separate regions on each side.
     offsets = [16384 * number for number in range(4)]
     ours = pair.sender.register_parts(offsets, 8192)
     theirs = pair.engine.import_regions(
@@ -46,7 +46,7 @@ def test_slices_of_several_regions_are_written_as_the_signal_passes_them(new_pai
             )
     signal = pair.engine.create_signal()
     transfer = pair.engine.open_transfer(pair.to_receiver)
-    pair.engine.arm_slices(transfer, signal, slices[::-1])  # any order will do
+    pair.engine.arm_slices(transfer, signal, slices[::-1])  # any order is allowed
     for value in (1, 3):
         signal.store(value)
         pair.engine.wait_drained(transfer, value, LIMIT)
@@ -105,7 +105,7 @@ def test_a_transfer_takes_so_many_slices_and_more_once_some_are_drained(new_pair
     pair.engine.arm_slices(transfer, signal, [armed(3)])
     with pytest.raises(TransferError):
         pair.engine.arm_slices(transfer, signal, [armed(3)])
-    # Each transfer has this room for itself.
+    # Each transfer has this limit to itself.
     other = pair.engine.open_transfer(pair.to_receiver)
     pair.engine.arm_slices(other, signal, [armed(1)])
     pair.engine.seal(other)

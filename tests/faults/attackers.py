@@ -1,4 +1,4 @@
-"""Attacks on a router, each in a process of its own, which prints `begun` once its attack is under way.
+"""Attacks on a router, each in a separate process, which prints `begun` once its attack is running.
 
 python attackers.py headers|bodies|idle PORT
 """
@@ -23,14 +23,14 @@ def connect(port: int) -> socket.socket:
 
 
 def send(connection: socket.socket, head: bytes, nbytes: int) -> bytes:
-    """Sends the head and so many letters; returns the first bytes of the answer."""
+    """Sends the head and this many letters. Returns the first bytes of the answer."""
     try:
         connection.sendall(head)
         letters = b"a" * MIB
         for _ in range(nbytes // MIB):
             connection.sendall(letters)
         connection.sendall(b'"}')
-    except OSError:  # the router has closed it
+    except OSError:  # the router has closed the connection
         pass
     try:
         return connection.recv(64)
@@ -60,7 +60,7 @@ def again_and_again(attack: Callable[[int], None], port: int) -> None:
         try:
             attack(port)
         except OSError:
-            time.sleep(0.01)  # refused: no descriptor is left there
+            time.sleep(0.01)  # refused: the router has no descriptor left
 
 
 def idle(port: int) -> list[socket.socket]:

@@ -1,4 +1,5 @@
-"""Faults are injected by `make test-faults` only: they take minutes each, and want a machine of their own."""
+"""Collects the fault tests in `make test-faults` only: they take minutes each, and need a machine to
+themselves."""
 
 from __future__ import annotations
 

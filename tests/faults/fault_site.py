@@ -1,4 +1,4 @@
-"""A site that faults happen to: engines that register with a router, all with one cluster key, under load."""
+"""The site of fault tests: engines that register with a router under load, all with one cluster key."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 
-# The connector's and the router's defaults.
+# The default dead time of the connector and the router.
 DEAD_SECONDS = 5.0
-# What the issue allows beyond the dead time for a request that touched the dead process.
+# Time allowed beyond the dead time for a request that used the dead process.
 GRACE_SECONDS = 1.0
 
 OUTPUT = 24
-# Prompts of a few blocks to some chunks; each is asked for again and again, and has one right answer.
+# Prompts of a few blocks to some chunks. Each is requested repeatedly, and has one right answer.
 LENGTHS = (40, 150, 333, 500, 700, 900, 1100, 1500)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request of the load."""
+    """The outcome of one request of the load."""
 
-    number: int  # of its prompt
+    number: int  # number of its prompt
     began: float
     ended: float
     tokens: tuple[int, ...]
-    problem: str  # empty: it was answered to its end
+    problem: str  # empty: the answer is complete
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Outcome:
         return [answer for answer in self.answers if answer.problem]
 
     def row(self, what: str) -> dict[str, Any]:
-        """For docs/reliability.md."""
+        """Returns the figures for docs/reliability.md."""
         latest = max((answer.ended - self.fault for answer in self.failed), default=0.0)
         touched = [a for a in self.answers if a.began < self.fault < a.ended]
         return {
@@ -82,11 +82,11 @@ class Site:
         self.expected: list[list[int]] = []
         self.decode_role: Role = "kv_consumer"
         self.extra: dict[str, Any] = {}
-        """Further settings of the connector, of every engine that is started from now on."""
+        """Further settings of the connector, for every engine that starts from now on."""
         self.host = HOST
-        """Where the router listens."""
+        """Address of the router."""
         self.namespaces: dict[str, tuple[str, str]] = {}
-        """By engine: its network namespace and its address there."""
+        """Network namespace and address of each engine."""
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +99,7 @@ class Site:
         return [prompt(f"fault {length}", length) for length in LENGTHS]
 
     async def begin(self, client: Client, names: Iterable[str]) -> None:
-        """Starts the router and the engines, and asks one engine alone for the right answers."""
+        """Starts the router and the engines, and gets the right answers from a single engine."""
         plain = self.cluster.start_engine("plain")
         self.cluster.wait_ready()
         self.expected = [await client.complete(plain.url, one, OUTPUT) for one in self.prompts]
@@ -115,7 +115,8 @@ class Site:
         )
 
     def start(self, name: str, like: Engine | None = None, **more: Any) -> Engine:
-        """An engine, prefill or decode by its first letter; at the ports of another that is gone."""
+        """Starts an engine, prefill or decode by its first letter, at the ports of `like` if that one has
+        ended."""
         role: Role = "kv_producer" if name.startswith("p") else self.decode_role
         settings = replace(self.cluster.settings, max_batched_tokens=200) if role == "kv_producer" else None
         engine = self.cluster.start_engine(
@@ -133,7 +134,7 @@ class Site:
         return engine
 
     async def states(self, client: httpx.AsyncClient) -> dict[str, str]:
-        """The router's view of its engines, by URL."""
+        """Returns the router's status of its engines, by URL."""
         try:
             answer = (await client.get(f"{self.router}/health")).json()
         except httpx.HTTPError:
@@ -153,13 +154,13 @@ class Site:
                 await asyncio.sleep(0.1)
 
     async def assert_at_rest(self, client: Client, *names: str) -> None:
-        """Every KV block of these engines (default: of all) is free, and nothing is in hand."""
+        """Checks that every KV block of these engines (default: all) is free, and no request is left."""
         engines = [self.engines[name] for name in names or self.engines]
         await assert_quiescent(client, *engines, seconds=90)
 
 
 class Load:
-    """Clients that ask one prompt after another, until they are told to stop."""
+    """Clients that request one prompt after another, until they are stopped."""
 
     def __init__(self, site: Site, clients: int = 4, seed: int = 0) -> None:
         self._site = site
@@ -178,7 +179,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
     async def answered(self, more: int, seconds: float = 300.0) -> None:
-        """Waits until so many further requests have been answered."""
+        """Waits until this many further requests have been answered."""
         wanted = sum(not answer.problem for answer in self.outcome.answers) + more
         async with asyncio.timeout(seconds):
             while sum(not answer.problem for answer in self.outcome.answers) < wanted:
@@ -202,11 +203,12 @@ class Load:
                     problem = f"ended after {len(tokens)} tokens"
                 self.outcome.answers.append(Answer(number, began, time.monotonic(), tuple(tokens), problem))
                 if problem:
-                    await asyncio.sleep(0.2)  # a client that is refused at once comes back, but not at once
+                    await asyncio.sleep(0.2)  # a refused client retries after a pause
 
 
 def judge(site: Site, outcome: Outcome, what: str, *, may_fail: bool, dead: float = DEAD_SECONDS) -> None:
-    """No wrong token, and no failure but of what was under way when the fault came or was noticed."""
+    """Checks the outcome: no wrong token, and failures only of requests in flight when the fault came or was
+    noticed."""
     row = outcome.row(what)
     print(f"\nRELIABILITY {json.dumps(row)}", flush=True)
     if path := os.environ.get("KVC_FAULT_RECORDS"):

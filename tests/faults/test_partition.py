@@ -1,4 +1,4 @@
-"""P and D in network namespaces, and the network between them cut: both ways, and one way."""
+"""P and D in network namespaces whose connection is cut in both directions, or in one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[None]:
-    """A bridge with one namespace for each engine; the router is outside, at the bridge's own address."""
+    """Makes a bridge with one namespace for each engine. The router is outside, at the bridge's address."""
     try:
         ip("link", "add", BRIDGE, "type", "bridge")
     except (OSError, subprocess.CalledProcessError) as error:
@@ -78,7 +78,7 @@ async def site(network: None, model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def cut(name: str, other: str) -> None:
-    """Nothing that ``name`` sends reaches ``other`` any more."""
+    """Drops everything that ``name`` sends to ``other``."""
     ip("-n", f"kvc-{name}", "route", "add", "blackhole", f"{ADDRESSES[other]}/32")
 
 
@@ -92,7 +92,8 @@ def heal(name: str, other: str) -> None:
     ids=["both ways", "from P to D", "from D to P"],
 )
 async def test_cut_off_from_each_other(site: Site, client: Client, directions: list[tuple[str, str]]) -> None:
-    """The router reaches both: requests for this pair fail by the dead time, or go to others."""
+    """The router reaches both engines. Requests for this pair fail by the dead time, or are served by other
+    engines."""
     async with Load(site) as load:
         await load.answered(6)
         load.note_fault()
@@ -105,6 +106,6 @@ async def test_cut_off_from_each_other(site: Site, client: Client, directions: l
                 heal(*direction)
         await load.answered(12)
     outcome = load.outcome
-    # While it lasts, this pair cannot serve: what fails is tried again with others.
+    # During the cut this pair cannot serve. Failed requests are retried with other engines.
     judge(site, outcome, f"partition {directions}", may_fail=True, dead=20 + 5)
     await site.assert_at_rest(client)

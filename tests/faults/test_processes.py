@@ -33,7 +33,8 @@ async def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
 
 @pytest.mark.parametrize("victim", ["d0", "p0"])
 async def test_kill_and_restart_at_the_same_port(site: Site, client: Client, victim: str) -> None:
-    """P's requests go to the other P; those that streamed from D fail, at once; both come back and serve."""
+    """P's requests are retried with the other P. Streams from D fail at once. Both engines return and
+    serve."""
     engine = site.engines[victim]
     async with Load(site) as load:
         await load.answered(8)
@@ -56,7 +57,7 @@ async def test_kill_and_restart_at_the_same_port(site: Site, client: Client, vic
 
 
 async def test_kill_the_router(site: Site, client: Client) -> None:
-    """Its requests break, and after its restart it learns of all engines from themselves."""
+    """The router's requests break. After its restart all engines register again."""
     async with Load(site) as load:
         await load.answered(6)
         load.note_fault()
@@ -72,7 +73,7 @@ async def test_kill_the_router(site: Site, client: Client) -> None:
 
 @pytest.mark.parametrize("victim", ["d0", "p0"])
 async def test_stopped_for_3_seconds(site: Site, client: Client, victim: str) -> None:
-    """Shorter than the dead time: nothing fails."""
+    """The stop is shorter than the dead time: no request fails."""
     engine = site.engines[victim]
     async with Load(site) as load:
         await load.answered(6)
@@ -87,7 +88,7 @@ async def test_stopped_for_3_seconds(site: Site, client: Client, victim: str) ->
 
 @pytest.mark.parametrize("victim", ["d0", "p0"])
 async def test_stopped_for_60_seconds(site: Site, client: Client, victim: str) -> None:
-    """Given up, fenced, and taken back when it wakes up."""
+    """The engine is given up, fenced, and used again when it wakes up."""
     engine = site.engines[victim]
     others = [name for name in NAMES if name != victim]
     async with Load(site) as load:

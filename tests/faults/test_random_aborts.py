@@ -1,4 +1,4 @@
-"""Clients that leave at random moments, on either side: no leak, no wrong token, no dead engine."""
+"""Clients that leave at random moments on either side: no leak, no wrong token, no dead engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 ABORTS = int(os.environ.get("KVC_FAULT_ABORTS", "500"))
 AT_ONCE = 6
 SIDES = ("client", "prefill", "decode")
-# From before anything is scheduled until some tokens are decoded, on two busy cores.
+# On two busy cores: from before the request is scheduled until some tokens are decoded.
 LONGEST_SECONDS = 3.0
 
 
@@ -63,7 +63,7 @@ async def test_random_aborts_at_every_state_on_each_side(site: Site, client: Cli
 
 
 async def _abort(site: Site, client: Client, number: int, side: str, after: float, tokens: int) -> None:
-    """Asks, and leaves: the client of the router, of P, or of D; the other side is waited for."""
+    """Sends a request, and leaves as the client of the router, of P, or of D. Waits for the other side."""
     ids = prompt(f"abort {number}", tokens)
     if side == "client":
         tasks = {"client": asyncio.create_task(client.stream(site.router, ids, 200))}
@@ -81,6 +81,6 @@ async def _abort(site: Site, client: Client, number: int, side: str, after: floa
     await asyncio.wait({leaving}, timeout=after)
     leaving.cancel()
     for task in (leaving, *tasks.values()):
-        # The side that stays fails, or had all it needed.
+        # The side that stays fails, or had all its pages already.
         with suppress(asyncio.CancelledError, Refused, httpx.HTTPError):
             await task

@@ -1,4 +1,4 @@
-"""One prefill and one decode engine after another is replaced, for as long as one likes, under load."""
+"""Replaces one prefill and one decode engine after another under load, for any time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.anyio
 
 SITE = 6  # three of each side
 MINUTES = float(os.environ.get("KVC_FAULT_MINUTES", "10"))
-# Successors that start at the same time: with more cores, one is ready every second.
+# Successors that start at the same time. With more cores, one is ready every second.
 STARTING = int(os.environ.get("KVC_FAULT_STARTING", "1"))
-# Engines that start take one of the cores of a small machine all the time as it is.
+# On a small machine, starting engines occupy one of the cores all the time.
 CLIENTS = int(os.environ.get("KVC_FAULT_CLIENTS", "1"))
 
 
@@ -33,8 +33,8 @@ def anyio_backend() -> str:
 
 @pytest.mark.parametrize("move", [False, True], ids=["waits", "moves"])
 async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path, move: bool) -> None:
-    """A new one joins, the oldest of its side is drained and ends: nobody notices. Where streams are moved,
-    none has to end before its engine may."""
+    """A new engine joins, then the oldest of its side is drained and ends, without any failed request. With
+    moves, an engine may end before its streams do."""
     moved = 0
     with nursery(tmp_path, {"OMP_NUM_THREADS": "1"}) as interpreter, Site(tmp_path, model) as site:
         site.cluster.interpreter = interpreter
@@ -62,7 +62,7 @@ async def test_rolling_replacement(model: Path, client: Client, tmp_path: Path, 
 
 
 def _name(number: int) -> str:
-    """p0, d0, p1, d1, ..."""
+    """Returns p0, d0, p1, d1, ..."""
     return f"{'pd'[number % 2]}{number // 2}"
 
 
@@ -72,7 +72,7 @@ async def _join(site: Site, name: str) -> None:
 
 
 async def _leave(site: Site, name: str, *, move: bool) -> int:
-    """Returns how many streams have moved."""
+    """Drains and ends an engine. Returns the number of moved streams."""
     leaving = site.engines.pop(name)
     command = [sys.executable, "-m", "kv_connector.cli.main", "drain", leaving.url, "--json"]
     drain = await asyncio.create_subprocess_exec(

@@ -30,9 +30,9 @@ STUB = "kv_connector.bench.stub_engine"
 MIB = 1 << 20
 CLIENTS = 4
 SECONDS = 10.0
-# docs/operations.md: 100 MiB, and three times the budget of bodies, 128 MiB.
+# docs/router-api.md: 100 MiB, and three times the budget of bodies, 128 MiB.
 MEMORY_MIB = 100 + 3 * 128
-# At this, 224 requests are in flight at most, and 224 connections are idle.
+# With this limit, at most 224 requests are in flight, and 224 connections are idle.
 DESCRIPTORS = 1024
 
 
@@ -87,7 +87,7 @@ class Site(ProcessGroup):
 
 @dataclass
 class Load:
-    """Small requests of other clients: their durations, and how some of them failed."""
+    """Small requests of other clients: their durations, and the errors of those that failed."""
 
     milliseconds: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -98,7 +98,8 @@ class Load:
 
 
 async def load(site: Site, seconds: float) -> tuple[Load, float, set[str]]:
-    """Small requests for so long; the router's largest memory meanwhile, and the states of its engines."""
+    """Sends small requests for this time. Returns them with the router's largest memory and its engines'
+    statuses."""
     found, end = Load(), time.monotonic() + seconds
     most = 0.0
     states: set[str] = set()

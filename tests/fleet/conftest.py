@@ -1,5 +1,6 @@
-"""Two engines for all tests here, started once, with the routers of other projects before them:
-`make test-fleet`, in .venv-fleet. Nowhere else is any of them collected.
+"""Two engines for all tests of this folder, started once, with other projects' routers in front of them.
+
+`make test-fleet` runs these tests in .venv-fleet. No other environment collects them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One P and one D as processes, what tests ask them, and the routers of other projects that send to them."""
+"""One P and one D as processes, queries of tests to them, and other projects' routers in front of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Ask = Callable[[], Asked]
 
 
 class FleetCluster(LocalCluster):
-    """With a vllm-router of each mode."""
+    """A LocalCluster with a vllm-router of each mode."""
 
     def start_vllm_router(self, mode: str, *arguments: str) -> str:
         """Starts vllm-router in P/D mode and returns its URL at once."""
@@ -55,12 +55,12 @@ class FleetCluster(LocalCluster):
         name = f"vllm-router-{mode}"
         router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
         url = f"http://{HOST}:{port}"
-        # Its /readiness knows the engines that it was told of, and never those that announce themselves.
+        # Its /readiness knows only the engines of its options, not those that announce themselves.
         self._adopt(router, f"{url}/{'health' if mode == 'moriio' else 'readiness'}")
         return url
 
     def wait_announced(self, url: str, seconds: float = 30.0) -> None:
-        """Blocks until this vllm-router has heard of a P and of a D: until then it answers 503."""
+        """Blocks until this vllm-router knows a P and a D. Until then it answers 503."""
         body = json.dumps(completion_body(prompt("announced", 40), 1)).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         deadline = time.monotonic() + seconds
@@ -79,11 +79,11 @@ class Fleet:
     prefill: Engine
     decode: Engine
     nixl: str
-    """A vllm-router that is told of both."""
+    """URL of a vllm-router with both engines in its options."""
     moriio: str
-    """One to which both announce themselves."""
+    """URL of a vllm-router to which both announce themselves."""
     registration: str
-    """Where a router of ours takes registrations: both have joined it, too."""
+    """Registration address of kv-connector's router, which both have joined too."""
     log: Path
 
 
@@ -120,13 +120,13 @@ class Observed:
     tokens: list[int]
     pages: int
     share_before_end: float
-    """Of the bytes those that had arrived before P's last layer was computed."""
+    """Share of the bytes that had arrived before P's last layer was computed."""
 
 
 async def observe(client: Client, fleet: Fleet, ask: Ask) -> Observed:
-    """What one request does that goes to P and D."""
+    """Sends one request to P and D, and returns what it did."""
     prefill, decode = fleet.prefill, fleet.decode
-    # A transfer counts when it is over, and caches are empty then.
+    # A transfer is counted at its end, and caches are empty then.
     await assert_quiescent(client, prefill, decode)
     before = prefill.metric(PUSHED), prefill.metric(PUSHED_BEFORE_END)
     pages = (await client.stats(prefill))["pages_pushed"]
@@ -144,8 +144,10 @@ async def observe(client: Client, fleet: Fleet, ask: Ask) -> Observed:
 
 
 async def held_until_the_first_page(client: Client, fleet: Fleet, directory: Path, ask: Ask) -> list[int]:
-    """As ``ask``, and P stands still in its first layer until a page has reached D: that D asks while P still
-    computes is the router's doing, and not the luck of this machine. In vain where D is asked after P.
+    """Sends ``ask`` while P stops in its first layer until a page has reached D.
+
+    If D is requested while P still computes, that is the router's doing and not chance. The wait is in vain
+    if D is requested after P.
     """
     hold = Hold(client, fleet.prefill, directory)
     await hold.arm(1)
@@ -156,7 +158,7 @@ async def held_until_the_first_page(client: Client, fleet: Fleet, directory: Pat
         finally:
             hold.release()
 
-    # What fails first is what is told.
+    # The first failure is reported.
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(release())
         asking = tasks.create_task(ask())
@@ -171,8 +173,10 @@ async def assert_as_d_alone(
     *,
     concurrent: bool,
 ) -> None:
-    """Prompts of one chunk, of several and of 19: the answers are those of D by itself, D computes none of
-    the prompts, and where P and D are asked at once the pages travel while P computes.
+    """Sends prompts of one chunk, of several and of 19.
+
+    The answers are those of D alone, and D computes none of the prompts. If P and D are requested at once,
+    pages are sent while P computes.
     """
     for tokens in (40, 300, LONG):
         one = prompt(f"{directory} {tokens}", tokens)

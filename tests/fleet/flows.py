@@ -1,7 +1,7 @@
-"""How routers that cannot be had from a package index send one request to P and D: their bodies, replayed.
+"""Requests to P and D of routers that no package index offers: replays of their bodies.
 
-The words are those that the projects' sources build (tests/unit/vllm_adapter/test_dialects.py says at which
-commit), for a P whose control port is known.
+The fields are those that the projects' sources build, for a P whose control port is known.
+tests/unit/vllm_adapter/test_dialects.py names the commits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ OF_NIXL = {
 class Flow:
     name: str
     concurrent: bool
-    """P and D are asked at once."""
+    """Whether P and D are requested at once."""
     to_prefill: Callable[[str], Params]
-    """Of a fresh id."""
+    """Function of a new id."""
     to_decode: Callable[[str, Engine, Params], Params]
-    """Of the id, of P, and of what P answered (nothing yet where both are asked at once)."""
+    """Function of the id, of P, and of P's answer (empty if both are requested at once)."""
     beside: Params = field(default_factory=dict)
-    """Of P's body, what vLLM's own field for one token does not say."""
+    """Fields of P's body beyond vLLM's own field for one token."""
 
     async def ask(
         self, client: Client, prefill: Engine, decode: Engine, prompt: list[int], max_tokens: int
@@ -60,7 +60,7 @@ def _answer_with_host(_: str, prefill: Engine, answered: Params) -> Params:
 
 
 def _moriio(host: str, handshake_port: int, fresh: str) -> Params:
-    """What both halves say of the other side in llm-d's moriio mode."""
+    """Returns what both halves report of the other side in llm-d's moriio mode."""
     return {
         "remote_host": host,
         "remote_notify_port": 61005,
@@ -102,7 +102,7 @@ FLOWS = (
     Flow("toy proxy of vLLM", False, lambda _: OF_NIXL, _answer),
     Flow("llm-d nixlv2", False, lambda _: OF_NIXL, _answer),
     Flow("llm-d nixlv2 moriio", True, _moriio_to_prefill, _moriio_to_decode),
-    # v0.10 asks P and D at once, what came after it asks D after P.
+    # v0.10 requests P and D at once. Later versions request D after P.
     Flow("llm-d offloading", True, _offloading_to_prefill, _offloading_to_decode),
     Flow("llm-d offloading, D after P", False, _offloading_to_prefill, _offloading_to_decode),
     Flow("production-stack orchestrated", False, lambda _: OF_NIXL, _answer_with_host),

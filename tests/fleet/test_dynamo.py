@@ -1,4 +1,4 @@
-"""Dynamo's table of connectors, in its own file: the rest of it does not import with this vLLM."""
+"""Dynamo's table of connectors, loaded from its file: the rest of Dynamo does not import with this vLLM."""
 
 from __future__ import annotations
 

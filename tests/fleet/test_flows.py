@@ -1,4 +1,4 @@
-"""Requests as llm-d's sidecar, production-stack, AIBrix and vLLM's toy proxy send them."""
+"""Requests as sent by llm-d's sidecar, production-stack, AIBrix and vLLM's toy proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Serve LLM itself, by examples/ray: P and D are replicas that it places."""
+"""Ray Serve LLM itself, through examples/ray: P and D are replicas that it places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kv_connector.lab.process import Process
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
 MODEL = Shape((Group(layers=4),))
 PAGE_BYTES = 2 * 2 * BLOCK * 64 * 4  # key and value, heads, tokens, head_dim, float32
-# Ray starts six processes that import vLLM.
+# Seconds. Ray starts six processes that import vLLM.
 SECONDS = 300.0
 
 
@@ -33,7 +33,7 @@ def example() -> dict[str, Any]:
 async def test_tokens_are_those_of_one_engine(
     client: Client, tmp_path: Path, interpreter: tuple[str, ...], example: dict[str, Any]
 ) -> None:
-    """D fetches the whole prompt, and some of it before P has computed all: it was asked while P computed."""
+    """D fetches the whole prompt, some of it before P has computed all: D was requested while P computed."""
     model = make_llama(tmp_path / "model")
     with LocalCluster(tmp_path, model, EngineSettings()) as cluster:
         cluster.interpreter = interpreter

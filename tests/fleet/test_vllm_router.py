@@ -1,4 +1,4 @@
-"""vllm-router 0.1.17 itself, told of the engines (nixl) and hearing of them from themselves (moriio)."""
+"""vllm-router 0.1.17 itself, with the engines in its options (nixl), or announced by themselves (moriio)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("mode", ["nixl", "moriio"])
 async def test_tokens_are_those_of_d_alone(fleet: Fleet, client: Client, mode: str, tmp_path: Path) -> None:
-    """nixl asks D after P, moriio both at once."""
+    """nixl requests D after P, moriio both at once."""
     url: str = getattr(fleet, mode)
 
     async def ask(one: list[int]) -> list[int]:
@@ -37,7 +37,7 @@ async def test_streams_beside_each_other(fleet: Fleet, client: Client, mode: str
 
 
 async def test_a_drained_engine_is_announced_no_more(fleet: Fleet, client: Client) -> None:
-    """The last test: the engine stays drained."""
+    """Runs last, because the engine stays drained."""
     command = [sys.executable, "-m", "kv_connector.cli.main", "drain", "--force", fleet.decode.url]
     drained = await asyncio.to_thread(
         subprocess.run, [*command, "--router", fleet.registration], capture_output=True, text=True, timeout=60
@@ -52,5 +52,5 @@ async def test_a_drained_engine_is_announced_no_more(fleet: Fleet, client: Clien
         return "a refusal: the router still has a decode engine"
 
     await wait_until(missing, 30)
-    # Who is told of the engine may still ask it.
+    # A router with the engine in its options may still send requests to it.
     assert len(await client.complete(fleet.nixl, prompt("drained", 40), OUTPUT)) == OUTPUT

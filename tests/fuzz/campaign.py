@@ -19,9 +19,9 @@ from tests.fuzz.mutator import Mutator
 from tests.fuzz.targets import PYTHON_TARGETS, Target, native_targets
 
 BLOCK = 1000
-# Decoders keep nothing. What Python's allocator holds on to settles within the first inputs.
+# Decoders keep nothing. The pools of Python's allocator settle within the first inputs.
 GROWTH_MIB = 8.0
-# Native inputs make and fence a peer each: about a hundred times a message's time.
+# A native input makes and fences a peer, which takes about a hundred times as long as a message.
 NATIVE_EVERY = 50
 
 
@@ -31,7 +31,7 @@ def resident_mib() -> float:
 
 
 def feed_block(target: Target, seed: str, block: int, counts: Counter[str]) -> None:
-    """BLOCK inputs for one target; an exception is a finding."""
+    """Feeds BLOCK inputs to one target. An exception is a finding."""
     mutator = Mutator(f"{seed}:{block}", target.corpus)
     taken = 0
     for number in range(BLOCK):

@@ -1,9 +1,10 @@
 """Hostile peers against a live engine: `make hostile`, or `python -m tests.fuzz.hostile --help`.
 
-Strangers and peers out of their senses flood, guess, forge and scribble, while an honest peer plays ping-pong
-with the same engine and counts. The exit status is about harm: a count that is not exact, a page that is not
-what was written, an honest link that broke, memory or descriptors that stay. How much slower the honest peer
-was is told, not judged.
+Strangers and malicious peers flood, guess, forge and scribble, while an honest peer plays ping-pong with the
+same engine and counts.
+
+The exit status reports harm: an inexact count, a page with other contents than written, a broken honest link,
+or memory and descriptors that remain. The slowdown of the honest peer is printed, not judged.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tests.fuzz.tally import Attack, Tally
 LANES = ("tcp", "host", "nvlink")
 # Python's and malloc's pools settle within this.
 GROWTH_MIB = 16.0
-# tcp's ended connections linger for 1 s; a busy machine takes its time.
+# tcp's ended connections linger for 1 s; a busy machine takes longer.
 SETTLING = 30.0
-# Before each attack, to compare with: we are as busy as during one, and leave the victim alone.
+# Quiet time before each attack, for comparison: this process is as busy as during one, without an attack.
 QUIET = 2.0
 
 
 class Campaign:
-    """One lane: a victim, an honest peer, and us."""
+    """One lane with a victim, an honest peer, and this process as the attacker."""
 
     def __init__(self, victim: Any, honest: Any, attacker: TcpAttacker | SameHostAttacker) -> None:
         self._victim = victim
@@ -41,8 +42,8 @@ class Campaign:
         self._attacker = attacker
 
     def run(self, frames: int) -> Iterator[str]:
-        """AssertionError: the victim has taken harm."""
-        # So that the pools of memory have their size.
+        """Yields a report per attack. Raises AssertionError if the victim was harmed."""
+        # First round, so that the memory pools reach their size.
         done = [self._against(name, attack, 1)[0] for name, (attack, _) in self._attacker.attacks.items()]
         yield f"{len(done)} attacks of {sum(tally.frames for tally in done):,} frames"
         resident = self._victim.state().resident_mib
@@ -80,7 +81,7 @@ class Campaign:
             tally = attack(frames)
 
         times = self._measure(during)
-        # The engine lets go while it is awake: so the ping-pong goes on.
+        # The engine frees resources only while it is awake, so the ping-pong continues.
         self._settle(name, before.descriptors)
         state = self._victim.state()
         assert not state.found, f"{name}: {state.found}"
@@ -89,12 +90,12 @@ class Campaign:
         assert state.pages == pages, f"{name}: the honest peer's pages are not what it has written"
         assert state.guarded, f"{name}: bytes beside the region were written"
         foreign = state.stats.immediates_foreign - before.stats.immediates_foreign
-        # Not exactly: what is random may be the right one once in a while.
+        # Not exactly: a random immediate may be the right one by chance.
         assert foreign >= tally.foreign, f"{name}: of {tally.foreign} foreign pages {foreign} were found out"
         return tally, times
 
     def _settle(self, name: str, descriptors: int) -> None:
-        # The engine lets go while it is awake.
+        # The engine frees resources only while it is awake.
         self._honest.begin(newcomers=False)
         _until(self._victim.settled, f"{name}: all hostile peers are gone, and what was on its way to them")
         _until(lambda: self._victim.descriptors() <= descriptors, f"{name}: no descriptor is left open")
@@ -102,7 +103,7 @@ class Campaign:
 
 
 def gpu_driver(directory: Path) -> str | None:
-    """The CUDA driver's stand-in where there is no GPU; None: the real one."""
+    """Returns the CUDA driver's stand-in if the machine has no GPU. None: the real driver."""
     return None if gpu.real_driver() else gpu.build_stand_in(directory)
 
 

@@ -1,4 +1,5 @@
-"""What a hostile peer does to the lanes of one machine: their sockets, and the words that both sides map."""
+"""Attacks of a hostile peer on the lanes of one machine: on their sockets and on the words that both sides
+map."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ from tests.fuzz.wire import (
 Words = npt.NDArray[np.uint64]
 
 _CHANNEL_WORDS = CHANNEL_BYTES // 8
-# A region of ours that the victim is made to write to: where it stands on our board, and its memfd's name.
+# The region that the victim is made to write to: its place on the attacker's board, and its memfd's name.
 _PLACE, _MEMFD = 5, 1
 _RKEY = 7 * 16384 + _PLACE
 _NBYTES = 1 << 16
@@ -87,16 +88,16 @@ def _words(fd: int, nbytes: int) -> Words:
 
 
 class Seat:
-    """Our end of one link: its socket, and both directions of its segment."""
+    """The attacker's end of one link: its socket, and both directions of its segment."""
 
     def __init__(self, connection: socket.socket, segment: int, offerer: bool) -> None:
         self.socket = connection
         words = _words(segment, SEGMENT_BYTES)
-        # Segment: to_offerer, to_acceptor.
+        # Order of the segment: to_offerer, to_acceptor.
         halves = words[:_CHANNEL_WORDS], words[_CHANNEL_WORDS:]
         self.incoming, self.outgoing = halves if offerer else halves[::-1]
         self.incoming[ADMISSION] = (
-            1  # the victim may write to us; nvlink's control thread waits for it, for 100 ms
+            1  # the victim may write here; nvlink's control thread waits for it, for 100 ms
         )
         self.tail = 0
 
@@ -107,14 +108,14 @@ class Seat:
         self.socket.sendmsg([data], rights)
 
     def raise_counters(self, immediates: npt.NDArray[np.uint32]) -> None:
-        """Puts into the ring, which has room for them."""
+        """Puts immediates into the ring. The caller leaves room for them."""
         ring = self.outgoing[RING_WORD : RING_WORD + RING_ENTRIES // 2].view(np.uint32)
         ring[(self.tail + np.arange(len(immediates))) % RING_ENTRIES] = immediates
         self.tail += len(immediates)
         self.outgoing[TAIL] = self.tail
 
     def put(self, slot: int, message: bytes, nbytes: int | None = None) -> None:
-        """Puts a message into a slot that is free, or not; of a length that is so, or not."""
+        """Puts a message into a slot, free or not, with its true length or another one."""
         first = MESSAGES_WORD + slot * MESSAGE_WORDS
         body = np.frombuffer(message.ljust(-(-len(message) // 8) * 8, b"\0"), dtype=np.uint64)
         self.outgoing[first + 1 : first + 1 + len(body)] = body
@@ -122,17 +123,19 @@ class Seat:
         self.outgoing[PUT] ^= np.uint64(1 << slot)
 
     def leave(self) -> None:
-        """As long as this process lives, the victim keeps what it might still write to, or has mapped."""
+        """Releases what the victim maps or could write to. Otherwise the victim keeps it as long as this
+        process lives."""
         self.socket.close()
         self.outgoing[GATE:TAIL] = 0
         self.outgoing[LET_GO] = (1 << 64) - 1
 
 
 class SameHostAttacker:
-    """Each attack goes on for a number of frames: a connect, a message, an immediate or a scribble is one."""
+    """The attacks on one lane. Each takes a number of frames: a connect, a message, an immediate or a
+    scribble is one."""
 
     def __init__(self, lane: SameHostLane, victim: Any, honest: int, seed: str) -> None:
-        """`honest`: the immediate that is given to the honest peer."""
+        """`honest`: the immediate of the honest peer."""
         self._lane = lane
         self._victim = victim
         self._honest = honest & ~0x3F
@@ -145,7 +148,7 @@ class SameHostAttacker:
         self._memory = sealed_memory(_NBYTES)
         self._board_fd = sealed_memory(lane.board_bytes)
         self._board = _words(self._board_fd, lane.board_bytes)
-        # Of the host lane alone: nvlink's entry of a region is made by a GPU's driver.
+        # The host lane only: a GPU's driver makes nvlink's entry of a region.
         self._region = wire.region_descriptor("host", _RKEY, _NBYTES) if lane is wire.HOST else b""
         self._describe()
 
@@ -155,7 +158,7 @@ class SameHostAttacker:
 
     @property
     def attacks(self) -> dict[str, tuple[Attack, int]]:
-        """Each with its share of a campaign's frames, in hundredths."""
+        """Returns each attack with its share of a campaign's frames, in hundredths."""
         return {
             "floods of connects": (self.connects, 1),
             "half-open handshakes": (self.half_open, 1),
@@ -168,14 +171,15 @@ class SameHostAttacker:
         }
 
     def held_at_most(self) -> int:
-        """Bytes of the victim's memory for links that are up: of those before some may not have ended yet.
+        """Returns the bytes of the victim's memory for links that are up. Some earlier links may not have
+        ended yet.
 
-        Most of it is our own, as the victim maps it.
+        Most of this memory is the attacker's, which the victim maps.
         """
         return 2 * BATCH * (SEGMENT_BYTES + self._lane.board_bytes + MESSAGE_SLOTS * 4096)
 
     def _describe(self) -> None:
-        """The entry of our region, as it should be."""
+        """Writes the correct entry of the attacker's region."""
         entry = 8 + 8 * _PLACE
         self._board[entry : entry + 5] = (_RKEY, 0, _NBYTES, _MEMFD, 0)
 
@@ -185,7 +189,7 @@ class SameHostAttacker:
         return self._strangers(frames, lambda connection: None)
 
     def greetings(self, frames: int) -> Tally:
-        """All but the right one."""
+        """Sends all greetings except the right one."""
 
         def greet(connection: socket.socket) -> None:
             data = wire.control(
@@ -201,7 +205,7 @@ class SameHostAttacker:
             stack.callback(lambda: [one.close() for one in held])
             for _ in range(frames):
                 held.append(self._dial(self._invitation.socket))
-                with contextlib.suppress(OSError):  # pushed out already
+                with contextlib.suppress(OSError):  # already replaced by a newer connection
                     greet(held[-1])
                 if len(held) > HELD:
                     held.popleft().close()
@@ -209,7 +213,7 @@ class SameHostAttacker:
 
     def _dial(self, name: bytes) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The queue of those who dial may be full: only a socket that blocks waits for room there.
+        # The accept queue may be full: only a blocking socket waits for room in it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), 0))
         connection.connect(b"\0" + name)
         connection.settimeout(PATIENCE)
@@ -230,7 +234,8 @@ class SameHostAttacker:
             answers = []
             for offer in offers:
                 invitation = Invitation.of(offer.data, self._lane)
-                # Nobody dials; he says nothing, or half of it; or all, with memory that is too small.
+                # The attacker does not dial, or dials and sends nothing, half a greeting, too little memory,
+                # or all.
                 match self._pick.randrange(5):
                     case 0:
                         pass
@@ -245,11 +250,11 @@ class SameHostAttacker:
                         socket.send_fds(connection, [hello], [self._memory, self._memory])
                     case 4:
                         seat = self._hello(invitation)
-                        # Now and then it does not let the victim write either.
+                        # Sometimes it does not admit the victim's writes either.
                         seat.incoming[ADMISSION] = min(self._pick.getrandbits(3), 1)
                         stack.callback(seat.leave)
                 if self._pick.getrandbits(1):
-                    # Where the lane has a probe in its answer: of an address that is none of ours.
+                    # If the lane's answer contains a probe: an address outside the attacker's memory.
                     probed = self._pick.randbytes(max(len(self._lane.answer_tail) - 8, 0)) + b"\1" + bytes(7)
                     tail = self._pick.choice((None, probed if self._lane.answer_tail else None))
                     answers.append((offer.peer, self._lane.answer(tail)))
@@ -258,7 +263,7 @@ class SameHostAttacker:
         done.frames += BATCH
 
     def pass_for_one_of_theirs(self) -> list[bool]:
-        """nvlink: gives itself out for a domain of the victim's process. Whether the victim believes it."""
+        """Poses as a domain of the victim's process (nvlink). Returns whether the victim accepts that."""
         (offer,) = self._victim.offers(1)
         process = wire.offered_link(offer.data)[-8:]
         entry = 16 + 16 * _PLACE
@@ -270,7 +275,8 @@ class SameHostAttacker:
         return taken
 
     def _half_accepted(self, done: Tally) -> None:
-        """The victim dials: nobody is there, nobody accepts, or nobody welcomes it."""
+        """Has the victim dial a missing listener, one that does not accept, or one that does not welcome
+        it."""
         name = self._new_name()
         with self._listen(name) as listener:
             names = [self._pick.choice((name, name, b"kvc-nobody")) for _ in range(BATCH)]
@@ -294,7 +300,7 @@ class SameHostAttacker:
         listener.listen(2 * BATCH)
         return listener
 
-    # --- Peers that have been let in
+    # --- Peers that have been admitted
 
     def _hello(self, invitation: Invitation) -> Seat:
         segment = sealed_memory(SEGMENT_BYTES)
@@ -306,7 +312,7 @@ class SameHostAttacker:
         return seat
 
     def _be_dialled(self, count: int) -> list[Seat]:
-        """Links that we have offered."""
+        """Makes links that this side has offered."""
         name = self._new_name()
         seats = []
         with self._listen(name) as listener:
@@ -324,7 +330,7 @@ class SameHostAttacker:
         return seats
 
     def _dial_in(self, count: int) -> list[Seat]:
-        """Links that the victim has offered."""
+        """Makes links that the victim has offered."""
         offers = self._victim.offers(count)
         seats = [self._hello(Invitation.of(offer.data, self._lane)) for offer in offers]
         answers = [(offer.peer, self._lane.answer()) for offer in offers]
@@ -334,13 +340,13 @@ class SameHostAttacker:
     def _links(
         self, frames: int, act: Callable[[Sequence[Seat], Tally], None], at_a_time: int = BATCH
     ) -> Tally:
-        """`act` on some links at a time, until it has done enough."""
+        """Runs `act` on some links at a time, until it has used up its frames."""
         tally = Tally()
         while tally.frames < frames:
             seats = self._pick.choice((self._be_dialled, self._dial_in))(at_a_time)
             for seat in seats:
                 with contextlib.suppress(OSError):
-                    if self._region:  # which is on its way
+                    if self._region:  # which is in flight
                         seat.send(wire.control(MEMORY, _MEMFD, _NBYTES), [self._memory])
             try:
                 act(seats, tally)
@@ -353,7 +359,8 @@ class SameHostAttacker:
         return tally
 
     def guesses(self, frames: int) -> Tally:
-        """Any immediate, and at last the honest peer's own: that is what its raisers are known for."""
+        """Sends random immediates, then the honest peer's own: the victim must know its raisers by the
+        link."""
 
         def guess(seats: Sequence[Seat], tally: Tally) -> None:
             for seat in seats:
@@ -370,14 +377,14 @@ class SameHostAttacker:
         return self._links(frames, guess)
 
     def _await_the_end(self, seats: Sequence[Seat]) -> None:
-        """The victim hangs up on all of them."""
+        """Waits until the victim has closed all of these links."""
         for seat in seats:
             with contextlib.suppress(ConnectionError):
                 while seat.socket.recv(wire.CONTROL.size):
                     pass
 
     def lengths(self, frames: int) -> Tally:
-        """Of messages in slots, of memory that is told of, of regions on the board."""
+        """Sends wrong lengths: of messages in slots, of announced memory, and of regions on the board."""
 
         def forge(seats: Sequence[Seat], tally: Tally) -> None:
             for seat in seats:
@@ -400,7 +407,7 @@ class SameHostAttacker:
         return self._links(frames, forge)
 
     def flood(self, frames: int) -> Tally:
-        """As many immediates and messages as the rings and slots take, all of them allowed."""
+        """Sends as many immediates and messages as the rings and slots hold, all of them allowed."""
 
         def pour(seats: Sequence[Seat], tally: Tally) -> None:
             immediates = self._numbers.integers(0xFFFF_0000, 1 << 32, RING_ENTRIES, dtype=np.uint32)
@@ -419,11 +426,11 @@ class SameHostAttacker:
         return self._links(frames, pour, at_a_time=4)
 
     def messages(self, frames: int) -> Tally:
-        """Messages on the socket that any peer may send, and then some that it may not."""
+        """Sends socket messages that any peer may send, then some that it may not."""
 
         def talk(seats: Sequence[Seat], tally: Tally) -> None:
             for seat in seats:
-                with contextlib.suppress(OSError):  # it has had enough
+                with contextlib.suppress(OSError):  # the victim has closed the link
                     for name in range(_MEMFD + 1, 1 << self._pick.randrange(8)):
                         self._say_rightly(seat, name)
                         tally.frames += 1
@@ -461,7 +468,8 @@ class SameHostAttacker:
         return bytes(changed[: self._pick.choice((None, None, None, self._pick.randrange(1, len(data))))])
 
     def _say_wrongly(self, connection: socket.socket, data: bytes) -> None:
-        """With no descriptors or too many, of memory that may shrink or is too small, or of no memory."""
+        """Sends a message with missing, surplus or wrong descriptors: memory that may shrink, is too small,
+        or no memory."""
         with contextlib.ExitStack() as stack:
             descriptors: list[int] = []
             for _ in range(self._pick.choice((0, 0, 1, 1, 2, 3, 9))):
@@ -485,7 +493,7 @@ class SameHostAttacker:
                 connection.send(data)
 
     def scribbles(self, frames: int) -> Tally:
-        """Random words over all that the victim maps, as fast as they can be written, 1,024 a frame."""
+        """Writes random words over all that the victim maps, at full speed, 1,024 a frame."""
 
         def scribble(seats: Sequence[Seat], tally: Tally) -> None:
             for _ in range(8):
@@ -501,7 +509,7 @@ class SameHostAttacker:
         return self._links(frames, scribble)
 
     def _parts(self, seat: Seat) -> list[tuple[Words, int, int]]:
-        """What the victim reads together."""
+        """Returns the areas that the victim reads together."""
         parts = [
             (seat.outgoing, TAIL, PUT + 1),
             (seat.outgoing, RING_WORD, MESSAGES_WORD),
@@ -511,7 +519,7 @@ class SameHostAttacker:
             (seat.incoming, GATE, PUT + 1),
             (seat.incoming, 0, _CHANNEL_WORDS),
         ]
-        # nvlink's account is believed until the process of who writes it has ended, and ours goes on.
+        # nvlink's account is trusted until its writer's process has ended, and this process continues.
         if self._lane is wire.HOST:
             parts += [(seat.outgoing, GATE, STARVED + 1), (seat.outgoing, 0, _CHANNEL_WORDS)]
         return parts

@@ -1,4 +1,4 @@
-"""What a hostile peer does to tcp sockets: as a stranger, and with a connection's secret in its hands."""
+"""Attacks of a hostile peer on tcp sockets: as a stranger, and with a connection's secret."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz import wire
 from tests.fuzz.tally import BATCH, HELD, PATIENCE, Attack, Tally
 from tests.fuzz.wire import ACK, FRAME, FRAME_MAGIC, MAX_PAGES, MESSAGE, MESSAGE_SLOTS, WRITE, TcpOffer
 
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: gone without a last word, and without TIME_WAIT
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closed without a FIN and without TIME_WAIT
 
 
 # --- Frames
@@ -25,14 +25,14 @@ _FORGED_WORDS = (
     *(1 << 31, 1 << 32, (1 << 40) - 1, 1 << 40, (1 << 40) + 1, 1 << 63),
     *((1 << 64) - (1 << 20), (1 << 64) - 4096, (1 << 64) - 64, (1 << 64) - 1),
 )
-# Where a frame has its count; its words of 64 bits (acknowledged, sequence, rkey, page_bytes, first offset);
-# and of 32 (value, messages_taken).
+# Offsets in a frame: of its count, of its 64-bit words (acknowledged, sequence, rkey, page_bytes, first
+# offset), and of its 32-bit words (value, messages_taken).
 _COUNT, _WORDS, _HALVES = 6, (8, 16, 24, 32, 48), (40, 44)
 _LENGTHS = (_COUNT, 32, 48)
 
 
 class Conversation:
-    """Frames that a peer may send, numbered as they must be, and frames that it may not."""
+    """Frames that a peer may send, numbered correctly, and frames that it may not send."""
 
     def __init__(self, pick: random.Random, rkey: int, nbytes: int) -> None:
         self._pick = pick
@@ -43,7 +43,7 @@ class Conversation:
         self._slots = list(range(MESSAGE_SLOTS))
 
     def frame(self) -> bytes:
-        """One that any peer may send."""
+        """Returns a frame that any peer may send."""
         kind = self._bits(4)
         if kind < 6:
             return self.immediate(self._bits(26) << 6, self._bits(6) + 1)
@@ -58,7 +58,7 @@ class Conversation:
         return FRAME.pack(FRAME_MAGIC, ACK, self._bits(1), 0, 0, self._bits(64), 0, 0, 0, 0)
 
     def immediate(self, counter: int, pages: int) -> bytes:
-        """Raises a counter, and writes nothing."""
+        """Returns a frame that raises a counter and writes nothing."""
         self._sequence += 1
         value = counter | pages - 1
         return FRAME.pack(FRAME_MAGIC, WRITE, 1, pages, 0, self._sequence, self._bits(64), 0, value, 0)
@@ -72,7 +72,7 @@ class Conversation:
         return head + struct.pack(f"<{pages}Q", *offsets) + self._pick.randbytes(pages * nbytes)
 
     def mutated(self) -> bytes:
-        """One that is nearly right. It may even be."""
+        """Returns a frame that is nearly right. By chance it may be right."""
         data = bytearray(self.frame())
         for _ in range(self._pick.choice((1, 1, 1, 2, 4))):
             self._mutate(data)
@@ -99,7 +99,7 @@ class Conversation:
                 data.extend(bytes(max(FRAME.size + 8 - len(data), 0)))
 
     def forged(self) -> bytes:
-        """One that is right but for a length: a count, the bytes of a page, an offset."""
+        """Returns a frame with one wrong length: a count, the bytes of a page, or an offset."""
         data = bytearray(self.frame())
         self._forge(data, self._pick.choice(_LENGTHS))
         return bytes(data)
@@ -111,21 +111,22 @@ class Conversation:
             struct.pack_into("<Q", data, at, self._pick.choice(_FORGED_WORDS))
 
     def random_run(self) -> list[bytes]:
-        """Some that any peer may send, as many as often before the victim has had enough: 1 to 128."""
+        """Returns 1 to 128 frames that any peer may send, which often precede the frame that ends the
+        link."""
         return [self.frame() for _ in range(1 << self._pick.randrange(8))]
 
 
 # --- Attacks
 
 Say = Callable[[Conversation, Tally], bytes]
-"""What is said on one link. Adds what the victim is sure to read to the tally."""
+"""Returns the bytes to send on one link. Adds the frames that the victim certainly reads to the tally."""
 
 
 class TcpAttacker:
-    """Each attack goes on for a number of frames: a connect, a broken-off handshake or a greeting is one."""
+    """The attacks. Each takes a number of frames: a connect, a broken-off handshake or a greeting is one."""
 
     def __init__(self, victim: Any, honest: int, seed: str) -> None:
-        """`honest`: the immediate that is given to the honest peer."""
+        """`honest`: the immediate of the honest peer."""
         self._victim = victim
         self._pick = random.Random(seed)
         self._honest = honest & ~0x3F
@@ -137,7 +138,7 @@ class TcpAttacker:
 
     @property
     def attacks(self) -> dict[str, tuple[Attack, int]]:
-        """Each with its share of a campaign's frames, in hundredths."""
+        """Returns each attack with its share of a campaign's frames, in hundredths."""
         return {
             "floods of connects": (self.connects, 1),
             "half-open handshakes": (self.half_open, 1),
@@ -149,24 +150,25 @@ class TcpAttacker:
         }
 
     def held_at_most(self) -> int:
-        """Bytes of the victim's memory for links that are up: of those before some may not have ended yet."""
+        """Returns the bytes of the victim's memory for links that are up. Some earlier links may not have
+        ended yet."""
         return 2 * BATCH * MESSAGE_SLOTS * 4096
 
     # --- Strangers
 
     def connects(self, frames: int) -> Tally:
-        """One after the other, HELD of them open at a time."""
+        """Connects again and again, with HELD connections open at a time."""
         return self._strangers(frames, lambda: b"")
 
     def greetings(self, frames: int) -> Tally:
-        """Greetings of a link that is being made, but for some bits; with noise behind them."""
+        """Sends greetings of a link that is being made, with some bits changed and noise behind them."""
         (offer,) = self._victim.offers(1)
         right = TcpOffer.of(offer.data).hello()
 
         def greeting() -> bytes:
             data = bytearray(right)
             for _ in range(1 + self._pick.getrandbits(1)):
-                # Not the two bytes that nobody reads: it must not be let in.
+                # Without the two bytes that no code reads: the greeting must not be accepted.
                 at = self._pick.choice([*range(6), *range(8, 12), *range(16, 32)])
                 data[at] ^= 1 << self._pick.getrandbits(3)
             return bytes(data) + self._pick.randbytes(self._pick.randrange(200))
@@ -181,7 +183,7 @@ class TcpAttacker:
             stack.callback(lambda: [one.close() for one in held])
             for _ in range(frames):
                 held.append(self._dial(self._port))
-                with contextlib.suppress(OSError):  # pushed out already
+                with contextlib.suppress(OSError):  # already replaced by a newer connection
                     held[-1].send(greeting())
                 if len(held) > HELD:
                     held.popleft().close()
@@ -190,7 +192,7 @@ class TcpAttacker:
     # --- Handshakes that break off
 
     def half_open(self, frames: int) -> Tally:
-        """As the one who dials and as the one who is dialled."""
+        """Breaks off handshakes, as the dialling side and as the dialled side."""
         done = Tally()
         with socket.create_server(("127.0.0.1", 0), backlog=2 * BATCH) as listener:
             while done.frames < frames:
@@ -204,7 +206,7 @@ class TcpAttacker:
             answers = []
             for offer in offers:
                 link = TcpOffer.of(offer.data)
-                # Of two connections: none, a part of a greeting, or one; and the answer, or not.
+                # Of two connections: none, a part of a greeting, or one; with or without the answer.
                 for hello in self._pick.choice(((), (link.hello()[:19],), (link.hello(1),))):
                     stack.enter_context(self._dial(link.port)).send(hello)
                 if self._pick.getrandbits(1):
@@ -214,7 +216,7 @@ class TcpAttacker:
         done.frames += BATCH
 
     def _half_accepted(self, listener: socket.socket, done: Tally) -> None:
-        """The victim dials: nobody welcomes it, or somebody who is not the one it looks for."""
+        """Has the victim dial a listener that does not welcome it, or one with another identity."""
         port = listener.getsockname()[1]
         offers = [self._offer(port) for _ in range(BATCH)]
         answers = self._victim.accept([offer.encode("127.0.0.1") for offer in offers], self._playground)
@@ -231,10 +233,11 @@ class TcpAttacker:
     def _offer(self, port: int) -> TcpOffer:
         return TcpOffer(port, self._pick.getrandbits(32), self._pick.randbytes(16), self._pick.randbytes(16))
 
-    # --- Peers that have been let in
+    # --- Peers that have been admitted
 
     def guesses(self, frames: int) -> Tally:
-        """Any immediate, and at last the honest peer's own: that is what its raisers are known for."""
+        """Sends random immediates, then the honest peer's own: the victim must know its raisers by the
+        link."""
 
         def say(conversation: Conversation, tally: Tally) -> bytes:
             guesses = [
@@ -260,13 +263,13 @@ class TcpAttacker:
         def say(conversation: Conversation, tally: Tally) -> bytes:
             run = conversation.random_run()
             tally.frames += len(run) + 1
-            # Where that one does no harm, the next ones are read too.
+            # If that frame does no harm, the next ones are read too.
             return b"".join(run) + b"".join(conversation.mutated() for _ in range(4))
 
         return self._links(frames, say)
 
     def flood(self, frames: int) -> Tally:
-        """As many as a link takes, each of which costs the victim more than its bytes."""
+        """Sends as many frames as a link takes, each of which costs the victim more than its bytes."""
 
         def say(conversation: Conversation, tally: Tally) -> bytes:
             tally.frames += 1 << 14
@@ -281,7 +284,7 @@ class TcpAttacker:
             links = [TcpOffer.of(offer.data) for offer in offers]
             words = [say(self._conversation(), tally) for _ in links]
             with contextlib.ExitStack() as stack:
-                # Every other time it is the victim who dials.
+                # In every second round the victim dials.
                 if self._pick.getrandbits(1):
                     dialled = [stack.enter_context(self._dial(link.port)) for link in links]
                     greetings = [link.hello() for link in links]
@@ -304,7 +307,7 @@ class TcpAttacker:
         return self._pick.choice((b"", self._playground))
 
     def _be_dialled(self, stack: contextlib.ExitStack, count: int) -> list[socket.socket]:
-        """Connections of links that we have offered, welcomed."""
+        """Returns welcomed connections of links that this side has offered."""
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=2 * BATCH))
         offer = self._offer(listener.getsockname()[1])
         answers = self._victim.accept([offer.encode("127.0.0.1")] * count, self._something_on_its_way())
@@ -319,7 +322,7 @@ class TcpAttacker:
 
     def _converse(self, dialled: Sequence[socket.socket], words: Sequence[bytes]) -> None:
         for connection, said in zip(dialled, words, strict=True):
-            with contextlib.suppress(ConnectionError):  # it has hung up on us before the end
+            with contextlib.suppress(ConnectionError):  # the victim has closed the link before the end
                 connection.sendall(said)
                 connection.shutdown(socket.SHUT_WR)
         for connection in dialled:

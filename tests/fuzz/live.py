@@ -1,6 +1,6 @@
 """Raw connections to a live agent: noise, greetings that break off, frames that are nearly right.
 
-Before, between and after them the agent moves pages for a peer that behaves.
+Before, between and after the attacks the agent transfers pages for an honest peer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tests.fuzz.targets import protocol_messages
 
 # Python's and libzmq's allocators settle within this.
 GROWTH_MIB = 32.0
-# Connections that are held open at a time, saying nothing more.
+# Connections that are held open at a time and send nothing more.
 HELD = 100
 
 _DEALER = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
 
 
 def attack(seed: str, connections: int) -> Iterator[str]:
-    """Attacks an agent without and one with a cluster key; AssertionError where one took harm."""
+    """Attacks an agent without and one with a cluster key. Raises AssertionError if one was harmed."""
     for key in (None, ClusterKey.generate()):
         name = "without a key" if key is None else "with a key"
-        others = set(listening_ports())  # of the process: an earlier test's torch, for example
+        others = set(listening_ports())  # ports of the process, for example of an earlier test's torch
         with stage("tcp") as agents:
             prefill = agents.side(Role.PREFILL, key=key)
             decode = agents.side(Role.DECODE, key=key)
@@ -46,7 +46,7 @@ def attack(seed: str, connections: int) -> Iterator[str]:
             transfer(prefill, decode, "after")
             until(partial(has_descriptors, descriptors), "no descriptor is left open")
             refused = sum(side.agent.stats().malformed_messages for side in (prefill, decode))
-            # Without a key they are read and refused; with one nobody gets that far.
+            # Without a key the messages are read and refused. With a key no connection gets that far.
             assert (refused > 0) is (key is None), f"{refused} messages were refused"
             growth = resident_mib() - memory
             assert growth < GROWTH_MIB, f"memory grew by {growth:.1f} MiB"
@@ -59,7 +59,7 @@ def has_descriptors(limit: int) -> bool:
 
 
 def transfer(prefill: Side, decode: Side, name: str) -> None:
-    """A prompt of three pages goes from one to the other."""
+    """Transfers a prompt of three pages."""
     decode.reserve(prefill.address, transfer=name)
     prefill.expect(name)
     prefill.compute((1, 2, 3), transfer=name)
@@ -77,7 +77,7 @@ def attack_ports(seed: str, ports: list[int], connections: int) -> None:
         for number in range(connections):
             connection = socket.create_connection(("127.0.0.1", pick.choice(ports)), timeout=5)
             connection.settimeout(0.0005)
-            with contextlib.suppress(OSError):  # thrown out, or not listened to
+            with contextlib.suppress(OSError):  # the agent has closed the connection
                 for part in _conversation(pick, frames):
                     connection.sendall(part)
                 connection.recv(4096)
@@ -88,7 +88,7 @@ def attack_ports(seed: str, ports: list[int], connections: int) -> None:
 
 
 def _conversation(pick: random.Random, frames: Mutator) -> Iterator[bytes]:
-    """What one stranger says."""
+    """Yields the bytes that one stranger sends."""
     match pick.randrange(5):
         case 0:
             yield pick.randbytes(pick.randrange(300))
@@ -105,7 +105,7 @@ def _conversation(pick: random.Random, frames: Mutator) -> Iterator[bytes]:
 
 
 def _greeting(mechanism: bytes) -> bytes:
-    """ZMTP 3.0."""
+    """Returns a greeting of ZMTP 3.0."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + b"\0" + bytes(31)
 
 
@@ -117,7 +117,7 @@ def _frame(body: bytes, *, command: bool = False) -> bytes:
 
 
 def _sockets() -> dict[str, Path]:
-    """Inode -> descriptor of this process's sockets."""
+    """Returns {inode: descriptor} of this process's sockets."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the meantime
@@ -128,7 +128,7 @@ def _sockets() -> dict[str, Path]:
 
 
 def _tcp(state: str) -> list[int]:
-    """Local ports of this process's TCP sockets in a state, as /proc/net/tcp spells it."""
+    """Returns the local ports of this process's TCP sockets in a state, as /proc/net/tcp spells it."""
     inodes = _sockets()
     ports = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -143,9 +143,9 @@ def listening_ports() -> list[int]:
 
 
 def strangers_closed(ports: list[int]) -> bool:
-    """Whether the listeners at these ports have closed each connection that the other end has closed.
+    """Returns whether the listeners at these ports have closed each connection that the other end has closed.
 
-    The process may hold others, of clients that earlier tests have left.
+    The process may hold other connections, of clients that earlier tests left behind.
     """
     return not set(ports) & set(_tcp("08"))
 

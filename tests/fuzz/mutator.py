@@ -1,18 +1,18 @@
-"""Inputs for decoders: valid ones, taken apart and put together wrongly. The same for the same seed."""
+"""Inputs for decoders: valid ones, cut up and put together wrongly. The same seed gives the same inputs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-# What lengths, counts and tags like to be wrong by.
+# Typical wrong values of lengths, counts and tags.
 _SPECIAL = (0x00, 0x01, 0x7F, 0x80, 0xFE, 0xFF, 0xC0, 0xC1, 0xC6, 0xDB, 0xDD, 0xDF)
-# Longer inputs say nothing new about a decoder, and take their time.
+# Longer inputs find nothing new in a decoder and take longer.
 _LONGEST = 1 << 16
 
 
 class Mutator:
-    """An endless supply of inputs that are nearly like those of the corpus."""
+    """An endless supply of inputs that are nearly those of the corpus."""
 
     def __init__(self, seed: str, corpus: Sequence[bytes]) -> None:
         self._random = random.Random(seed)

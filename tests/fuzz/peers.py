@@ -1,4 +1,4 @@
-"""An engine that is attacked, and a peer that behaves meanwhile: each in a process of its own."""
+"""An engine under attack and an honest peer, each in a separate process."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from kv_connector.engine.transfer_engine import MAX_MESSAGE_BYTES, SharedMemory,
 from tests.conformance.gpu import GpuMemory
 
 PAGE = 4096
-# What the honest peer writes, between stretches that nobody may write.
+# Pages that the honest peer writes, between stretches that no peer may write.
 PAGES = 64
 GUARD = 16 * PAGE
 NBYTES = GUARD + PAGES * PAGE + GUARD
 GUARDED = 0xA5
-# What hostile peers of tcp may write: they have its key.
+# Bytes that hostile peers of tcp may write: they have its key.
 PLAYGROUND = 1 << 20
-# A step that takes longer hangs: the same patience as the conformance list's.
+# A step that takes longer hangs. The conformance list has the same limit.
 LIMIT = 30.0
-# Two pings in a row would keep both processors busy by themselves. At this pace the engines sleep in between.
+# Two pings in a row would keep both cores busy. At this pace the engines sleep in between.
 PING_EVERY = 0.0005
-# A peer that comes anew takes 2 ms of the control thread at most.
+# A new peer takes at most 2 ms of the control thread.
 NEWCOMER_EVERY = 0.1
 
 
 @contextlib.contextmanager
 def first_served() -> Iterator[None]:
-    """Threads that begin in here come before all others of this machine, where it lets us.
+    """Gives threads that start in here priority over all others of this machine, if the machine permits it.
 
-    A hostile peer's processor time would be another machine's, and what else runs here would hide what the
-    attack does: so the data paths, and the threads that measure, do not compete for it.
+    In production a hostile peer uses another machine's CPU time. Other load here would hide the effect of the
+    attack. So the data paths and the measuring threads do not compete for the CPU.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -66,26 +66,27 @@ def first_served() -> Iterator[None]:
 
 
 def open_engine(name: str, lane: str, memory: MemoryRange) -> tuple[TransferEngine, int]:
-    """Served first, but for its control thread; and its region of this memory."""
+    """Opens an engine with priority, except for its control thread. Returns it with its region of this
+    memory."""
     with first_served():
         engine = TransferEngine(EngineConfig(name, [DomainConfig(lane)]))
     (control,) = _threads(f"kvc-c-{name}")
-    # What that begins in here is a stand-in's GPU.
+    # This starts the threads of a stand-in's GPU.
     (region,) = engine.register_ranges([memory])
-    # It is to give way to the worker, as it does elsewhere. Served first too, while 32 links of nvlink end at
-    # once, it took the ping-pong's p99 from 0.3 to 1.0 ms.
+    # The control thread must give way to the transfer thread, as in production. With priority it took the
+    # ping-pong's p99 from 0.3 to 1.0 ms while 32 links of nvlink ended at once.
     os.sched_setscheduler(control, os.SCHED_OTHER, os.sched_param(0))
     return engine, region
 
 
 def _threads(name: str) -> list[int]:
-    """Those of this process that are called so."""
+    """Returns the threads of this process with this name."""
     tasks = Path("/proc/self/task").iterdir()
     return [int(task.name) for task in tasks if (task / "comm").read_text().rstrip() == name]
 
 
 class _Memory:
-    """NBYTES that the engine registers, between the guards, and can be looked at."""
+    """NBYTES that the engine registers, between guards, with their contents visible to the test."""
 
     def __init__(self, lane: str, driver: str | None) -> None:
         self.bytes: npt.NDArray[np.uint8] | GpuMemory
@@ -111,20 +112,20 @@ class _Memory:
 
 @dataclass(frozen=True)
 class State:
-    """The victim, looked at from inside."""
+    """The state of the victim, read from inside."""
 
     stats: EngineStats
-    counted: int  # of the honest peer's counter
+    counted: int  # count of the honest peer's counter
     pages: bytes
     guarded: bool
     resident_mib: float
     peak_mib: float
     descriptors: int
-    found: tuple[str, ...]  # what must never happen
+    found: tuple[str, ...]  # events that must never occur
 
 
 class Victim:
-    """Whoever comes is taken for a peer: who is let in has been given this by the control plane."""
+    """The engine under attack. It accepts any peer: in production the control plane admits peers."""
 
     def __init__(self, lane: str, driver: str | None = None) -> None:
         self._memory = _Memory(lane, driver)
@@ -133,7 +134,7 @@ class Victim:
         self._counters = 0
         self._honest = 0
         self._found: list[str] = []
-        self._down: list[int] = []  # the keeper's
+        self._down: list[int] = []  # peers of the keeper thread
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()
@@ -146,23 +147,24 @@ class Victim:
     # --- The honest peer
 
     def meet(self, offer: bytes) -> tuple[bytes, bytes, int]:
-        """The answer, the descriptor of the pages, and the immediate that counts them."""
+        """Returns the answer, the descriptor of the pages, and the immediate that counts them."""
         answer = self._engine.accept("honest", offer)
         counters = self._engine.alloc_counters(1, [answer.peer])
         self._honest, self._counters = answer.peer, counters.id
         return answer.data, self._engine.region_descriptor(self._region), counters.immediates[0]
 
-    # --- Hostile peers. Nobody waits long for one of them.
+    # --- Hostile peers. No call waits long for one of them.
 
     def playground(self) -> bytes:
-        """The descriptor of memory that hostile peers may write."""
+        """Returns the descriptor of memory that hostile peers may write."""
         return self._engine.region_descriptor(self._engine.register_buffer(self._playground))
 
     def offers(self, count: int) -> list[Handshake]:
         return [self._engine.offer("hostile") for _ in range(count)]
 
     def complete(self, answers: Sequence[tuple[int, bytes]], region: bytes = b"") -> list[bool]:
-        """Whether each answer was taken. With a region: something is on its way to each of them."""
+        """Returns whether each answer was accepted. With a region, operations to each of these peers are in
+        flight."""
         return [self._complete(peer, answer, region) for peer, answer in answers]
 
     def _complete(self, peer: int, answer: bytes, region: bytes) -> bool:
@@ -174,7 +176,7 @@ class Victim:
         return True
 
     def accept(self, offers: Sequence[bytes], region: bytes = b"") -> list[Handshake | None]:
-        """The answers to offers of hostile peers."""
+        """Returns the answers to offers of hostile peers."""
         return [self._accept(offer, region) for offer in offers]
 
     def _accept(self, offer: bytes, region: bytes) -> Handshake | None:
@@ -188,28 +190,28 @@ class Victim:
     def _write_to(self, peer: int, region: bytes) -> None:
         if not region:
             return
-        with contextlib.suppress(TransferError):  # it is down already
+        with contextlib.suppress(TransferError):  # the peer is down already
             target = self._engine.import_region(peer, region)
             self._engine.write_one(peer, self._region, 0, target, 0, PAGE)
             self._engine.send(peer, b"how are you?")
 
     def fence(self, peers: Sequence[int]) -> None:
-        """They never came, or are not to come back."""
+        """Fences peers that never connected, or that must not return."""
         for peer in peers:
             self._fence(peer, LIMIT)
 
     def _fence(self, peer: int, timeout: float) -> bool:
-        """False: it may still be writing."""
+        """Returns False if the peer may still be writing."""
         try:
             self._engine.fence(peer, timeout)
         except TransferError as error:
-            return error.code is not ErrorCode.TIMEOUT  # else somebody was quicker
+            return error.code is not ErrorCode.TIMEOUT  # any other error: another call fenced it first
         return True
 
-    # --- What became of it
+    # --- The outcome
 
     def settled(self) -> bool:
-        """Nobody is left but the honest peer, and every transfer to the others has ended."""
+        """Returns whether only the honest peer is left, and every transfer to the others has ended."""
         stats = self._engine.stats()
         return stats.peers == 1 and stats.transfers_open == 0
 
@@ -232,7 +234,7 @@ class Victim:
             tuple(self._found),
         )
 
-    # --- The keeper: takes what peers send, and lets go of those that are down.
+    # --- The keeper thread: receives what peers send, and fences those that are down.
 
     def _keep(self) -> None:
         files = [self._engine.event_fd(), self._engine.message_fd()]
@@ -249,7 +251,7 @@ class Victim:
         if event.kind is EventKind.PEER_LEFT and event.id != self._honest:
             return
         if event.kind not in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
-            return  # the end of what was on its way to a hostile peer
+            return  # the end of an operation to a hostile peer
         if event.id == self._honest:
             self._found.append(f"the honest peer was taken for broken: {event}")
         self._down.append(event.id)
@@ -260,7 +262,7 @@ PING = (bytes(range(256)) * 16)[:MAX_MESSAGE_BYTES]
 
 @dataclass(frozen=True)
 class Times:
-    """Of one stretch of time, in microseconds."""
+    """Ping-pong times of one period, in microseconds."""
 
     pings: int
     median: float
@@ -272,10 +274,10 @@ class Times:
 
 
 class Honest:
-    """A peer that plays ping-pong with the victim all the time, and knows what it has written.
+    """A peer that plays ping-pong with the victim all the time, and records what it has written.
 
-    A ping is a page of 4 KiB, counted, and a message of as much; the pong is the victim's engine's: it has
-    taken both. So no Python of the victim's is in the way.
+    A ping is a counted page of 4 KiB and a message of the same size. The victim's engine sends the pong once
+    it has both, so the victim's Python code is not in the path.
     """
 
     def __init__(self, lane: str, victim: Any, driver: str | None = None) -> None:
@@ -303,7 +305,7 @@ class Honest:
         self._times, self._newcomers, self._refused, self._failed = [], [], 0, []
         self._stop.clear()
         self._threads = []
-        # Both: who waits for a processor with the interpreter's lock in its hands holds up the other.
+        # Both threads: one that waits for a CPU while it holds the interpreter's lock delays the other.
         with first_served():
             self._start(self._ping, PING_EVERY)
             if newcomers:
@@ -314,7 +316,7 @@ class Honest:
         self._threads[-1].start()
 
     def end(self) -> Times:
-        """Raises what went wrong."""
+        """Ends the ping-pong. Raises the error that occurred."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -332,11 +334,11 @@ class Honest:
         )
 
     def immediate(self) -> int:
-        """What it raises the victim's counter by."""
+        """Returns the immediate that raises the victim's counter."""
         return self._immediate
 
     def written(self) -> tuple[int, bytes]:
-        """How many pages in all, and what they look like now."""
+        """Returns the number of pages written, and their present contents."""
         return self._pings, self._memory.pages()
 
     def _again(self, step: Callable[[], None], pause: float) -> None:
@@ -364,7 +366,7 @@ class Honest:
         self._pings += 1
 
     def _come_anew(self) -> None:
-        """One more peer dials the victim, says a word and leaves."""
+        """Connects one more peer to the victim, which sends a message and leaves."""
         (offer,) = self._victim.offers(1)
         try:
             self._newcomers.append(self._say_hello(offer))
@@ -373,7 +375,8 @@ class Honest:
         self._victim.fence([offer.peer])
 
     def _say_hello(self, offer: Handshake) -> int:
-        """How long it took. TransferError: it was not let in, or was pushed out by others who dial."""
+        """Returns how long the connection took. Raises TransferError if the peer was not admitted, or
+        replaced by others that dial."""
         began = time.perf_counter_ns()
         answer = self._engine.accept("victim", offer.data)
         try:
@@ -387,7 +390,7 @@ class Honest:
 
 
 class _Manager(BaseManager):
-    """A process with one of these in it."""
+    """A process that holds one of these objects."""
 
 
 _Manager.register("Victim", Victim)
@@ -396,7 +399,7 @@ _Manager.register("Honest", Honest)
 
 @contextlib.contextmanager
 def stage(lane: str, driver: str | None = None) -> Iterator[tuple[Any, Any]]:
-    """A victim and an honest peer of it, in processes of their own."""
+    """Yields a victim and its honest peer, in separate processes."""
     with contextlib.ExitStack() as stack:
         victim, honest = (stack.enter_context(_Manager(ctx=get_context("spawn"))) for _ in range(2))
         attacked = victim.Victim(lane, driver)  # type: ignore[attr-defined]

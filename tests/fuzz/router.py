@@ -1,9 +1,9 @@
-"""A fuzzer of the router's limits: what it holds of its clients, and how long they wait.
+"""A fuzzer of the router's limits: the memory that it holds for its clients, and the time that they wait.
 
 A scenario is a few clients and engines. Clients send bodies of any size, broken or without an end, and may
-leave at any moment. Engines are slow, fail, or go away. The whole router runs, from the bytes of a connection
-to its requests to engines, in virtual time. Each client must get an answer that fits its request. No limit
-may be exceeded, and nothing may be left at the end.
+leave at any moment. Engines are slow, fail, or go away. The whole router runs in virtual time, from the bytes
+of a connection to its requests to engines. Each client must get an answer that fits its request. No limit may
+be exceeded, and nothing may be left at the end.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from kv_connector.router.streams.dispatch import Dispatcher
 from tests.fuzz.seeds import chosen_seeds, search
 
 KIB = 1 << 10
-# Of the router, small enough for a scenario to meet them.
+# Limits of the router, small enough for a scenario to reach them.
 BODY_LIMIT = 400 * KIB
-LONG = 100 * KIB  # bodies that the child parses
+LONG = 100 * KIB  # bodies that the child process parses
 STALL_S = 60.0
-READ = 250 * KIB  # uvloop's, at once
-# Three attempts at engines that take 30 s, a body and a reader that stand still, and the child's 30 s.
+READ = 250 * KIB  # bytes that uvloop reads at once
+# Three attempts at engines that take 30 s, a stalled body and a stalled reader, and the child's 30 s.
 LONGEST_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One client."""
+    """The behaviour of one client."""
 
     kind: str
     starts: float
@@ -64,7 +64,7 @@ class Plan:
     leaves: float | None = None
     """Seconds from its start until it leaves."""
     stops: float = 0.0
-    """Seconds in which it takes nothing of its answer."""
+    """Seconds in which it reads nothing of its answer."""
     stream: bool = False
 
 
@@ -73,14 +73,14 @@ KINDS = {
     "broken": 8,  # no JSON
     "no object": 3,
     "too long": 6,
-    "stall": 6,  # its body stands still
+    "stall": 6,  # its body stalls
     "headers": 4,  # without an end
     "late headers": 3,
     "no request": 2,
     "live": 6,
     "models": 3,
     "tokenize": 6,
-    "pipelined": 5,  # a second request behind it, whose answer it does not wait for
+    "pipelined": 5,  # a second request follows, before the answer to the first
 }
 
 
@@ -91,7 +91,7 @@ class Scenario:
     requests: int
     connections: int
     trouble: bool
-    """Engines may fail."""
+    """Whether engines may fail."""
     clients: tuple[Plan, ...]
     salt: int
 
@@ -137,7 +137,7 @@ class Wrong(AssertionError):
 
 
 class _Selector(selectors.SelectSelector):
-    """Time passes where nothing else is left to do."""
+    """A selector that advances virtual time when no other work is left."""
 
     now = 0.0
 
@@ -172,7 +172,7 @@ class Engines:
         self.trouble = trouble
         self.requests = 0
         self.open: Counter[str] = Counter()
-        """Requests by their id."""
+        """Open requests by their id."""
         self.down: set[str] = set()
 
     async def __aenter__(self) -> Engines:
@@ -194,7 +194,7 @@ class Engines:
             self.down ^= {host}
         if host in self.down:
             raise aiohttp.ClientConnectorError(KEY, ConnectionRefusedError(111, "refused"))
-        # A transfer that is disowned has its client's id, and nothing of its body.
+        # The request that disowns a transfer has its client's id, and not its body.
         disowns = isinstance(body, bytes) and b"nobody-wants/" in body
         name = "" if headers is None or disowns else headers.get("x-request-id", "")
         self.open[name] += 1
@@ -238,7 +238,7 @@ KEY = ConnectionKey("engine", 80, False, True, None, None, None, None)
 
 
 class Response:
-    """An engine's answer, as aiohttp has it."""
+    """An engine's answer, with aiohttp's interface."""
 
     def __init__(
         self, engines: Engines, status: int, chunks: list[bytes], content_type: str = "application/json"
@@ -299,7 +299,7 @@ class Transport(asyncio.Transport):
             self._client.protocol.pause_writing()
 
     def taken(self) -> None:
-        """The client takes what was written."""
+        """The client reads what was written."""
         data, self._unread = bytes(self._unread), bytearray()
         self._client.read(data)
         if self._paused:
@@ -359,7 +359,7 @@ class Client:
         self.left = False
         self.done = 0.0
         self.delivered = 0
-        """Bytes of its body that the router was given."""
+        """Bytes of the body that the router has received."""
         self.status: int | None = None
         self.headers: dict[bytes, bytes] = {}
         self.body = bytearray()
@@ -368,7 +368,7 @@ class Client:
         self.transport = Transport(self)
         self._parser = httptools.HttpResponseParser(self)
 
-    # httptools calls these.
+    # Callbacks of httptools.
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.lower()] = value
 
@@ -471,7 +471,7 @@ class Client:
 
 
 class WatchedRoom(Limits):
-    """A Limits whose account is checked by each change."""
+    """A Limits that checks its account at each change."""
 
     world: World
 
@@ -534,7 +534,7 @@ class World:
         return parsed(bytes(raw), only_model=only_model)
 
     def check(self) -> None:
-        """At any moment."""
+        """Checks the limits. It may be called at any moment."""
         (room,) = self.rooms
         room.check()
         with_engines = sum(
@@ -579,7 +579,7 @@ class World:
                     raise error
             for client in self.clients:
                 self._judge(client)
-            await asyncio.sleep(10.0)  # what engines are still told
+            await asyncio.sleep(10.0)  # for notifications that engines still receive
             self._at_the_end()
 
     def _at_the_end(self) -> None:
@@ -592,7 +592,7 @@ class World:
             "idle": len(self.config.idle),
             "connections": len(self.state.connections),
             "tasks": len(self.state.tasks),
-            "at engines": sum(count for name, count in self.engines.open.items() if name),  # looks have none
+            "at engines": sum(count for name, count in self.engines.open.items() if name),  # status: no id
             "to be moved": len(dispatcher.moves._requests),
             "to be released": dispatcher.parts.holds.releasing,
             "leases": sum(one.outstanding + one.owes for one in members),
@@ -601,7 +601,7 @@ class World:
             raise Wrong(f"left at the end: { {name: count for name, count in left.items() if count} }")
 
     def _judge(self, client: Client) -> None:
-        """Whether its answer fits."""
+        """Checks that the client's answer fits its request."""
         plan, status = client.plan, client.status
         if client.left:
             return
@@ -641,8 +641,8 @@ class World:
 
 
 def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = None) -> str | None:
-    """None, or the rule that the router breaks. ``answers`` gets when each client was done, and the
-    status of its answer."""
+    """Returns the rule that the router breaks, or None. ``answers`` receives the end time of each client, and
+    the status of its answer."""
     logging.disable(logging.CRITICAL)
     world = World(given)
     loop = VirtualLoop()
@@ -697,7 +697,7 @@ def _close(loop: VirtualLoop) -> None:
 
 
 def smallest(given: Scenario) -> Scenario:
-    """The failing scenario with as few clients as it fails with."""
+    """Returns the failing scenario with as few clients as possible."""
     shorter = True
     while shorter:
         shorter = False
@@ -710,7 +710,7 @@ def smallest(given: Scenario) -> Scenario:
 
 
 def report(seed: int) -> str | None:
-    """None, or a description of what this seed finds."""
+    """Returns a description of the fault that this seed finds, or None."""
     given = scenario(seed)
     if problem(given) is None:
         return None

@@ -1,11 +1,13 @@
-"""A fuzzer of the connector's scheduler half: the contents of every block, under vLLM's real Scheduler.
+"""A fuzzer of the connector's scheduler half: checks the contents of every block under vLLM's real Scheduler.
 
-A world is two engines, and a model of what lies in each slot of their KV caches: a mark of the weights, the
-KV cache group, and all tokens up to the slot's own. Pretended workers copy P's pages into D's blocks at
-any moment that the protocol allows. A world fails if a step reads a slot with other contents than its
-request's, if a page lands in a free block, or if requests or blocks are left at the end.
+A world is two engines, and a model of each slot of their KV caches. The content of a slot is the weight
+version, the KV cache group, and all tokens up to that slot. Pretended workers copy P's pages into D's blocks
+at any moment that the protocol allows.
 
-A scenario is a list of operations, so a failing one is cut down to the few that it needs.
+A world fails if a step reads a slot with other contents than its request's, or if a page lands in a free
+block. It also fails if requests or blocks are left at the end.
+
+A scenario is a list of operations, so a failing one is reduced to the few that it needs.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from kv_connector.vllm.first_token import FirstTokenScheduler, choose_scheduler
 from kv_connector.vllm.metadata import StepMetadata
 from tests.fuzz.seeds import chosen_seeds, search
 
-Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot's
-SAMPLED = 7  # by Stage's model, always
-BUDGET = 256  # tokens a step
-QUIET_ROUNDS = 120  # without any request that ends; a longest prompt and its answer take some 60 steps
+Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot
+SAMPLED = 7  # the token that Stage's model always samples
+BUDGET = 256  # tokens per step
+QUIET_ROUNDS = 120  # without the end of any request; the longest prompt and its answer take some 60 steps
 
 
 @dataclass(frozen=True)
@@ -43,35 +45,35 @@ class Kind:
     """One sort of world."""
 
     both: bool = False
-    """Both engines are P and D. Else the first is P, the second D."""
+    """Whether both engines are P and D. Otherwise the first is P, the second D."""
     sliding: bool = False
-    """A second KV cache group, with a sliding window."""
+    """Whether a second KV cache group has a sliding window."""
     v2: bool = False
-    """Model runner V2, whose D begins with P's first token."""
+    """Whether model runner V2 is used, whose D begins with P's first token."""
     policy: str = "fcfs"
     recompute: bool = False
-    """The policy for failed loads."""
+    """Whether the policy for failed loads is to recompute."""
     blocks: int = 60
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. ``salt`` seeds what it chooses."""
+    """One operation. ``salt`` seeds its random choices."""
 
     name: str
     salt: int
 
 
 NAMES = {
-    "transfer": 14,  # a prompt for P and its load for D, some steps apart
-    "burst": 1,  # twelve of them at once
-    "local": 3,  # a request that no transfer belongs to
+    "transfer": 14,  # a prompt for P and its KV load for D, some steps apart
+    "burst": 1,  # twelve transfers at once
+    "local": 3,  # a request without a transfer
     "step": 60,
     "push": 25,
     "abort": 4,
-    "leave": 1,  # many clients at once
-    "break": 2,  # a lane
-    "pause": 2,  # for new weights
+    "leave": 1,  # many clients leave at once
+    "break": 2,  # a lane breaks
+    "pause": 2,  # a pause for new weights
 }
 
 
@@ -94,7 +96,7 @@ class Wrong(AssertionError):
 
 
 class Tokens:
-    """Marks of a token sequence, each computed once."""
+    """Marks of a token sequence. Each is computed once."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, list[int]] = {}
@@ -118,13 +120,13 @@ class Transfer:
     d: Engine
     request: PrefillRequest | None = None
     pages: dict[tuple[int, int], int] = field(default_factory=dict)
-    """P's valid pages: (group, logical block) to block."""
+    """P's valid pages: {(group, logical block): block}."""
     version: int = 0
-    """The version of the weights that P computed the pages with."""
+    """Weight version with which P computed the pages."""
     last: bool = False
     finish: FinishPrefill | None = None
     sent: bool = False
-    """P's scheduler has been, or is about to be, notified."""
+    """Whether P's scheduler has been, or is about to be, notified."""
     load: DecodeRequest | None = None
     wanted: dict[tuple[int, int], int] = field(default_factory=dict)
     load_version: int = 0
@@ -133,11 +135,11 @@ class Transfer:
     failed: bool = False
     stale: bool = False
     over: bool = False
-    """D's scheduler has been, or is about to be, notified."""
+    """Whether D's scheduler has been, or is about to be, notified."""
 
 
 class Engine:
-    """A scheduler, its KV cache, and what its workers have to report."""
+    """A scheduler, its KV cache, and the reports of its workers."""
 
     def __init__(self, world: World, number: int, role: str) -> None:
         config = world.config(role)
@@ -195,7 +197,7 @@ class Engine:
             self.tokens.forget(gone)
 
     def _compute(self, request: Any, count: int) -> None:
-        """The forward pass for one request: reads all slots that it attends to, writes the new ones."""
+        """Runs the forward pass of one request: reads all slots that it attends to, writes the new ones."""
         end: int = request.num_computed_tokens
         start = end - count
         tables = self.stage.tables(request.request_id)
@@ -240,11 +242,11 @@ class World:
         self.transfers: dict[str, Transfer] = {}
         self.of_load: dict[str, Transfer] = {}
         self.later: list[tuple[int, Engine, dict[str, Any]]] = []
-        # A prompt that is larger than a gate's share may wait for another one, as admission.py says. While it
-        # is computed, a chunk and a window of its last group lie beside its pages.
+        # A prompt above a gate's quota may wait for another one: see admission.py. While it is computed, a
+        # chunk and a window of its last group exist beside its pages.
         chunk = (BUDGET + WINDOW) // BLOCK + 1 if kind.sliding else 0
         self._largest = min(15, kind.blocks // (3 if kind.both else 2) - 1 - chunk)
-        """Blocks of the longest prompt, in a group that does not slide."""
+        """Blocks of the longest prompt, in a group without a sliding window."""
         self.clock = 0
         self.names = 0
         roles = ("kv_both", "kv_both") if kind.both else ("kv_producer", "kv_consumer")
@@ -296,7 +298,7 @@ class World:
         if transfer.request is not None and not transfer.finish:
             transfer.p.reserved.add(command.transfer_id)
         if transfer.sent:
-            transfer.failed = True  # P holds the prompt no more
+            transfer.failed = True  # P does not hold the prompt any more
         self._compare_weights(transfer)
 
     def _compare_weights(self, transfer: Transfer) -> None:
@@ -342,7 +344,7 @@ class World:
                         transfer.pages[group, run.first + number] = block
 
     def push(self, rng: Random, share: float) -> None:
-        """Pages go, and transfers end."""
+        """Lands pages, and ends transfers."""
         for transfer in list(self.transfers.values()):
             if transfer.load is not None and not transfer.over and not transfer.failed:
                 for place in sorted(transfer.wanted.keys() & transfer.pages.keys()):
@@ -425,7 +427,8 @@ class World:
             self.later.append((self.clock + 200, *halves[1]))
 
     def _prompt(self, rng: Random) -> list[int]:
-        """One of three families, so that prompts share beginnings; edges of blocks and of the window."""
+        """Draws a prompt of one of three families, so that prompts share beginnings. Lengths favour edges of
+        blocks and of the window."""
         blocks = self._largest
         edge = rng.randrange(1, blocks + 1) * BLOCK
         length = rng.choice([rng.randrange(1, blocks * BLOCK), edge - 1, edge, min(edge + 1, blocks * BLOCK)])
@@ -469,7 +472,7 @@ class World:
             self._fail(rng.choice(loads))
 
     def _pause(self, rng: Random) -> None:
-        """New weights for one engine, as pause_generation(mode="keep", clear_cache=True) has it."""
+        """Gives one engine new weights, as pause_generation(mode="keep", clear_cache=True) does."""
         engine = rng.choice(self.engines)
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(rng.randrange(3)):
@@ -488,7 +491,7 @@ class World:
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def finish(self) -> None:
-        """All requests end, and nothing is left of them."""
+        """Ends all requests, and checks that nothing of them is left."""
         rng = Random(0)
         for _, engine, arguments in self.later:
             engine.stage.add(**arguments)
@@ -510,7 +513,7 @@ class World:
             engine.stage.assert_idle()
 
     def _expire(self) -> None:
-        """Deadlines, for halves whose other half was aborted or refused before the workers knew of it."""
+        """Passes deadlines, for halves whose other half was aborted or refused before the workers knew it."""
         for transfer in self.transfers.values():
             if transfer.finish is not None and transfer.load is None:
                 transfer.failed = True
@@ -520,7 +523,7 @@ class World:
 
 @contextmanager
 def runner(*, v2: bool) -> Iterator[None]:
-    """Engines are configured as on a GPU, where V2 is; there is no runner here."""
+    """Configures engines as on a GPU, which V2 needs. No model runner runs here."""
     with ExitStack() as stack:
         if v2:
             stack.enter_context(patch("vllm.config.vllm.HAS_TRITON", True))
@@ -529,7 +532,7 @@ def runner(*, v2: bool) -> Iterator[None]:
 
 
 def play(kind: Kind, ops: Sequence[Op], model: Path) -> None:
-    """Raises where a rule is broken."""
+    """Plays the operations. Raises if a rule is broken."""
     with runner(v2=kind.v2):
         world = World(kind, model)
         assert isinstance(world.engines[1].scheduler, FirstTokenScheduler) == kind.v2
@@ -547,7 +550,8 @@ def failure(kind: Kind, ops: Sequence[Op], model: Path) -> BaseException | None:
 
 
 def smallest(kind: Kind, ops: Sequence[Op], model: Path) -> list[Op]:
-    """The failing scenario, without what it fails without too: ever smaller pieces are left out."""
+    """Returns the failing scenario without the operations that it does not need. Ever smaller pieces are left
+    out."""
     left = list(ops)
     size = len(left) // 2
     while size:
@@ -563,7 +567,7 @@ def smallest(kind: Kind, ops: Sequence[Op], model: Path) -> list[Op]:
 
 
 def report(seed: int, model: Path) -> str | None:
-    """None, or a description of the fault that this seed finds: with its smallest scenario."""
+    """Returns a description of the fault that this seed finds, with its smallest scenario, or None."""
     kind, ops = scenario(seed)
     if failure(kind, ops, model) is None:
         return None

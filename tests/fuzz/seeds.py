@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def chosen_seeds(description: str | None, default: int, scenarios: str) -> range:
-    """Reads the command line; returns the seeds to try. ``scenarios``: their noun, for the help."""
+    """Reads the command line and returns the seeds to try. ``scenarios``: their noun, for the help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=int, default=default, help=f"Number of {scenarios}.")
     parser.add_argument("--first", type=int, default=0, help=f"Seed of the first of the {scenarios}.")
@@ -18,7 +18,7 @@ def chosen_seeds(description: str | None, default: int, scenarios: str) -> range
 
 
 def search(seeds: range, scenarios: str, report: Callable[[int], str | None]) -> None:
-    """Tries each seed and prints each fault, which ``report`` describes. Exits with 1 if there is one."""
+    """Tries each seed and prints each fault, which ``report`` describes. Exits with 1 if it finds one."""
     started = time.monotonic()
     found = 0
     for seed in seeds:

@@ -1,9 +1,10 @@
-"""A fuzzer of the early first token: one token of P's stream, and D's stream behind it.
+"""A fuzzer of the early first token: one token of P's stream, followed by D's stream.
 
-A scenario is an answer (tokens with their texts), as P's and D's servers might write it: events that hold
-several tokens or parts of one, ids ahead of their texts, and bytes cut anywhere. The client must get D's
-answer: all its text, ids, its end and its usage, each once. Where D began with another token, the splice must
-break off.
+A scenario is an answer (tokens with their texts), as P's and D's servers might write it. Its events hold
+several tokens or parts of one, its ids are ahead of their texts, and its bytes are cut anywhere.
+
+The client must get D's answer: all its text, ids, its end and its usage, each once. If D began with another
+token, the splice must break off.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kv_connector.router.requests.early_token import EarlyToken, Mismatch, Prefi
 from kv_connector.router.requests.events import END, EventStream
 from tests.fuzz.seeds import chosen_seeds, search
 
-# Texts that look like what the splice searches for, white space, marks, and more than one byte a character.
+# Texts like those that the splice searches for, white space, marks, and characters of several bytes.
 TEXTS = [
     *(" a", "b", "ab", "", "\n\n", " ", "<", "<think", "[", "|", '"', "\\", "\u00e9", "\u6f22", "\U0001f600"),
     *(
@@ -44,16 +45,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's request and the answer to it."""
+    """A client's request and its answer."""
 
     chat: bool
     reasoning: int
-    """Tokens of reasoning before the content; of a chat."""
+    """Tokens of reasoning before the content of a chat."""
     ids: bool
     usage: bool
     tokens: tuple[Token, ...]
     first: Token
-    """P's. D's is the first of ``tokens``."""
+    """P's first token. D's is the first of ``tokens``."""
     finish: str
     p_created: int
     d_created: int
@@ -117,10 +118,11 @@ def prefill_stream(answer: Answer) -> bytes:
 
 
 def decode_stream(answer: Answer) -> bytes:
-    """Each event has the next few ids, and text that is behind them by some characters."""
+    """Returns D's stream. Each event has the next few ids, and text that lags behind them by some
+    characters."""
     rng = Random(answer.salt)
     stream = event(answer, answer.d_created, ROLE, [], None) if answer.chat else b""
-    waiting: list[tuple[str, str]] = []  # (key, character), of texts that are held back
+    waiting: list[tuple[str, str]] = []  # (key, character) of texts that are held back
     ids: list[int] = []
     for number, token in enumerate(answer.tokens):
         waiting += [(key_of(answer, number), character) for character in token.text]
@@ -128,7 +130,7 @@ def decode_stream(answer: Answer) -> bytes:
         last = number == len(answer.tokens) - 1
         if not last and rng.random() < 0.3:
             continue  # several tokens in one event
-        if last and rng.random() < 0.5:  # the end comes apart
+        if last and rng.random() < 0.5:  # the end comes in a separate event
             stream += _events(answer, rng, waiting, ids, None, rest=True)
             waiting, ids = [], []
         finish = answer.finish if last else None
@@ -148,7 +150,7 @@ def _events(
     *,
     rest: bool,
 ) -> bytes:
-    """Takes of ``waiting``, all of it with ``rest``, for one event or several."""
+    """Takes characters from ``waiting``, all of them with ``rest``, for one event or several."""
     stream = b""
     while True:
         take = len(waiting) if rng.random() < 0.5 else rng.randrange(len(waiting) + 1)
@@ -204,7 +206,7 @@ def read(stream: bytes) -> Got:
 
 
 async def events_of(stream: bytes, rng: Random) -> list[bytes]:
-    """The stream's events, as the router reads them from bytes that are cut anywhere."""
+    """Returns the stream's events, as the router reads them from bytes that are cut anywhere."""
 
     async def chunks() -> AsyncIterator[bytes]:
         at = 0
@@ -220,7 +222,7 @@ async def events_of(stream: bytes, rng: Random) -> list[bytes]:
 
 
 async def splice(answer: Answer) -> tuple[EarlyToken | None, bytes]:
-    """The token, and what the client gets; raises Mismatch."""
+    """Returns the token, and what the client gets. Raises Mismatch."""
     rng = Random(answer.salt)
     prefill = PrefillStream()
     token = None
@@ -235,7 +237,7 @@ async def splice(answer: Answer) -> tuple[EarlyToken | None, bytes]:
 
 
 def problem(answer: Answer) -> str | None:
-    """None, or what is wrong."""
+    """Returns what is wrong, or None."""
     whole = read(decode_stream(answer))
     key = key_of(answer, 0)
     others = [one for one, text in whole.texts.items() if text and one != key]
@@ -245,7 +247,7 @@ def problem(answer: Answer) -> str | None:
     try:
         token, stream = asyncio.run(splice(answer))
     except Mismatch as error:
-        # D may mix the ends of two texts in one event, where it is not known how they follow each other.
+        # D may mix the ends of two texts in one event, if their order is unknown.
         return f"broken off: {error}" if begins and not others else None
     if token is not None and not begins:
         return f"not broken off: {stream!r}"
@@ -265,7 +267,7 @@ def replace_created(got: Got, created: set[int]) -> Got:
     return replace(got, created=created)
 
 
-# --- Which requests it is for
+# --- Requests with and without an early first token
 
 MORE: dict[str, Any] = {
     "n": 2,
@@ -291,7 +293,7 @@ LESS: dict[str, Any] = {
 
 
 def request_problem(seed: int) -> str | None:
-    """None, or a request that is spliced and must not be, or the other way round."""
+    """Returns a request that is spliced and must not be, or the reverse, or None."""
     rng = Random(seed)
     body = {"prompt": "x", "stream": True}
     body |= {key: LESS[key] for key in rng.sample(sorted(LESS), rng.randrange(4))}
@@ -305,7 +307,7 @@ def request_problem(seed: int) -> str | None:
 
 
 def smallest(answer: Answer) -> Answer:
-    """The failing answer with as few tokens and as short texts as it fails with."""
+    """Returns the failing answer with as few tokens and as short texts as possible."""
     shorter = True
     while shorter:
         shorter = False
@@ -324,7 +326,7 @@ def smallest(answer: Answer) -> Answer:
 
 
 def report(seed: int) -> str | None:
-    """None, or a description of what this seed finds."""
+    """Returns a description of what this seed finds, or None."""
     if text := request_problem(seed):
         return f"seed {seed}: {text}"
     answer = scenario(seed)

@@ -1,4 +1,4 @@
-"""What hostile peers of every lane have in common: their numbers, and how they say what they have done."""
+"""Code that hostile peers of every lane share: their constants, and the report of what they did."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 # Links that are made at a time: a call to the victim's process takes as long as making some links.
 BATCH = 32
-# Connections that are held open at a time, saying nothing more: several times what the victim lets in (64).
+# Connections that are held open at a time and send nothing more: several times the victim's limit (64).
 HELD = 300
-# For an answer of a victim that is alive.
+# Seconds that a live victim has for an answer.
 PATIENCE = 20.0
 
 
 @dataclass
 class Tally:
-    """What was done to the victim."""
+    """The attacks on the victim, as counts."""
 
     frames: int = 0
     links: int = 0
-    foreign: int = 0  # pages for which it was asked to raise the honest peer's counter
+    foreign: int = 0  # pages that were to raise the honest peer's counter
 
 
 Attack = Callable[[int], Tally]
-"""Goes on for a number of frames."""
+"""Attacks for a number of frames."""

@@ -1,6 +1,6 @@
-"""What is fuzzed: each decoder that reads what came from outside, with its corpus of valid inputs.
+"""The fuzzed decoders: each one that reads external input, with its corpus of valid inputs.
 
-A target takes any bytes and returns; an exception other than the decoder's own refusal is a finding.
+A target takes any bytes and returns. An exception other than the decoder's refusal is a finding.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Target:
     name: str
     corpus: tuple[bytes, ...]
     feed: Callable[[bytes], bool]
-    """Whether the input was taken; False: refused as it should be."""
+    """Returns whether the input was accepted. False: refused correctly."""
     weight: int
-    """Its share of a campaign's inputs, by how long one takes."""
+    """Share of a campaign's inputs, by the time that one takes."""
 
 
 # A peer keeps what was imported for it until it is fenced.
@@ -69,7 +69,8 @@ REGIONS_A_PEER = 200
 
 
 def divided_layout() -> KvLayout:
-    """Of a rank that has some of the heads, with pages of parts: planes of K and V, and a state."""
+    """Returns the layout of a rank with some of the heads, and pages of parts: planes of K and V, and a
+    state."""
     units = Units(2, 2, 4)
     conv = convolution_state(Place(1, 0, 512), [Piece("x", 2, units), Piece("B", 8, None)], 3, 2, False)
     state = recurrent_state(Place(1, 128, 512), units, (4, 4), 2)
@@ -86,7 +87,7 @@ DIVIDED = divided_layout()
 
 
 def protocol_messages() -> list[AnyMessage]:
-    """One of each kind, and of each shape that matters."""
+    """Returns one message of each kind, and of each shape that matters."""
     version, regions, offer = messages.PROTOCOL_VERSION, (b"region" * 8,), b"offer" * 20
     pages = layout(groups=(2, 2))
     wants = all_of(pages)
@@ -138,11 +139,11 @@ def feed_protocol(data: bytes) -> bool:
         message = messages.decode(data)
     except MalformedMessage:
         return False
-    # What was taken can be sent on, and means the same.
+    # An accepted message can be sent on with the same meaning.
     assert messages.decode(messages.encode(message)) == message
     if isinstance(message, messages.Hello):
         mismatch(pairs(), message.fingerprint, ADVICE)
-        # It may name regions that it has not; the pages are bad enough.
+        # It may name regions that it does not have: the pages are wrong enough.
         PrefillMachine(DIVIDED, Timeouts()).admit(1, message.layout, message.wants, messages.MAX_REGIONS)
     if isinstance(message, messages.Directory):
         DecodeMachine(DIVIDED, Timeouts()).engine_found(0.0, P_ADDRESS, message.ranks)
@@ -196,7 +197,7 @@ def feed_weights(data: bytes) -> bool:
         return False
     assert weights.CODEC.decode(weights.CODEC.encode(message)) == message
     for slots in (0, 2):
-        # A worker to which one sender has come.
+        # A worker that one sender has joined.
         landing = Landing(5.0, slots=slots)
         landing.receive(0.0, b"asks", weights.Describe(TENSORS))
         landing.recorded(tensors_digest(TENSORS), weights.Described(GEOMETRY), 24)
@@ -253,7 +254,7 @@ PYTHON_TARGETS = (
 
 @contextlib.contextmanager
 def native_targets(lanes: Sequence[str] = ("tcp", "host", "sim")) -> Iterator[tuple[Target, ...]]:
-    """The handshake's decoders of the native engine: offers, answers and region descriptors."""
+    """Yields the handshake decoders of the native engine: offers, answers and region descriptors."""
     with contextlib.ExitStack() as stack:
         yield tuple(target for lane in lanes for target in _native(stack, lane))
 
@@ -268,7 +269,7 @@ def _native(stack: contextlib.ExitStack, lane: str) -> Iterator[Target]:
     descriptor = theirs.region_descriptor(theirs.register_buffer(memory))
 
     def connect() -> tuple[bytes, int, bytes]:
-        """A valid handshake: the offer, the peer that it made, the answer."""
+        """Returns a valid handshake: the offer, the peer that it made, the answer."""
         offer = theirs.offer("ours")
         answer = ours.accept("theirs", offer.data)
         theirs.complete(offer.peer, answer.data)
@@ -292,7 +293,7 @@ def _native(stack: contextlib.ExitStack, lane: str) -> Iterator[Target]:
         except TransferError:
             return False
         finally:
-            with contextlib.suppress(TransferError):  # what was refused may be forgotten already
+            with contextlib.suppress(TransferError):  # a refused peer may be forgotten already
                 ours.fence(offered, 10.0)
         return True
 

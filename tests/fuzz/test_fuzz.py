@@ -1,4 +1,4 @@
-"""The fuzzers at CI's size; `make fuzz` runs them for as long as one likes."""
+"""The fuzzers at CI's size. `make fuzz` runs them for any length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.parametrize("target", PYTHON_TARGETS, ids=lambda target: target.name)
 def test_decoders_take_or_refuse_whatever_comes(target: Target) -> None:
-    """An answer each time, and both answers among them: else the inputs would say nothing."""
+    """Each input is accepted or refused. Both must occur, because otherwise the inputs would prove
+    nothing."""
     counts: Counter[str] = Counter()
     for block in range(5):
         feed_block(target, "ci", block, counts)
@@ -54,7 +55,8 @@ def test_raw_connections_to_a_live_agent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_is_unpickled() -> None:
-    """A pickle runs what its sender wants. vLLM pickles between its own processes; we never do."""
+    """A pickle runs code that its sender chooses. vLLM pickles between its own processes; the connector never
+    does."""
     words = ("import pickle", "pickle.loads", "import marshal", "import dill", "cloudpickle", "recv_pyobj")
     for source in (ROOT / "kv_connector").rglob("*.py"):
         text = source.read_text()

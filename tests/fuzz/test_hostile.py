@@ -1,4 +1,4 @@
-"""The hostile peers at CI's size: each attack once. `make hostile` sends as many frames as one likes."""
+"""The hostile peers at CI's size: each attack once. `make hostile` sends any number of frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_live_engine_takes_no_harm(lane: str, driver: str | None) -> None:
 
 
 def test_nobody_passes_for_a_domain_of_our_own_process(driver: str | None) -> None:
-    """What such a one calls its memory would be an address in ours."""
+    """The victim would take such a peer's memory for an address in its own process."""
     with stage("nvlink", driver) as (victim, honest):
         attacker = SameHostAttacker(wire.NVLINK, victim, honest.immediate(), "ci")
         assert attacker.pass_for_one_of_theirs() == [False]

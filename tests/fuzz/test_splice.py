@@ -20,7 +20,7 @@ def test_client_gets_the_answer_of_decode_behind_the_token_of_prefill() -> None:
 
 
 def test_scenarios_are_of_all_sorts() -> None:
-    """Else the fuzzer would say nothing."""
+    """The fuzzer proves something only if its scenarios are of all sorts."""
     counts: Counter[str] = Counter()
     for seed in range(300):
         try:

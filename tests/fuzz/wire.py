@@ -1,7 +1,7 @@
-"""The bytes of handshakes and frames, made by hand.
+"""The bytes of handshakes and frames, built by hand.
 
-Their layouts are those of native/engine/handshake.h, and in native/providers those of tcp/wire.h and, for the
-lanes of one machine, of {same_host,host,nvlink}/wire.h and same_host/channel.h.
+Their layouts are those of native/engine/handshake.h, and in native/providers those of tcp/wire.h. The lanes
+of one machine follow {same_host,host,nvlink}/wire.h and same_host/channel.h.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def blob(data: bytes) -> bytes:
 
 
 class Reader:
-    """Takes what an engine has written apart."""
+    """Parses what an engine has written."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -38,7 +38,7 @@ class Reader:
 
 
 def offered_link(offer: bytes) -> bytes:
-    """The lane's part of an engine's offer of one lane."""
+    """Returns the lane's part of an engine's offer of one lane."""
     reader = Reader(offer)
     assert reader.take("<IBB") == (_ENGINE_MAGIC, _ENGINE_VERSION, _OFFER)
     reader.blob()
@@ -62,7 +62,7 @@ def engine_answer(provider: str, link: bytes) -> bytes:
 
 
 def region_descriptor(provider: str, rkey: int, nbytes: int) -> bytes:
-    """One region of one piece of memory, over one domain of one lane."""
+    """Returns one region of one piece of memory, over one domain of one lane."""
     lane = blob(provider.encode()) + b"\x01"
     region = struct.pack("<IIQQ", 1, 0, 0, nbytes)
     memory = struct.pack("<IQQBQ", 1, 0, nbytes, 1, rkey)
@@ -70,7 +70,7 @@ def region_descriptor(provider: str, rkey: int, nbytes: int) -> bytes:
 
 
 def described_key(descriptor: bytes) -> int:
-    """The key of such a region."""
+    """Returns the key of such a region."""
     return int(struct.unpack("<Q", descriptor[-8:])[0])
 
 
@@ -123,7 +123,7 @@ class TcpOffer:
         return WELCOME.pack(_WELCOME_MAGIC, TCP_VERSION, 0, self.listener)
 
 
-# --- the lanes of one machine
+# --- The lanes of one machine
 
 HELLO_MESSAGE, WELCOME_MESSAGE, MEMORY, FORGET, WAKE = 1, 2, 3, 4, 5
 CONTROL = struct.Struct("<IIQ16sQ")  # same_host::Message
@@ -136,7 +136,7 @@ def control(kind: int, memory: int = 0, nbytes: int = 0, key: int = 0, secret: b
 
 @dataclass(frozen=True)
 class SameHostLane:
-    """What the lanes differ in."""
+    """The differences between the lanes of one machine."""
 
     provider: str
     magic: int
@@ -153,12 +153,12 @@ class SameHostLane:
 HOST = SameHostLane("host", 0x6B766368, 4, bytes(48), bytes(48), 64 + 16384 * 64)
 NVLINK = SameHostLane("nvlink", 0x6B76636E, 3, bytes(8), b"", 128 + 16384 * 128)
 
-# One direction of a link: what the receiver writes, the gate or the account, and what the sender writes; then
-# where the words of 64 bits are.
+# One direction of a link: what the receiver writes, the gate or the account, and what the sender writes. The
+# offsets of the 64-bit words follow.
 CHANNEL_BYTES = 64 + 64 + 64 + RING_ENTRIES * 4 + MESSAGE_SLOTS * (8 + 4096)
 SEGMENT_BYTES = 2 * CHANNEL_BYTES
 ADMISSION, HEAD, TAKEN, GATE, STARVED, TAIL, PUT = 0, 1, 2, 8, 9, 16, 17
-LET_GO = 12  # nvlink's account; nothing of host's
+LET_GO = 12  # of nvlink's account; unused by host
 RING_WORD = 24
 MESSAGES_WORD = RING_WORD + RING_ENTRIES // 2
 MESSAGE_WORDS = (8 + 4096) // 8
@@ -182,5 +182,5 @@ class Invitation:
 
 
 def user_message(pick: random.Random) -> bytes:
-    """What an engine takes for a message of its peer's user."""
+    """Returns a message that an engine accepts as its peer's user message."""
     return b"\0" + pick.randbytes(4 + pick.randrange(1, 60))

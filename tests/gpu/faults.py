@@ -1,7 +1,7 @@
 """kill -9 of a prefill and of a decode engine in the middle of a transfer between two GPUs.
 
-Needs what gpu_pd.py needs. The one that lives on must answer a request of its own, hold no KV block and
-no transfer, and work with the other one's successor at the same address. Ends with status 1 if it does not.
+Needs what gpu_pd.py needs. The surviving engine must answer a request by itself and hold no KV block and no
+transfer. It must work with the dead engine's successor at the same address. Otherwise the status is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpu_engines import (
 )
 from shapes import SHAPES
 
-# Its prefill takes 0.5 s on an H200.
+# The prefill of this prompt takes 0.5 s on an H200.
 VICTIM_TOKENS = 16384
 MIDDLE_SECONDS = 0.3
 
@@ -44,7 +44,7 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
         for count, tokens in ((200, 16), (VICTIM_TOKENS, 4))
     )
     expected = (await stream(client, pair.alone.url, short)).tokens
-    # bfloat16 may round the first token otherwise where it is computed by itself, as D does.
+    # bfloat16 may round the first token differently if it is computed alone, as D does.
     through_both = (await direct(client, prefill, decode, short)).tokens
     transfer = asyncio.create_task(direct(client, prefill, decode, long))
     await asyncio.sleep(MIDDLE_SECONDS)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks dispatch and combine of experts on a machine with GPUs, one process a rank.
+"""Checks dispatch and combine of experts on a machine with GPUs, one process per rank.
 
     tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [times]
 
 Without a name it runs all four. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
-where a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints
-microseconds of dispatch + combine in CUDA graphs, beside NCCL's all-gather and reduce-scatter: 20 pairs a
-graph, four routings in turn, 100 replays, the slowest rank of each.
+if a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints microseconds
+of dispatch + combine in CUDA graphs, beside NCCL's all-gather and reduce-scatter: 20 pairs a graph, four
+routings in turn, 100 replays, the slowest rank of each.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rank:
 
 
 class Step:
-    """The inputs of one step. Every rank can make everyone's."""
+    """The inputs of one step. Every rank can compute those of all ranks."""
 
     def __init__(self, of: Rank, hidden: int, tokens: int, rank: int, seed: int, *, fp8: bool) -> None:
         random_cpu = torch.Generator().manual_seed(1_000 * rank + seed)
@@ -103,7 +103,7 @@ def results_of(of: Rank, rank: int, rows: int, hidden: int, seed: int) -> torch.
 
 
 def expected_sum(of: Rank, step: Step, rows: int, hidden: int, seed: int, first: int) -> torch.Tensor:
-    """The definition: in rank order, in fp32, rounded once."""
+    """Returns the sum by its definition: in rank order, in fp32, rounded once."""
     tokens = step.ids.shape[0]
     total = torch.zeros(tokens, hidden, device=of.device)
     for rank in range(of.ranks):
@@ -129,7 +129,7 @@ def check_bytes(of: Rank) -> None:
             mine, rows = steps[of.rank], sum(sizes)
             first = sum(sizes[: of.rank])
             group._dispatch_areas[slot].fill_(0xEE)
-            of.sync()  # nobody's rows may come before the poison
+            of.sync()  # no rank's rows may arrive before the poison
             got = mine.dispatch(group, sizes, slot)
             torch.cuda.synchronize()
             ids = torch.cat([step.ids for step in steps])
@@ -155,7 +155,8 @@ def check_bytes(of: Rank) -> None:
 
 
 def check_replays(of: Rank) -> None:
-    """One graph of dispatch, a stand-in for experts, and combine. Its inputs change before each replay."""
+    """Checks one graph of dispatch, a stand-in for experts, and combine. Its inputs change before each
+    replay."""
     hidden, tokens = 2048, 32
     group = of.form(hidden, tokens)
     sizes = [tokens] * of.ranks
@@ -173,7 +174,7 @@ def check_replays(of: Rank) -> None:
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=of.device)
     wrong = torch.zeros(1, dtype=torch.int64, device=of.device)
 
-    # As experts do, these read what came before combine begins: then a peer's next rows may come.
+    # Like experts, these read the rows before combine begins. Afterwards a peer's next rows may arrive.
     came_ids, came_x = torch.empty_like(ids[0]), torch.empty_like(xs[0])
 
     def pair() -> None:
@@ -210,7 +211,8 @@ def check_replays(of: Rank) -> None:
 
 
 def check_kill(of: Rank) -> None:
-    """The last rank is killed while the others' kernels wait for it. They end with its name."""
+    """Kills the last rank while the kernels of the others wait for it. They must end with an error that names
+    it."""
     group = of.form(2048, 32)
     sizes = [32] * of.ranks
     step = Step(of, 2048, 32, of.rank, 3, fp8=True)
@@ -220,7 +222,7 @@ def check_kill(of: Rank) -> None:
         group.combine(out, sizes)
     of.sync()
     if of.rank == of.ranks - 1:
-        time.sleep(1.0)  # the others' kernels are waiting by then
+        time.sleep(1.0)  # the kernels of the others are waiting by then
         os.kill(os.getpid(), signal.SIGKILL)
     step.dispatch(group, sizes)
     group.combine(out, sizes)
@@ -251,7 +253,7 @@ def capture(of: Rank, call: Callable[[int], object], calls: int) -> torch.cuda.C
 
 
 def time_of(of: Rank, call: Callable[[int], object], tokens: int, replays: int = 100) -> tuple[float, float]:
-    """p50 and p99 in us a call; each replay counts as its slowest rank saw it."""
+    """Returns p50 and p99 in us per call. Each replay counts with the time of its slowest rank."""
     calls = 20 if tokens < 1000 else 4
     graph = capture(of, call, calls)
     times = []

@@ -1,8 +1,8 @@
-"""Sleep and wake of a prefill and of a decode engine, at rest and in the middle of a transfer, on two GPUs
-or on one (CUDA_VISIBLE_DEVICES=0,0).
+"""Sleep and wake of a prefill and of a decode engine, at rest and in the middle of a transfer, on two GPUs or
+on one (CUDA_VISIBLE_DEVICES=0,0).
 
-Needs what gpu_pd.py needs, and a vLLM from 0.33 on. After each wake-up P and D must give the tokens
-that they gave before, with no KV block left in use. Ends with status 1 if they do not.
+Needs what gpu_pd.py needs, and vLLM 0.33 or newer. After each wake-up P and D must give the tokens that they
+gave before, with no KV block left in use. Ends with status 1 if they do not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str,
         transfer = asyncio.create_task(direct(client, prefill, decode, long))
         await asyncio.sleep(MIDDLE_SECONDS)
         assert transfer.done() == (long_tokens < VICTIM_TOKENS), "the sleep was to begin amid the transfer"
-        # P's prompt is over when D has it: where both are to sleep, D waits for it and P is asked with it.
+        # P's prompt ends when D has it. If both are to sleep, D waits for it, and both requests are sent
+        # together.
         await asyncio.gather(*(ask(client, server, f"sleep?level=1&mode={mode}") for server in sleepers))
         outcome = (await asyncio.gather(transfer, return_exceptions=True))[0]
         if mode == "wait":
@@ -89,7 +90,7 @@ def main() -> None:
     large = ["--load-format", "dummy", "--max-model-len", "40000", "--enforce-eager"]
     large += ["--kv-cache-memory-bytes", str(8 << 30)]
     tiny = [*TINY_ARGUMENTS, "--no-enable-prefix-caching"]
-    # The large one is slow enough to be caught amid a transfer; the tiny one's tokens depend on each page.
+    # The large model is slow enough for a sleep amid a transfer. The tiny model's tokens depend on each page.
     sleep(plan, "large", 9400, SHAPES["llama"].write(plan.work / "llama"), large, VICTIM_TOKENS)
     sleep(plan, "tiny", 9600, write_tiny(plan.work / "tiny"), tiny, 1000)
 

@@ -1,7 +1,7 @@
-"""Pairs of engines on GPUs whose pages are not alike, or hold states: one engine's tokens, and no block left.
+"""Pairs of engines on GPUs with unlike pages or recurrent states: one engine's tokens, and no block left.
 
-Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a
-pair's tokens are others, or one does not start.
+Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Ends with status 1 if a pair's
+tokens differ, or an engine does not start.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Case:
     name: str
     make: Callable[[Path], Path]
     prefill: str = ""  # flags
-    decode: str = ""  # the single engine's, too
+    decode: str = ""  # flags of D and of the single engine
     dtype: str = "float32"
-    shifted: bool = False  # D decodes the single engine's first token, which that has decoded, too
-    models: Mapping[str, Callable[[Path], Path]] = field(default_factory=dict)  # by the names that flags have
-    environment: Mapping[str, str] = field(default_factory=dict)  # of P
+    shifted: bool = False  # the single engine's first token becomes part of P's and D's prompt
+    models: Mapping[str, Callable[[Path], Path]] = field(default_factory=dict)  # by the names in flags
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment of P
 
 
 TRITON = "--attention-backend TRITON_ATTN"
@@ -51,7 +51,7 @@ EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_specula
 MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
 ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 FP8 = "--kv-cache-dtype fp8"
-GDN = "--gdn-prefill-backend triton"  # which needs no other package
+GDN = "--gdn-prefill-backend triton"  # this backend needs no other package
 CASES = (
     Case("block 16 to 128", kinds.make_llama, f"{TRITON} --block-size 16", f"{TRITON} --block-size 128"),
     Case("block 128 to 16", kinds.make_llama, f"{TRITON} --block-size 128", f"{TRITON} --block-size 16"),
@@ -119,7 +119,7 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
 
 
 async def accepted(client: httpx.AsyncClient, server: Server) -> float:
-    """Tokens of a drafter's that its engine has kept."""
+    """Returns the number of a drafter's tokens that its engine has accepted."""
     found = ACCEPTED.findall((await client.get(f"{server.url}/metrics")).text)
     return sum(float(value) for value in found)
 
@@ -137,7 +137,7 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
     def server(side: str, gpu: int, number: int, flags: str) -> Server:
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
         control = port + 10 + number
-        url, registration = f"http://{HOST}:{port + number}", port + 20  # where no router listens
+        url, registration = f"http://{HOST}:{port + number}", port + 20  # no router listens there
         return Server(
             f"{case.name.replace(' ', '-')}-{side}",
             [gpu],

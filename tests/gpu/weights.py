@@ -1,11 +1,14 @@
-"""Weights from a trainer's GPU into engines on GPUs: their tokens and their parameters, as their kernels have
-them, are those of an engine that was started from the checkpoint.
+"""Weights from a trainer's GPU into engines on GPUs. Their tokens and their parameters in kernel form must be
+those of an engine that was started from the checkpoint.
 
-Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Small models in bfloat16,
-and in block fp8, which the trainer quantises from bfloat16. Each is sent twice: of the first vLLM makes the
-kernels' form, the second is copied there. Then an engine without weights takes them from the one that serves
-them. Ends with status 1 where tokens or parameters are others, or an engine does not start. --cpu tries the
-models that are not in fp8 on CPUs, where vLLM's hashes say nothing of parameters.
+Needs what gpu_pd.py needs, on two GPUs or on one (CUDA_VISIBLE_DEVICES=0,0). Small models in bfloat16, and in
+block fp8, which the trainer quantises from bfloat16.
+
+Each model is sent twice: vLLM converts the first version to the kernels' form, and the second is copied into
+it. Then an engine without weights receives them from the engine that serves them.
+
+Ends with status 1 if tokens or parameters differ, or an engine does not start. --cpu tests the models that
+are not in fp8 on CPUs, where vLLM's hashes do not cover parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Case:
     mode: str = "shadow"
     fp8: bool = False
     ranks: int = 1
-    seeds: bool = False  # then its engine seeds another one
+    seeds: bool = False  # its engine then seeds another one
     flags: str = ""
 
 
@@ -85,7 +88,8 @@ CASES = (
 
 
 def write_checkpoints(case: Case, directory: Path, device: str) -> Mapping[str, torch.Tensor]:
-    """Two, as the engine loads them; of the second what it was quantised of, on the first GPU."""
+    """Writes two checkpoints, as the engine loads them. Returns the second one before quantisation, on the
+    first GPU."""
     shutil.rmtree(directory, ignore_errors=True)
     plain = directory / "plain" if case.fp8 else directory
     (plain / "a").mkdir(parents=True)
@@ -109,14 +113,14 @@ def write_checkpoints(case: Case, directory: Path, device: str) -> Mapping[str, 
 
 
 class Site:
-    """A case's servers. Ports from ``port`` on are its own, forty of them."""
+    """A case's servers. They use the forty ports from ``port`` on."""
 
     def __init__(self, case: Case, directory: Path, port: int, *, cpu: bool) -> None:
         self._case, self._directory, self._port, self._next, self._cpu = case, directory, port, 0, cpu
         self.servers: list[Server] = []
 
     def start(self, name: str, model: str, *more: str, **of_weights: object) -> tuple[Server, str]:
-        """And where it takes weights. Not awaited."""
+        """Starts a server, without waiting for it. Returns it with the address where it receives weights."""
         port = self._port + 10 * self._next
         self._next += 1
         settings = {"control_host": HOST, "control_port": port + 1, **of_weights}
@@ -139,7 +143,7 @@ class Site:
 
 
 async def says(client: httpx.AsyncClient, server: Server) -> tuple[list[tuple[int, ...]], dict[str, str]]:
-    """Its answers, one by one, and what its parameters hash to."""
+    """Returns its answers, one by one, and the hashes of its parameters."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(8, 250, length).tolist() for length in LENGTHS]
     answers = [(await stream(client, server.url, Body(prompt, OUTPUT))).tokens for prompt in prompts]

@@ -1,5 +1,5 @@
-"""A deterministic simulator of whole clusters: the state machines that ship, everything around them modelled.
+"""A deterministic simulator of whole clusters: the shipped state machines in a model of their surroundings.
 
-docs/reliability.md says what is real, what is modelled and what is checked. `python -m tests.simulation
---help`.
+docs/reliability.md describes what is real, what is modelled and what is checked. Options: `python -m
+tests.simulation --help`.
 """

@@ -1,5 +1,7 @@
-"""`python -m tests.simulation --seeds 200000`, or `--seed N` for one that failed. Needs Python, msgspec
-and pyzmq."""
+"""Runs the campaign: `python -m tests.simulation --seeds 200000`, or `--seed N` for a failed seed.
+
+Needs Python, msgspec and pyzmq.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 from .campaign import DRAWS, campaign, run
 from .minimize import report
 
-_TOLD = 3  # failing seeds that are told in full
+_TOLD = 3  # failing seeds that are reported in full
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""A process in virtual time, from its start to its death: it wakes, has a turn, can be stopped and killed."""
+"""A process in virtual time, from its start to its death. It wakes, has a turn, and can be stopped and
+killed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Actor:
-    """Whoever restarts at the same address is another one. Who says turn() has a port, and most an engine."""
+    """One process. A restart at the same address is another Actor. A class with turn() has a port, and most
+    have an engine."""
 
     world: Surroundings
     port: Port
@@ -25,24 +27,24 @@ class Actor:
         rate = self.rng.uniform(0.99, 1.01) if world.scenario.skew else 1.0
         self.clock = SkewedClock(world.clock, self.rng.uniform(0, 1e6), rate)
         self.dead = False
-        self.vanished = False  # dead, and nobody was told: its machine lost power
+        self.vanished = False  # its machine lost power, so no peer was notified
         self.stopped = False
         self.leaving = False
         self.stalled_until = 0.0
         self.slow_until = 0.0
         self.slowness = 0.0
         self._surroundings = world
-        self._alarm: float | None = None  # when turn() is next due
+        self._alarm: float | None = None  # time of the next turn()
 
     def __str__(self) -> str:
         return f"{self.name}.{self.life}"
 
     def turn(self) -> None:
-        """Does what is due, and says by wake_at() when more will be."""
+        """Does what is due, and calls wake_at() with the time of the next turn."""
         raise NotImplementedError
 
     def latency(self) -> float:
-        """How long its thread takes to notice something."""
+        """Returns the time that its thread takes to notice an event."""
         return self.rng.expovariate(5000.0)
 
     def wake(self, delay: float) -> None:
@@ -56,11 +58,11 @@ class Actor:
 
     def _alarmed(self, when: float) -> None:
         if self.dead or self._alarm != when:
-            return  # an earlier one came in between
+            return  # an earlier turn came in between
         self._alarm = None
         now = self._surroundings.clock.now
         if self.stopped:
-            return  # resume() wakes it
+            return  # resume() wakes the process
         if now < self.stalled_until:
             self.wake_at(self.stalled_until)
             return
@@ -73,12 +75,12 @@ class Actor:
     # --- Its end
 
     def leave(self) -> None:
-        """In good order, as far as it has one."""
+        """Ends in good order, if the class has an orderly shutdown."""
         self.leaving = True
         self.die()
 
     def die(self, silently: bool = False) -> None:
-        """The process is gone, with its memory."""
+        """Ends the process and discards its memory."""
         if self.dead:
             return
         self.dead, self.vanished = True, silently

@@ -1,14 +1,16 @@
-"""The invariants, as books that are kept while the world runs; the first wrong entry ends the run.
+"""The invariants, checked while the world runs. The first violation ends the run.
 
-- a page is read from a block that holds it, and lands where it is awaited, never in a block that came back;
-- a block comes back only when nothing that is under way could read it or land in it;
-- no counter ever exceeds its target; a request that was received holds exactly its own pages;
-- a request is reported once, after it finished, and within its bound;
-- its state never goes back, is DONE with the report of a success, and FAILED once nothing of it moves;
-- whoever no fault concerns is served, or refused for a good reason, and soon;
-- a request that its client leaves, and that no fault concerns, counts as failed on neither side;
-- at rest nothing is left anywhere;
-- no machine raises, and no action has an unforeseen failure.
+- A page is read from a block that holds it, and lands where it is awaited, never in a block that was freed.
+- A block is freed only when no operation in flight could read it or land in it.
+- No counter ever exceeds its target.
+- A request that was received holds exactly its own pages.
+- A request is reported once, after it finished, and within its bound.
+- The state of a request never goes back. It is DONE with the report of a success, and FAILED once no page of
+  the request is in flight.
+- A request that no fault concerns is served, or refused for a good reason, and soon.
+- A request that its client leaves, and that no fault concerns, counts as failed on neither side.
+- At rest no component holds anything.
+- No machine raises, and no action has an unforeseen failure.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .clock import Clock
 
 
 class Violation(AssertionError):
-    """The machines did what they must never do."""
+    """The machines broke an invariant."""
 
 
 class Books:
@@ -28,7 +30,7 @@ class Books:
         self.tracing = tracing
         self.trace: list[str] = []
         self.violation: str | None = None
-        self.ended: Counter[str] = Counter()  # how often the campaign came through each end and each fault
+        self.ended: Counter[str] = Counter()  # times that the campaign reached each end and each fault
         self._clock = clock
 
     def note(self, text: str, *args: object) -> None:
@@ -40,25 +42,27 @@ class Books:
             self.fail(text % args if args else text)
 
     def fail(self, text: str) -> None:
-        """Ends the run: at once where the caller lets it, else after this event."""
+        """Ends the run: at once if the caller lets the exception pass, else after this event."""
         if self.violation is None:
             self.violation = text
             self.note("VIOLATION: %s", text)
         raise Violation(text)
 
     def look(self) -> None:
-        """After every event: somebody on the way may have swallowed what fail() raised."""
+        """Raises the violation again after each event, because a caller may have swallowed fail()'s
+        exception."""
         if self.violation is not None:
             raise Violation(self.violation)
 
 
 class Tap(logging.Handler):
-    """What the code under test logs: into the trace; and an exception that it caught is a violation."""
+    """Writes log lines of the code under test to the trace. An exception that the code caught is a
+    violation."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(logging.DEBUG if books.tracing else logging.ERROR)
         self._books = books
-        # Whose turn it is: set by the process that runs.
+        # Name of the process that has its turn. The process sets it.
         self.speaker = ""
 
     def emit(self, record: logging.LogRecord) -> None:

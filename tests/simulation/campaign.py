@@ -1,4 +1,4 @@
-"""Many seeds, over all cores: what went wrong, and what the campaign came through."""
+"""Runs many seeds on all cores, and collects violations and the ends and faults that were reached."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .world import World
 Scenario = requests.Scenario | weights.Scenario
 
 DRAWS: dict[str, Callable[[int], Scenario]] = {"requests": requests.draw, "weights": weights.draw}
-"""By what is simulated: the scenario that a seed stands for."""
+"""Function that draws a seed's scenario, by the name of the simulated protocol."""
 
 _CHUNK = 100  # seeds that one worker runs before it reports
 _SLOWEST_REPORT_S = 5.0
-_Chunk = tuple[str, int, int]  # of what, the first seed, and behind the last
+_Chunk = tuple[str, int, int]  # key of DRAWS, first seed, seed behind the last
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Tally:
 
 
 def run(scenario: Scenario, tracing: bool = False) -> tuple[Surroundings, str | None]:
-    """The world at its end, and what went wrong. An error in the model counts as a violation too."""
+    """Returns the world at its end, and the violation. An error in the model counts as a violation too."""
     world: Surroundings
     if isinstance(scenario, weights.Scenario):
-        # The trainers' links are those that ship, and those import sockets, which requests do without.
+        # The trainers' links are the shipped ones. They import sockets, which requests do not need.
         from .weights.world import World as WeightsWorld
 
         world = WeightsWorld(scenario, tracing)
     else:
         world = World(scenario, tracing)
-    # All of a world points to all of it: there is nothing to collect before it is over.
+    # All objects of a world refer to each other, so nothing can be collected before its end.
     gc.disable()
     try:
         world.run()
@@ -70,8 +70,8 @@ def campaign(
     at_first: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Tally:
-    """Runs the seeds [first, first + count); ``of``: a key of DRAWS. ``at_first``: only up to a violation.
-    ``jobs``: processes (0: cores)."""
+    """Runs the seeds [first, first + count). ``of``: a key of DRAWS. ``at_first``: stops at the first
+    violation. ``jobs``: number of processes; 0: number of cores."""
     total, begun, said = Tally(), time.monotonic(), time.monotonic()
     end = first + count
     chunks = [(of, start, min(start + _CHUNK, end)) for start in range(first, end, _CHUNK)]
@@ -91,7 +91,7 @@ def _tallies(chunks: list[_Chunk], jobs: int) -> Iterator[Tally]:
     if jobs == 1 or len(chunks) == 1:
         yield from map(_run_chunk, chunks)
         return
-    # Spawned, not forked: whoever calls this may have threads.
+    # Spawned, not forked: the caller may have threads.
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(_run_chunk, chunks)
 

@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and the clocks of machines that do not agree."""
+"""Virtual time: ordered events, and clocks of machines that do not agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Clock:
-    """The one true time, in seconds. Events of one instant happen in the order in which they were planned."""
+    """The true time, in seconds. Events of one instant happen in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class Clock:
         self.at(self.now + delay, event)
 
     def step(self) -> bool:
-        """Lets the next event happen; False if there is none."""
+        """Runs the next event. Returns False if none is left."""
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
@@ -33,7 +33,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class SkewedClock:
-    """A machine's monotonic clock: it began at its own zero and runs a little fast or slow."""
+    """A machine's monotonic clock. It starts at a separate zero and runs a little fast or slow."""
 
     clock: Clock
     zero: float
@@ -43,5 +43,6 @@ class SkewedClock:
         return self.zero + self.clock.now * self.rate
 
     def true_time(self, local: float) -> float:
-        """When this clock will show ``local``; a microsecond later, so that rounding never makes it early."""
+        """Returns the true time at which this clock shows ``local``, plus a microsecond: rounding must not
+        make it early."""
         return (local - self.zero) / self.rate + 1e-6

@@ -1,13 +1,13 @@
-"""The data fabric and each engine's end of it: TransferEngine's face as kv_connector.agent.ports has it,
-in virtual time.
+"""The data fabric and each engine's end of it in virtual time, with the interface TransferEngine of
+kv_connector.agent.ports.
 
-It promises what the contract of the data plane promises (docs/architecture.md) and nothing more. Operations
-overtake each other; a page is read some time before it lands, and a failed write may land long after its
-sender was told, until the receiver's fence is through.
+It guarantees what the contract of the data plane guarantees (docs/architecture.md) and nothing more.
+Operations overtake each other. A page is read some time before it lands. A failed write may land long after
+its sender has the failure, until the receiver's fence is through.
 
-Why not the native engine with its `sim` provider: that runs on a thread in real time, so no seed could decide
-an order and no hour could pass in a millisecond. That the native engine keeps the contract is what
-tests/conformance is for.
+The native engine with its `sim` provider is no substitute: it runs on a thread in real time. No seed could
+decide an order there, and no hour could pass in a millisecond. tests/conformance checks that the native
+engine keeps the contract.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 class Phase(enum.Enum):
     ARMED = enum.auto()  # waits for its layer's signal
-    POSTED = enum.auto()  # the source has yet to be read
-    READ = enum.auto()  # under way: its sender's memory no longer matters
+    POSTED = enum.auto()  # the source is not read yet
+    READ = enum.auto()  # in flight: the sender's memory no longer matters
     LANDED = enum.auto()
     GONE = enum.auto()  # will never land
 
 
 @dataclass(eq=False)
 class Batch:
-    """Pages of one layer that travel together."""
+    """Pages of one layer that are sent together."""
 
     transfer: Transfer
     pages: int
-    cells: tuple[tuple[int, int], ...]  # from which of the sender's memory to which of the receiver's
+    cells: tuple[tuple[int, int], ...]  # cell of the sender's memory, and of the receiver's
     signal: int
     immediate: int
     phase: Phase = Phase.ARMED
-    told: bool = False  # its sender has its completion
-    detour: bool = False  # its link broke: it lands once without being counted, and is written again
+    told: bool = False  # its sender has the completion
+    detour: bool = False  # its link broke: it lands once uncounted, and is written again
     contents: tuple[Content, ...] = ()
 
 
@@ -67,16 +67,16 @@ class Transfer:
     number: int
     link: Link
     engine: SimEngine
-    batches: list[Batch] = field(default_factory=list)  # that its sender was not told about
+    batches: list[Batch] = field(default_factory=list)  # whose completion the sender does not have
     sealed: bool = False
     stopped: EventKind | None = None
     reason: str = ""
-    late: bool = False  # something may land after the end
+    late: bool = False  # a page may land after the end
     pages: int = 0
     ended: bool = False
 
     def stop(self, how: EventKind, reason: str) -> None:
-        """Posts nothing more."""
+        """Stops posting."""
         if self.stopped is None and not self.ended:
             self.stopped, self.reason = how, reason
         for batch in [b for b in self.batches if b.phase is Phase.ARMED]:
@@ -84,7 +84,7 @@ class Transfer:
         self.maybe_end()
 
     def maybe_end(self) -> None:
-        """The one final event, once nothing is in flight on this side."""
+        """Reports the final event once nothing is in flight on this side."""
         if self.ended or self.batches or not (self.stopped or self.sealed):
             return
         self.ended = True
@@ -96,15 +96,15 @@ class Transfer:
 
 
 class Link:
-    """What two engines have with each other: all their NICs."""
+    """The connection of two engines, with all their NICs."""
 
     def __init__(self, rng: random.Random, offerer: SimEngine, acceptor: SimEngine) -> None:
         self.rng = rng
         self.engines = (offerer, acceptor)
         self.numbers: dict[SimEngine, int] = {}
-        self.fence_through: dict[SimEngine, float] = {}  # when a fence that has begun can be through
-        self.fenced: set[SimEngine] = set()  # nothing lands there any more
-        self.live: dict[Batch, None] = {}  # that may still be posted, read or land
+        self.fence_through: dict[SimEngine, float] = {}  # earliest end of each fence that has begun
+        self.fenced: set[SimEngine] = set()  # engines where nothing can land any more
+        self.live: dict[Batch, None] = {}  # batches that may still be posted, read or land
         self.transfers: dict[Transfer, None] = {}
 
     def other(self, engine: SimEngine) -> SimEngine:
@@ -121,7 +121,7 @@ class _Counters:
 
 
 class SimSignal:
-    """A LayerSignal."""
+    """The simulated LayerSignal."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.value = 0
@@ -133,14 +133,14 @@ class SimSignal:
 
 
 class SimEngine:
-    """One process's TransferEngine. Errors are those that the native one raises."""
+    """The TransferEngine of one process. It raises the errors that the native engine raises."""
 
-    slow_fences = 0.1  # of all, that take seconds
+    slow_fences = 0.1  # share of fences that take seconds
 
     def __init__(self, process: Actor, rng: random.Random) -> None:
         self.process = process
         self.signal = SimSignal(self)
-        # Faults, as budgets: so many of the next ones go wrong.
+        # Faults, as budgets: the number of next operations that fail.
         self.write_errors = 0
         self.stuck_writes = 0
         self.refusals = 0
@@ -151,20 +151,20 @@ class SimEngine:
         self._rng = rng
         self._last = 0
         self._peers: dict[int, Link | None] = {}  # None: offered, not answered yet
-        self.links: dict[Link, None] = {}  # over which something could land or be read here
+        self.links: dict[Link, None] = {}  # links over which pages could land or be read here
         self._transfers: dict[int, Transfer] = {}
         self._armed: list[Batch] = []
         self._sets: dict[int, _Counters] = {}
         self._immediates: dict[int, tuple[_Counters, int, int]] = {}
         self._events: list[Event] = []
-        self._frozen: list[Callable[[], None]] = []  # what this stopped process would be doing
+        self._frozen: list[Callable[[], None]] = []  # work that the stopped process would do
 
     @property
     def _kv(self) -> Process:
-        """The process, where pages of KV are sent: an engine of weights does without what asks for it."""
+        """The process in a world of KV. The engine of a world of weights overrides all users of it."""
         return cast("Process", self.process)
 
-    # --- What effects.py calls
+    # --- Called by effects.py
 
     def offer(self, name: str, without: Sequence[str] = ()) -> Handshake:
         self._refuse("offer", "no_handshakes")
@@ -186,7 +186,7 @@ class SimEngine:
         link = self.process.world.fabric.answers[answer]
         other = link.other(self)
         if other.process.dead or other in link.fence_through:
-            # It stays what it is, an offer: fence() forgets it.
+            # It stays an offer: fence() forgets it.
             raise failure(ErrorCode.PEER_DOWN, "complete", "the peer answered, but its connection is gone")
         self._peers[peer] = link
 
@@ -201,7 +201,7 @@ class SimEngine:
         if peer not in self._peers:
             raise failure(ErrorCode.UNKNOWN_PEER, "fence", "never connected, or fenced")
         links = [link for link in self.links if link.numbers[self] == peer]
-        through = [self._fence(link) for link in links]  # each is asked
+        through = [self._fence(link) for link in links]  # queried for each link, without a short circuit
         if not all(through):
             raise failure(ErrorCode.TIMEOUT, "fence", "a write of this peer may still land here: call again")
         for link in links:
@@ -276,15 +276,15 @@ class SimEngine:
         events, self._events = self._events[:limit], self._events[limit:]
         return events
 
-    # --- What the model of the engine process asks
+    # --- Queries of the engine process's model
 
     def quiet(self, number: int) -> bool:
-        """quiesce(): whether all writes whose signal has passed have completed."""
+        """Stands in for quiesce(). Returns whether all writes whose signal has passed have completed."""
         transfer = self._transfers.get(number)
         return transfer is None or all(batch.phase is Phase.ARMED for batch in transfer.batches)
 
     def leftovers(self) -> dict[str, int]:
-        """What an engine at rest has none of, and its peers."""
+        """Returns counts that are 0 in an engine at rest, and its peers."""
         return {
             "transfers": len(self._transfers),
             "counter sets": len(self._sets),
@@ -295,7 +295,7 @@ class SimEngine:
         }
 
     def reading(self, blocks: set[int]) -> bool:
-        """Whether something may still read these blocks of this process's memory."""
+        """Returns whether an operation may still read these blocks of this process's memory."""
         block_of = self._kv.worker.block_of
         return any(
             block_of.get(source) in blocks
@@ -306,7 +306,7 @@ class SimEngine:
         )
 
     def awaiting(self, blocks: set[int]) -> bool:
-        """Whether something may still land in these blocks of this process's memory."""
+        """Returns whether a page may still land in these blocks of this process's memory."""
         block_of = self._kv.worker.block_of
         return any(
             block_of.get(target) in blocks
@@ -317,14 +317,14 @@ class SimEngine:
         )
 
     def may_write(self, link: Link) -> bool:
-        """Whether this end has the link, and has not given it up."""
+        """Returns whether this end has the link and has not given it up."""
         has = self._peers.get(link.numbers[self]) is link
         return has and not self.process.dead and self not in link.fence_through
 
     # --- Faults
 
     def die(self) -> None:
-        """The process is gone. What it had read may still be on its way."""
+        """Ends the process. Pages that were read may still be in flight."""
         for link in list(self.links):
             for batch in [b for b in link.live if b.transfer.engine is self]:
                 if batch.phase is not Phase.READ or link.rng.random() < 0.5:
@@ -336,14 +336,14 @@ class SimEngine:
             self._clock.after(link.rng.uniform(0.001, 0.2), broken)
 
     def thaw(self) -> None:
-        """The process runs again."""
+        """Continues the process after SIGSTOP."""
         frozen, self._frozen = self._frozen, []
         for step in frozen:
             step()
         self.post_due()
 
     def broken(self, link: Link, reason: str) -> None:
-        """No NIC leads to that peer any more."""
+        """Breaks the link: no NIC reaches that peer any more."""
         if link not in self.links or self.process.dead or self in link.fence_through:
             return
         if self.process.stopped:
@@ -351,13 +351,13 @@ class SimEngine:
             return
         number = link.numbers[self]
         if self._peers[number] is None:
-            return  # not connected yet: complete() will say so
+            return  # not connected yet: complete() will raise
         self._fail_all(link, reason)
         down = failure(ErrorCode.PEER_DOWN, "write", reason)
         self._report(Event(EventKind.PEER_DOWN, number, False, 0, 0, down))
 
     def fail_over(self, link: Link) -> None:
-        """One NIC of several broke: what was on it is written once more, and counted exactly once."""
+        """Breaks one NIC of several. Its batches are written once more and counted exactly once."""
         for batch in link.live:
             if batch.transfer.engine is self and batch.phase in (Phase.POSTED, Phase.READ):
                 batch.detour = link.rng.random() < 0.7
@@ -380,13 +380,13 @@ class SimEngine:
             self._clock.after(delay, functools.partial(self._read, batch))
             if self.write_errors:
                 self.write_errors -= 1
-                # Before it is read, or after: then it may still land.
+                # The failure comes before the read, or after it. In the second case the batch may still land.
                 delay += batch.transfer.link.rng.uniform(-0.5, 2) * self.process.world.scenario.wire
                 failed = functools.partial(self._failed, batch, "the NIC reports an error")
                 self._clock.after(max(delay, 0.0), failed)
 
     def forget(self, batch: Batch) -> None:
-        """It will never land, and its sender needs no word of it."""
+        """Drops a batch that will never land and whose sender needs no completion."""
         batch.phase = Phase.GONE
         batch.transfer.link.live.pop(batch, None)
         if batch in self._armed:
@@ -429,12 +429,12 @@ class SimEngine:
             self._failed(batch, "the peer cut the link")
             return
         if receiver.process.dead:
-            return  # into the void: only a fence ends it
+            return  # the page is lost: only a fence ends the batch
         heals = self.process.world.heals(self.process.name, receiver.process.name)
         if heals is not None:
             self._clock.at(heals + link.rng.uniform(0, 0.1), lambda: self._land(batch))
             return
-        if receiver.process.stopped and link.rng.random() < 0.5:  # its worker would take it from the socket
+        if receiver.process.stopped and link.rng.random() < 0.5:  # its worker would have to read the socket
             receiver._frozen.append(lambda: self._land(batch))
             return
         receiver._take(batch)
@@ -504,7 +504,7 @@ class SimEngine:
         batch.transfer.maybe_end()
 
     def _failed(self, batch: Batch, reason: str) -> None:
-        """Its sender learns that it failed. If it was read it may still land."""
+        """Reports the failure to the sender. A batch that was read may still land."""
         if batch.told or self.process.dead or batch not in batch.transfer.batches:
             return
         if self.process.stopped:
@@ -544,8 +544,7 @@ class SimEngine:
             return False
         if self.process.world.scenario.lease and other.may_write(link):
             return False
-        # A peer that is stopped in the middle of a copy into shared memory cannot be fenced before it is
-        # gone.
+        # A peer that was stopped during a copy into shared memory cannot be fenced until it has ended.
         incoming = [b for b in link.live if b.transfer.engine is other]
         if other.process.stopped and link.rng.random() < 0.5 and any(b.phase is Phase.READ for b in incoming):
             return False
@@ -568,7 +567,7 @@ class SimEngine:
 
     def _refuse(self, operation: str, budget: str = "refusals") -> None:
         left = getattr(self, budget)
-        if left and self._rng.random() < 0.7:  # also in the middle of something
+        if left and self._rng.random() < 0.7:  # a refusal may come in the middle of an operation
             setattr(self, budget, left - 1)
             raise failure(ErrorCode.RESOURCES, operation, "no room for another request")
 
@@ -578,7 +577,7 @@ class SimEngine:
 
 
 class Fabric:
-    """What tells engines of each other: handshakes in transit."""
+    """Handshakes in transit between engines."""
 
     def __init__(self) -> None:
         self.offers: dict[bytes, tuple[SimEngine, int]] = {}
@@ -596,7 +595,7 @@ class Fabric:
         return data
 
     def immediate(self) -> int:
-        """Never the same twice: that an old generation is not credited is the engine's own affair."""
+        """Returns an immediate that was never used. The engine itself must not credit an old generation."""
         self._last_immediate += 1
         return self._last_immediate
 

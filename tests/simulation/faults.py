@@ -1,4 +1,4 @@
-"""What can go wrong, by name. ``who`` of a scenario's Fault is one engine, or the two ends of a way."""
+"""Faults by name. ``who`` of a scenario's Fault is one engine, or the two ends of a connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.protocol.messages import Pong, encode
 
-from .scenario import LONELY, MUTUAL, Fault, draw_side, engine_of, engine_of, engine_of
+from .scenario import LONELY, MUTUAL, Fault, draw_side, engine_of
 
 if TYPE_CHECKING:
     from .actor import Actor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def strike(world: Surroundings, fault: Fault) -> None:
-    """Lets the fault happen; one that meets nobody (dead already) does nothing."""
+    """Injects the fault. A fault whose engine is dead already has no effect."""
     world.books.note("FAULT %s of %s for %.2f s", fault.kind, " and ".join(fault.who), fault.lasting)
     world.books.ended[fault.kind] += 1
     _FAULTS[fault.kind](world, fault)
@@ -34,19 +34,19 @@ def _lonely(effect: Callable[[Surroundings, Actor, Fault], None]) -> Callable[[S
 
 
 def _crash(world: Surroundings, process: Actor, fault: Fault, silently: bool = False) -> None:
-    """kill -9, and most times a restart at the same address after ``lasting``."""
+    """Kills the process with -9, and usually restarts it at the same address after ``lasting``."""
     process.die(silently)
     if fault.coin % 4:
         world.clock.after(fault.lasting, lambda: world.start(process.name))
 
 
 def _vanish(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """Its machine loses power: no connection says so."""
+    """Cuts the power of the process's machine: no connection reports it."""
     _crash(world, process, fault, silently=True)
 
 
 def _leave(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """A shutdown in good order, with BYE."""
+    """Shuts the process down in good order, with BYE."""
     process.leave()
     if fault.coin % 4:
         after = world.times.drain + fault.lasting
@@ -54,31 +54,31 @@ def _leave(world: Surroundings, process: Actor, fault: Fault) -> None:
 
 
 def _replace(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """The whole engine goes down, and one of another shape comes up at its address."""
+    """Ends the whole engine, and starts one of another shape at its address."""
     engine, _ = engine_of(process.name)
     world.replace(engine, draw_side(random.Random(fault.coin)), silently=fault.coin % 2 > 0)
     world.clock.after(fault.lasting, lambda: world.start_engine(engine))
 
 
 def _stop(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """SIGSTOP, and SIGCONT after ``lasting``."""
+    """Sends SIGSTOP, and SIGCONT after ``lasting``."""
     process.stop()
     world.clock.after(fault.lasting, lambda: None if process.dead else process.resume())
 
 
 def _stall(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """The agent's thread gets no turn; the transfer engine's worker goes on."""
+    """Gives the agent's thread no turn. The transfer engine's worker continues."""
     process.stalled_until = world.clock.now + fault.lasting
 
 
 def _slow(world: Surroundings, process: Actor, fault: Fault) -> None:
-    """Each turn of the agent comes late."""
+    """Delays each turn of the agent."""
     process.slow_until = world.clock.now + fault.lasting
     process.slowness = (0.01, 0.1, 0.5)[fault.coin % 3]
 
 
 def _budget(attribute: str) -> Callable[[Surroundings, Actor, Fault], None]:
-    """The next few writes, or calls, of the transfer engine go wrong."""
+    """Makes the next few writes or calls of the transfer engine fail."""
 
     def effect(world: Surroundings, process: Actor, fault: Fault) -> None:
         setattr(process.engine, attribute, 1 + fault.coin % 8)
@@ -87,7 +87,7 @@ def _budget(attribute: str) -> Callable[[Surroundings, Actor, Fault], None]:
 
 
 def _partition(world: Surroundings, fault: Fault) -> None:
-    """Nothing passes, control or data; one coin in three each: both ways, or only one."""
+    """Blocks control messages and data, for one coin in three each: both directions, or one of them."""
     first, second = fault.who
     ways = ([(first, second), (second, first)], [(first, second)], [(second, first)])[fault.coin % 3]
     for way in ways:
@@ -96,7 +96,7 @@ def _partition(world: Surroundings, fault: Fault) -> None:
 
 
 def _loss(world: Surroundings, fault: Fault) -> None:
-    """Control messages vanish, one in two or three, while the connection holds."""
+    """Drops control messages with probability 0.2, 0.5 or 1, by the coin. The connection stays open."""
     first, second = fault.who
     probability = (0.2, 0.5, 1.0)[fault.coin % 3]
     for way in ((first, second), (second, first)):
@@ -104,14 +104,14 @@ def _loss(world: Surroundings, fault: Fault) -> None:
 
 
 def _jam(world: Surroundings, fault: Fault) -> None:
-    """The peer reads so slowly that the queue of its connection is full: send() refuses."""
+    """Fills the queue of a connection, because the peer reads slowly: send() refuses."""
     first, second = fault.who
     way = (first, second) if fault.coin % 2 else (second, first)
     world.jams[way] = world.clock.now + fault.lasting
 
 
 def _reset(world: Surroundings, fault: Fault) -> None:
-    """The control connections between the two break and come back."""
+    """Breaks the control connections between the two, which reconnect."""
     for name in fault.who:
         process = world.processes.get(name)
         for connection in list(process.port.dialled.values()) if process else ():
@@ -120,7 +120,7 @@ def _reset(world: Surroundings, fault: Fault) -> None:
 
 
 def _cut(world: Surroundings, fault: Fault) -> None:
-    """Every data link between the two breaks."""
+    """Breaks every data link between the two."""
     for process, link in _links(world, fault):
         delay = link.rng.uniform(0, 0.1)
         broken = functools.partial(process.engine.broken, link, "the cable is out")
@@ -128,7 +128,7 @@ def _cut(world: Surroundings, fault: Fault) -> None:
 
 
 def _failover(world: Surroundings, fault: Fault) -> None:
-    """One of several NICs breaks."""
+    """Breaks one of several NICs."""
     for process, link in _links(world, fault):
         process.engine.fail_over(link)
 
@@ -142,7 +142,7 @@ def _links(world: Surroundings, fault: Fault) -> list[tuple[Actor, Link]]:
 
 
 def _garbage(world: Surroundings, fault: Fault) -> None:
-    """A peer says what is no message, or what it must not say."""
+    """Makes a peer send an invalid message, or one that it must not send."""
     rng = random.Random(fault.coin)
     for name in fault.who:
         process = world.processes.get(name)

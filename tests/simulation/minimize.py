@@ -1,4 +1,4 @@
-"""Takes everything out of a failing scenario that the failure does not need, and tells the rest."""
+"""Removes from a failing scenario everything that the failure does not need, and reports the rest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from .campaign import DRAWS, Scenario, run
 
-_LINES = 80  # of a trace
-_EVENTS = ("faults", "ambushes", "plans", "trainers")  # that may be left out of a scenario
+_LINES = 80  # lines of a trace
+_EVENTS = ("faults", "ambushes", "plans", "trainers")  # events that may be left out of a scenario
 _KEPT = ("seed", "prefills", "decodes", "both")
 
 
 def minimize(scenario: Scenario) -> Scenario:
-    """A scenario that still fails, and none of whose simpler neighbours does."""
+    """Returns a scenario that still fails, while none of its simpler neighbours does."""
     while True:
         simpler = next((s for s in _simpler(scenario) if run(s)[1] is not None), None)
         if simpler is None:
@@ -24,7 +24,7 @@ def minimize(scenario: Scenario) -> Scenario:
 
 
 def report(of: str, seed: int) -> str:
-    """The minimal trace of a failing seed, and how to see it again."""
+    """Returns the minimal trace of a failing seed, and the command that repeats it."""
     smallest = minimize(DRAWS[of](seed))
     world, violation = run(smallest, tracing=True)
     trace = world.books.trace
@@ -43,7 +43,7 @@ def report(of: str, seed: int) -> str:
 
 
 def _simpler(scenario: Any) -> Iterator[Any]:
-    """First by leaving something out, then by making something plain."""
+    """Yields simpler scenarios: first with an event left out, then with a plainer value."""
     several = [f.name for f in fields(scenario) if isinstance(getattr(scenario, f.name), tuple)]
     for name in several:
         items = getattr(scenario, name)

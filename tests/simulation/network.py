@@ -1,8 +1,9 @@
-"""The control network: ControlPlane's face in virtual time.
+"""The control network: the interface of ControlPlane in virtual time.
 
-A connection behaves as ZMQ's over TCP does: messages keep their order, a partition holds them back until it
-heals, a connection that breaks loses what is under way, and the dialling side connects anew, as a stranger.
-In chaos messages also overtake each other and come twice.
+A connection behaves like ZMQ's over TCP. Messages keep their order. A partition holds them back until it
+heals. A broken connection loses the messages in flight, and the dialling side reconnects with a new identity.
+
+In chaos messages also overtake each other and arrive twice.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class _Way:
 
     def __init__(self, source: str, target: str) -> None:
         self.source, self.target = source, target
-        self.last = 0.0  # when the latest message arrives: later ones do not overtake it
-        self.held: list[bytes] = []  # by a partition
+        self.last = 0.0  # arrival of the latest message: later ones do not overtake it
+        self.held: list[bytes] = []  # held back by a partition
 
 
 class Connection:
-    """From one process that dials to whoever listens at an address."""
+    """A connection from one process that dials to the process that listens at an address."""
 
     def __init__(self, world: Surroundings, dealer: Port, source: Source, address: Address) -> None:
         self.world, self.dealer, self.source = world, dealer, source
@@ -46,8 +47,8 @@ class Connection:
         self.identity = Source(b"")
         self.closed = False
         self._rng = random.Random(f"{world.scenario.seed} {dealer.process.name} {self.target} {source!r}")
-        self._waiting: list[bytes] = []  # until there is a connection
-        self._life = 0  # of one TCP connection: what is under way does not survive it
+        self._waiting: list[bytes] = []  # messages that wait for a connection
+        self._life = 0  # number of the TCP connection: messages in flight do not survive it
         self._reset_ways()
         self._connect_soon()
 
@@ -69,7 +70,7 @@ class Connection:
             self.world.clock.at(when, lambda: self._arrive(way, frame, life))
 
     def hang_up(self) -> None:
-        """The dialling side closes. What it has sent still goes out."""
+        """Closes the dialling side. Messages that it has sent still leave."""
         self.closed = True
         router, identity = self.router, self.identity
         if router is not None:
@@ -77,7 +78,7 @@ class Connection:
             self.world.clock.at(when, lambda: router.gone(identity))
 
     def broken(self, silently: bool = False) -> None:
-        """The TCP connection is gone; ``silently``: the listening side does not know."""
+        """Ends the TCP connection. ``silently``: without notice to the listening side."""
         router, self.router = self.router, None
         self._life += 1
         self._reset_ways()
@@ -122,7 +123,7 @@ class Connection:
         if port is None:
             return
         if port.process.dead and way is self._there and self.target in self.world.processes:
-            self.broken(silently=True)  # nobody knew until now; a new process answers with a reset
+            self.broken(silently=True)  # unnoticed until now; a new process answers with a reset
             return
         port.take(source, frame)
 
@@ -137,7 +138,7 @@ class Connection:
 
 
 class Port:
-    """One process's control sockets."""
+    """The control sockets of one process."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class Port:
         encode: Callable[[Any], bytes] = encode,
         decode: Callable[[bytes], Any] = decode,
     ) -> None:
-        """``encode`` and ``decode``: of the messages that are spoken here; default: those of KV."""
+        """``encode`` and ``decode``: of this port's messages; default: those of the KV protocol."""
         self.process = process
         self._world, self._encode, self._decode = world, encode, decode
         self.listening = True
@@ -157,7 +158,7 @@ class Port:
         self._distrusted: set[Source] = set()
         self._numbers = 0
 
-    # --- What effects.py calls
+    # --- Called by effects.py
 
     def dial(self, address: Address) -> Source:
         self._numbers += 1
@@ -191,7 +192,7 @@ class Port:
         inbox, self._inbox = self._inbox, []
         return inbox
 
-    # --- What connections call
+    # --- Called by connections
 
     def admit(self, connection: Connection) -> Source:
         self._numbers += 1
@@ -206,7 +207,7 @@ class Port:
         if source in self._distrusted or self.process.dead:
             return
         if source not in self.dialled and source not in self.callers:
-            return  # hung up meanwhile
+            return  # the connection was closed in the meantime
         try:
             received = Received(source, self._decode(frame))
         except MalformedMessage:
@@ -219,7 +220,7 @@ class Port:
     # --- The end of the process
 
     def close(self, silently: bool = False) -> None:
-        """``silently``: the other ends do not notice."""
+        """Closes all connections. ``silently``: without notice to their other ends."""
         self.listening = False
         steps: list[Callable[[], None]] = []
         for connection in list(self.dialled.values()):

@@ -1,7 +1,7 @@
-"""Bugs of the kinds that others have had, as replacements in the source: the simulator must find each of
+"""Bugs of kinds that other projects have had, as replacements in the source. The simulator must find each of
 them.
 
-`plant` copies the package and puts one in. What to look for in the wild stands beside each.
+`plant` copies the package and inserts one. The comment at each bug describes its effect in production.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Bug:
     file: str  # below kv_connector
     good: str  # occurs once
     bad: str
-    first: int = 0  # the seed to begin with, where the first that finds it is far off
+    first: int = 0  # first seed to run, if the first seed that finds the bug is far off
 
 
 BUGS = (
-    # D waits for a token that P said before D had asked.
+    # D waits for a token that P sent before D requested it.
     Bug(
         "what was sampled is not said to a decode that comes late",
         "protocol/prefill_machine.py",
@@ -41,7 +41,7 @@ BUGS = (
             actions += self._seal(now, transfer)
 """,
     ),
-    # P goes on pushing from blocks that a preemption has given to somebody else.
+    # P still pushes from blocks that a preemption has given to another request.
     Bug(
         "preemption forgets nothing",
         "protocol/prefill_machine.py",
@@ -52,14 +52,14 @@ BUGS = (
             pass
         return tuple(""",
     ),
-    # A preempted prompt is computed again, and each page that had gone goes once more.
+    # A preempted prompt is computed again, and each page that was sent is sent once more.
     Bug(
         "the ledger forgets what was pushed",
         "protocol/plan.py",
         "target = wanted.pop(granule, None)",
         "target = wanted.get(granule)",
     ),
-    # vLLM's NixlConnector had the like: an abort frees D's blocks while pages are under way.
+    # vLLM's NixlConnector had a similar bug: an abort frees D's blocks while pages are in flight.
     Bug(
         "a cancel is acknowledged before it has drained",
         "protocol/share_ends.py",
@@ -72,7 +72,7 @@ BUGS = (
             return self.drained(now, transfer, quiesced=True)
 """,
     ),
-    # P's failed writes may still sit in a buffer of D's.
+    # P's failed writes may still be in one of D's buffers.
     Bug(
         "a failure is always called quiesced",
         "protocol/share_ends.py",
@@ -88,7 +88,7 @@ BUGS = (
         transfer.verdict = Verdict(""",
         first=710,
     ),
-    # A tenth of the clients leaves, and an alert says that transfers fail.
+    # A tenth of the clients leaves, and an alert reports failing transfers.
     Bug(
         "a prompt that its client leaves has failed",
         "protocol/share_ends.py",
@@ -108,7 +108,7 @@ BUGS = (
 """,
         "",
     ),
-    # The blocks of a prompt that nobody comes for are never free again.
+    # The blocks of a prompt that no engine fetches are never freed.
     Bug(
         "no hold time",
         "protocol/prefill_machine.py",
@@ -121,7 +121,7 @@ BUGS = (
                 pass
             elif""",
     ),
-    # A CANCEL that overtakes its RESERVE: P begins to write into blocks that are somebody else's.
+    # A CANCEL overtakes its RESERVE: P begins to write into blocks of another request.
     Bug(
         "an early cancel is forgotten",
         "protocol/prefill_machine.py",
@@ -129,7 +129,7 @@ BUGS = (
         "return [acknowledged]",
         first=90,
     ),
-    # D takes its blocks back on P's word that it failed, which is no word that nothing lands.
+    # D takes its blocks back when P reports a failure, although pages may still land.
     Bug(
         "no fence after a failure with writes in flight",
         "protocol/decode_machine.py",
@@ -141,7 +141,7 @@ BUGS = (
 """,
         first=710,
     ),
-    # The peer is dead, its writes are not.
+    # The peer is dead, but its writes are not.
     Bug(
         "blocks come back with the peer's death, not with its fence",
         "protocol/decode_machine.py",
@@ -154,28 +154,28 @@ BUGS = (
         return [*actions, *self.fenced(now, peer)]
 """,
     ),
-    # The retry after a fence that needs time is what makes it one.
+    # A fence that needs time depends on being retried.
     Bug(
         "a fence that is not through counts as one",
         "agent/effects.py",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED, ErrorCode.TIMEOUT):",
     ),
-    # A machine that lost its power says no goodbye.
+    # A machine that loses power sends no BYE.
     Bug(
         "silence is never death",
         "protocol/sessions.py",
         '            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")\n',
         "            peer.last_seen = now\n",
     ),
-    # A peer that was replaced is still believed to be there: vLLM's connectors kept its state for ever.
+    # A replaced peer still counts as present. vLLM's connectors kept its state for ever.
     Bug(
         "the end of a session is not told to the transfers",
         "agent/effects.py",
         "            *self.decode.peer_down(now, peer, reason),\n",
         "",
     ),
-    # D's deadline ends the wait, and leaves the blocks to a P that still writes.
+    # D's deadline ends the wait, and frees the blocks while P still writes.
     Bug(
         "the deadline frees the blocks at once",
         "protocol/decode_machine.py",
@@ -187,7 +187,7 @@ BUGS = (
 """,
         first=2290,
     ),
-    # Several workers of D read one of P: its blocks come back when the first has what it wants.
+    # Several workers of D read one worker of P: its blocks are freed when the first has its pages.
     Bug(
         "a prompt is over with its first share",
         "protocol/shares.py",
@@ -204,14 +204,14 @@ BUGS = (
         return not stopped or any(stopped)
 """,
     ),
-    # sgl-project/sglang #23746: which of P's heads D has comes out as the first of them.
+    # sgl-project/sglang #23746: P always sends its first heads, whichever heads D has.
     Bug(
         "a slice of the heads begins with the first",
         "protocol/runs.py",
         "        source_start += (units.start - source.units.start) * ours.stride\n",
         "",
     ),
-    # Where a block is larger than the other side's, its end may hold nothing that anybody computes.
+    # If a block is larger than the other side's, its end may hold tokens that no engine computes.
     Bug(
         "the count has what is behind the prompt's end",
         "protocol/plan.py",
@@ -222,7 +222,7 @@ BUGS = (
             granules = pair.granules(targets[pair.target], 1 << 40)
 """,
     ),
-    # vllm-project/vllm #45330, #45879: of P's ranks several have the same heads.
+    # vllm-project/vllm #45330, #45879: several of P's ranks have the same heads.
     Bug(
         "all replicas send",
         "protocol/sources.py",
@@ -237,14 +237,14 @@ BUGS = (
                         wants[ordinal] = (*wants[ordinal], number)
 """,
     ),
-    # A rank of P that has what others send too waits for a RESERVE that never comes.
+    # A rank of P with heads that other ranks send as well waits for a RESERVE that never comes.
     Bug(
         "a worker that sends nothing is not told",
         "protocol/decode_machine.py",
         "        return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]\n",
         "        return self._open(transfer)\n",
     ),
-    # Of several shares, all ranks of D give the same one back.
+    # All ranks of D give the same one of several shares back.
     Bug(
         "one share is released by all",
         "protocol/decode_machine.py",
@@ -252,7 +252,7 @@ BUGS = (
         "            message = Release(transfer_id)\n",
         first=190,
     ),
-    # RELEASE comes twice: D's engine and its worker both say it.
+    # RELEASE arrives twice, from D's engine and from its worker.
     Bug(
         "a share is released twice",
         "protocol/prefill_machine.py",
@@ -272,7 +272,7 @@ BUGS = (
 
 
 def plant(bug: Bug, where: Path) -> None:
-    """A copy of the package with the bug in it, and of the simulator beside it."""
+    """Copies the package with the bug in it, and the simulator beside it."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "test_*")
     shutil.copytree(_ROOT / "kv_connector", where / "kv_connector", ignore=ignored)
     shutil.copytree(Path(__file__).parent, where / "tests" / "simulation", ignore=ignored)
@@ -283,7 +283,7 @@ def plant(bug: Bug, where: Path) -> None:
     file.write_text(source.replace(bug.good, bug.bad))
 
 
-# Prints the first violation of so many seeds. To look for the smallest scenario takes ten times as long.
+# Prints the first violation of these seeds. The search for the smallest scenario takes ten times as long.
 _FIRST_VIOLATION = """
 import sys
 from tests.simulation.campaign import DRAWS, run
@@ -294,7 +294,7 @@ print(next(filter(None, violations), ""))
 
 
 def find(bug: Bug, of: str, seeds: int, where: Path) -> None:
-    """Plants it, and has to find it."""
+    """Plants the bug, and checks that the simulator finds it."""
     plant(bug, where)
     done = _python(where, "-c", _FIRST_VIOLATION, of, str(bug.first), str(seeds))
     assert done.stdout.strip(), f"not found in {seeds} seeds: {done.stderr[-2000:]}"
@@ -302,7 +302,7 @@ def find(bug: Bug, of: str, seeds: int, where: Path) -> None:
 
 
 def simulate(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the copy of the simulator that lies there, on the copy of the package beside it."""
+    """Runs the copy of the simulator in ``where``, on the copy of the package beside it."""
     return _python(where, "-m", "tests.simulation", *arguments)
 
 

@@ -1,4 +1,5 @@
-"""A paged KV cache: who owns each block, what each of its cells holds, and what is awaited there."""
+"""A paged KV cache: the owner of each block, the content of its cells, and the content that is awaited
+there."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ from collections.abc import Iterator, Sequence
 
 from .shape import STEP, What, Worker
 
-# Of a prompt: a step of its tokens. None: there are none, it is behind the prompt's end.
+# Prompt, step of its tokens, and cell. None: a place behind the prompt's end.
 Content = tuple[str, int, What] | None
 
 
 class Pool:
-    """The block that was freed last is taken first: who comes late meets a new owner."""
+    """A block pool that hands out the block freed last, so that a late access meets a new owner."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._free = list(range(worker.blocks - 1, 0, -1))  # block 0 is the null block
         self.owner: dict[int, str] = {}
-        # By block and cell. What has landed and was counted is not awaited any more.
+        # By block and cell. A cell that has landed and was counted is not awaited any more.
         self.content: dict[int, dict[int, Content]] = {}
         self.awaited: dict[int, dict[int, Content]] = {}
 
@@ -25,7 +26,7 @@ class Pool:
         return len(self._free)
 
     def take(self, owner: str, count: int) -> list[int]:
-        """Blocks with nothing in them."""
+        """Takes empty blocks."""
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self.owner[block] = owner
@@ -39,11 +40,11 @@ class Pool:
         self._free.extend(blocks)
 
     def logical(self, layer: int, step: int) -> int:
-        """The logical block that a step of a prompt's tokens lies in."""
+        """Returns the logical block that holds a step of a prompt's tokens."""
         return step // len(self.worker.cells[layer])
 
     def cells(self, layer: int, step: int, block: int) -> Iterator[tuple[int, What]]:
-        """What that step of a prompt fills of the block that it lies in."""
+        """Yields the cells of the block that this step of a prompt fills, with their place in the model."""
         steps = self.worker.cells[layer]
         for place, stride, what in steps[step % len(steps)]:
             yield place + block * stride, what
@@ -55,7 +56,7 @@ class Pool:
                 self.content[block][cell] = (prompt, step, what)
 
     def wait_for(self, layer: int, prompt: str, tokens: int, logical: int, block: int) -> None:
-        """Whatever comes of the layer's page of that block has to be the prompt's."""
+        """Expects the prompt's page of this layer in the block."""
         awaited = self.awaited.setdefault(block, {})
         each = len(self.worker.cells[layer])
         for step in range(logical * each, (logical + 1) * each):
@@ -63,6 +64,6 @@ class Pool:
                 awaited[cell] = (prompt, step, what) if step * STEP < tokens else None
 
     def missing(self, layer: int, step: int, block: int) -> list[What]:
-        """What of that step of a prompt's tokens has not come."""
+        """Returns the cells of this step of a prompt that have not arrived."""
         awaited = self.awaited[block]
         return [what for cell, what in self.cells(layer, step, block) if cell in awaited]

@@ -1,8 +1,8 @@
-"""One life of one engine process: the agent's thread on the real machines, beside a model of vLLM's two
+"""One life of one engine process: the agent's thread with the real machines, beside a model of vLLM's two
 halves.
 
-``turn`` is Agent._turn and ``preempt`` is Agent.preempt, without threads: what may block there is waited for
-in virtual time here.
+``turn`` is Agent._turn and ``preempt`` is Agent.preempt, without threads: calls that may block are awaited in
+virtual time.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class Process(Actor):
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
-        self._states: Mapping[str, State | None] = {}  # of its requests, after the last turn
+        self._states: Mapping[str, State | None] = {}  # states of its requests after the last turn
         self._leave_by = 0.0
 
     # --- The agent
 
     def submit(self, command: Callable[[float], Sequence[Action]]) -> None:
-        """Agent._submit."""
+        """Stands in for Agent._submit."""
         self._commands.append(command)
         self.wake(self.latency())
 
     def turn(self) -> None:
-        """Agent._turn."""
+        """Stands in for Agent._turn."""
         effects, now = self.effects, self.clock.now
         try:
             effects.receive(now())
@@ -105,7 +105,7 @@ class Process(Actor):
             self.wake_at(min(times))
 
     def has_session_with(self, process: Process) -> bool:
-        """This very process, not one that had its address before."""
+        """Returns whether it has a session with this very process, not with an earlier one at its address."""
         for session in self.effects.peers._sessions.peers.values():
             if session.address == process.world.address(process.name):
                 return True
@@ -114,7 +114,7 @@ class Process(Actor):
         return False
 
     def busy(self) -> dict[str, int]:
-        """What is not over; empty: at rest."""
+        """Returns counts of unfinished work; empty at rest."""
         effects = self.effects
         counts = {
             "prefill": len(effects.prefill),
@@ -129,7 +129,7 @@ class Process(Actor):
         return {what: count for what, count in counts.items() if count}
 
     def leftovers(self) -> dict[str, int]:
-        """What an agent at rest has too much of, looked for behind its doors."""
+        """Returns counts that are 0 at rest, from the agent's internals."""
         effects, sessions = self.effects, len(self.effects.peers)
         engine = self.engine.leftovers()
         peers, prefill, decode = effects.peers, effects.prefill, effects.decode
@@ -182,7 +182,7 @@ class Process(Actor):
             told, state = request in reports.finished_sending, states[request]
             busy = state is State.FAILED and self.engine.reading(set(self.prefill.blocks(request)))
             check(not busy, "%s: %s has failed, and its blocks may be read", self, request)
-            # That it failed is known before its engine is done with it.
+            # A failure is known before the engine is done with the request.
             check(told or state is not State.DONE, "%s: %s is done, and not reported", self, request)
             check(state in _OVER or not told, "%s: %s is reported, and %s", self, request, state)
         self._states = states
@@ -195,7 +195,7 @@ class Process(Actor):
     # --- Its end
 
     def leave(self) -> None:
-        """Agent.close."""
+        """Stands in for Agent.close."""
         if self.leaving:
             return
         self.leaving = True

@@ -1,5 +1,4 @@
-"""The model of vLLM's decode half: requests that queue, get blocks, wait for their pages and give the blocks
-back."""
+"""A model of vLLM's decode half: requests queue, get blocks, wait for their pages and free the blocks."""
 
 from __future__ import annotations
 
@@ -25,12 +24,14 @@ _RETRY_S = 0.05
 
 
 def _wants_sampled(plan: Plan) -> bool:
-    """Every second request. Not drawn, so that a seed's scenario is what it was without."""
+    """Returns whether a request wants the early first token: every second one. It is not drawn, so that the
+    scenarios of seeds stay the same."""
     return zlib.crc32(plan.name.encode()) % 2 == 0
 
 
 def _wants_no_page(plan: Plan) -> bool:
-    """Some of these: D computes the prompt itself, with the token that a client may have already."""
+    """Returns whether D computes the prompt itself, with an early first token that the client may already
+    have."""
     return zlib.crc32(plan.name.encode()) % 12 == 0
 
 
@@ -42,7 +43,7 @@ class _Load:
     reserved_at: float = 0.0
     aborted: bool = False
     aborted_at: float = 0.0
-    told: bool = False  # the agent has been told of the abort
+    told: bool = False  # the agent has the abort
 
 
 class DecodeSide:
@@ -50,13 +51,13 @@ class DecodeSide:
         self._process = process
         self._world = process.world
         self._queue: dict[str, _Load] = {}  # without blocks
-        self._loads: dict[str, _Load] = {}  # reserved, until reported
+        self._loads: dict[str, _Load] = {}  # reserved and not reported
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._loads)
 
     def requests(self) -> list[str]:
-        """Those that the agent was told of."""
+        """Returns the requests that the agent has received."""
         return list(self._loads)
 
     def arrive(self, plan: Plan) -> None:
@@ -72,7 +73,7 @@ class DecodeSide:
     def received(
         self, request_id: str, failed: bool, stale: bool, state: State | None, token: int | None
     ) -> None:
-        """The agent's report, the state that it said before, and what P sampled."""
+        """Handles the agent's report, the state that it gave before, and the token that P sampled."""
         world, process = self._world, self._process
         books = world.books
         load = self._loads.pop(request_id, None)
@@ -104,7 +105,7 @@ class DecodeSide:
             differs = plan.other_prompt and not plan.unknown_to_prefill and plan.prefill_abort is None
             fails = failed and differs and not stale
             books.check(not fails, "%s fails, and D ought to compute its own prompt", plan.name)
-            # What D wants may be there before P has computed all.
+            # D's pages may arrive before P has computed all of the prompt.
             computed = world.computed_at(plan, failed)
             if computed is None:
                 computed = 0.0 if failed or load.told else world.clock.now
@@ -213,7 +214,7 @@ class DecodeSide:
                     last = 1 if group == ROWS else -(-plan.tokens // STEP)
                     steps = range(needed // STEP, last)
                     load.wanted += [(layer, n, blocks[pool.logical(layer, n) - begin]) for n in steps]
-            # What the window has left behind is null.
+            # Blocks that the window has left behind are null.
             first = 0 if group == ROWS else cached // size
             groups.append(GroupTarget(first, (*(0,) * (begin - first), *blocks), needed))
         return groups

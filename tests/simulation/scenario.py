@@ -1,8 +1,8 @@
-"""What shall happen: engines, requests and faults, as plain data. A seed draws one; hypothesis draws and
+"""The plan of a run: engines, requests and faults, as plain data. A seed draws one; hypothesis draws and
 shrinks them.
 
-What a scenario leaves open (each delay, each coin) is decided by its ``seed``, from a stream of random
-numbers per subject: taking one request out of a scenario does not change what befalls the others.
+The ``seed`` decides each delay and each coin that a scenario leaves open, from a stream of random numbers per
+subject. Removing one request from a scenario does not change what happens to the others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from .shape import CUTS, Side
 
-_LONG = 10.0  # a prompt that P begins so late may meet a deadline
+_LONG = 10.0  # a prompt that P begins this late may reach a deadline
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One request's life on both sides, as far as its client and the two schedulers decide it. Seconds."""
+    """The life of one request on both sides, as its client and the two schedulers decide it. Times in
+    seconds."""
 
     name: str
     prefill: str
@@ -26,21 +27,21 @@ class Plan:
     decode_at: float = 0.0
     tokens: int = 48
     chunk: int = 32  # tokens that P computes in a step
-    cached: int = 0  # D has these first tokens already, as far as they fill blocks
-    window: int = 32  # of the sliding-window group D wants so many of the last tokens
-    admitted_after: float = 0.0  # D queues the request for so long
-    scheduled_after: float = 0.0  # and P, too
-    prefill_abort: float | None = None  # after it came
+    cached: int = 0  # first tokens in D's cache, as far as they fill blocks
+    window: int = 32  # last tokens of the sliding-window group that D needs
+    admitted_after: float = 0.0  # time in D's queue
+    scheduled_after: float = 0.0  # time in P's queue
+    prefill_abort: float | None = None  # time after its arrival
     decode_abort: float | None = None
     preempted: tuple[float, ...] = ()
-    named_late: bool = False  # P names a chunk's pages once they are computed, by no signal
+    named_late: bool = False  # P names a chunk's pages after they are computed, without a signal
     transfer: str = ""  # the transfer id, if it is not the name: two requests may claim one
     unknown_to_prefill: bool = False
     unknown_to_decode: bool = False
-    needs_nothing: bool = False  # D finds all it needs in its own cache
+    needs_nothing: bool = False  # D has all pages in its own cache
     other_prompt: bool = False  # P and D got different prompts
-    hashed: bool = True  # both sides have a hash of their prompt; else nobody can tell two apart
-    truncated: bool = False  # P says that it has finished, and never names its last page
+    hashed: bool = True  # both sides have a hash of their prompt; without it a difference is not detected
+    truncated: bool = False  # P reports the prompt as finished, and never names its last page
 
     @property
     def transfer_id(self) -> str:
@@ -48,12 +49,12 @@ class Plan:
 
     @property
     def computed_prompt(self) -> str:
-        """What P computes, by name; what D wants has the transfer's."""
+        """Name of the prompt that P computes. D expects the prompt of the transfer."""
         return f"not {self.transfer_id}" if self.other_prompt else self.transfer_id
 
     @property
     def plain(self) -> bool:
-        """Nothing about the request itself keeps it from being served."""
+        """Whether no property of the request itself prevents its success."""
         return (
             self.prefill_abort is None
             and self.decode_abort is None
@@ -67,14 +68,15 @@ class Plan:
 
     @property
     def left(self) -> bool:
-        """Its client leaves one engine or both, and nothing else keeps it from being served."""
+        """Whether its client leaves one engine or both, and no other property prevents its success."""
         staying = replace(self, prefill_abort=None, decode_abort=None)
         return staying.plain and staying != self
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` is a key of faults.FAULTS, which says what ``who``, ``lasting`` and ``coin`` mean to it."""
+    """A fault. ``kind`` is a key of faults.FAULTS, which defines the meaning of ``who``, ``lasting`` and
+    ``coin``."""
 
     kind: str
     at: float
@@ -89,13 +91,13 @@ class Scenario:
     prefills: int = 1
     decodes: int = 1
     both: bool = False  # every engine may take either role
-    heads: int = 1  # of the model
-    sides: tuple[Side, ...] = ()  # of the first engines; the others are plain
-    chaos: bool = False  # the control network reorders and duplicates, which TCP does not
+    heads: int = 1  # heads of the model
+    sides: tuple[Side, ...] = ()  # sides of the first engines; the others are plain
+    chaos: bool = False  # the control network reorders and duplicates messages, which TCP does not
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
     step: float = 0.02  # seconds, typical for one step of P
-    lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
+    lease: bool = False  # no receiver can revoke a lane alone: its fence waits for the writer's fence
     skew: bool = False  # clocks run at rates that differ by up to 1 %
     plans: tuple[Plan, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -108,18 +110,19 @@ class Scenario:
         return dict(zip(self.engines, self.sides, strict=False)).get(engine, Side())
 
     def workers(self, engine: str) -> tuple[str, ...]:
-        """The first has the engine's name."""
+        """Returns the workers of an engine. The first has the engine's name."""
         return workers(engine, self.side(engine))
 
     def undisturbed(self, plan: Plan) -> bool:
-        """Whether no fault concerns this request, and no other request: its end, good or bad, comes soon."""
+        """Returns whether no fault and no other request concerns this request: its end, good or bad, comes
+        soon."""
         concerned = {*self.workers(plan.prefill), *self.workers(plan.decode)}
         claimed = sum(other.transfer_id == plan.transfer_id for other in self.plans)
         faultless = not any(concerned.issuperset(fault.who) for fault in self.faults)
         return faultless and claimed == 1 and plan.scheduled_after < _LONG
 
     def innocent(self, plan: Plan) -> bool:
-        """Whether nothing that anybody does or suffers justifies a failure of this request."""
+        """Returns whether neither a fault nor an abort justifies a failure of this request."""
         return plan.plain and self.undisturbed(plan)
 
 
@@ -128,12 +131,12 @@ def workers(engine: str, side: Side) -> tuple[str, ...]:
 
 
 def engine_of(worker: str) -> tuple[str, int]:
-    """And which of its workers it is."""
+    """Returns the engine of a worker, and the worker's number."""
     engine, _, number = worker.partition("/")
     return engine, int(number or 0)
 
 
-# Kinds of faults of one engine, and of the way between two.
+# Kinds of faults of one engine, and of the connection of two.
 LONELY = (
     *("crash", "vanish", "leave", "replace", "stop", "stall", "slow"),
     *("error", "stuck", "refuse", "no handshake", "no counters"),
@@ -142,7 +145,7 @@ MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover", "garbage")
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario that a seed stands for."""
+    """Draws the scenario of a seed."""
     rng = random.Random(seed)
     scenario = Scenario(
         seed=seed,
@@ -158,7 +161,7 @@ def draw(seed: int) -> Scenario:
     )
     sides = tuple(draw_side(rng) for _ in scenario.engines)
     scenario = replace(scenario, heads=rng.choice((1, 2, 2)), sides=sides)
-    # Faults and aborts come in some runs only: the others must end well for everybody.
+    # Faults and aborts occur in some runs only. In the others every request must succeed.
     trouble = rng.random()
     plans = [_plan(rng, scenario, number, trouble > 0.2) for number in range(rng.randint(2, 8))]
     faults = (
@@ -168,7 +171,7 @@ def draw(seed: int) -> Scenario:
 
 
 def draw_side(rng: random.Random) -> Side:
-    """Half of the engines have one worker."""
+    """Draws the shape of an engine. Half of the engines have one worker."""
     ranks, first_stage = rng.choice(((1, 0), (1, 0), (1, 0), (2, 0), (1, rng.choice(CUTS)), (2, CUTS[0])))
     return Side(ranks, first_stage, rng.choice((16, 16, 32)), rng.random() < 0.5)
 
@@ -191,7 +194,7 @@ def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) ->
         name=f"r{number}",
         prefill=prefill,
         decode=decode,
-        # Serial, concurrent, or the other way round.
+        # Prefill first, both at once, or decode first.
         prefill_at=came + rng.choice((0.0, rng.uniform(0, 2))),
         decode_at=came + rng.choice((0.0, rng.uniform(0, 2))),
         tokens=tokens,
@@ -215,7 +218,7 @@ def _plan(rng: random.Random, scenario: Scenario, number: int, trouble: bool) ->
 
 
 def _fault(rng: random.Random, scenario: Scenario, plans: list[Plan]) -> Fault:
-    # When something is going on: about one request and one of its two engines, most times.
+    # Most faults hit one request and one of its two engines while the request runs.
     plan = rng.choice(plans)
     begun = max(plan.prefill_at, plan.decode_at + plan.admitted_after)
     at = rng.choice((rng.uniform(0, 4), begun + rng.expovariate(3.0), max(0.0, begun - rng.expovariate(3.0))))

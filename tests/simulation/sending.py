@@ -1,5 +1,5 @@
-"""The model of vLLM's prefill half: steps over chunks of prompts, layers that become valid one after another,
-preemption, and blocks that come back when they are reported sent."""
+"""A model of vLLM's prefill half: steps over chunks of prompts, layers that become valid in turn, preemption,
+and blocks that are freed when they are reported as sent."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Prompt:
     plan: Plan
     tables: list[list[int]] = field(default_factory=list)  # by group
     computed: int = 0  # tokens
-    since: float = 0.0  # when it finished
+    since: float = 0.0  # time of its end
     finished: bool = False
     aborted: bool = False
     preempt: bool = False
-    ready_at: float = 0.0  # not scheduled again before
+    ready_at: float = 0.0  # not scheduled again before this time
 
     @property
     def blocks(self) -> list[int]:
@@ -43,9 +43,9 @@ class PrefillSide:
         self._process = process
         self._world = process.world
         self._prompts: dict[str, _Prompt] = {}  # by request id, until reported as sent
-        self._base = 0  # of the next step's signal
+        self._base = 0  # first signal value of the next step
         self._stepping = False
-        self._stuck_steps: list[Callable[[], None]] = []  # of a stopped process
+        self._stuck_steps: list[Callable[[], None]] = []  # steps of a stopped process
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -59,7 +59,7 @@ class PrefillSide:
     def arrive(self, plan: Plan) -> None:
         process = self._process
         if process.leaving or any(p.plan.transfer_id == plan.transfer_id for p in self._prompts.values()):
-            return  # the adapter computes a second request of one transfer without us
+            return  # the adapter computes a second request of one transfer without the agent
         prompt = _Prompt(plan, ready_at=self._world.clock.now + plan.scheduled_after)
         self._prompts[plan.name] = prompt
         request = PrefillRequest(
@@ -73,7 +73,7 @@ class PrefillSide:
         self._kick()
 
     def sent(self, request_id: str, state: State | None) -> None:
-        """The agent's report, and the state that it said before."""
+        """Handles the agent's report, and the state that it gave before."""
         prompt = self._prompts.pop(request_id, None)
         if self._process.leaving:
             return
@@ -111,7 +111,7 @@ class PrefillSide:
         self._world.clock.after(delay, guarded)
 
     def _pass(self) -> float:
-        """What one layer, and the scheduler between two steps, takes."""
+        """Returns the time of one layer, or of the scheduler between two steps."""
         return self._process.rng.uniform(0, self._world.scenario.step / 2)
 
     def _kick(self) -> None:
@@ -120,7 +120,7 @@ class PrefillSide:
             self._later(self._pass(), self._step)
 
     def _step(self) -> None:
-        """Between two steps: aborts and preemptions first, then a batch."""
+        """Runs what lies between two steps: aborts and preemptions first, then a batch."""
         process, now = self._process, self._world.clock.now
         if process.leaving:
             return
@@ -162,7 +162,7 @@ class PrefillSide:
             plan = prompt.plan
             begin, end = prompt.computed, min(prompt.computed + plan.chunk, plan.tokens)
             prompt.computed, over = end, end == plan.tokens
-            # The blocks that become complete.
+            # Blocks that become complete in this step.
             first, after = begin // size, -(-end // size) if over else end // size
             named = after - 1 if plan.truncated and over else after
             *tables, row = prompt.tables
@@ -179,7 +179,7 @@ class PrefillSide:
 
     def _name(self, pages: ComputedPages) -> None:
         effects = self._process.effects
-        self._process.submit(lambda now: effects.prefill.computed(now, pages))
+        self._process.submit(lambda now: effects.prefill.pages_computed(now, pages))
 
     def _layer(
         self,
@@ -193,7 +193,7 @@ class PrefillSide:
         group = GROUP_OF_LAYER[layers[index]]
         for prompt, tokens in fresh:
             plan, over = prompt.plan, tokens.stop == prompt.plan.tokens
-            # A cell is whole once the last of its tokens is there.
+            # A cell is complete once its last token is computed.
             steps = range(tokens.start // STEP, -(-tokens.stop // STEP) if over else tokens.stop // STEP)
             if group == ROWS:
                 steps = range(over)
@@ -226,7 +226,7 @@ class PrefillSide:
     # --- Preemption
 
     def _preempt(self, prompts: Sequence[_Prompt]) -> None:
-        """Agent.preempt: the engine's thread goes on once nothing reads these blocks."""
+        """Stands in for Agent.preempt: the engine's thread continues once nothing reads these blocks."""
         process, world = self._process, self._world
         ids = [prompt.plan.transfer_id for prompt in prompts]
         world.books.note("%s preempts %s", process, ids)
@@ -284,10 +284,10 @@ class PrefillSide:
 
 
 def sampled(plan: Plan) -> int:
-    """The token behind the prompt."""
+    """Returns the token behind the prompt."""
     return zlib.crc32(plan.computed_prompt.encode())
 
 
 def prompt_hash(plan: Plan, prompt: str) -> bytes | None:
-    """16 bytes, as both sides compute them from their tokens, or none on either."""
+    """Returns 16 bytes, as both sides compute them from their tokens, or None on both sides."""
     return prompt.encode().ljust(16, b".")[:16] if plan.hashed else None

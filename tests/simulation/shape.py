@@ -1,5 +1,8 @@
-"""How an engine has divided the model and placed its pages: the layout of each of its workers, and what lies
-in each cell of a worker's memory, which is told by the layout alone."""
+"""The shape of an engine: how it divides the model and places its pages.
+
+The layout of each worker follows from it, and the layout alone decides what lies in each cell of a worker's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,25 @@ from kv_connector.protocol.geometry import (
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 
 CELL = 4  # bytes
-STEP = 8  # tokens, of one head, that lie in a cell
-# Small on purpose: a block that comes back is soon somebody else's.
+STEP = 8  # tokens of one head that lie in a cell
+# Small on purpose: a freed block soon belongs to another request.
 POOL_TOKENS = 2560
-# Two KV groups whose layers take turns, as in a model with sliding windows, and a row for each request, which
-# is there once the whole prompt is computed.
+# Two KV groups whose layers alternate, as in a model with sliding windows, and a row for each request, which
+# is complete once the whole prompt is computed.
 GROUPS = ("full", "sliding_window", "state")
 GROUP_OF_LAYER = (0, 1, 0, 2)
-ROWS = 2  # the group
-CUTS = (1, 2, 3)  # where the layers may be cut into two stages
+ROWS = 2  # number of the group of rows
+CUTS = (1, 2, 3)  # layers after which the model may be cut into two stages
 
 
 @dataclass(frozen=True)
 class Side:
     """The shape of one engine. Its workers are numbered stage by stage."""
 
-    ranks: int = 1  # of each stage
-    first_stage: int = 0  # layers of the first of two stages; 0: there is only one
+    ranks: int = 1  # ranks of each stage
+    first_stage: int = 0  # layers of the first of two stages; 0: a single stage
     block: int = 16  # tokens
-    tokens_first: bool = False  # the order of a page; else its heads come first
+    tokens_first: bool = False  # the order of a page; False: its heads come first
 
     @property
     def workers(self) -> int:
@@ -46,22 +49,22 @@ class Side:
 
 
 class What(NamedTuple):
-    """What a cell holds of its block's tokens, in the model."""
+    """The place in the model of a cell's content."""
 
     layer: int
     part: str
     unit: int  # a head
-    rest: int  # which of several such cells
+    rest: int  # number among several such cells
 
 
 class Cell(NamedTuple):
-    place: int  # of block 0
-    stride: int  # to the next block's
+    place: int  # position in block 0
+    stride: int  # distance to the same cell of the next block
     what: What
 
 
 class Worker:
-    """What a worker has of the model, and where."""
+    """The part of the model that a worker has, and its places in memory."""
 
     def __init__(self, side: Side, heads: int, number: int) -> None:
         self.stage, rank = divmod(number, side.ranks)
@@ -72,9 +75,9 @@ class Worker:
         self.blocks = POOL_TOKENS // side.block
         self.layout = self._layout(side, units_of_rank(heads, rank, side.ranks))
         self.block_of: dict[int, int] = {}
-        """Which block a cell of the memory belongs to; between pages there are some that belong to none."""
+        """Block of each memory cell. Cells between pages belong to no block."""
         self.cells: dict[int, list[list[Cell]]] = {}
-        """By layer, and by step of a block's tokens."""
+        """Cells by layer, and by step of a block's tokens."""
         for layer, described in zip(self.layers, self.layout.layers, strict=True):
             size = self.layout.groups[described.group].block_size
             steps: list[list[Cell]] = [[] for _ in range(max(1, size // STEP))]
@@ -88,7 +91,7 @@ class Worker:
         place, layers = Place(0, 0, 0), []
         for layer in self.layers:
             row = GROUP_OF_LAYER[layer] == ROWS
-            # Of the model's heads and of a thing that all ranks have, two cells each.
+            # Two cells each for the model's heads, and for a value that all ranks share.
             page = 2 * (units.count + 1) * CELL if row else units.count * side.block // STEP * CELL
             place = Place(0, place.offset, page + CELL)
             if row:
@@ -110,7 +113,7 @@ worker = functools.cache(Worker)
 
 
 def _cells(layer: int, part: Part) -> Iterator[tuple[int, Cell]]:
-    """Each cell of the part in block 0, and the step of the block's tokens that it belongs to."""
+    """Yields each cell of the part in block 0, and the step of the block's tokens that it belongs to."""
     runs = [(part.offset, 0, part.units.start, 0)]  # where, step, unit, row
     for axis in part.axes:
         runs = [

@@ -1,4 +1,4 @@
-"""What every simulated world has: time, networks, who is alive in it, and what befalls the ways between."""
+"""The base of every simulated world: time, networks, live processes, and the faults of the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .fabric import Fabric
 if TYPE_CHECKING:
     from .shape import Side
 
-_LOOK_S = 0.25  # how often it is looked whether all is over
+_LOOK_S = 0.25  # interval of the checks whether the run is over
 
 
 class Surroundings:
@@ -31,7 +31,7 @@ class Surroundings:
         self.books = Books(self.clock, tracing)
         self.tap = Tap(self.books)
         self.fabric = Fabric()
-        self.processes: dict[str, Any] = {}  # that are alive
+        self.processes: dict[str, Any] = {}  # live processes
         self.partitions: dict[tuple[str, str], float] = {}
         self.jams: dict[tuple[str, str], float] = {}
         self.losses: dict[tuple[str, str], tuple[float, float]] = {}
@@ -39,7 +39,7 @@ class Surroundings:
         self._lives: dict[str, int] = {}
 
     def run(self) -> None:
-        """Until nothing is left to happen; raises Violation."""
+        """Runs until no event is left. Raises Violation."""
         logger = logging.getLogger("kv_connector")
         before = logger.level, logger.propagate
         logger.setLevel(logging.DEBUG if self.books.tracing else logging.ERROR)
@@ -49,22 +49,22 @@ class Surroundings:
             self._run()
         finally:
             logger.removeHandler(self.tap)
-            logger.setLevel(before[0])  # not logger.level: what isEnabledFor() remembers has to go, too
+            logger.setLevel(before[0])  # not logger.level: the cache of isEnabledFor() must be cleared, too
             logger.propagate = before[1]
 
     def _run(self) -> None:
         raise NotImplementedError
 
     def start(self, name: str) -> None:
-        """A new process at the address; nothing if there is one."""
+        """Starts a new process at the address, unless one lives there."""
         raise NotImplementedError
 
     def start_engine(self, engine: str) -> None:
-        """All processes of the engine that are not there."""
+        """Starts all processes of the engine that are not alive."""
         raise NotImplementedError
 
     def replace(self, engine: str, side: Side, silently: bool) -> None:
-        """The engine goes down; what is started there from now on has another shape."""
+        """Ends the engine. Processes that start there from now on have another shape."""
         raise NotImplementedError
 
     def next_life(self, name: str) -> int:
@@ -78,7 +78,7 @@ class Surroundings:
         return address.host
 
     def heals(self, source: str, target: str) -> float | None:
-        """When a partition in this direction ends; None: there is none."""
+        """Returns when a partition in this direction ends. None: no partition."""
         until = self.partitions.get((source, target))
         return None if until is None or until <= self.clock.now else until
 
@@ -87,11 +87,11 @@ class Surroundings:
         return self.clock.now < until and self._rng.random() < probability
 
     def full(self, source: str, target: str) -> bool:
-        """Whether no more messages fit into the queue of that way."""
+        """Returns whether the queue of this direction is full."""
         return self.clock.now < self.jams.get((source, target), 0.0)
 
     def until(self, limit: float, left: Callable[[], Mapping[str, object]]) -> None:
-        """Runs until nothing is ``left``; what is left at the limit is a violation."""
+        """Runs until ``left`` returns nothing. What it returns at the limit is a violation."""
         next_look = self.clock.now
         while True:
             if self.clock.now >= next_look:

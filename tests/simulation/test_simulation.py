@@ -1,4 +1,4 @@
-"""The campaign that CI runs, what it is worth, and what hypothesis finds beside it.
+"""The campaign that CI runs, the bugs that it must find, and scenarios from hypothesis.
 
 A failing seed prints the smallest scenario that still fails, its trace, and the command that repeats it.
 """
@@ -29,7 +29,7 @@ def test_nothing_leaks_hangs_or_mixes_up_pages() -> None:
         seed = min(tally.violations)
         pytest.fail(f"{len(tally.violations)} of {SEEDS} seeds fail. {report('requests', seed)}")
     assert tally.seeds == SEEDS
-    # It came through every fault, and all ends of a request, many times.
+    # The campaign reached every fault, and all ends of a request, many times.
     for what in (*LONELY, *MUTUAL, "failed", "aborted"):
         assert tally.ended[what] > SEEDS / 100, f"{what}: {tally.ended}"
     assert tally.ended["received"] > SEEDS
@@ -67,8 +67,7 @@ def test_a_failing_seed_is_told_and_repeated(of: str, bug: Bug, tmp_path: Path) 
 
 
 def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:
-    """One D and 300 P, of which every third loses its power before it is dialled and one in fifty a little
-    later."""
+    """One D and 300 P. Every third P loses power before it is dialled, and one in fifty a little later."""
     dead, dying = range(0, 300, 3), range(1, 300, 50)
     plans = tuple(Plan(f"r{i}", f"p{i}", "d0", prefill_at=0.0, decode_at=0.5, tokens=16) for i in range(300))
     faults = (
@@ -76,7 +75,7 @@ def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:
         *(Fault("vanish", 0.8, (f"p{i}",), lasting=0.1) for i in dying),
     )
     scenario = Scenario(7, prefills=300, decodes=1, plans=plans, faults=faults)
-    # That those whose P lives are served within a second or so is what the books check of the innocent.
+    # The books check that requests whose P lives are served within a second or so.
     world, violation = run(scenario)
     assert violation is None
     served = world.books.ended["received"]
@@ -85,7 +84,7 @@ def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:
 
 
 def test_a_request_that_queues_keeps_its_prompt_when_its_session_breaks() -> None:
-    """D queues it for longer than P's hold, and the control connection breaks meanwhile."""
+    """D queues the request for longer than P's hold, and the control connection breaks in that time."""
     plan = Plan("r0", "p0", "d0", admitted_after=20.0)
     world, violation = run(Scenario(1, plans=(plan,), faults=(Fault("reset", 4.0, ("p0", "d0")),)))
     assert violation is None
@@ -104,12 +103,12 @@ def test_prompts_of_a_dead_decode_engine_are_free_soon() -> None:
 
 @pytest.mark.parametrize("seed", [7680, 10728])
 def test_a_prompt_without_its_last_page_fails_when_a_worker_of_prefill_has_finished(seed: int) -> None:
-    """Which takes seconds where it is preempted, and another worker is slower still."""
+    """The failure takes seconds if the prompt is preempted and another worker is slower still."""
     assert run(draw(seed))[1] is None
 
 
 def test_every_worker_of_decode_computes_a_prompt_that_differs() -> None:
-    """P has freed it for the first worker before the other one asks."""
+    """P has freed the prompt for the first worker before the second one requests it."""
     plan = Plan("r0", "p0", "d0", decode_at=0.5, other_prompt=True)
     for seed in range(12):
         for ranks, stage in ((2, 0), (1, CUTS[0])):
@@ -121,7 +120,7 @@ def test_every_worker_of_decode_computes_a_prompt_that_differs() -> None:
 
 def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
     first, second = Plan("r0", "p0", "d0"), Plan("r1", "p0", "d0", prefill_at=30.0, decode_at=30.0)
-    for coin in range(10):  # by it the shape is drawn
+    for coin in range(10):  # the coin decides the new shape
         fault = Fault("replace", 5.0, ("p0",), coin=coin)
         sides = (Side(ranks=2), Side(ranks=2, block=32))
         scenario = Scenario(1, heads=2, sides=sides, plans=(first, second), faults=(fault,))
@@ -131,7 +130,7 @@ def test_an_engine_that_comes_back_in_another_shape_is_found_again() -> None:
 
 
 def test_an_engine_of_another_shape_is_not_taken_for_the_one_that_was_found() -> None:
-    """It comes up at the same address between the directory's answer and the handshake."""
+    """The new engine starts at the same address between the directory's answer and the handshake."""
     plans = Plan("r0", "p0", "d0", prefill_at=1.0), Plan("r1", "p0", "d0", prefill_at=1.5, decode_at=0.3)
     for seed in range(12):
         for coin in (33, 38):
@@ -200,7 +199,7 @@ scenarios = st.builds(
     skew=st.booleans(),
     plans=st.lists(plans, min_size=1, max_size=6).map(
         lambda found: tuple(
-            # Without a hash nobody sees another prompt.
+            # Without a hash, no side detects another prompt.
             replace(plan, name=f"r{i}", hashed=plan.hashed or plan.other_prompt)
             for i, plan in enumerate(found)
         )
@@ -209,7 +208,7 @@ scenarios = st.builds(
 )
 
 
-# derandomize: the same scenarios in each run; new ones are what the campaign's seeds are for.
+# derandomize: the same scenarios in each run. The campaign's seeds provide new ones.
 @settings(
     max_examples=300,
     deadline=None,

@@ -1,5 +1,5 @@
-"""A cluster in virtual time: all engine processes of a scenario, the networks between them, and what befalls
-them."""
+"""A cluster in virtual time: all engine processes of a scenario, the networks between them, and their
+faults."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .scenario import Plan, Scenario, engine_of, workers
 from .shape import Side, worker
 from .surroundings import Surroundings
 
-# The defaults of production, but for those that would only make a run longer: the holds of a minute and the
+# The defaults of production, except those that would only make a run longer: the holds of a minute and the
 # deadline of five.
 TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
 
-# What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
+# The longest fence in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
 
 
@@ -31,9 +31,10 @@ class World(Surroundings):
     def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
         super().__init__(scenario, TIMES, tracing)
         self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
-        # Within this a request is served that nothing stands in the way of: no fault of a third party may
-        # cost it more. A handshake and a RESERVE of the slowest messages; writes, a few of which may wait for
-        # each other. In chaos each of the six messages may be 0.5 s late, and two attempts to connect fail.
+        # Within this time a request without obstacles is served: a fault of a third party must not cost it
+        # more. It covers a handshake and a RESERVE of the slowest messages, and writes, a few of which may
+        # wait for each other. In chaos each of the six messages may be 0.5 s late, and two attempts to
+        # connect fail.
         late = 3.4 if scenario.chaos else 1.5
         self.prompt_s = late + 20 * scenario.jitter + 10 * scenario.wire
         self._words: dict[str, float] = {}
@@ -66,7 +67,7 @@ class World(Surroundings):
     # --- For the models
 
     def start(self, name: str) -> None:
-        """A new process at the address; nothing if there is one, or its engine has no such worker."""
+        """Starts a new process at the address, unless one lives there or its engine has no such worker."""
         engine, number = engine_of(name)
         if name in self.processes or name not in self.workers(engine):
             return
@@ -80,7 +81,7 @@ class World(Surroundings):
             self.start(name)
 
     def replace(self, engine: str, side: Side, silently: bool) -> None:
-        """The engine goes down; what is started there from now on has another shape."""
+        """Ends the engine. Processes that start there from now on have another shape."""
         for name in self.workers(engine):
             if name in self.processes:
                 self.processes[name].die(silently)
@@ -90,7 +91,7 @@ class World(Surroundings):
         return workers(engine, self.sides[engine])
 
     def ranks(self, engine: str) -> list[Rank]:
-        """The workers of an engine, as its directory has them."""
+        """Returns the workers of an engine, as its directory lists them."""
         ranks = []
         for number, name in enumerate(self.workers(engine)):
             held, address = worker(self.sides[engine], self.scenario.heads, number), self.address(name)
@@ -98,35 +99,36 @@ class World(Surroundings):
         return ranks
 
     def say(self, plan: Plan) -> None:
-        """D did something about a request: what P waits for is counted from here."""
+        """Records that D acted on a request. P's bounds are counted from here."""
         self._words[plan.name] = self.clock.now
 
     def last_word(self, plan: Plan) -> float:
         return self._words.get(plan.name, 0.0)
 
     def computed(self, plan: Plan) -> None:
-        """By one of P's workers."""
+        """Records that one of P's workers has computed the prompt."""
         self._computed.setdefault(plan.name, []).append(self.clock.now)
 
     def computed_at(self, plan: Plan, failed: bool) -> float | None:
-        """By all of them. A truncated prompt may fail with the first that finishes."""
+        """Returns when all of P's workers have computed the prompt. A truncated prompt may fail with the
+        first that finishes."""
         times = self._computed.get(plan.name, [])
         if failed and plan.truncated:
             return max(times, default=None)
         return max(times) if len(times) >= len(self.workers(plan.prefill)) else None
 
     def decode_bound(self) -> float:
-        """Within this a reserved request is reported, whatever happens."""
+        """Returns the time within which a reserved request is reported, whatever happens."""
         times = self.times
         return 1.02 * (times.transfer + times.cancel + times.drain + 2 * times.dead) + _FENCE_S + self._pauses
 
     def prefill_bound(self) -> float:
-        """Within this a finished prompt is reported, counted from D's last word about it."""
+        """Returns the time within which a finished prompt is reported, counted from D's last action on it."""
         times = self.times
         return 1.02 * (times.hold + times.transfer + times.drain + times.dead) + _FENCE_S + self._pauses
 
     def preemption_bound(self) -> float:
-        """Within this P's engine goes on with its step."""
+        """Returns the time within which P's engine continues its step."""
         return 1.02 * self.times.drain + 0.5 + self._pauses
 
     # --- Steps
@@ -149,7 +151,7 @@ class World(Surroundings):
         }
 
     def _widowed(self, process: Process) -> list[str]:
-        """Sessions of a process that their other end knows nothing of."""
+        """Returns the sessions of a process that their other end does not know."""
         gone = []
         for session in process.effects.peers._sessions.peers.values():
             if session.address is None:

@@ -1,4 +1,5 @@
-"""Two agents over one lane, and a transfer between them: what the tests of agents and of sleep begin with."""
+"""Two agents connected over one lane, and a complete transfer: the setup of the agent tests and the sleep
+tests."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def pair(sim: Stage) -> tuple[Side, Side]:
 
 
 def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
-    """An operation of the engine that fails so many times."""
+    """Returns a stand-in for an engine operation that fails the given number of times."""
     left = [times]
 
     def operation(*_: object, **__: object) -> None:
@@ -44,7 +45,7 @@ def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
 
 
 def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
-    """One transfer from beginning to end, with nothing going wrong."""
+    """Runs one transfer from reservation to end, without faults."""
     prefill.expect(name)
     decode.reserve(prefill.address, transfer=name)
     prefill.compute(SOURCE, transfer=name)
@@ -70,6 +71,6 @@ def hold(side: Side) -> threading.Event:
 
 
 def transfer_again(prefill: Side, decode: Side) -> None:
-    """The two find together again."""
+    """Runs transfers until one succeeds after the two sides have reconnected."""
     decode.failed.clear()
     transfer(prefill, decode, "again")

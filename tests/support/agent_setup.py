@@ -1,5 +1,5 @@
-"""Two agents in one process, over real sockets and a real engine, and what their engines would say to
-them."""
+"""Two agents in one process, over real sockets and a real engine, and the calls that their engines would
+make."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from kv_connector.protocol.messages import Fingerprint, Role
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.timers import Timeouts
 
-# Long enough for a machine that is busy with other tests, and a failing test still ends.
+# Long enough for a machine that is busy with other tests. A failing test still ends.
 PATIENCE = 20.0
 
 TIMES = Timeouts()
-# For tests in which somebody falls silent: the one who shall notice, and the other one.
+# For tests in which one agent falls silent: IMPATIENT for the agent that detects it, LIVELY for the silent
+# one.
 IMPATIENT = replace(TIMES, heartbeat=0.1, suspect=0.4, dead=0.8)
 LIVELY = replace(TIMES, heartbeat=0.1)
 
@@ -38,7 +39,7 @@ _fabric = itertools.count()
 
 
 def until(condition: Callable[[], object], what: str = "") -> None:
-    """Waits for something that another thread brings about."""
+    """Waits until another thread has made the condition true."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE} s for {what or condition}"
@@ -47,7 +48,7 @@ def until(condition: Callable[[], object], what: str = "") -> None:
 
 @dataclass
 class Side:
-    """One engine's half: an agent, the pages that it looks after, and the reports that it has made."""
+    """One engine's half: an agent, its pages, and the reports that it has made."""
 
     agent: Agent
     address: Address
@@ -65,7 +66,7 @@ class Side:
         self.failed += sorted(reports.failed_recving)
 
     def wait(self, *, sent: Sequence[str] = (), received: Sequence[str] = ()) -> None:
-        """Waits until these requests, too, were reported."""
+        """Waits until these requests are reported, in addition to those reported before."""
 
         def reported() -> bool:
             self.poll()
@@ -74,14 +75,14 @@ class Side:
         until(reported, f"{sent or received} of {self.sent} and {self.received}")
 
     def idle(self) -> None:
-        """Waits until nothing is under way, and checks that nobody was reported twice."""
+        """Waits until no request is in flight, and checks that no request was reported twice."""
         until(lambda: self.agent.live().idle, f"{self.agent.live()}")
         self.poll()
         for ids in (self.sent, self.received, self.failed):
             assert len(ids) == len(set(ids)), ids
         assert set(self.failed) <= set(self.received)
 
-    # --- As prefill
+    # --- Prefill side
 
     def expect(self, transfer: str = "t", tokens: int = 3 * BLOCK, prompt_hash: bytes | None = HASH) -> None:
         self.agent.expect(PrefillRequest(f"p-{transfer}", transfer, tokens, prompt_hash))
@@ -89,9 +90,9 @@ class Side:
     def compute(
         self, blocks: Sequence[int], first: int = 0, transfer: str = "t", forward: bool = True
     ) -> None:
-        """One step of the engine: names the pages, and then computes them layer by layer."""
+        """Runs one step of the engine: names the pages, then computes them layer by layer."""
         base = self.signalled
-        self.agent.computed(ComputedPages(transfer, base, (GroupPages(first, tuple(blocks)),)))
+        self.agent.pages_computed(ComputedPages(transfer, base, (GroupPages(first, tuple(blocks)),)))
         self.signalled += len(self.layout.layers)
         if forward:
             for ordinal in range(len(self.layout.layers)):
@@ -102,13 +103,13 @@ class Side:
                 self.agent.signal.store(base + ordinal + 1)
 
     def compute_first(self, blocks: Sequence[int], first: int = 0, transfer: str = "t") -> None:
-        """A step whose pages are named once they are computed, and of which no signal speaks."""
+        """Runs a step whose pages are named after they are computed, without a signal."""
         for ordinal in range(len(self.layout.layers)):
             for block in blocks:
                 self.pages[ordinal, block] = content(transfer, ordinal, block)
-        self.agent.computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
+        self.agent.pages_computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
 
-    # --- As decode
+    # --- Decode side
 
     def reserve(
         self,
@@ -125,7 +126,7 @@ class Side:
         )
 
     def holds(self, transfer: str, source: Sequence[int], target: Sequence[int]) -> bool:
-        """Whether P's pages have come, in every layer."""
+        """Returns whether the prefill engine's pages have arrived in every layer."""
         return all(
             (self.pages[ordinal, mine] == content(transfer, ordinal, theirs)).all()
             for ordinal in range(len(self.layout.layers))
@@ -134,19 +135,19 @@ class Side:
 
 
 def content(transfer: str, ordinal: int, block: int) -> npt.NDArray[np.uint8]:
-    """The bytes that P computes for one page."""
+    """Returns the bytes that the prefill engine computes for one page."""
     seed = sum(transfer.encode()) * 1_000_003 + ordinal * 1009 + block
     return np.random.default_rng(seed).integers(0, 256, 64, dtype=np.uint8)
 
 
 def two_lanes(name: str, allow_fallback: bool = False, address: str = "127.0.0.1") -> TransferEngine:
-    """An engine with the default lanes, at this address."""
+    """Makes an engine with the default lanes at this address."""
     domains = (DomainConfig("host"), DomainConfig("tcp", address=address))
     return TransferEngine(EngineConfig(name, domains, allow_fallback=allow_fallback))
 
 
 class Stage:
-    """Makes agents, and closes them."""
+    """Makes agents and closes them at the end of the test."""
 
     def __init__(self, stack: ExitStack, lane: str) -> None:
         self.lane = lane
@@ -177,7 +178,7 @@ class Stage:
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
         dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].parts[0].block_stride
-        # In pages of its own: a test may unmap it.
+        # Separate pages: a test may unmap them.
         memory = np.frombuffer(mmap.mmap(-1, math.prod(dimensions)), np.uint8).reshape(dimensions)
         name = name or role.value
         config = AgentConfig(
@@ -202,12 +203,12 @@ class Stage:
         return Side(agent, agent.start(), memory, shape)
 
     def pair(self, timeouts: Timeouts = TIMES) -> tuple[Side, Side]:
-        """A prefill and a decode engine."""
+        """Makes a prefill and a decode engine."""
         return self.side(Role.PREFILL, timeouts=timeouts), self.side(Role.DECODE, timeouts=timeouts)
 
 
 def acquaint(sides: Sequence[Side]) -> None:
-    """They are the workers of one engine, by rank, and know it."""
+    """Tells the agents that they are the workers of one engine, by rank."""
     ranks = [side.agent.described(side.address) for side in sides]
     for side in sides:
         side.agent.set_ranks(ranks)

@@ -1,4 +1,4 @@
-"""Chromium without a window, by its DevTools protocol: pages that are opened, asked, looked at."""
+"""Chromium without a window, driven by its DevTools protocol: opens, queries and photographs pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import aiohttp
 
 from kv_connector.lab.process import Process
 
-# A page that is not right after so long never will be.
+# Seconds. A page that is still wrong after this time stays wrong.
 PATIENCE = 20.0
 
-# It has nothing to do but show the page that it is given.
+# Chromium only has to show the page that it is given.
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -40,7 +40,7 @@ def find_chromium() -> str | None:
 
 
 class Page:
-    """One tab. ``complaints``: what its console said: exceptions, refusals of its content security policy."""
+    """One tab. ``complaints``: exceptions and content security policy refusals from its console."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.complaints: list[str] = []
@@ -75,7 +75,7 @@ class Page:
         await self.until("document.readyState === 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript's; a promise is awaited."""
+        """Returns the value of a JavaScript expression. A promise is awaited."""
         answer = await self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -83,7 +83,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Waits until the document has become so that the condition holds."""
+        """Waits until the condition holds in the document."""
         await self.evaluate(
             f"""new Promise((resolve, reject) => {{
               const holds = () => {{ if ({condition}) {{ seeing.disconnect(); resolve(); }} }};
@@ -97,12 +97,12 @@ class Page:
         )
 
     async def text(self, selector: str = "body") -> str:
-        """As a reader sees it."""
+        """Returns the text of an element as a reader sees it."""
         text: str = await self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
         return text
 
     async def screen(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
-        """From now on the page is shown on such a screen."""
+        """Sets the screen that the page is shown on from now on."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -114,7 +114,7 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def picture(self) -> bytes:
-        """A PNG of the whole page."""
+        """Returns a PNG of the whole page."""
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(answer["data"])
 
@@ -126,7 +126,7 @@ class Chromium:
 
     @contextlib.asynccontextmanager
     async def page(self, url: str) -> AsyncIterator[Page]:
-        """A tab that shows the URL."""
+        """Opens the URL in a new tab."""
         async with self._client.put(f"http://127.0.0.1:{self._port}/json/new?about:blank") as answer:
             address = (await answer.json())["webSocketDebuggerUrl"]
         async with self._client.ws_connect(address, max_msg_size=64 << 20) as socket:
@@ -143,7 +143,7 @@ class Chromium:
 
 @contextlib.asynccontextmanager
 async def chromium(executable: str, directory: Path) -> AsyncIterator[Chromium]:
-    """Runs one with its profile, a new one, in ``directory``."""
+    """Runs Chromium with a new profile in ``directory``."""
     profile = directory / "profile"
     command = [executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     environment = {"HOME": str(directory)}
@@ -157,7 +157,7 @@ async def chromium(executable: str, directory: Path) -> AsyncIterator[Chromium]:
 
 
 def _port(process: Process, file: Path) -> int:
-    """It tells its port in a file."""
+    """Reads the DevTools port from the file that Chromium writes."""
     deadline = time.monotonic() + PATIENCE
     while not file.exists() or "\n" not in file.read_text():
         assert process.running(), f"chromium has ended:\n{process.log_tail()}"

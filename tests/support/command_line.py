@@ -1,10 +1,10 @@
-"""kv-connector's commands as in a wide terminal without colours."""
+"""Runs kv-connector's commands as in a wide terminal without colours."""
 
 import typer
 from typer.testing import CliRunner
 
 
 def invoke(app: typer.Typer, *words: str) -> tuple[int, str]:
-    """The exit status and the output."""
+    """Runs a command and returns its exit status and output."""
     result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
     return result.exit_code, result.output

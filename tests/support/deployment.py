@@ -1,4 +1,4 @@
-"""What the tests run against: real vLLM engines in processes of their own, and what can be asked of them."""
+"""Real vLLM engines in separate processes, and the queries that tests send to them."""
 
 import asyncio
 import json
@@ -23,17 +23,17 @@ from kv_connector.protocol.actions import Address
 if TYPE_CHECKING:
     from otlp import Receiver
 
-# How long a condition may take to come true on a busy machine; everything that is awaited ends far sooner.
+# Time limit of a condition on a busy machine. Every awaited condition comes true far sooner.
 PATIENCE_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
 BLOCK = 32
 
-# Seconds. A prompt that nobody fetches, and a reservation whose prompt never comes, are waited for by a test.
-# An engine that gets no turn on a busy machine is not to be taken for dead.
+# Seconds. Tests wait for the end of a prompt that no engine fetches, and of a reservation whose prompt never
+# comes. An engine that gets no CPU time on a busy machine must not count as dead.
 TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
-# The data plane's listeners are the only ones at this address.
+# Only the data plane listens at this address.
 DATA_HOST = "127.0.0.2"
 
 
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how many pages a prompt takes."""
+    """The sizes that decide how many pages a prompt takes."""
 
     groups: tuple[Group, ...]
 
@@ -56,7 +56,8 @@ class Shape:
         return sum(group.layers for group in self.groups)
 
     def pages(self, tokens: int, cached: int = 0) -> int:
-        """Pages, summed over all layers, that D needs of a prompt of `tokens`; it has the first `cached`.
+        """Returns the pages, summed over all layers, that D needs of a prompt of `tokens`; D has the first
+        `cached`.
 
         D computes the prompt's last token itself, and attends to the `window` tokens up to and with that one.
         """
@@ -72,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Deployment:
-    """One model on a prefill, a decode and a plain engine, and a router of each kind before P and D."""
+    """One model on a prefill, a decode and a plain engine, with a router of each kind for P and D."""
 
     shape: Shape
     cluster: LocalCluster
@@ -82,15 +83,15 @@ class Deployment:
     concurrent: str
     serial: str
     early: str
-    """The router at which P and D have registered, and so said that the first token may come from P."""
+    """URL of the router at which P and D have registered, which enables the early first token."""
     listener: Address
-    """Where they register, too: a test may listen there."""
+    """Second registration address of P and D, where a test may listen."""
     spans: "Receiver"
-    """Of Gemma's engines and routers."""
+    """Receiver of the spans of Gemma's engines and routers."""
 
 
 def prompt(seed: float | str, tokens: int) -> list[int]:
-    """`tokens` random token ids, none of them special; the same for the same seed."""
+    """Returns `tokens` random token ids without special tokens. The same seed gives the same ids."""
     return random.Random(f"{seed}").choices(range(256), k=tokens)
 
 
@@ -131,7 +132,7 @@ class Client:
     async def post(
         self, url: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The JSON answer; Refused if it is an error."""
+        """Posts `body` and returns the JSON answer. Raises Refused if the answer is an error."""
         response = await self._http.post(url, json=body, headers=headers)
         if response.status_code >= 400:
             raise Refused(response.status_code, response.text)
@@ -146,7 +147,7 @@ class Client:
         return response.text
 
     async def choices(self, url: str, prompt_ids: Any, max_tokens: int, **more: Any) -> list[list[int]]:
-        """The output tokens of each choice of a completion."""
+        """Returns the output tokens of each choice of a completion."""
         answer = await self.post(f"{url}/v1/completions", completion_body(prompt_ids, max_tokens, **more))
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         for choice in choices:
@@ -155,13 +156,14 @@ class Client:
         return [choice["token_ids"] for choice in choices]
 
     async def complete(self, url: str, prompt_ids: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
-        """The output tokens of a completion."""
+        """Returns the output tokens of a completion."""
         (tokens,) = await self.choices(url, prompt_ids, max_tokens, **more)
         assert len(tokens) == max_tokens
         return tokens
 
     async def log_probabilities(self, url: str, prompt_ids: Sequence[int], max_tokens: int) -> list[float]:
-        """Of the output tokens of a completion: what lies in the KV cache, more finely than by its tokens."""
+        """Returns the log probabilities of a completion's output tokens. They show the contents of the KV
+        cache more finely than the tokens do."""
         body = completion_body(prompt_ids, max_tokens, logprobs=1)
         answer = await self.post(f"{url}/v1/completions", body)
         found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
@@ -175,7 +177,8 @@ class Client:
         on_tokens: Callable[[list[int]], None] = lambda tokens: None,
         **more: Any,
     ) -> list[int]:
-        """The output tokens of a streamed completion; `on_tokens` sees those of each event as it comes."""
+        """Returns the output tokens of a streamed completion. `on_tokens` receives the tokens of each event
+        as it arrives."""
         tokens: list[int] = []
         body = completion_body(prompt_ids, max_tokens, stream=True, **more)
         async with self._http.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -194,7 +197,7 @@ class Client:
         return tokens
 
     async def events(self, url: str, body: Any) -> list[dict[str, Any]]:
-        """The events of a streamed answer; Refused if one is an error."""
+        """Returns the events of a streamed answer. Raises Refused if one is an error."""
         response = await self._http.post(url, json=body)
         if response.status_code >= 400:
             raise Refused(response.status_code, response.text)
@@ -208,18 +211,20 @@ class Client:
         return (await self._http.post(url, json=body)).status_code
 
     async def load(self, engine: Engine) -> int:
-        """Completions that the engine's server has in hand, to be compared with an earlier count: vLLM takes
-        one off twice where a client goes away and its request ends by an error.
+        """Returns the count of completions that the engine's server is processing.
+
+        Compare it only with an earlier count: vLLM decrements it twice if a client leaves and its request
+        ends with an error.
         """
         return int(json.loads(await self.get(f"{engine.url}/load"))["server_load"])
 
     async def probe(self, engine: Engine, method: str, *args: str) -> dict[str, Any]:
-        """Calls a method of WorkerProbe in the engine's (one) worker."""
+        """Calls a method of WorkerProbe in the engine's only worker."""
         (result,) = await self.probe_workers(engine, method, *args)
         return result
 
     async def probe_workers(self, engine: Engine, method: str, *args: str) -> list[dict[str, Any]]:
-        """The same in each of its workers."""
+        """Calls a method of WorkerProbe in each worker of the engine."""
         answer = await self.post(f"{engine.url}/collective_rpc", {"method": method, "args": args})
         return [result or {} for result in answer.get("results", [None])]
 
@@ -227,8 +232,8 @@ class Client:
         return await self.probe(engine, "probe_stats")
 
     async def live(self, engine: Engine) -> dict[str, int]:
-        """What the connector's agents have in hand, without their sessions with peers: empty when they are
-        idle.
+        """Returns what the connector's agents are processing, without their sessions with peers. It is empty
+        when they are idle.
         """
         counts: Counter[str] = Counter()
         for worker in await self.probe_workers(engine, "probe_live"):
@@ -237,7 +242,7 @@ class Client:
 
 
 async def wait_until(missing: Callable[[], Awaitable[str]], seconds: float = PATIENCE_SECONDS) -> None:
-    """Polls until `missing` finds nothing any more; fails with what it finds when time is up."""
+    """Polls until `missing` returns an empty text. Fails with the last text after `seconds`."""
     deadline = time.monotonic() + seconds
     while what := await missing():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
@@ -245,7 +250,7 @@ async def wait_until(missing: Callable[[], Awaitable[str]], seconds: float = PAT
 
 
 async def wait_live(client: Client, engine: Engine) -> None:
-    """Waits until the engine's agent has a prompt to send, a reservation of a peer's, or one of its own."""
+    """Waits until the engine's agent has a prompt to send, a peer's reservation, or its own reservation."""
 
     async def missing() -> str:
         live = await client.live(engine)
@@ -256,7 +261,7 @@ async def wait_live(client: Client, engine: Engine) -> None:
 
 
 async def wait_idle(client: Client, engine: Engine) -> None:
-    """Waits until the engine's agent has nothing in hand."""
+    """Waits until the engine's agent is idle."""
 
     async def missing() -> str:
         live = await client.live(engine)
@@ -266,7 +271,7 @@ async def wait_idle(client: Client, engine: Engine) -> None:
 
 
 async def wait_logged(engine: Engine, pattern: str, since: int = 0) -> None:
-    """Waits until the engine's log has a line that matches, after its first `since` bytes."""
+    """Waits until the engine's log has a line that matches, after the first `since` bytes."""
 
     async def missing() -> str:
         log = engine.log.read_bytes()[since:].decode(errors="replace")
@@ -276,7 +281,7 @@ async def wait_logged(engine: Engine, pattern: str, since: int = 0) -> None:
 
 
 class PageCount:
-    """Pages that have gone from P to D since this was made."""
+    """Counts the pages that were sent from P to D since this object was made."""
 
     def __init__(self, client: Client, deployment: Deployment, pushed: float, received: float) -> None:
         self._client = client
@@ -286,7 +291,7 @@ class PageCount:
 
     @classmethod
     async def begin(cls, client: Client, deployment: Deployment) -> "PageCount":
-        # A transfer counts when it is over.
+        # A transfer is counted at its end.
         await wait_idle(client, deployment.prefill)
         await wait_idle(client, deployment.decode)
         pushed = (await client.stats(deployment.prefill))["pages_pushed"]
@@ -294,7 +299,7 @@ class PageCount:
         return cls(client, deployment, pushed, received)
 
     async def pages(self) -> int:
-        """Once both agents are idle; the two must agree."""
+        """Waits until both agents are idle and returns the pages. The two counts must agree."""
         prefill, decode = self._deployment.prefill, self._deployment.decode
         await wait_idle(self._client, prefill)
         await wait_idle(self._client, decode)
@@ -305,7 +310,7 @@ class PageCount:
 
 
 async def assert_quiescent(client: Client, *engines: Engine, seconds: float = PATIENCE_SECONDS) -> None:
-    """Each engine comes to rest: no KV block in use, nothing in hand in either half of the connector.
+    """Checks that each engine becomes idle: no KV block in use, no request in either half of the connector.
 
     vLLM's reset_prefix_cache succeeds only if every block but the null block is in the free list, and with
     reset_external only if the connector's reset_cache does. It also makes the next test start with empty
@@ -323,7 +328,8 @@ async def _unrest(client: Client, engine: Engine) -> str:
 
 
 def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
-    """Of every engine of the suite. `blocks`: of its KV cache, with the null block."""
+    """Returns the settings of every engine of the suite. `blocks`: size of its KV cache, with the null
+    block."""
     path = (str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")]))
     arguments = (
         "--worker-extension-cls",
@@ -334,7 +340,8 @@ def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
         "0",
         "--num-gpu-blocks-override",
         str(blocks),
-        # vLLM takes no tools else. What it is bound to call is the same JSON with every parser.
+        # vLLM accepts tools only with this option. The call that vLLM must make is the same JSON with every
+        # parser.
         "--enable-auto-tool-choice",
         "--tool-call-parser",
         "hermes",
@@ -352,7 +359,7 @@ def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
 
 
 def prefill_settings(blocks: int) -> EngineSettings:
-    """Of P: chunks end inside blocks, and two long prompts are in the middle of their prefill at a time."""
+    """Returns the settings of P. Chunks end inside blocks, and two long prompts are prefilled at a time."""
     chunk = 100
     settings = engine_settings("--long-prefill-token-threshold", str(chunk), blocks=blocks)
     return replace(settings, max_batched_tokens=2 * chunk)
@@ -361,21 +368,21 @@ def prefill_settings(blocks: int) -> EngineSettings:
 LLAMA = Shape((Group(layers=16),))
 GEMMA3 = Shape((Group(layers=2), Group(layers=2, window=128), Group(layers=2, window=128)))
 SMALL = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
-"""How wide the models of both are."""
+"""The widths of both models."""
 
 
 def make_small_llama(directory: Path) -> Path:
-    """A model of the shape LLAMA."""
+    """Writes a model of the shape LLAMA."""
     return make_llama(directory, layers=LLAMA.layers, **SMALL)
 
 
 def prefill_params(transfer_id: str) -> dict[str, Any]:
-    """kv_transfer_params that a router gives P."""
+    """Returns the kv_transfer_params that a router sends to P."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
 def decode_params(transfer_id: str, prefill: Engine) -> dict[str, Any]:
-    """kv_transfer_params that a router gives D."""
+    """Returns the kv_transfer_params that a router sends to D."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -386,9 +393,9 @@ def decode_params(transfer_id: str, prefill: Engine) -> dict[str, Any]:
 
 
 class Hold:
-    """An engine's forward pass, stopped in the middle of a step; its control plane runs on.
+    """Stops an engine's forward pass in the middle of a step. Its control plane continues.
 
-    Until it is released the engine answers no probe.
+    Until the hold is released, the engine answers no probe.
     """
 
     def __init__(self, client: Client, engine: Engine, directory: Path) -> None:
@@ -397,15 +404,15 @@ class Hold:
         self._directory = directory
 
     async def arm(self, layer_calls: int, *, prompts: int = 0) -> None:
-        """To stop once the engine has computed `layer_calls` more layers.
+        """Stops the engine after it has computed `layer_calls` more layers.
 
-        Released, it goes on slowly until it has so many `prompts` to push.
+        After the release the engine runs slowly until it has `prompts` prompts to push.
         """
         arguments = (str(layer_calls), str(self._directory), str(prompts))
         await self._client.probe(self._engine, "probe_hold", *arguments)
 
     async def reached(self, pages: int = 0) -> None:
-        """Waits until the engine has stopped, and so many pages of its open transfers have arrived."""
+        """Waits until the engine has stopped and this many pages of its open transfers have arrived."""
 
         async def missing() -> str:
             held = self._directory / "held"
@@ -417,7 +424,7 @@ class Hold:
         await wait_until(missing)
 
     def pages_arrived(self) -> int:
-        """While the engine is stopped."""
+        """Returns the pages that had arrived when the engine stopped."""
         return int((self._directory / "held").read_text())
 
     def release(self) -> None:

@@ -1,10 +1,10 @@
-"""A plugin of vLLM's with a Llama that has vLLM's hook for values which a model derives from its weights."""
+"""A vLLM plugin: a Llama with vLLM's hook for values that a model derives from its weights."""
 
 ARCHITECTURE = "DerivingLlamaForCausalLM"
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes."""
+    """Registers the model. vLLM calls this in each of its processes."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.llama import LlamaForCausalLM
 

@@ -1,4 +1,5 @@
-"""A group that sends everything through its exchange: kv_connector.moe.Group for tests of its users."""
+"""A stand-in for kv_connector.moe.Group that sends everything through its exchange, for tests of its
+users."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from kv_connector.moe.group import Exchange, GroupError, GroupSettings
 
 OLD = 0xEE
-"""Bytes of rows that did not come to a rank."""
+"""Byte value of rows that did not reach a rank."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class FakeGroup:
 
     @classmethod
     def form(cls, settings: GroupSettings, exchange: Exchange) -> FakeGroup:
-        # All ranks say which they are: a rank that forms a group alone would wait.
+        # Every rank takes part in the exchange: a rank that forms a group alone would block.
         exchange(b"")
         return cls(settings, exchange)
 
@@ -111,7 +112,7 @@ class FakeGroup:
 
 
 class Ranks:
-    """Threads that exchange messages. A rank that exchanges alone fails the test."""
+    """Threads that exchange messages. A test fails if only some ranks exchange."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -129,7 +130,7 @@ class Ranks:
         return exchange
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """The results by rank; raises the error of the first rank that failed by itself."""
+        """Returns the results by rank. Raises the error of the first rank that failed by itself."""
         results: list[Any] = [None] * self.number
         errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""FakeVllm: an engine that computes, in vLLM's shapes: what it says next follows from all tokens before."""
+"""FakeVllm: an engine with vLLM's HTTP interface. Each output token follows from all tokens before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH = 400
 
 
 class Died(Exception):
-    """As a process that is killed: its connections break."""
+    """The stand-in for a killed process: its connections break."""
 
 
 def next_token(ids: list[int]) -> int:
@@ -26,15 +26,15 @@ def next_token(ids: list[int]) -> int:
 
 
 def ids_of(prompt: Any) -> list[int]:
-    """Of a prompt, or of a chat's messages."""
+    """Returns the token ids of a prompt or of a chat's messages."""
     return (
         prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else [*json.dumps(prompt).encode()]
     )
 
 
 class Detokenizer:
-    """Of each token a number in words, but that a fifth of them is told with the next one, as a part of a
-    character is."""
+    """Detokenizes each token as its number. Every fifth token produces no text until the next one, like a
+    part of a character."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -48,7 +48,8 @@ class Detokenizer:
 
 
 class FakeVllm(FakeEngine):
-    """Its streams stop behind ``limits[0]`` tokens until ``go`` is set, and behind ``limits[1]`` for ever."""
+    """A fake engine whose streams stop after ``limits[0]`` tokens until ``go`` is set, and for good after
+    ``limits[1]``."""
 
     def __init__(self, created: int) -> None:
         super().__init__(self.answer)
@@ -56,17 +57,17 @@ class FakeVllm(FakeEngine):
         self.limits = LENGTH, LENGTH
         self.go = asyncio.Event()
         self.an_event = 1
-        """Tokens of a stream in each, as of speculative decoding."""
+        """Tokens of a stream in each event. More than one: speculative decoding."""
         self.pace = 0.0
-        """Seconds for each token."""
+        """Seconds per token."""
         self.refuses: int | None = None
-        """With this status."""
+        """HTTP status of each refusal. None: requests are accepted."""
         self.dies_behind: int | None = None
-        """So many tokens of a stream."""
+        """Tokens of a stream after which the engine dies. None: it does not die."""
         self.disowned = 0
-        """Requests by which it was to tell a P that nobody wants its pages."""
+        """Requests that asked this engine to disown a transfer at P."""
         self.said = 0
-        """Tokens of streams."""
+        """Tokens of streams that were sent."""
         self.closed = 0
         """Streams that the router closed before their end."""
         self.app.router.routes.insert(0, Route("/v1/models", self.models))
@@ -82,7 +83,7 @@ class FakeVllm(FakeEngine):
         )
 
     async def step(self, said: int) -> None:
-        """Before each token."""
+        """Runs before each token."""
         if said == self.dies_behind:
             raise Died
         if said >= self.limits[0]:

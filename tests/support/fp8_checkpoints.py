@@ -1,4 +1,4 @@
-"""Checkpoints in block fp8, as vLLM quantises them."""
+"""Checkpoints in block fp8, quantised as vLLM does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = "model.safetensors"
 
 
 def in_bfloat16(directory: Path) -> Path:
-    """The checkpoint, changed."""
+    """Converts the checkpoint to bfloat16 in place."""
     weights = load_file(directory / WEIGHTS)
     change(
         directory, {name: value.bfloat16() for name, value in weights.items()}, {"torch_dtype": "bfloat16"}
@@ -26,11 +26,11 @@ def in_bfloat16(directory: Path) -> Path:
 
 
 def quantised(directory: Path, to: Path, device: str = "cpu") -> Path:
-    """A copy, with its projections in block fp8 as vLLM makes them on the device."""
+    """Copies a checkpoint, with its projections in block fp8 as vLLM quantises them on the device."""
     shutil.copytree(directory, to)
     weights: dict[str, torch.Tensor] = {}
     kept = []
-    with torch.compiler.set_stance("force_eager"):  # to compile it takes 40 s
+    with torch.compiler.set_stance("force_eager"):  # compiling takes 40 s
         for name, value in load_file(directory / WEIGHTS, device).items():
             if value.dim() == 2 and "_proj" in name:
                 weights[name], weights[f"{name}_scale_inv"] = per_block_cast_to_fp8(value)
@@ -51,7 +51,7 @@ def quantised(directory: Path, to: Path, device: str = "cpu") -> Path:
 def change(
     directory: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Other weights, and some of the configuration."""
+    """Replaces the weights of a checkpoint and some of its configuration."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(config)))
     save_file({name: value.cpu() for name, value in weights.items()}, directory / WEIGHTS, {"format": "pt"})

@@ -1,8 +1,8 @@
-"""Block fp8 on any CPU: vLLM's own kernels for them need AMX.
+"""Block fp8 on any CPU. vLLM's own kernels for it need AMX.
 
-A worker extension (--worker-extension-cls fp8_on_cpu.Worker): its import gives vLLM kernels, dense and of
-experts, which compute with what the weights stand for. As kernels on GPUs do, one keeps the scales of some
-layers in another form.
+A worker extension (--worker-extension-cls fp8_on_cpu.Worker). Its import installs kernels in vLLM, for dense
+layers and experts, which compute with the dequantised weights. One of them stores the scales of some layers
+in another form, as kernels on GPUs do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.platforms.interface import PlatformEnum
 
 
 class Worker:
-    """Nothing to call."""
+    """The extension class. It has no methods to call."""
 
 
 class Kernel(Fp8BlockScaledMMLinearKernel):
@@ -53,7 +53,7 @@ def values(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Experts:
-    """vLLM asks the class before there is a kernel, and the kernel from then on."""
+    """Kernel of the experts. vLLM queries the class before a kernel exists, and the kernel from then on."""
 
     prepare_finalize = SimpleNamespace(topk_indices_dtype=lambda: None)
     fused_experts = SimpleNamespace(consumes_expert_mask=False)

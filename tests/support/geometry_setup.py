@@ -1,7 +1,7 @@
-"""Engines with random geometries and a memory of their own, in which each byte is a cell of a numpy array.
+"""Engines with random geometries and separate memory, in which each byte is a cell of a numpy array.
 
-What a cell holds is told by where it belongs in the model (layer, part, unit, token, cell), never by the
-layout: ``Rank.cells`` finds cells by reshaping the memory, as a framework does, not by the axes under test.
+The place of a cell in the model (layer, part, unit, token, cell) decides its content. The layout does not.
+``Rank.cells`` finds cells by reshaping the memory, as a framework does, without the axes under test.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Par
 
 Cells = npt.NDArray[np.int64]
 ORDERS = ("LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC", "kernel blocks")
-CONTENT = 2  # cells of a token of a head
-HEAD = 3  # cells of a head, of K and of V each
-DIMS, ROWS, STATE = 2, 3, (2, 3)  # of a recurrent state
-STATE_HEADS = 12  # not fewer than there are units of anything else
+CONTENT = 2  # cells per token and head
+HEAD = 3  # cells per head of K, and per head of V
+DIMS, ROWS, STATE = 2, 3, (2, 3)  # sizes of a recurrent state
+STATE_HEADS = 12  # at least as many as units of anything else
 PARTS = ("kv", "latent", "page", "k", "v", "conv.x", "conv.B", "state")
 
 
@@ -46,17 +46,17 @@ class ModelGroup:
 @dataclass(frozen=True)
 class Model:
     groups: tuple[ModelGroup, ...]
-    layers: tuple[int, ...]  # the group of each
+    layers: tuple[int, ...]  # group of each layer
 
 
 @dataclass(frozen=True)
 class Side:
-    """How one engine has divided the model and placed its pages."""
+    """The division of the model and the placement of its pages on one engine."""
 
     ranks: int
-    stages: tuple[range, ...]  # layers
+    stages: tuple[range, ...]  # layers of each stage
     groups: tuple[int, ...]  # the model's groups, in this side's order
-    block_size: dict[int, int]  # by the model's group, as the rest
+    block_size: dict[int, int]  # by the model's group, as the next field
     order: dict[int, str]
     num_blocks: int
 
@@ -65,7 +65,7 @@ class Side:
 class Rank:
     layout: KvLayout
     memory: list[Cells]
-    # By layer and part: cells [block, unit, token, cell], as indexes into the region's memory.
+    # Cells [block, unit, token, cell] by layer and part, as indexes into the region's memory.
     cells: dict[tuple[str, str], Cells] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ def make_rank(model: Model, side: Side, stage: int, index: int) -> Rank:
 def _group(
     group: ModelGroup, side: Side, g: int, region: int, index: int, layers: int
 ) -> tuple[list[tuple[Part, ...]], list[list[Cells]], int]:
-    """Of each layer its parts and their cells; the size of the group's memory."""
+    """Returns the parts of each layer with their cells, and the size of the group's memory."""
     blocks, tokens, order = side.num_blocks, side.block_size[g], side.order[g]
     if group.family == "attention":
         return _attention(group, blocks, tokens, order, region, index, side.ranks, layers)
@@ -177,7 +177,8 @@ def _attention(
 
 
 def _state_page(order: str, index: int, ranks: int, region: int) -> tuple[tuple[Part, ...], list[Cells], int]:
-    """A convolution over x (by heads) and B (the same on all ranks), and a recurrent state by heads."""
+    """Lays out a convolution over x (by heads) and B (the same on all ranks), and a recurrent state by
+    heads."""
     heads = units_of_rank(STATE_HEADS, index, ranks)
     n = heads.count
     dims = n * DIMS + DIMS
@@ -198,7 +199,7 @@ def _placed(part: Part, offset: int, block_stride: int) -> Part:
     return Part(part.name, part.region, offset, block_stride, part.axes, part.run_bytes, part.shard)
 
 
-# --- What is random
+# --- Random models and sides
 
 
 def random_model(random: Random) -> Model:
@@ -214,7 +215,7 @@ def random_model(random: Random) -> Model:
 
 
 def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
-    """``like``: the other side, in what both have to have alike."""
+    """Draws a side. ``like``: the other side, whose values are used where both must be equal."""
     sharded = [group.heads for group in model.groups if group.family in ("attention", "planes")]
     fits = [t for t in (1, 2, 3, 4, 6) if all(heads % t == 0 or t % heads == 0 for heads in sharded)]
     opaque = any(group.family == "page" for group in model.groups)
@@ -228,7 +229,7 @@ def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
         sizes[g] = random.choice((2, 4, 8, 4, 6))
         orders[g] = random.choice(
             ORDERS if sizes[g] != 6 else ORDERS[:-1]
-        )  # a granule lies in one kernel block
+        )  # a granule must lie in one kernel block
         if group.family == "state":
             orders[g] = random.choice(("DS", "SD"))
         if like is not None and group.family in ("page", "state"):
@@ -238,6 +239,7 @@ def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
 
 
 def content(layer: str, part: str, cells: int, tokens: int) -> Cells:
-    """What the part of that layer holds in the model, [unit, token, cell], whoever has it; no two alike."""
+    """Returns the model's content of a layer's part, [unit, token, cell], the same on every rank. No two
+    parts are alike."""
     number = 8 * int(layer.rpartition(".")[2]) + PARTS.index(part)
     return number * 1_000_000 + np.arange(STATE_HEADS * tokens * cells).reshape(STATE_HEADS, tokens, cells)

@@ -1,7 +1,8 @@
-"""A small random model of each kind, with real weights: see kv_connector/lab/model.py for why not dummy ones.
+"""A small random model of each kind, with real weights. kv_connector/lab/model.py explains why not dummy
+ones.
 
-What the lab does not make itself is built by transformers, drawn anew at a trained network's scale, and saved
-as any checkpoint is.
+Models that the lab does not make are built by transformers, drawn at the scale of a trained network, and
+saved as any checkpoint is.
 """
 
 import json
@@ -64,12 +65,12 @@ SMALL = {
 
 TIED = SMALL | {"tie_word_embeddings": True}
 
-# Of a head of a state: how much of it is forgotten a token. From 0.2 % to 13 %, so that states remember a
+# Share of a state head that is forgotten per token: from 0.2 % to 13 %, so that states remember both a
 # prompt's beginning and its end.
 TIME_STEP = 0.13
 DECAY = (0.02, 1.0)
 
-# A picture's width and height in pixels, those of one of its patches, and the token that stands for one.
+# Width and height in pixels of a picture and of one patch, and the token that stands for a patch.
 PICTURE, PATCH = 56, 14
 IMAGE = PAD + 1
 
@@ -82,7 +83,7 @@ def write(
     dtype: torch.dtype = torch.float32,
     auto: Any = AutoModelForCausalLM,
 ) -> Path:
-    """Writes the model of a configuration of transformers into `directory` and returns it."""
+    """Writes the model of a transformers configuration into `directory` and returns its path."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = auto.from_config(config)
@@ -104,7 +105,8 @@ def _draw(name: str, weight: torch.Tensor, *, tied: bool) -> None:
     elif weight.dim() > 1:
         scale = weight.shape[-1] ** -0.5
         if kind in ("embed_tokens", "embeddings"):
-            # As the output matrix, too, they must not answer with the token that they came from.
+            # Tied embeddings are the output matrix too: at full scale the model would repeat its last input
+            # token.
             scale = scale / 8 if tied else 1.0
         elif kind in ("q_proj", "k_proj", "kv_a_proj_with_mqa"):
             scale *= SCORE_SPREAD**0.5
@@ -130,8 +132,8 @@ LATENT: dict[str, Any] = {
 
 
 def make_deepseek_v2(directory: Path, *, head_dim: int = 32) -> Path:
-    """Latent attention (MLA). vLLM's CPU kernel is built for a latent of 512 + 64 values only; the one that
-    prefills on GPUs for heads of 128."""
+    """Writes a model with latent attention (MLA). vLLM's CPU kernel supports only a latent of 512 + 64
+    values. The GPU prefill kernel supports only heads of 128."""
     config = DeepseekV2Config(
         **LATENT,
         num_hidden_layers=3,
@@ -145,8 +147,8 @@ def make_deepseek_v2(directory: Path, *, head_dim: int = 32) -> Path:
 
 
 def make_mtp(directory: Path, *, head_dim: int = 32) -> Path:
-    """A DeepSeek-V3 of one layer that predicts two tokens: what predicts the second computes what the layer
-    does, from the tokens alone."""
+    """Writes a DeepSeek-V3 of one layer that predicts two tokens. The predictor of the second token computes
+    what the layer does, from the tokens alone."""
     config = DeepseekV3Config(
         **LATENT,
         num_hidden_layers=1,
@@ -177,7 +179,7 @@ MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_d_
 
 
 def make_granite(directory: Path) -> Path:
-    """Granite 4: layers of Mamba2 (two groups of B and C) and of attention, one after the other."""
+    """Writes a Granite 4: alternating layers of Mamba2 (two groups of B and C) and of attention."""
     config = GraniteMoeHybridConfig(
         **SMALL,
         **MAMBA2,
@@ -193,7 +195,7 @@ def make_granite(directory: Path) -> Path:
 
 
 def make_nemotron_h(directory: Path) -> Path:
-    """Layers that are Mamba2, attention (without positions), or an MLP."""
+    """Writes a model whose layers are Mamba2, attention without positions, or an MLP."""
     config = NemotronHConfig(
         **SMALL,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "full_attention"],
@@ -207,7 +209,8 @@ def make_nemotron_h(directory: Path) -> Path:
 
 
 def make_falcon_h1(directory: Path) -> Path:
-    """Mamba2 and attention in each layer, side by side; all heads share one group of B and C."""
+    """Writes a model with Mamba2 and attention side by side in each layer. All heads share one group of B and
+    C."""
     config = FalconH1Config(**SMALL, **MAMBA2, num_hidden_layers=3, mamba_n_groups=1, mamba_d_ssm=512)
     return write(directory, config)
 
@@ -224,7 +227,8 @@ DELTA_NET: dict[str, Any] = {
 
 
 def make_qwen3_next(directory: Path) -> Path:
-    """Gated delta net in three layers of four; its CPU kernel takes bfloat16 only."""
+    """Writes a model with a gated delta net in three layers of four. Its CPU kernel supports only
+    bfloat16."""
     config = Qwen3NextConfig(
         **SMALL,
         **DELTA_NET,
@@ -237,13 +241,13 @@ def make_qwen3_next(directory: Path) -> Path:
 
 
 def make_qwen35(directory: Path) -> Path:
-    """Qwen 3.5 without pictures: delta nets as in Qwen3-Next, and no experts."""
+    """Writes a Qwen 3.5 without pictures: delta nets as in Qwen3-Next, and no experts."""
     config = Qwen3_5TextConfig(**SMALL, **DELTA_NET)
     return write(directory, config, torch.bfloat16)
 
 
 def make_lfm2(directory: Path) -> Path:
-    """LFM2: layers of a short convolution, whose state is its last inputs, and of attention."""
+    """Writes an LFM2: layers of attention and of a short convolution, whose state is its last inputs."""
     config = Lfm2Config(
         **TIED,
         num_hidden_layers=4,
@@ -257,7 +261,7 @@ def make_lfm2(directory: Path) -> Path:
 
 
 def make_llama4(directory: Path) -> Path:
-    """Llama 4: attention within chunks of 128 tokens in three layers of four."""
+    """Writes a Llama 4: attention within chunks of 128 tokens in three layers of four."""
     config = Llama4TextConfig(
         **SMALL,
         num_hidden_layers=4,
@@ -271,7 +275,7 @@ def make_llama4(directory: Path) -> Path:
 
 
 def make_mamba2(directory: Path) -> Path:
-    """Mamba2 in every layer, and no attention."""
+    """Writes a model with Mamba2 in every layer, and no attention."""
     config = Mamba2Config(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -288,7 +292,7 @@ def make_mamba2(directory: Path) -> Path:
 
 
 def make_gpt_oss(directory: Path) -> Path:
-    """gpt-oss: sliding windows with sinks in every other layer, and experts."""
+    """Writes a gpt-oss: sliding windows with sinks in every other layer, and experts."""
     config = GptOssConfig(
         **SMALL,
         num_hidden_layers=4,
@@ -301,7 +305,8 @@ def make_gpt_oss(directory: Path) -> Path:
 
 
 def make_gemma4(directory: Path) -> Path:
-    """Gemma 4: sliding windows in every other layer; the last two layers read the pages of those before."""
+    """Writes a Gemma 4: sliding windows in every other layer. The last two layers read pages of earlier
+    layers."""
     config = Gemma4TextConfig(
         **TIED,
         num_hidden_layers=6,
@@ -316,7 +321,7 @@ def make_gemma4(directory: Path) -> Path:
 
 
 def make_llava(directory: Path) -> Path:
-    """LLaVA: a picture is 16 tokens, which are what a CLIP makes of its patches."""
+    """Writes a LLaVA: a picture is 16 tokens, which a CLIP computes from its patches."""
     text = LlamaConfig(**SMALL, num_hidden_layers=4, head_dim=64)
     vision = CLIPVisionConfig(
         hidden_size=64,
@@ -335,7 +340,7 @@ def make_llava(directory: Path) -> Path:
     )
     write(directory, config, auto=AutoModelForImageTextToText)
     weights = load_file(directory / "model.safetensors")
-    tower = "vision_tower."  # published checkpoints, which vLLM reads, have one more level there
+    tower = "vision_tower."  # published checkpoints, which vLLM reads, have one more level here
     _save(directory, {name.replace(tower, f"{tower}vision_model."): one for name, one in weights.items()})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -352,7 +357,7 @@ def make_llava(directory: Path) -> Path:
 
 
 def make_fp8_scales(directory: Path, *, scale: float) -> Path:
-    """The Llama of `make_llama`, with scales for a KV cache in fp8."""
+    """Writes the Llama of `make_llama` with scales for a KV cache in fp8."""
     make_llama(directory)
     weights = load_file(directory / "model.safetensors")
     for layer in range(_configuration(directory)["num_hidden_layers"]):
@@ -377,21 +382,21 @@ def make_fp8_scales(directory: Path, *, scale: float) -> Path:
 
 
 def make_deriving(directory: Path) -> Path:
-    """The Llama of the plugin deriving_llama."""
+    """Writes the Llama of the plugin deriving_llama."""
     make_llama(directory)
     return _configure(directory, architectures=[ARCHITECTURE])
 
 
 def make_one_layer(directory: Path) -> Path:
-    """The target of `make_eagle`'s drafter: a Llama whose embeddings have unit length, so that they are what
-    its first norm makes of them."""
+    """Writes the target of `make_eagle`'s drafter: a Llama whose embeddings have unit length. Its first norm
+    leaves them unchanged."""
     make_llama(directory, layers=1)
     _save(directory, _with_unit_embeddings(directory))
     return directory
 
 
 def _with_unit_embeddings(directory: Path) -> dict[str, torch.Tensor]:
-    """The model's weights with embeddings that are what a norm makes of them."""
+    """Returns the model's weights with embeddings that are normalised."""
     weights = load_file(directory / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = embeddings / embeddings.square().mean(1, keepdim=True).sqrt()
@@ -399,7 +404,8 @@ def _with_unit_embeddings(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def make_eagle(directory: Path) -> Path:
-    """An EAGLE drafter that computes what its target, `make_one_layer`, does, from the tokens alone."""
+    """Writes an EAGLE drafter that computes the same as its target, `make_one_layer`, from the tokens
+    alone."""
     make_one_layer(directory)
     weights = load_file(directory / "model.safetensors")
     prefix = "model.layers.0."
@@ -415,8 +421,8 @@ def make_eagle(directory: Path) -> Path:
 
 
 def make_quiet(directory: Path) -> Path:
-    """The target of `make_eagle3`'s drafter: a Llama that hardly keeps a token's embedding beside what
-    attention makes of it."""
+    """Writes the target of `make_eagle3`'s drafter: a Llama in which attention's output far outweighs the
+    token's embedding."""
     make_llama(directory, layers=1)
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 0.01
@@ -425,8 +431,8 @@ def make_quiet(directory: Path) -> Path:
 
 
 def make_eagle3(directory: Path) -> Path:
-    """An EAGLE3 drafter that computes nearly what its target, `make_quiet`, does: from the tokens alone,
-    whose embeddings attention sees and nothing else."""
+    """Writes an EAGLE3 drafter that computes nearly the same as its target, `make_quiet`, from the tokens
+    alone. Only attention sees their embeddings."""
     make_quiet(directory)
     weights = load_file(directory / "model.safetensors")
     drafter = {name.removeprefix("model."): weight for name, weight in weights.items()}
@@ -443,14 +449,14 @@ def make_eagle3(directory: Path) -> Path:
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=VOCABULARY,
         norm_before_residual=True,
-        # Either runner of vLLM's looks in another place.
+        # Each of vLLM's model runners reads another one of these places.
         eagle_aux_hidden_state_layer_ids=layers,
         eagle_config={"eagle_aux_hidden_state_layer_ids": layers},
     )
 
 
 def make_adapter(directory: Path, *, of: Callable[[Path], Path] = make_llama, seed: int = 0) -> Path:
-    """A LoRA adapter for the text layers of what `of` makes."""
+    """Writes a LoRA adapter for the text layers of the model that `of` makes."""
     base = of(directory / "base")
     generator = torch.Generator().manual_seed(seed)
     rank = LORA["rank"]

@@ -1,4 +1,4 @@
-"""Machines as sysfs shows them, built in a directory: what topology and doctor are tested against."""
+"""Fake sysfs trees of machines, built in a directory, for the tests of topology and doctor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class FakeSys:
         node_type: str = "1: CA",
         gids: Sequence[tuple[str, str, str]] = (),
     ) -> None:
-        """`gids`: (address, type, interface) of each entry from 0 on; an address of zeros is an empty one.
+        """Adds a NIC. `gids`: (address, type, interface) of each entry from 0 on. An address of zeros is an
+        empty entry.
 
         Without a `path` it is a software NIC.
         """
@@ -90,7 +91,7 @@ class FakeSys:
         self.infiniband += 1
 
     def cores(self, *nodes: str, threads: int = 1) -> None:
-        """One core list for each NUMA node. `threads` 2: core c and c + half are siblings."""
+        """Writes one core list per NUMA node. With `threads` 2, cores c and c + half are siblings."""
         system = self.root / "devices/system"
         online = [core for cores in nodes for core in _cores(cores)]
         for number, cores in enumerate(nodes):
@@ -106,8 +107,8 @@ class FakeSys:
 
 
 def dgx(root: Path) -> FakeSys:
-    """Eight H200 and eight NICs, a pair behind each PCI switch, four on each socket; two NICs for storage and
-    a slow one for management. 112 cores with two threads each.
+    """Builds a machine with eight H200 and eight NICs: a pair behind each PCI switch, four on each socket. It
+    also has two NICs for storage, a slow one for management, and 112 cores with two threads each.
     """
     sys = FakeSys(root)
     for i in range(8):
@@ -138,7 +139,8 @@ def dgx(root: Path) -> FakeSys:
 
 
 def p5(root: Path) -> FakeSys:
-    """Eight H100 and 32 EFA of 100 Gb/s, four beside each GPU. 96 cores with two threads each."""
+    """Builds a machine with eight H100 and 32 EFA of 100 Gb/s, four beside each GPU, and 96 cores with two
+    threads each."""
     sys = FakeSys(root)
     for i in range(8):
         bus, node = 0x40 + 0x10 * i, i // 4
@@ -160,7 +162,8 @@ def p5(root: Path) -> FakeSys:
 
 
 def two_sockets_one_nic(root: Path) -> FakeSys:
-    """Two GPUs, one on each socket without a switch, and one RoCE NIC on the second socket."""
+    """Builds a machine with two GPUs, one on each socket without a switch, and one RoCE NIC on the second
+    socket."""
     sys = FakeSys(root)
     sys.gpu("pci0000:10", "0000:10:01.0", "0000:11:00.0", numa_node=0)
     sys.gpu("pci0000:90", "0000:90:01.0", "0000:91:00.0", numa_node=1)
@@ -185,8 +188,8 @@ def two_sockets_one_nic(root: Path) -> FakeSys:
 
 
 def virtual(root: Path) -> FakeSys:
-    """A virtual machine with two H200s passed through, as one was seen: everything on the root bus, and the
-    firmware says nothing about NUMA.
+    """Builds a virtual machine with two H200s passed through, as seen in practice: all devices are on the
+    root bus, and the firmware reports no NUMA nodes.
     """
     sys = FakeSys(root)
     sys.pci(("pci0000:00", "0000:00:03.0"), -1, "0x1af4", "0x1041", "0x020000")
@@ -197,7 +200,7 @@ def virtual(root: Path) -> FakeSys:
 
 
 def laptop(root: Path) -> FakeSys:
-    """No GPU, no NIC, and a kernel without NUMA."""
+    """Builds a machine without GPU and NIC, whose kernel has no NUMA."""
     sys = FakeSys(root)
     system = root / "devices/system/cpu"
     system.mkdir(parents=True)
@@ -207,7 +210,7 @@ def laptop(root: Path) -> FakeSys:
 
 
 def soft_roce(root: Path) -> FakeSys:
-    """A virtual machine with two software NICs and a software iWARP one, one core."""
+    """Builds a virtual machine with two software NICs, a software iWARP NIC and one core."""
     sys = FakeSys(root)
     for i in range(2):
         sys.nic(

@@ -1,4 +1,4 @@
-"""Configurations of small models of all kinds, as config.json has them."""
+"""Configurations of small models of all kinds, in the format of config.json."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Data-parallel experts on CPUs, which vLLM for CPUs lacks parts of.
+"""Data-parallel experts on CPUs. vLLM for CPUs lacks parts of this.
 
 A worker extension (--worker-extension-cls moe_on_cpu.Worker). Its import adds these parts in each worker:
 
 - collectives over gloo for a number of tokens that differs by rank,
-- the manager's calls that return a sum in place, as vLLM's communicator for CUDA has them,
-- experts that skip those of other ranks, which vLLM's kernel for CPUs would index out of bounds.
+- calls of the manager that return a sum in place, as in vLLM's communicator for CUDA,
+- experts that skip experts of other ranks, which vLLM's kernel for CPUs would index out of bounds.
 """
 
 import functools
@@ -22,10 +22,10 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 class Worker:
-    """Questions to the ranks, over collective_rpc. vLLM passes on the answer of one rank alone."""
+    """Queries to the ranks over collective_rpc. vLLM returns the answer of one rank only."""
 
     def write_exchange_counts(self, directory: str) -> None:
-        """Writes what this rank has counted, and its process id, into a file of its own."""
+        """Writes this rank's counts and process id into a file per rank."""
         rank = get_ep_group().rank_in_group
         manager = get_ep_group().device_communicator.all2all_manager
         counts = {
@@ -103,7 +103,8 @@ apply = CPUUnquantizedExperts.apply
 
 @functools.wraps(apply)
 def apply_own(self: CPUUnquantizedExperts, **named: Any) -> None:
-    """Experts of other ranks add nothing: their weight is 0, and this rank's expert 0 computes for them."""
+    """Applies the experts of this rank. Others get weight 0, and expert 0 of this rank computes in their
+    place."""
     if (places := named.get("expert_map")) is not None:
         local = places[named["topk_ids"].long()]
         named["topk_weights"] = torch.where(local < 0, 0.0, named["topk_weights"])

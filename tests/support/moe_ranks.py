@@ -1,4 +1,4 @@
-"""Ranks of an expert exchange for tests: as threads of this process, and as processes that may be killed."""
+"""Ranks of an expert exchange for tests: threads of this process, or processes that may be killed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kv_connector.moe.forming import Exchange
 from kv_connector.moe.group import Group, GroupError
 from kv_connector.moe.settings import GroupSettings
 
-# Longer than anything here takes on a busy machine: a test that needs it fails.
+# Seconds. Longer than any step takes on a busy machine: a test that needs it fails.
 PATIENCE = 60.0
 
 
 def open_files() -> int:
-    """Descriptors of this process."""
+    """Returns the number of this process's descriptors."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -60,7 +60,7 @@ class ThreadExchange:
 def form_in_threads(
     settings: Sequence[GroupSettings], exchanges: Sequence[Exchange] | None = None
 ) -> list[Group | GroupError]:
-    """One thread a rank; the group of each, or its error."""
+    """Forms a group with one thread per rank. Returns each rank's group or its error."""
     if exchanges is None:
         common = ThreadExchange(len(settings))
         exchanges = [common.of(rank) for rank in range(len(settings))]
@@ -82,14 +82,14 @@ def form_in_threads(
 
 
 def errors(ends: Sequence[Group | GroupError]) -> list[str]:
-    """The errors of ranks that all failed."""
+    """Returns the errors of ranks that must all have failed."""
     assert not any(isinstance(end, Group) for end in ends), ends
     return [str(end) for end in ends]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """In place of a rank's result: its process ended before."""
+    """Result of a rank whose process ended early."""
 
     exit_code: int | None
 
@@ -102,23 +102,23 @@ class Side:
         self._pipe = pipe
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """All-gather by way of the test. Waits for ever for a dead rank."""
+        """Exchanges messages with all ranks through the test. Blocks for good if a rank is dead."""
         self._pipe.send(("gather", message))
         messages: list[bytes] = self._pipe.recv()
         return messages
 
     def note(self, text: str) -> None:
-        """Reports to the test how far this rank is."""
+        """Reports this rank's progress to the test."""
         self._pipe.send(("note", text))
 
     def stop(self) -> None:
-        """Stops this process. It does not go on: the test kills it."""
+        """Stops this process until the test kills it."""
         os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait()  # this thread may be the last to stop
+        threading.Event().wait()  # this thread may be the last one that stops
 
     def _end(self, kind: str, result: Any) -> None:
         self._pipe.send((kind, result))
-        self._pipe.recv()  # a process ends only after all others have ended their work
+        self._pipe.recv()  # a process ends only after all others have finished their work
 
 
 def _run(rank: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -126,7 +126,7 @@ def _run(rank: int, pipe: Connection, function: Callable[..., Any], arguments: t
     try:
         side._end("result", function(side, *arguments))
     except (EOFError, BrokenPipeError):
-        pass  # the test gave up
+        pass  # the test has ended
     except BaseException:
         side._end("error", traceback.format_exc())
 
@@ -137,12 +137,12 @@ def run_ranks(
     *arguments: Any,
     noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None] = lambda _notes, _kill: None,
 ) -> list[Any]:
-    """Runs ``function(side, *arguments)`` in a process a rank; the result of each, or Ended.
+    """Runs ``function(side, *arguments)`` in one process per rank. Returns each result, or Ended.
 
     ``noted(notes, kill)`` is called after each note with all notes so far; ``kill(rank)`` sends SIGKILL.
     """
     context = multiprocessing.get_context("forkserver")
-    # The processes are forks of one that has imported torch, which takes seconds.
+    # The processes are forked from one that has imported torch, because that import takes seconds.
     context.set_forkserver_preload(["kv_connector.moe.group", "kv_connector.moe.oracle"])
     pipes, processes = [], []
     for rank in range(ranks):
@@ -205,6 +205,6 @@ def _serve(
                 raise AssertionError(f"rank {rank}:\n{content}")
     for rank, result in results.items():
         if not isinstance(result, Ended):
-            with contextlib.suppress(BrokenPipeError):  # its exchange may have taken the word before
+            with contextlib.suppress(BrokenPipeError):  # its exchange may have received the message before
                 pipes[rank].send(None)
     return [results[rank] for rank in range(len(pipes))]

@@ -1,9 +1,9 @@
-"""One agent in a process of its own, for test_agent_namespaces.
+"""One agent in a separate process, for test_agent_namespaces.
 
     python namespaced_agent.py prefill|decode HERE [HOST PORT]
 
 A prefill agent serves one transfer. A decode agent receives it from that host and port. HERE is the agent's
-own address, or `own`: that of this machine's (or container's) name. Prints a line of JSON for each stage.
+address; `own` means the address of the machine's (or container's) name. Prints a line of JSON for each stage.
 """
 
 from __future__ import annotations

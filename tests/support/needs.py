@@ -1,6 +1,6 @@
-"""What tests need beside the package, by folder or file: as markers that `-m` selects by.
+"""Optional packages that tests need, by folder or file, as markers that `-m` selects.
 
-Where a package is missing, the tests that import it are left out, and pytest's header says so. KVC_WITHOUT
+If a package is missing, the tests that import it are left out, and pytest's header reports it. KVC_WITHOUT
 names packages that count as missing. `make check` names vLLM and torch: each of its processes would take ten
 seconds to import them.
 """

@@ -1,13 +1,13 @@
-"""A process that has imported vLLM, and forks engines that need not: up in 4 s of one core, not in 40.
+"""A process that has imported vLLM and forks engines: an engine starts in 4 s of one core instead of 40.
 
-For tests that start engines all the time. What is forked is vLLM's own API server with its engine core and
-its worker as separate processes, as anybody starts it; only the imports are shared.
+For tests that often start engines. The forked engine is vLLM's own API server, with its engine core and
+worker in separate processes, as in a normal start. Only the imports are shared.
 
     nursery.py serve SOCKET [MODULE ...]  imports (default: vLLM), then forks an engine for each `run`
     nursery.py run SOCKET -m MODULE ...   is `python -m MODULE ...`: its output, its environment, its end
 
 The second process ends when its engine ends, and the engine ends when that process ends. No engine outlives
-the nursery or the nursery's parent, even after SIGKILL: a guard in a session of its own kills what is left.
+nursery or the nursery's parent, even after SIGKILL: a guard in a separate session kills the remaining ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# What an engine's three processes import between them.
+# Imports that an engine's three processes need in total.
 PRELOADED = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
@@ -44,7 +44,8 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def nursery(directory: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """What to run modules with instead of a Python interpreter. `environment`: of who imports."""
+    """Yields the command that runs modules in place of a Python interpreter. `environment`: of the nursery's
+    process."""
     from kv_connector.lab.process import Process, stop
 
     path = str(directory / "nursery")
@@ -66,9 +67,9 @@ class _Engine:
 
 
 class _Guard:
-    """A process that kills the engines' process groups once the nursery has ended, however that was.
+    """A process that kills the engines' process groups after the nursery has ended in any way.
 
-    A nursery that is killed cleans nothing up, and an engine's other processes ignore its leader's end.
+    A killed nursery cleans up nothing, and an engine's other processes ignore the end of their leader.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class _Guard:
         os.write(self._writing, f"-{group}\n".encode())
 
     def leave(self) -> None:
-        """In an engine: its copy of the pipe would keep the guard waiting."""
+        """Closes an engine's copy of the pipe, which would keep the guard waiting."""
         os.close(self._writing)
 
     @staticmethod
@@ -107,7 +108,7 @@ class Nursery:
     def __init__(self, path: str) -> None:
         self._guard = _Guard()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Whoever connects waits for the path: it appears when it is listened at.
+        # Clients wait for the path. It appears once the nursery listens there.
         self._listener.bind(f"{path}.new")
         self._listener.listen()
         Path(f"{path}.new").rename(path)
@@ -139,7 +140,7 @@ class Nursery:
         self._ready.register(client, selectors.EVENT_READ, engine)
 
     def _leave(self) -> None:
-        """In a child, which is none of the nursery: closes what it got of it."""
+        """Closes what a forked child inherited from the nursery."""
         self._guard.leave()
         for key in tuple(self._ready.get_map().values()):
             if isinstance(key.fileobj, int):
@@ -150,9 +151,9 @@ class Nursery:
         self._ready.close()
 
     def _hear(self, engine: _Engine) -> None:
-        """A signal to pass on, or the end of who asked for the engine."""
+        """Handles a signal to pass on, or the end of the client that requested the engine."""
         if engine.client.fileno() < 0:
-            return  # the engine's own end was seen in the same moment
+            return  # the engine's end was handled in the same turn
         word = engine.client.recv(1)
         with suppress(ProcessLookupError):
             if word:
@@ -163,7 +164,7 @@ class Nursery:
 
     def _end(self, engine: _Engine) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(engine.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(engine.pid, signal.SIGKILL)  # processes that the engine left behind
         self._guard.ended(engine.pid)
         status = os.waitstatus_to_exitcode(os.waitpid(engine.pid, 0)[1])
         self._ready.unregister(engine.process)
@@ -176,18 +177,18 @@ class Nursery:
 
 
 def _receive(client: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Where the output goes, and what to run."""
+    """Receives the output descriptor and the order to run."""
     first, ancillary, _, _ = client.recvmsg(_LONGEST_READ, socket.CMSG_SPACE(array.array("i").itemsize))
     (output,) = array.array("i", ancillary[0][2])
     text = first
-    while not text.endswith(b"\n"):  # JSON has none within
+    while not text.endswith(b"\n"):  # JSON contains no line end
         text += client.recv(_LONGEST_READ)
     order: dict[str, Any] = json.loads(text)
     return output, order
 
 
 def _become(order: dict[str, Any], output: int) -> None:
-    """The child: the engine that was ordered."""
+    """Turns the child into the ordered engine."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -198,7 +199,7 @@ def _become(order: dict[str, Any], output: int) -> None:
         os.chdir(order["directory"])
         os.environ.clear()
         os.environ.update(order["environment"])
-        time.tzset()  # a process that begins anew reads TZ; this one has read another
+        time.tzset()  # a new process reads TZ; this one has read another value
         sys.path[:0] = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
         sys.argv = ["", *order["arguments"]]
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
@@ -217,7 +218,8 @@ def _serve(path: str, modules: list[str]) -> None:
     import importlib
     import multiprocessing
 
-    # The parent's end is a SIGTERM until here (Process), for which a library may have a handler below.
+    # Until here the parent's end causes a SIGTERM (Process). A library imported below may install a handler
+    # for it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     nursery = Nursery(path)
     gc.disable()
@@ -225,12 +227,12 @@ def _serve(path: str, modules: list[str]) -> None:
         importlib.import_module(module)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not modules:
-        # Engines with the connector do it by themselves. Those without poll for a second after each message.
+        # Engines with the connector do this by themselves. Others poll for a second after each message.
         importlib.import_module("kv_connector.vllm.patches").sleep_for_messages()
-    # What all have is nobody's garbage: each looks through its own.
+    # Shared objects are never garbage: each engine collects only its own.
     gc.freeze()
     gc.enable()
-    # vLLM spawns its processes on CPUs: each would import everything anew.
+    # vLLM spawns its processes on CPUs. Each would import everything again.
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork  # type: ignore[assignment]
     nursery.serve()
@@ -250,7 +252,7 @@ def _run(path: str, arguments: list[str]) -> int:
                 nursery.connect(path)
                 break
             except FileNotFoundError:
-                time.sleep(0.02)  # it was started a moment ago
+                time.sleep(0.02)  # the nursery has just been started
         text = json.dumps(order).encode() + b"\n"
         sent = socket.send_fds(nursery, [text], [1])
         nursery.sendall(text[sent:])

@@ -1,4 +1,4 @@
-"""A receiver of spans over OTLP/HTTP, for tests: it keeps them all."""
+"""A receiver of spans over OTLP/HTTP for tests. It keeps all spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-# Engines and routers send them so, and soon.
+# Settings with which engines and routers send spans in this format and soon.
 ENVIRONMENT = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
 
@@ -49,7 +49,7 @@ class Receiver:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
 
     def of(self, trace: str) -> dict[str, Span]:
-        """The spans of one trace, by name."""
+        """Returns the spans of one trace, by name."""
         return {span.name: span for span in self.spans if span.trace == trace}
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A prefill machine with two decode peers, and what its tests look for."""
+"""A prefill machine with two decode peers, and helpers that read its actions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kv_connector.protocol.timers import Timeouts
 PEER, OTHER = 1, 2
 TIMES = Timeouts()
 WANTS = all_of(layout())
-MOVING = [Reached(Role.PREFILL, "t", "p-t", State.MOVING)]  # both halves are here
+MOVING = [Reached(Role.PREFILL, "t", "p-t", State.MOVING)]  # both halves of the request are here
 
 
 @pytest.fixture
@@ -45,26 +45,26 @@ def machine() -> PrefillMachine:
 
 
 def message(actions: list[PrefillAction]) -> object:
-    """The one message that goes out."""
+    """Returns the only message that is sent."""
     return only(actions, Send).message
 
 
 def pushed(actions: list[PrefillAction]) -> dict[int, int]:
-    """P's block -> D's block, over all pushes of group 0."""
+    """Returns {P's block: D's block} over all pushes of group 0."""
     pairs = [(push, group) for push in every(actions, Push) for group in push.groups]
     return {s: t for _, group in pairs for s, t in zip(group.source, group.target, strict=True)}
 
 
 def active(machine: PrefillMachine) -> None:
-    """A request whose first two of three pages are on their way."""
+    """Brings the machine to a request whose first two of three pages are in flight."""
     assert machine.expect(0.0, prefill_request()) == []
     assert machine.reserve(0.0, PEER, reserve()) == MOVING
-    assert pushed(machine.computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
 
 
 def sealed(machine: PrefillMachine) -> None:
     active(machine)
-    assert pushed(machine.computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
     assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
@@ -82,6 +82,6 @@ def states(actions: list[PrefillAction]) -> list[tuple[str, State]]:
 
 
 def half(share: int, **changes: Any) -> Reserve:
-    """RESERVE for one share of two, into blocks of its own."""
+    """Returns RESERVE for one share of two, into separate blocks."""
     first = 21 if share else 11
     return reserve(range(first, first + 3), share=share, shares=2, **changes)

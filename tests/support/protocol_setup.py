@@ -1,4 +1,4 @@
-"""Small layouts, requests and messages that the tests of the protocol share."""
+"""Small layouts, requests and messages that the protocol tests share."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def layout(
     page: int = PAGE,
     holder: tuple[int, int] | None = None,
 ) -> KvLayout:
-    """One region; ``groups`` says how many layers each group has. Layers of the groups take turns.
+    """Returns one region. ``groups``: number of layers of each group; the groups' layers alternate.
 
-    ``holder``: as opaque_page has it.
+    ``holder``: as in opaque_page.
     """
     owners = [group for turn in range(max(groups)) for group, layers in enumerate(groups) if turn < layers]
     places = [Place(0, k * num_blocks * stride, stride) for k in range(len(owners))]
@@ -49,7 +49,7 @@ def layout(
 
 
 def with_rows(pages: KvLayout, rows: int) -> KvLayout:
-    """The same, but that the last group's blocks are rows."""
+    """Returns the layout with rows in place of the last group's blocks."""
     return msgspec.structs.replace(pages, groups=(*pages.groups[:-1], GroupLayout(rows, 0, "state")))
 
 
@@ -57,7 +57,7 @@ def region_bytes(pages: KvLayout) -> int:
     return pages.bytes_per_region()[0]
 
 
-# What an operator is told, by the names of ``pairs``; nothing is known of "engine".
+# Advice to operators, by the names of ``pairs``. Nothing is known of "engine".
 ADVICE = {
     "model": "serve the same model on both sides",
     "dtype": "give both sides the same dtype",
@@ -94,7 +94,8 @@ def computed(
     transfer: str = "t",
     more: Sequence[Sequence[int]] = (),
 ) -> ComputedPages:
-    """Pages of group 0 from logical block ``first`` on; ``more``: those of the other groups, from 0 on."""
+    """Returns pages of group 0 from logical block ``first`` on. ``more``: pages of the further groups, from 0
+    on."""
     groups = (GroupPages(first, tuple(blocks)), *(GroupPages(0, tuple(other)) for other in more))
     return ComputedPages(transfer, base, groups)
 
@@ -139,18 +140,18 @@ def decode_request(
 def worker(
     pages: KvLayout, address: Address = P_ADDRESS, stage: int = 0, layers: Iterable[int] | None = None
 ) -> Rank:
-    """One of an engine's workers: it has all of these pages, or some layers of them."""
+    """Returns one of an engine's workers, with all of these pages or those of some layers."""
     some = pages.layers if layers is None else tuple(pages.layers[layer] for layer in layers)
     return Rank(address.host, address.port, stage, msgspec.structs.replace(pages, layers=some))
 
 
 def all_of(pages: KvLayout) -> Wants:
-    """Every part of every layer."""
+    """Returns every part of every layer."""
     return tuple(tuple(range(len(layer.parts))) for layer in pages.layers)
 
 
 def misfit(source: KvLayout, target: KvLayout) -> str:
-    """Why there is no plan; empty where there is."""
+    """Returns why no plan exists; empty if one does."""
     try:
         Plan(source, target)
     except Misfit as problem:
@@ -159,7 +160,7 @@ def misfit(source: KvLayout, target: KvLayout) -> str:
 
 
 def only(actions: Sequence[object], kind: type[T]) -> T:
-    """The one action of that kind."""
+    """Returns the only action of that kind."""
     found = every(actions, kind)
     assert len(found) == 1, f"{len(found)} x {kind.__name__} in {actions}"
     return found[0]
@@ -170,7 +171,7 @@ def every(actions: Sequence[object], kind: type[T]) -> list[T]:
 
 
 def recalled() -> Recalled:
-    """A worker's timelines, one of each kind."""
+    """Returns a worker's timelines, one of each kind."""
     about = About("t", "r", "peer", "tcp", 1, 9, "completed")
     return Recalled(
         engine_id="e",

@@ -1,4 +1,4 @@
-"""An agent that only writes down what it is told, and what its tests tell it."""
+"""An agent that only records calls, and reports what its test sets."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ PAGES = (GroupPages(0, (1, 2)),)
 
 
 class RecordingAgent:
-    """Takes every call of Agent's adapter face; ``calls`` has them in order, the signal's stores included."""
+    """Records every call of Agent's adapter interface in ``calls``, in order, with the signal's stores."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

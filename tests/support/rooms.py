@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-# A room imports rooms above it alone: no arrow can run back.
+# A room may import only rooms above it: no import can lead back.
 ROOMS: dict[str, set[str]] = {
     "protocol": set(),
     "engine": {"_native"},
@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
     "cli": {"protocol", "engine", "control", "agent", "weights", "moe", "router", "lab", "bench"},
 }
-# The router's own rooms and modules, by the same rule.
+# The router's rooms and modules, by the same rule.
 ROUTER: dict[str, set[str]] = {
     "failure": set(),
     "forever": set(),
@@ -42,7 +42,7 @@ PROVIDERS = {
     f"providers/{name}"
     for name in ("bounce", "host", "libfabric", "nvlink", "shuffle", "sim", "tcp", "verbs")
 }
-# The same for includes of headers.
+# The rooms of the native code, by includes of headers.
 NATIVE_ROOMS: dict[str, set[str]] = {
     "base": set(),
     "lane": {"base"},
@@ -63,7 +63,7 @@ NATIVE_ROOMS: dict[str, set[str]] = {
     "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
 }
 
-# What a room is, in the few words of the picture.
+# What a room is, in the short form of the picture.
 IN_WORDS = {
     "_bench": "loops that bench times",
     "_native": "the Python extension",
@@ -107,7 +107,7 @@ IN_WORDS = {
 
 
 def ways_back(table: Mapping[str, AbstractSet[str]], below: Iterable[str] = ()) -> dict[str, set[str]]:
-    """The imports of a table that do not lead to an earlier room of it, or to one of ``below``."""
+    """Returns a table's imports that lead neither to an earlier room of it nor to one of ``below``."""
     known, found = set(below), dict[str, set[str]]()
     for room, rooms in table.items():
         if wrong := rooms - known:

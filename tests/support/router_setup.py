@@ -1,4 +1,4 @@
-"""Fake engines, a router over them, and what the router's tests ask of both: servers on loopback."""
+"""Fake engines, a router over them, and what the router's tests query: servers on loopback."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,15 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.front.app import create_app
 
-# Longer than anything here takes, shorter than a CI's patience: a wait that never ends fails the test.
+# Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
+# test.
 PATIENCE = 10.0
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
 
 class FakeEngine:
-    """An engine whose completions are answered by `handler`; remembers what it got."""
+    """An engine whose completions are answered by `handler`. It records the requests that it received."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -70,8 +71,11 @@ class FakeEngine:
         return JSONResponse({"echo": json.loads(await request.body())})
 
     async def until_gone(self, request: Request) -> Response:
-        """Answers nothing; sets `aborted` when the router closes the connection. By which name it is told
-        that nobody wants a prompt, it knows no model: a router that stops waits for that answer."""
+        """Answers nothing, and sets `aborted` when the router closes the connection.
+
+        The request that disowns a prompt names a model that this engine refuses: a router that stops waits
+        for that answer.
+        """
         if str((await request.json()).get("model", "")).startswith("nobody-wants/"):
             return await refuse(404, "no such model")(request, {})
         while (await request.receive())["type"] != "http.disconnect":
@@ -121,7 +125,7 @@ class Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve(app: Any, port: int = 0) -> AsyncIterator[str]:
-    """Runs an ASGI application, on a free port unless one is named; yields its URL."""
+    """Runs an ASGI application, on a free port unless one is named, and yields its URL."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
@@ -147,8 +151,8 @@ def client_of(url: str, timeout: float = PATIENCE) -> httpx.AsyncClient:
 
 @contextlib.contextmanager
 def nobody() -> Iterator[str]:
-    """The URL of an engine that refuses connections."""
-    with socket.socket() as bound:  # and not listening
+    """Yields the URL of an engine that refuses connections."""
+    with socket.socket() as bound:  # bound, but not listening
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
@@ -164,7 +168,7 @@ async def serve_engine(handler: Handler) -> AsyncIterator[FakeEngine]:
 async def cluster(
     prefill: Handler, decode: Handler, **settings: Any
 ) -> AsyncIterator[tuple[FakeEngine, FakeEngine, httpx.AsyncClient]]:
-    """One fake P, one fake D, a router over them and a client of the router."""
+    """Yields one fake P, one fake D, a router over them and a client of the router."""
     async with serve_engine(prefill) as p, serve_engine(decode) as d:
         endpoints: dict[str, Any] = {
             "prefill": (Endpoint.parse(f"{p.url}@10.0.0.1:5601"),),
@@ -184,7 +188,7 @@ async def answer_ok(request: Request, body: dict[str, Any]) -> Response:
 
 
 async def no_answer(request: Request) -> Response:
-    """Ends when the router closes the connection."""
+    """Sends no answer, and ends when the router closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     return Response()
@@ -198,7 +202,7 @@ def refuse(status: int, message: str) -> Handler:
 
 
 class Rendezvous:
-    """Handlers that answer only once both sides have been asked."""
+    """Handlers that answer only after both sides have received a request."""
 
     def __init__(self) -> None:
         self.meet = asyncio.Barrier(2)
@@ -210,9 +214,9 @@ class Rendezvous:
 
 
 class Stream:
-    """A streaming handler that sends each chunk only when the test puts it in; None ends the stream.
+    """A streaming handler that sends each chunk when the test puts it in. None ends the stream.
 
-    As an engine does, it answers 404 to the request by which a router disowns a transfer.
+    Like an engine, it answers 404 to the request by which a router disowns a transfer.
     """
 
     def __init__(self) -> None:
@@ -242,7 +246,7 @@ async def within(awaitable: Awaitable[Any]) -> Any:
 
 
 async def metric(client: httpx.AsyncClient, line: str) -> float:
-    """The value of one line of the router's /metrics, 0 if it is not there."""
+    """Returns the value of one line of the router's /metrics, or 0 if it is missing."""
     text = (await client.get("/metrics")).text
     return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line)), 0.0)
 
@@ -251,4 +255,4 @@ async def until_metric(client: httpx.AsyncClient, line: str, value: float) -> No
     """Waits until a line of the router's /metrics has this value."""
     async with asyncio.timeout(PATIENCE):
         while await metric(client, line) != value:
-            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+            await asyncio.sleep(0.01)  # polled: /metrics gives no event to wait for

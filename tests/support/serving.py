@@ -1,4 +1,4 @@
-"""A server of completions that a test makes up."""
+"""A server of completions whose answers the test defines."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +14,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @contextlib.asynccontextmanager
 async def serving(completions: Handler, **more: Handler) -> AsyncIterator[str]:
-    """A server on a free port that answers completions, and `more` at their names; yields its URL."""
+    """Runs a server on a free port with a handler for completions and `more` handlers by name. Yields its
+    URL."""
     routes = [Route("/v1/completions", completions, methods=["POST"])]
     routes += [Route(f"/{name}", handler) for name, handler in more.items()]
     async with serve(Starlette(routes=routes)) as url:

@@ -1,5 +1,5 @@
-"""Model runner V2 on CPUs. vLLM's wheel for CPUs has it, and the kernels that it needs run in Triton's
-interpreter: a step of a small model takes some tens of milliseconds."""
+"""Model runner V2 on CPUs. vLLM's wheel for CPUs contains it, and its kernels run in Triton's interpreter. A
+step of a small model takes some tens of milliseconds."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ v2_on_cpu = v2_on_cpu:register
 
 
 def v2_environment(directory: Path) -> dict[str, str]:
-    """Of an interpreter that is to import vLLM. Writes into ``directory``.
+    """Returns the environment of an interpreter that imports vLLM. Writes into ``directory``.
 
-    vLLM asks whether Triton compiles for CPUs, which the wheel that there is does not: it finds a backend of
-    that name, which is another one's and is not used.
+    vLLM checks whether Triton compiles for CPUs, which the available wheel does not. The written metadata
+    makes it find a backend of that name, which belongs to another package and is not used.
     """
     installed = directory / "v2_on_cpu-1.dist-info"
     installed.mkdir(parents=True)
@@ -32,20 +32,23 @@ def v2_environment(directory: Path) -> dict[str, str]:
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes."""
+    """Installs the changes. vLLM calls this in each of its processes."""
     from triton.runtime.interpreter import InterpreterBuilder
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.HAS_TRITON = False  # its kernel is not for the interpreter, and PyTorch has it
+    topk_topp_sampler.HAS_TRITON = (
+        False  # its kernel does not run in the interpreter; PyTorch has the function
+    )
     store, check = InterpreterBuilder.create_masked_store, CpuPlatform.check_and_update_config
 
     def store_masked(self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
-        mask.data = mask.data.astype(bool)  # the kernel that applies a grammar's mask makes one of integers
+        mask.data = mask.data.astype(bool)  # the kernel that applies a grammar's mask passes integers
         return store(self, pointers, value, mask, cache_policy)
 
     def check_and_leave(_: Any, vllm_config: Any) -> None:
-        """As GPU engines, these schedule a step before they have seen the one before."""
+        """Keeps asynchronous scheduling, as on GPU engines: a step is scheduled before the previous step's
+        output is known."""
         ahead = vllm_config.scheduler_config.async_scheduling
         check(vllm_config)
         vllm_config.scheduler_config.async_scheduling = ahead

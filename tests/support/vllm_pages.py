@@ -1,5 +1,5 @@
-"""Engines without a model: the tensors that vLLM itself lays over its KV cache, the layouts that we make of
-them, and what a plan copies from one engine's to another's."""
+"""Engines without a model: the KV cache tensors that vLLM lays out, the layouts that the connector derives,
+and the copies that a plan makes between two engines."""
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def name(layer: int) -> str:
 def caches(
     config: Any, groups: list[KVCacheGroupSpec], order: str = "LBHNC", kernel_blocks: list[int] | None = None
 ) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """Five blocks of each group, placed by vLLM in a memory of their own."""
+    """Places five blocks of each group with vLLM, in separate memory."""
     config.cache_config.kv_cache_layout = KVCacheLayout[order]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -44,12 +44,12 @@ def caches(
 
 
 def attention(backend: str = "FLASH_ATTN", **more: Any) -> Any:
-    """A layer, as far as it says something of its pages."""
+    """Returns an attention layer, as far as its pages depend on it."""
     return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **more)
 
 
 def model_config(kv_heads: int, **more: Any) -> Any:
-    """A model's configuration."""
+    """Returns a model's configuration."""
     return SimpleNamespace(
         get_total_num_kv_heads=lambda: kv_heads,
         hf_text_config=SimpleNamespace(to_dict=lambda: {"num_key_value_heads": kv_heads, **more}),
@@ -60,7 +60,7 @@ def model_config(kv_heads: int, **more: Any) -> Any:
 def engine(
     layers: Mapping[str, Any], ranks: int = 1, kv_heads: int = 2, drafter: Any = None, **more: Any
 ) -> Any:
-    """vLLM's configuration of an engine that has these layers."""
+    """Returns vLLM's configuration of an engine with these layers."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=model_config(kv_heads, **more),
@@ -76,13 +76,13 @@ class Rank:
     tensors: dict[str, torch.Tensor]
 
     def run(self, part: Part, block: int, *places: int) -> bytes:
-        """The run at these places along the part's axes."""
+        """Returns the run at these places along the part's axes."""
         steps = (place * axis.stride for place, axis in zip(places, part.axes, strict=True))
         address = self.memory[part.region].address + part.offset + block * part.block_stride + sum(steps)
         return ctypes.string_at(address, part.run_bytes)
 
     def runs(self, part: Part, block: int) -> dict[tuple[int, int, int], bytes]:
-        """All runs of a page, by shard, token and row."""
+        """Returns all runs of a page, by shard, token and row."""
         found = {}
         for places in product(*(range(axis.count) for axis in part.axes)):
             key = {"shard": 0, "token": 0, "row": 0}
@@ -103,7 +103,7 @@ def make_rank(
     ranks: int = 1,
     kv_heads: int = 2,
 ) -> Rank:
-    """A rank with these layers; of a model with so many KV heads, attended to as a GPU does."""
+    """Makes a rank with these layers, of a model with this many KV heads and attention as on a GPU."""
     cache, tensors = caches(config, groups, order, kernel_blocks)
     names = [name for group in groups for name in group.layer_names]
     modules = {name: attention() if layer is None else layer(name) for name in names}
@@ -120,8 +120,11 @@ def transfer(
     tables: Sequence[Sequence[int]],
     tokens: int,
 ) -> int:
-    """Copies a prompt into one rank of an engine of so many, from block tables that are alike wherever blocks
-    are: D's group g has ``tables[g]``, P's too, as far as it has so many blocks. The number of runs."""
+    """Copies a prompt into one rank of an engine with ``ranks`` ranks, and returns the number of runs.
+
+    All ranks have the same block tables: ``tables[g]`` is that of D's group g, and of P's as far as it has
+    that many blocks.
+    """
     sources = {number: worker(source.layout) for number, source in enumerate(prefill)}
     choice = choose_sources([worker(decode.layout)] * ranks, index, Holders(sources))
     targets = [

@@ -1,4 +1,4 @@
-"""A stage for the connector's scheduler half: vLLM's real Scheduler and block pool, with a pretend model."""
+"""vLLM's real Scheduler and block pool with a pretend model, for tests of the connector's scheduler half."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -81,8 +81,8 @@ def vllm_config(
     extra: dict[str, Any] | None = None,
     drafter: str | None = None,
 ) -> VllmConfig:
-    """An engine's configuration: prefill chunks of ``budget`` tokens. ``drafter``: the method by which the
-    same model drafts three tokens."""
+    """Returns an engine's configuration with prefill chunks of ``budget`` tokens. ``drafter``: the method by
+    which the same model drafts three tokens."""
     return EngineArgs(
         model=str(model),
         enforce_eager=True,
@@ -113,7 +113,8 @@ def kv_cache_config(specs: Iterable[KVCacheSpec], blocks: int) -> KVCacheConfig:
 
 
 class Stage:
-    """One engine's scheduler. ``step`` is one engine step; the test says what the workers reported."""
+    """One engine's scheduler. ``step`` runs one engine step with the reports of workers that the test
+    gives."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Stage:
         scheduler: type[Scheduler] = Scheduler,
     ) -> None:
         self.outputs: list[EngineCoreOutput] = []
-        """What clients were told, in its order."""
+        """Outputs to clients, in order."""
         cache = kv_cache_config(specs, blocks)
         config.cache_config.num_gpu_blocks = blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
@@ -186,7 +187,7 @@ class Stage:
         sampled: Mapping[str, int] | None = None,
         discarded: Iterable[str] = (),
     ) -> dict[str, Any]:
-        """The model samples token 7 for each request whose tokens are all computed. Returns the
+        """Runs a step. The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -215,7 +216,7 @@ class Stage:
         }
 
     def said(self, request_id: str) -> list[int]:
-        """The request's answer so far."""
+        """Returns the request's output so far."""
         return [
             token
             for output in self.outputs
@@ -243,7 +244,7 @@ class Stage:
         return self._free - self._pool.get_num_free_blocks()
 
     def assert_idle(self) -> None:
-        """No request, every block free, nothing left in the connector's books."""
+        """Checks that no request is left, every block is free, and the connector tracks nothing."""
         assert not self.scheduler.has_requests()
         assert not self.scheduler.requests
         assert self.blocks_in_use == 0

@@ -1,5 +1,5 @@
-"""Engines without a model: workers, their controller, and what they compute with. In this process, or in one
-that can be killed."""
+"""Engines without a model: workers, their controller and their weights, in this process or in one that is
+killed."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.writer import Target
 
-# Rows that no number of ranks divides: engines pad them.
+# Row counts that no number of ranks divides: engines pad them.
 SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
 PADDED_ROWS = 32
 DEAD_S = 2.0
 
 
 def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of all weights of a checkpoint."""
+    """Yields names and values of all weights of a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     for name, (rows, columns) in SIZES.items():
         yield name, torch.randn(rows, columns, generator=generator)
 
 
 Load = Callable[[int, int, Sequence[Tensor]], Geometry]
-"""The geometry of a worker, by its rank and the number of ranks."""
+"""Function that gives the geometry of a worker, by its rank and the number of ranks."""
 
 
 def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-    """Rows of `up`, in bfloat16 and padded; columns of `down`; all of `norm`."""
+    """Returns the geometry of a worker: rows of `up`, in bfloat16 and padded, columns of `down`, and all of
+    `norm`."""
     number = {tensor.name: n for n, tensor in enumerate(tensors)}
     rows, columns = PADDED_ROWS // ranks, SIZES["up"][1]
     held = min(rows, SIZES["up"][0] - rank * rows)
@@ -64,12 +65,12 @@ def loads(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
 
 
 def loads_nothing(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-    """The geometry of a worker that loads none of the tensors."""
+    """Returns the geometry of a worker that loads none of the tensors."""
     return Geometry((), (), ())
 
 
 def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """By rank."""
+    """Returns the expected weights, by rank."""
     values = dict(drawn(seed))
     up = torch.full((PADDED_ROWS, SIZES["up"][1]), 0.5)
     up[: SIZES["up"][0]] = values["up"]
@@ -86,8 +87,9 @@ def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
 class Model:
     """A stand-in for the model that a controller pauses and changes. ``labels``: the reported versions.
 
-    ``broken``: why workers take nothing; ``broken_worker``: the one that has half of a version then, all
-    others have it whole. ``no_pause``, ``no_label``: why these calls fail.
+    ``broken``: the reason for which workers reject a version. ``broken_worker``: the only worker that rejects
+    it and holds half of the version; all others have it whole. ``no_pause``, ``no_label``: the reason for
+    which these calls fail.
     """
 
     def __init__(self, workers: Sequence[WeightReceiver], ranks: int) -> None:
@@ -131,7 +133,7 @@ class Model:
         self.paused = False
 
     def serves(self, seed: int) -> bool:
-        """The checkpoint that is drawn of it, whole."""
+        """Returns whether the engine serves the whole checkpoint of this seed."""
         wanted = expected(seed, self._ranks) * (len(self.weights) // self._ranks)
         return not self.paused and all(
             mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -140,8 +142,8 @@ class Model:
 
 
 class Engine:
-    """``address``: of its controller. ``ports``: its, and the workers'. ``replicas``: data-parallel ranks,
-    whose workers know of their own alone."""
+    """An engine. ``address``: of its controller. ``ports``: of the controller and the workers. ``replicas``:
+    data-parallel ranks, whose workers know only the workers of their rank."""
 
     def __init__(
         self,
@@ -155,7 +157,8 @@ class Engine:
         idle: Sequence[int] = (),
         load: Load | None = None,
     ) -> None:
-        """``idle``: workers that load nothing of what is pushed. ``load``: default: ``loads``."""
+        """Starts the engine. ``idle``: workers that load nothing of a pushed version. ``load``: default
+        ``loads``."""
         timeouts = timeouts or Timeouts(dead=DEAD_S, heartbeat=0.5)
         self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
         self.workers = [
@@ -215,7 +218,8 @@ class Engine:
 
 
 class Gate:
-    """Holds up those who write, in place of a slow network: ``begun`` when there is one, until ``go``."""
+    """Stops writers in place of a slow network: ``begun`` is set when a write is held, which then waits for
+    ``go``."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -230,7 +234,7 @@ class Gate:
             write(target)
 
         def fenced(peer: int) -> None:
-            self.go.set()  # nothing of it is waited for any more
+            self.go.set()  # no held write is waited for any more
             fence(peer)
 
         pusher._writer.write, pusher._writer.fence = held, fenced  # type: ignore[method-assign]
@@ -238,8 +242,8 @@ class Gate:
 
 
 def main(told: Connection, ranks: int, holds: bool) -> None:
-    """An engine in a process that is to be killed. ``holds``: it says "begun" when it seeds, and does not go
-    on."""
+    """Runs an engine in a process that the test kills. ``holds``: it reports "begun" when it seeds, and then
+    blocks."""
     gate = Gate()
     if holds:
         import kv_connector.weights.seeder as seeder

@@ -1,5 +1,5 @@
-"""A trainer of a small model under FSDP2 or HSDP, over gloo, whose ranks push what they are told to. And one
-that is killed while it pushes."""
+"""A trainer of a small model under FSDP2 or HSDP, over gloo, whose ranks push versions on command, and a
+trainer that is killed while it pushes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source
 from kv_connector.weights.update import PushError, Stage
 
-# Rows that no number of ranks divides, and rows that are fewer than the ranks.
+# Row counts that no number of ranks divides, and one that is below the number of ranks.
 SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
 DEAD_S = 2.0
 PATIENCE_S = 180
 
-# A server that has torch loaded: to load it takes each rank many seconds. Of Python 3.11 it finds no file of
-# the tests.
+# A fork server that has loaded torch, which takes each rank many seconds. With Python 3.11 the server does
+# not find the files of the tests.
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch.distributed.fsdp", "kv_connector.weights.pusher"])
 
 
 def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of all weights."""
+    """Yields names and values of all weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, (rows, columns) in SIZES.items():
         yield f"{name}.weight", torch.randn(rows, columns, generator=generator)
 
 
 class Model(torch.nn.Module):
-    """Parameters by any names."""
+    """A module with parameters of any names."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
             module.register_parameter(own, torch.nn.Parameter(value))
 
     def forward(self) -> None:
-        """Nobody calls it."""
+        """Is never called."""
 
 
 def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,8 +66,11 @@ def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Ranks:
-    """A process for each, as a test sees it. ``work(told, store, rank, *more)`` is what one does: it is
-    ``told`` things and tells, and meets the others at the file ``store``, in ``directory``."""
+    """One process per rank, driven by a test.
+
+    ``work(told, store, rank, *more)`` is the process's function. ``told`` is its connection to the test. The
+    ranks connect through the file ``store`` in ``directory``.
+    """
 
     def __init__(self, work: Callable[..., None], directory: Path, ranks: int, *more: object) -> None:
         self.ranks = []
@@ -102,7 +105,7 @@ class Ranks:
 
 
 class Trainer(Ranks):
-    """Of which ``main`` says what the rest means."""
+    """A trainer. ``main`` describes the arguments."""
 
     def __init__(
         self,
@@ -129,9 +132,12 @@ def main(
     applies: bool = False,
     fp8: bool = False,
 ) -> None:
-    """``replicas``: of each shard; 0: every rank has all. Weights are those that `drawn` gives of a seed, or
-    a checkpoint's. Told "VERSION", it pushes it and says how it went; told "stop VERSION", it begins it, says
-    so, and hangs. ``fp8``: it quantises what the engines have in float8."""
+    """Runs one rank of a trainer.
+
+    ``replicas``: of each shard; 0: every rank has all weights. ``weights``: the seed of `drawn`, or a
+    checkpoint. On "VERSION" the rank pushes that version and reports the result. On "stop VERSION" it begins
+    the push, reports that, and hangs. ``fp8``: it quantises the tensors that the engines hold in float8.
+    """
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     named = drawn(weights) if isinstance(weights, int) else in_checkpoint(weights)
@@ -170,7 +176,7 @@ def main(
 
 
 def main_until_killed(checkpoint: Path, version: str, engines: Sequence[str], writes: int) -> None:
-    """Pushes a checkpoint, and is killed (-9) when it has posted so many writes."""
+    """Pushes a checkpoint, and is killed (-9) after it has posted this many writes."""
     left = writes
     with WeightPusher(CheckpointSource(checkpoint), engines, providers=("host", "tcp")) as pusher:
         pusher.connect()

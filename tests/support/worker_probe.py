@@ -1,4 +1,4 @@
-"""A worker extension for vLLM: what the tests ask the connector inside an engine's worker process.
+"""A worker extension for vLLM: queries of the tests to the connector inside an engine's worker process.
 
 vLLM mixes WorkerProbe into its worker (--worker-extension-cls) and calls it over POST /collective_rpc.
 """
@@ -13,18 +13,18 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_connector.engine import TransferError
 
-# A test that dies must not leave an engine that waits for ever.
+# Seconds. A test that dies must not leave a stopped engine behind.
 LONGEST_HOLD_SECONDS = 120.0
 CRAWLING_LAYER_SECONDS = 0.02
 
 
 class WorkerProbe:
     def probe_live(self) -> dict[str, Any]:
-        """What the agent still has in hand: counts by name."""
+        """Returns what the agent is processing: counts by name."""
         return dataclasses.asdict(_agent().live())
 
     def probe_stats(self) -> dict[str, Any]:
-        """The agent's counters so far, without the delay that metrics have."""
+        """Returns the agent's counters so far, without the delay of metrics."""
         found = _agent().stats()
         stats = dataclasses.asdict(found)
         ended = {
@@ -35,11 +35,12 @@ class WorkerProbe:
         return {name: value for name, value in stats.items() if isinstance(value, int | float)} | ended
 
     def probe_encoded(self) -> dict[str, int]:
-        """Pictures and the like that the engine has made embeddings of, as long as few are cached."""
+        """Returns the number of encoder inputs, such as pictures, with embeddings in the cache, as long as
+        few are cached."""
         return {"inputs": len(self.model_runner.encoder_cache)}  # type: ignore[attr-defined]
 
     def probe_break_weights(self, problem: str) -> None:
-        """From now on no version is applied here, for this reason; empty: they are again."""
+        """Makes this worker reject every version, for this reason. An empty reason ends that."""
         receiver = self.weight_transfer_engine._receiver  # type: ignore[attr-defined]
         vars(receiver).pop("finish", None)
         if problem:
@@ -49,10 +50,11 @@ class WorkerProbe:
     def probe_hold(self, layer_calls: str, directory: str, prompts: str = "0") -> None:
         """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
 
-        The file `held` in `directory` says that it is reached, and holds the number of pages of open
-        transfers that have arrived so far; the file `release` lets the pass go on. From there on it and
-        those after it crawl until the agent has so many `prompts` to push: between the passes is when
-        vLLM's scheduler takes in requests, and a small model is computed faster than they reach it.
+        The file `held` in `directory` reports the stop, and holds the number of pages of open transfers that
+        have arrived so far. The file `release` ends the stop.
+
+        From then on each layer is slow until the agent has `prompts` prompts to push. vLLM's scheduler
+        accepts requests between passes, and a small model is computed faster than requests arrive.
         """
         connector = get_kv_transfer_group()
         save_kv_layer = connector.save_kv_layer
@@ -74,13 +76,13 @@ class WorkerProbe:
         connector.save_kv_layer = save_and_hold
 
     def probe_unhold(self) -> None:
-        """Takes back a hold that was not reached."""
+        """Cancels a hold that was not reached."""
         get_kv_transfer_group().__dict__.pop("save_kv_layer", None)
 
 
 def _agent() -> Any:
     group = get_kv_transfer_group()
-    # MultiConnector's first, where it is one.
+    # With a MultiConnector, the first of its connectors.
     return getattr(group, "sub_connectors", [group])[0].worker.agent
 
 
@@ -96,6 +98,6 @@ def _pages_arrived() -> int:
     agent = _agent()
     arrived = 0
     for outgoing in list(agent._effects.writes.open.values()):
-        with contextlib.suppress(TransferError):  # the agent's thread has ended it meanwhile
+        with contextlib.suppress(TransferError):  # the agent's thread has ended the transfer in the meantime
             arrived += agent._engine.progress(outgoing.number).pages_done
     return arrived

@@ -1,4 +1,4 @@
-"""The pairs of P and D that are tried, and what each has to show. docs/compatibility.md names them."""
+"""The pairs of P and D that are tested, and what each must show. docs/compatibility.md names them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from kv_connector.lab.cluster import Role
 
 @dataclass(frozen=True)
 class Side:
-    """One engine: vLLM's flags, words apart. `@llama` stands for the directory of that model of kinds.py."""
+    """One engine: vLLM's flags, separated by spaces. `@llama` stands for the directory of that model of
+    kinds.py."""
 
     flags: str = ""
     block: int = 32
     chunk: int = 256
-    """Tokens of a step. P's of a model without states end inside blocks."""
+    """Tokens per step. Chunks of P end inside blocks, except for models with recurrent states."""
     role: Role | None = None
 
     def words(self) -> list[str]:
@@ -30,44 +31,45 @@ class Case:
     prefill: Side = Side(chunk=200)
     decode: Side = Side()
     alone: str | None = None
-    """Flags of the single engine, where they are not D's: several cases share its answers then."""
+    """Flags of the single engine, if they are not D's. Several cases then share its answers."""
     dtype: str = "float32"
     caching: bool = True
-    """Prefix caching."""
+    """Whether prefix caching is on."""
     shifted: bool = False
-    """Where a kernel decodes otherwise than it prefills: the single engine's first token becomes the last of
-    P's and D's prompt, which it has decoded from there as D does."""
+    """Whether a kernel decodes differently than it prefills. The single engine's first token then becomes the
+    last token of the prompt for P and D. The single engine has decoded the rest from there, as D does."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Of every request."""
+    """Fields of every request."""
     more: tuple[Mapping[str, Any], ...] = ()
-    """Further requests, one of each."""
+    """Fields of further requests, one request each."""
     drafts: bool = False
-    """D's drafter must be right as often as the single engine's."""
+    """Whether D's drafter must be right as often as the single engine's."""
     pool: int = 0
-    """D's blocks, where they are to be too few for all its requests: vLLM takes some away again. The longest
-    request needs that many less a few."""
+    """Blocks of D, if they must not suffice for all its requests, so that vLLM preempts some. The longest
+    request needs a few blocks less than this."""
     crowd: tuple[Mapping[str, Any], ...] = ({},)
-    """Bodies of these requests, in turn."""
+    """Fields of these requests, in turn."""
     connector: str = "WriteImmConnector"
     shortest: int = 1
-    """Tokens of a prompt that one engine can do."""
+    """Tokens of the shortest prompt that a single engine supports."""
     torchvision: bool = False
-    """vLLM imports it for the model: see no_torchvision.py."""
+    """Whether vLLM imports torchvision for the model: see no_torchvision.py."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def flags(text: str, **more: Any) -> dict[str, Any]:
-    """Of both sides."""
+    """Returns a case's arguments with these flags on both sides."""
     return {"prefill": Side(text, chunk=200, **more), "decode": Side(text, **more)}
 
 
 def whole() -> dict[str, Any]:
-    """Of both sides: each prompt in one step."""
+    """Returns a case's arguments for prompts in one step on both sides."""
     return {"prefill": Side(chunk=1024), "decode": Side(chunk=1024)}
 
 
 def pair(prefill: str = "", decode: str = "", blocks: tuple[int, int] = (32, 32)) -> dict[str, Any]:
-    """Of P and of D, whose tokens must be those of one engine without any."""
+    """Returns a case's arguments with flags for P and D. Their tokens must be those of one engine without
+    flags."""
     return {
         "prefill": Side(prefill, chunk=200, block=blocks[0]),
         "decode": Side(decode, block=blocks[1]),
@@ -77,13 +79,13 @@ def pair(prefill: str = "", decode: str = "", blocks: tuple[int, int] = (32, 32)
 
 TP2 = "--tensor-parallel-size 2"
 DP2 = "--data-parallel-size 2"
-# A stage that is not the first needs the run before the first request that --enforce-eager leaves out.
+# A later pipeline stage needs the warm-up run that --enforce-eager leaves out.
 PP2 = '--pipeline-parallel-size 2 --no-enforce-eager --compilation-config {"mode":1,"backend":"eager"}'
 FP8 = "--kv-cache-dtype fp8"
 
 
 def left_out(*flags: str) -> str:
-    """Why this machine cannot run an engine with these flags; empty if it can."""
+    """Returns why this machine cannot run an engine with these flags; empty if it can."""
     if any(FP8 in one for one in flags) and not torch.cpu._is_avx512_supported():
         return "vLLM's fp8 KV cache on CPUs needs AVX-512"
     if any(MTP in one for one in flags) and torch.cpu._is_amx_tile_supported():
@@ -108,14 +110,16 @@ STRUCTURES = (
 )
 
 
-# vLLM's CPU kernel for rotary embeddings goes astray in MLA's slices of queries: what it computes of a token
-# then depends on those behind it. PyTorch's own operations do not.
-# Where the processor has AMX, vLLM takes another kernel, which refuses float32.
+# vLLM's CPU kernel for rotary embeddings is wrong for MLA's slices of queries: its result for a token depends
+# on later tokens. PyTorch's own operations are right.
+#
+# On a processor with AMX, vLLM takes another kernel, which refuses float32.
 MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]} --attention-backend CPU_MLA'
 
 
 def latent(model: str, prefill: str = "", decode: str = "", alone: str = "") -> dict[str, Any]:
-    """vLLM's CPU kernel for MLA takes blocks of 16 tokens, prompts in one piece and no prefix caching."""
+    """Returns a case's arguments for MLA. vLLM's CPU kernel supports blocks of 16 tokens, whole prompts and
+    no prefix caching."""
     return {
         "model": model,
         "prefill": Side(f"{MLA} {prefill}", block=16, chunk=1024),
@@ -126,7 +130,8 @@ def latent(model: str, prefill: str = "", decode: str = "", alone: str = "") -> 
 
 
 def states(model: str, prefill: str = "", decode: str = "", **more: Any) -> dict[str, Any]:
-    """Without prefix caching, which vLLM's CPU kernel for Mamba2 has not."""
+    """Returns a case's arguments for recurrent states, without prefix caching, which vLLM's CPU kernel for
+    Mamba2 lacks."""
     return {
         "model": model,
         "prefill": Side(prefill),
@@ -137,9 +142,9 @@ def states(model: str, prefill: str = "", decode: str = "", **more: Any) -> dict
     }
 
 
-# In bfloat16 a delta net decodes otherwise than it prefills.
+# In bfloat16 a delta net decodes differently than it prefills.
 DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "shifted": True}
-# A slice of a convolution's channels is then one run.
+# With this layout, a slice of a convolution's channels is one run.
 CHANNELS_FIRST: dict[str, Any] = {"environment": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}
 
 CASES = (
@@ -151,7 +156,7 @@ CASES = (
     Case("head-256", "head256"),
     Case("gemma3", "gemma3", pool=66),
     Case("gemma4", "gemma4"),
-    # Its chat format has a parser of its own, and vLLM refuses every other one. The last of two flags counts.
+    # Its chat format has a separate parser, and vLLM refuses every other one. The last of two flags counts.
     Case("gpt-oss", "gpt-oss", **flags("--tool-call-parser openai")),
     Case("llama4", "llama4"),
     Case("mixtral", "mixtral"),
@@ -164,15 +169,15 @@ CASES = (
     Case("priority", "llama", **flags(PRIORITY), pool=36, crowd=PRIORITIES),
     Case("ngram", "llama", **flags(NGRAM), alone=""),
     Case("ngram-decode", "llama", decode=Side(NGRAM), alone=""),
-    # A drafter takes the last token of a chunk otherwise than one within: chunks that end elsewhere would be
-    # accepted otherwise.
+    # A drafter treats the last token of a chunk differently than one within. If chunks ended elsewhere, other
+    # drafts would be accepted.
     Case("eagle", "one-layer", prefill=Side(EAGLE), decode=Side(EAGLE), drafts=True),
     Case("eagle3", "quiet", prefill=Side(EAGLE3), decode=Side(EAGLE3), drafts=True),
     Case("draft-model", "llama", **flags(DRAFT_MODEL), drafts=True),
     Case("lora", "llama", **flags(LORA), body={"model": "adapter"}, more=({},)),
     Case("mla", **latent("deepseek-v2")),
     Case("mtp", **latent("mtp", MTP, MTP, alone=MTP), drafts=True),
-    # --- P and D that differ
+    # --- P and D with different flags
     Case("tp1-tp2", "llama", **pair("", TP2), pool=36),
     Case("tp2-tp1", "llama", **pair(TP2), pool=36),
     Case("mqa-tp2-tp1", "mqa", **pair(TP2)),
@@ -199,10 +204,10 @@ CASES = (
     Case("falcon-h1", **states("falcon-h1")),
     Case("falcon-h1-tp2-tp1", **states("falcon-h1", TP2)),
     Case("qwen3-next", **states("qwen3-next", **DELTA_NET)),
-    # Not with another tensor parallelism: sums in bfloat16 then come out otherwise, on one engine, too.
+    # Not with another tensor parallelism: sums in bfloat16 then differ, on one engine too.
     Case("qwen3-next-caching", **states("qwen3-next", **DELTA_NET | {"caching": True})),
     Case("mamba2", **states("mamba2")),
-    # On a CPU it decodes otherwise than it prefills, and otherwise with another tensor parallelism.
+    # On a CPU it decodes differently than it prefills, and differently with another tensor parallelism.
     Case("lfm2", **states("lfm2", shifted=True)),
     Case("qwen3.5", **states("qwen3.5", **DELTA_NET | {"torchvision": True, "shortest": 2})),
 )

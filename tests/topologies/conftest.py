@@ -1,4 +1,5 @@
-"""Every kind of model and topology: many minutes, with `make test-topologies`. Else a sample of them."""
+"""Collects every kind of model and topology in `make test-topologies`, which takes many minutes; otherwise a
+sample."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from site_of_case import Models
 
-# Heads that are cut anew, and recurrent states.
+# This sample covers heads that are divided differently, and recurrent states.
 SAMPLE = ("test_tokens_are_one_engines[granite-tp2-tp1]",)
 
 

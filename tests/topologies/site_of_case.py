@@ -1,4 +1,4 @@
-"""A case's engines: P, D, a router, and the single engine whose tokens are the right ones."""
+"""A case's engines: P, D, a router, and the single engine whose tokens are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class Models:
-    """Directories of models by their names in kinds.py, made when they are first asked for."""
+    """Directories of models by their names in kinds.py. Each is made at its first use."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, without a way to P and D."""
+    """A request, without its way to P and D."""
 
     prompt: tuple[int, ...]
     length: int
@@ -55,14 +55,14 @@ class Right:
     """A single engine's answer to an Ask."""
 
     choices: list[tuple[list[int], str]]
-    """The output tokens of each, and how it ended."""
+    """Output tokens of each choice, and its finish reason."""
     accepted: float
-    """How many of them are its drafter's."""
+    """Output tokens that came from the drafter."""
 
 
 @dataclass
 class Known:
-    """What single engines have answered so far, by what they are."""
+    """Answers of single engines so far, by their configuration."""
 
     answers: dict[tuple[object, ...], dict[tuple[object, ...], Right]] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Site:
 
 
 class CaseCluster:
-    """Starts the engines of a case; all end with the cluster."""
+    """Starts the engines of a case. All end with the cluster."""
 
     def __init__(self, cluster: LocalCluster, case: Case, models: Models) -> None:
         self._cluster = cluster
@@ -98,7 +98,7 @@ class CaseCluster:
         cluster.environment = dict(case.environment)
 
     def start(self, *, with_alone: bool) -> Site:
-        """Starts them side by side, and waits until all serve."""
+        """Starts the engines in parallel, and waits until all serve."""
         case = self._case
         prefill = self._start("prefill", case.prefill, "kv_producer")
         decode = self._start("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
@@ -123,7 +123,8 @@ class CaseCluster:
         )
 
     def _two_connectors(self, name: str, role: str, ours: dict[str, Any]) -> dict[str, Any]:
-        """Ours, and one that saves to a directory of the engine's own."""
+        """Returns a MultiConnector's settings: this connector, and one that saves to a directory per
+        engine."""
         path = str(self._cluster.directory / f"{name}-saved")
         connectors = [
             {"kv_connector": "WriteImmConnector", "kv_role": role, "kv_connector_extra_config": ours},

@@ -1,4 +1,5 @@
-"""Each case of cases.py: P's and D's greedy tokens are one engine's, and nothing is left behind."""
+"""Each case of cases.py: the greedy tokens of P and D are those of one engine, and both are idle at the
+end."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from kv_connector.lab.cluster import Engine, LocalCluster
 pytestmark = pytest.mark.anyio
 
 OUTPUT = 16
-# One token; inside a block, behind one; several chunks.
+# One token, an end inside a block, an end behind a block, and several chunks.
 LENGTHS = (1, 2, 7, 33, 100, 300, 700)
 REPEATED = (33, 300, 700)
 HITS = "vllm:prefix_cache_hits_total"
@@ -34,7 +35,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def lengths(case: Case) -> list[Ask]:
-    # The shifted oracle needs one token more.
+    # The shifted single engine needs one token more.
     tokens = [prompt(f"length {n}", n) for n in LENGTHS if n >= case.shortest]
     return [Ask(tuple(one), OUTPUT + case.shifted, case.body) for one in tokens]
 
@@ -44,7 +45,7 @@ def more(case: Case) -> list[Ask]:
 
 
 def crowd(case: Case) -> list[Ask]:
-    """Their prompts fit into the small pool, their answers do not."""
+    """Returns requests whose prompts fit into the small pool, while their answers do not."""
     if not case.pool:
         return []
     bodies = [case.crowd[index % len(case.crowd)] for index in range(8)]
@@ -72,7 +73,7 @@ async def test_tokens_are_one_engines(
         if site.alone:
             await ask_alone(client, site.alone, case, known, unknown)
         # For recurrent states vLLM compiles at the first prompt of several tokens, on two ranks at once. That
-        # may take it longer than a D waits for pages in these tests.
+        # may take longer than a D waits for pages in these tests.
         await client.complete(site.prefill.url, prompt("first", max(100, case.shortest)), 1)
         steps = Steps(client, site, case, known)
         await steps.all_lengths()
@@ -90,19 +91,19 @@ async def ask_alone(client: Client, engine: Engine, case: Case, known: Known, as
         choices = await answer(client, engine.url, ask)
         known.of(case)[ask.key()] = Right(choices, engine.metric(ACCEPTED) - before)
     outputs = [right.choices[0][0] for right in known.of(case).values()]
-    # Else any KV would do.
+    # Otherwise the test would pass with any KV.
     assert len({tuple(output) for output in outputs}) >= len(lengths(case)), outputs
 
 
 async def answer(client: Client, url: str, ask: Ask) -> list[tuple[list[int], str]]:
-    """The output tokens of each choice, and how it ended."""
+    """Returns the output tokens of each choice, and its finish reason."""
     body = completion_body(list(ask.prompt), ask.length, **ask.body)
     choices = (await client.post(f"{url}/v1/completions", body))["choices"]
     return [(one["token_ids"], one["finish_reason"]) for one in sorted(choices, key=lambda one: one["index"])]
 
 
 class Steps:
-    """What happens to a case's P and D, one after the other; each leaves them at rest."""
+    """The steps of a case, in order. Each leaves P and D idle."""
 
     def __init__(self, client: Client, site: Site, case: Case, known: Known) -> None:
         self.client = client
@@ -111,7 +112,7 @@ class Steps:
         self.right = known.of(case)
 
     async def all_lengths(self) -> None:
-        """Fresh prompts: D has all but the last token from P, and computes none of them itself."""
+        """Sends new prompts: D has all but the last token from P, and computes none of them itself."""
         fetched = self.site.decode.metric(FETCHED)
         asks = lengths(self.case)
         accepted = []
@@ -131,7 +132,7 @@ class Steps:
             assert accepted == right
 
     async def prefix_hits(self) -> None:
-        """Of P alone, then of both."""
+        """Repeats prompts, for hits in P's prefix cache, then in both."""
         for sides in ({"prefill"}, {"prefill", "decode"}):
             asks = [ask for ask in lengths(self.case) if len(ask.prompt) in REPEATED]
             for ask in asks:
@@ -143,7 +144,7 @@ class Steps:
                 await self.check(ask)
             hit = {name for name, hits in before.items() if getattr(self.site, name).metric(HITS) > hits}
             if self.case.caching:
-                # Of several data-parallel ranks another may have got it.
+                # Another data-parallel rank may have got the repetition.
                 assert hit == sides or "--data-parallel-size" in self.case.decode.flags
             await self.rest()
 
@@ -155,7 +156,7 @@ class Steps:
         await self.rest()
 
     async def aborts(self) -> None:
-        """Clients leave as soon as the first of them has read a token: others wait for theirs, or for P."""
+        """Has all clients leave once the first has read a token. Others wait for tokens, or for P."""
         first = asyncio.Event()
         stream = partial(self.client.stream, self.site.router, on_tokens=lambda _: first.set())
         prompts = [prompt(f"abort {index}", 700 - 50 * index) for index in range(6)]
@@ -171,7 +172,7 @@ class Steps:
         await self.rest()
 
     async def preemptions(self) -> None:
-        """Answers that grow until D's pool is full; who is preempted is computed anew on D."""
+        """Lets answers grow until D's pool is full. D computes preempted requests again."""
         if not self.case.pool:
             return
         before = self.site.decode.metric(PREEMPTIONS)
@@ -188,7 +189,7 @@ class Steps:
         assert await answer(self.client, self.site.router, ask) == right, f"{len(ask.prompt)} tokens"
 
     async def rest(self) -> None:
-        """Every block is free, and neither side has anything in hand. Empties the prefix caches."""
+        """Checks that every block is free and both sides are idle. Empties the prefix caches."""
         for engine in (self.site.prefill, self.site.decode):
             await assert_quiescent(self.client, engine)
             if "--data-parallel-size" in engine.command:
@@ -197,8 +198,9 @@ class Steps:
 
 
 async def ranks_at_work(engine: Engine) -> str:
-    """vLLM's answers are the first rank's. The others tell their state in their metrics at the end of a step,
-    so each is made to do one.
+    """Makes each data-parallel rank run a step, and reports ranks that have not.
+
+    vLLM's answers are the first rank's. The others report their state in metrics at the end of a step.
     """
     ranks = int(engine.command[engine.command.index("--data-parallel-size") + 1])
     async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:

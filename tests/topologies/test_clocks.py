@@ -1,6 +1,6 @@
-"""A chat template prints the hour, and P lives in another time zone than D: two prompts for each request.
+"""A chat template prints the hour, and P has another time zone than D: each request has two prompts.
 
-D's rendering is the true one. D computes it whatever its load failure policy, and P keeps nothing.
+D's prompt is the right one. D computes it with any load failure policy, and P keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kv_connector.protocol.actions import Outcome
 pytestmark = pytest.mark.anyio
 
 TEMPLATE = "T{{ strftime_now('%H') }} {% for m in messages %}{{ m.content }}{% endfor %}\n"
-# POSIX's own form of a time zone, nine hours ahead as Tokyo's: no database of zones is needed.
+# POSIX's form of a time zone, nine hours ahead like Tokyo's: it needs no database of zones.
 TOKYO, UTC = "JST-9", "UTC0"
 POLICIES = ("fail", "recompute")
 DISPATCHES = ("concurrent", "serial", "early")
-# Longer than a test waits for anything: a prompt that nobody frees fails the test.
+# Longer than a test waits for anything: a prompt that is not freed fails the test.
 KEPT = TIMEOUTS | {"hold": 600.0, "orphan": 600.0}
 
 CHATS = 4
@@ -42,13 +42,15 @@ WORDS = (
     r"transfer \S+: the decode engine computes its prompt itself: prompt_mismatch: the prompts differ: "
     r"compare both engines' chat template, tokenizer, clock, time zone"
 )
-BROKEN_OFF = r"the answer is broken off: decode began with .* where prefill had sampled (.+)"
+BROKEN_OFF = (
+    r"the answer is broken off: the decode engine began with .* where the prefill engine had sampled (.+)"
+)
 MISMATCHES = 'kv_connector_router_early_tokens_total{outcome="mismatch"}'
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode engine of one policy, and its routers by their dispatch."""
+    """A decode engine with one policy, and its routers by their dispatch."""
 
     engine: Engine
     routers: dict[str, str]
@@ -59,7 +61,7 @@ class Clocks:
     prefill: Engine
     decodes: dict[str, Decode]
     known: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """What an engine alone says of a prompt."""
+    """Answer of an engine alone, by prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def clocks(
             "prefill",
             role="kv_producer",
             extra=extra,
-            # P is done in one step, D in six: so the token of P is known first.
+            # P needs one step and D six, so P's token is known first.
             settings=engine_settings_of(Side(chunk=1024), words),
             routers=[f"{HOST}:{port}" for port in ports.values()],
         )
@@ -112,14 +114,14 @@ def chat(number: int) -> dict[str, object]:
 
 
 async def rendered(client: Client, engine: Engine, body: dict[str, object]) -> list[int]:
-    """The prompt that the engine makes of the chat now."""
+    """Returns the prompt that the engine renders from the chat now."""
     asked = {"model": MODEL_NAME, "messages": body["messages"]}
     tokens: list[int] = (await client.post(f"{engine.url}/tokenize", asked))["tokens"]
     return tokens
 
 
 async def truth(client: Client, clocks: Clocks, decode: Engine) -> tuple[list[str], list[str]]:
-    """What D alone says now of its own prompts, and of those of P."""
+    """Returns D's answers, without P, to its own prompts and to those of P."""
     both = []
     for engine in (decode, clocks.prefill):
         prompts = [tuple(await rendered(client, engine, chat(number))) for number in range(CHATS)]
@@ -142,7 +144,7 @@ async def answered(client: Client, router: str, body: dict[str, object], *, stre
 
 
 async def ended(client: Client, *engines: Engine) -> Counter[str]:
-    """How the engines' transfers have ended: counts by side and outcome."""
+    """Returns the ends of the engines' transfers: counts by side and outcome."""
     found: Counter[str] = Counter()
     for engine in engines:
         stats = await client.stats(engine)
@@ -162,8 +164,9 @@ async def counter(client: Client, router: str, name: str) -> float:
 async def test_the_decode_engines_clock_counts(
     clocks: Clocks, client: Client, policy: str, dispatch: str, stream: bool
 ) -> None:
-    """Each answer is what D alone says of its own prompt, or a stream that has begun with the token of P ends
-    with an error where D has another. A request that both engines have alike is loaded meanwhile."""
+    """Each answer is the one that D alone gives to its own prompt. A stream that has begun with P's token
+    ends with an error if D has another token. A request with equal prompts on both engines is loaded at the
+    same time."""
     prefill, decode = clocks.prefill, clocks.decodes[policy].engine
     router = clocks.decodes[policy].routers[dispatch]
     chats = [chat(number) for number in range(CHATS)]
@@ -183,7 +186,7 @@ async def test_the_decode_engines_clock_counts(
 
     await assert_quiescent(client, prefill, decode)
     counted = await ended(client, prefill, decode) - before
-    right_later, others_later = await truth(client, clocks, decode)  # an hour may have begun
+    right_later, others_later = await truth(client, clocks, decode)  # a new hour may have begun
     for number, answer in enumerate(answers):
         if dispatch == "early" and stream and isinstance(answer, Refused):
             broken_off = re.fullmatch(BROKEN_OFF, json.loads(answer.text)["error"]["message"])

@@ -1,4 +1,4 @@
-"""Pairs that must not exchange pages: the client is told, within a second, what differs and what to do."""
+"""Pairs that must not exchange pages. Within a second the client receives the difference and the remedy."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ class Stranger:
 
 
 STRANGERS = {
-    "model": Stranger("other", "", "plain", r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: "),
-    "dtype": Stranger(
-        "llama", "--dtype bfloat16", "plain", r"prefill has \S*float32.*decode has \S*bfloat16"
+    "model": Stranger(
+        "other", "", "plain", r"model: prefill engine has Llama\S* \S+, decode engine has Llama\S* \S+: "
     ),
-    "kv-dtype": Stranger("llama", FP8, "plain", r"prefill has \S*float32.*decode has \S*float8"),
+    "dtype": Stranger(
+        "llama", "--dtype bfloat16", "plain", r"prefill engine has \S*float32.*decode engine has \S*bfloat16"
+    ),
+    "kv-dtype": Stranger(
+        "llama", FP8, "plain", r"prefill engine has \S*float32.*decode engine has \S*float8"
+    ),
     "kv-scales": Stranger(
-        "fp8-other-scales", FP8, "scaled", r"prefill has \S+ times 0\.25.*decode has \S+ times 0\.5"
+        "fp8-other-scales",
+        FP8,
+        "scaled",
+        r"prefill engine has \S+ times 0\.25.*decode engine has \S+ times 0\.5",
     ),
 }
 PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scales", FP8, "", "")}
@@ -98,7 +105,7 @@ def strangers(
 
 @pytest.mark.parametrize("name", STRANGERS)
 async def test_a_pair_that_differs_is_refused(strangers: Strangers, client: Client, name: str) -> None:
-    """At once, with both sides' values, which D's log has, too; alone D serves on."""
+    """The refusal comes at once and names both sides' values, as does D's log. Alone, D still serves."""
     if reason := left_out(STRANGERS[name].flags):
         pytest.skip(f"{name}: {reason}")
     decode, prefill = strangers.decodes[name], strangers.prefills[STRANGERS[name].prefill]

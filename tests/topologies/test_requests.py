@@ -1,4 +1,4 @@
-"""Prompts that are more than tokens: P and D answer them as one engine does, and leave nothing behind."""
+"""Prompts that are more than tokens: P and D answer them as one engine does, and are idle afterwards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Message:
         return body
 
 
-# Short; behind P's first chunk of 200 tokens; across its end; several; none.
+# Short prompts, a picture behind P's first chunk of 200 tokens, one across its end, several, and none.
 MESSAGES = (
     Message(3, (0,)),
     Message(3, (1,)),
@@ -58,7 +58,7 @@ MESSAGES = (
 
 
 def picture(seed: int) -> str:
-    """Noise, as a URL."""
+    """Returns noise, as a data URL."""
     pixels = np.random.default_rng(seed).integers(0, 256, (PICTURE, PICTURE, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
@@ -66,13 +66,14 @@ def picture(seed: int) -> str:
 
 
 async def chat(client: Client, url: str, message: Message) -> tuple[list[int], int]:
-    """The answer's tokens, and how many the prompt has."""
+    """Returns the answer's tokens, and the number of the prompt's tokens."""
     answer = await client.post(f"{url}/v1/chat/completions", message.body())
     return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens"]
 
 
 async def test_pictures(models: Models, interpreter: tuple[str, ...], client: Client, tmp_path: Path) -> None:
-    """P alone makes tokens' embeddings of them; pages of equal tokens and other pictures are not mixed up."""
+    """Only P computes the pictures' embeddings. Pages with equal tokens and different pictures are not mixed
+    up."""
     with LocalCluster(tmp_path, models["llava"]) as cluster:
         cluster.interpreter = interpreter
         site = CaseCluster(cluster, PICTURES, models).start(with_alone=True)
@@ -83,7 +84,7 @@ async def test_pictures(models: Models, interpreter: tuple[str, ...], client: Cl
             assert await chat(client, site.router, message) == answer, message
             await assert_quiescent(client, site.prefill, site.decode)  # with empty prefix caches
         assert site.decode.metric(FETCHED) == sum(tokens - 1 for _, tokens in right)
-        for _ in range(2):  # whole from both sides' prefix caches the second time
+        for _ in range(2):  # the second time from both sides' prefix caches
             assert [await chat(client, site.router, message) for message in MESSAGES] == right
         await assert_quiescent(client, site.prefill, site.decode)
         encoded = [await client.probe(engine, "probe_encoded") for engine in (site.prefill, site.decode)]
@@ -93,8 +94,8 @@ async def test_pictures(models: Models, interpreter: tuple[str, ...], client: Cl
 async def test_prompt_embeddings(
     models: Models, interpreter: tuple[str, ...], client: Client, tmp_path: Path
 ) -> None:
-    """D computes them alone, whoever asks it and however: there are no token ids to make sure that P and D
-    mean the same prompt."""
+    """D computes embeddings by itself, from any client and in any form. Without token ids, P and D cannot
+    check that they have the same prompt."""
     embeddings = load_file(models["llama"] / "model.safetensors")["model.embed_tokens.weight"]
     with LocalCluster(tmp_path, models["llama"]) as cluster:
         cluster.interpreter = interpreter
@@ -117,7 +118,7 @@ async def test_prompt_embeddings(
 
 
 async def past_the_router(client: Client, site: Site, body: dict[str, Any], right: list[int]) -> None:
-    """As a router would ask that does not know of them."""
+    """Sends the requests of a router that does not handle embeddings."""
     first = body | {"max_tokens": 1, "kv_transfer_params": prefill_params("embedded")}
     assert await complete(client, site.prefill.url, first) == right[:1]
     second = body | {"kv_transfer_params": decode_params("embedded", site.prefill)}
@@ -125,7 +126,7 @@ async def past_the_router(client: Client, site: Site, body: dict[str, Any], righ
 
 
 def embedded(vectors: torch.Tensor) -> dict[str, Any]:
-    """A completion's body. `vectors`: [tokens, hidden size]."""
+    """Returns a completion's body. `vectors`: [tokens, hidden size]."""
     file = io.BytesIO()
     torch.save(vectors.clone(), file)
     body = completion_body(None, OUTPUT, prompt_embeds=base64.b64encode(file.getvalue()).decode())

@@ -1,7 +1,7 @@
-"""One user has P and D see different things under one transfer; a second user's answer must be right.
+"""One user shows P and D different inputs under one transfer. A second user's answer must still be right.
 
-D caches what a transfer brings under its own block hashes, and the second user reads it from there. So P must
-refuse whatever differs from what D hashes: the text, a picture, the adapter, the cache salt.
+D caches a transfer's pages under its own block hashes, and the second user reads them from there. So P must
+refuse every input that differs from the one that D hashes: the text, a picture, the adapter, the cache salt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASE = Case(
 
 
 def png(seed: int) -> bytes:
-    """Noise."""
+    """Returns noise as a PNG."""
     pixels = np.random.default_rng(seed).integers(0, 256, (PICTURE, PICTURE, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
@@ -58,7 +58,8 @@ A, B = png(0), png(1)
 
 
 def chat(*pictures: str, letter: str = "w", **more: Any) -> dict[str, Any]:
-    """A body. The pictures are in the middle of several blocks of text; that of another letter is as long."""
+    """Returns a body with the pictures in the middle of several blocks of text. Bodies with other letters are
+    as long."""
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
     system = {"role": "system", "content": letter * 70}
     user = {"role": "user", "content": [*shown, {"type": "text", "text": "What is it? " * 9}]}
@@ -74,7 +75,7 @@ async def answer(client: Client, url: str, body: dict[str, Any]) -> list[int]:
 
 
 class PictureServer(ThreadingHTTPServer):
-    """Answers the first question with A and all others with B."""
+    """Answers the first request with picture A and all others with B."""
 
     def __init__(self) -> None:
         super().__init__((HOST, 0), _Answer)
@@ -117,14 +118,14 @@ class _Answer(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True)
 class Variant:
-    """What P and D see of the first user's request."""
+    """The inputs that P and D receive for the first user's request."""
 
     prefill: dict[str, Any]
     decode: dict[str, Any]
     dispatch: str = ""
-    """With a URL of a PictureServer, through a router of this dispatch; else past the routers."""
+    """Dispatch of the router that gets a URL of a PictureServer. Empty: the request goes past the routers."""
     same: bool = False
-    """Whether both have one right answer: the salt does not change it."""
+    """Whether both inputs have the same right answer: the salt does not change it."""
 
 
 VARIANTS = {
@@ -145,7 +146,7 @@ class Engines:
     decode: Engine
     alone: Engine
     routers: dict[str, str]
-    """By their dispatch."""
+    """Routers by their dispatch."""
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def engines(
 
 
 async def first_user(client: Client, engines: Engines, name: str) -> list[int]:
-    """The answer of D."""
+    """Sends the first user's request. Returns D's answer."""
     variant = VARIANTS[name]
     if variant.dispatch:
         with PictureServer.serving() as pictures:
@@ -189,7 +190,8 @@ async def first_user(client: Client, engines: Engines, name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 async def test_a_second_user_gets_the_right_answer(engines: Engines, client: Client, name: str) -> None:
-    """Of either request: D has computed its own, and of the blocks that it kept nothing is wrong."""
+    """Both requests get the right answer: D has computed its own prompt, and the blocks that it kept are
+    right."""
     variant, decode = VARIANTS[name], engines.decode
     right = [await answer(client, engines.alone.url, body) for body in (variant.prefill, variant.decode)]
     at_prefill = await answer(client, engines.prefill.url, variant.prefill)
@@ -206,7 +208,7 @@ async def test_a_second_user_gets_the_right_answer(engines: Engines, client: Cli
 
     assert second == dict.fromkeys(engines.routers, right)
     assert decode.metric(HITS) > hits, "nobody has read what D kept of the first user"
-    # Of a concurrent router's engines either may have got the first picture.
+    # With a concurrent router, either engine may have got the first picture.
     assert first in (right if variant.dispatch == "concurrent" else right[1:])
     names = ("received_stale", "received_completed")
     assert [after.get(name, 0) - before.get(name, 0) for name in names] == [1, 0]

@@ -1,4 +1,4 @@
-"""Models whose weights an engine cannot update as a whole: it says so when it starts."""
+"""Models whose weights an engine cannot update as a whole: it reports that at its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAKES_WEIGHTS = ("--weight-transfer-config", '{"backend": "write_imm"}')
 
 
 def start(cluster: LocalCluster, interpreter: tuple[str, ...], path: str, *words: str) -> Engine:
-    """An engine that takes weights, with ``path`` in its PYTHONPATH."""
+    """Starts an engine that receives weights, with ``path`` in its PYTHONPATH."""
     cluster.interpreter = interpreter
     settings = engine_settings_of(Side(), [*TAKES_WEIGHTS, *words])
     environment = {

@@ -1,8 +1,8 @@
-"""Tests against SGLang itself: `make test-sglang`, in an environment of its own. Where there is no SGLang, as
-in the one that vLLM lives in, none of them is collected.
+"""Tests against SGLang itself: `make test-sglang`, in a separate environment. Environments without SGLang,
+such as vLLM's, collect none of them.
 
-Most of their time goes into starts of servers, so servers are shared: one that prefills and decodes by itself
-for all tests, and a P and a D for all that want the same page size.
+Most of their time goes into starts of servers, so servers are shared. One server that prefills and decodes by
+itself serves all tests. A P and a D serve all tests with the same page size.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangCluster]:
-    """Of servers that are shared."""
+    """A cluster of shared servers."""
     with SglangCluster(tmp_path_factory.mktemp("servers"), llama, SETTINGS) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def one(cluster: SglangCluster) -> Server:
-    """A server that prefills and decodes by itself: P and D are to say what it says. Ready once a pair is,
-    beside which it starts."""
+    """A server that prefills and decodes by itself. Its answers are the right ones for P and D. It starts
+    beside a pair, and is ready once the pair is."""
     return cluster.start_server("one")
 
 
 @pytest.fixture(scope="session", params=["page1", "page16"])
 def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: Server) -> Iterator[Pair]:
-    """page16: with prompts in chunks, and with a prefix cache at D too."""
+    """A P and a D. page16: with prompts in chunks, and with a prefix cache at D too."""
     settings = decode_settings = SETTINGS
     if request.param == "page16":
         settings = replace(SETTINGS, page_size=16, chunked_prefill_size=128)

@@ -41,7 +41,7 @@ def make_mla(directory: Path) -> Path:
         topk_group=1,
     )
     write(directory, config)
-    # What this transformers does not write, or would write otherwise.
+    # Fields that this version of transformers omits, or writes differently.
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": YARN, "moe_layer_freq": 1}))
     return directory

@@ -1,5 +1,5 @@
 """Two halves of a request without servers: a P's and a D's manager in this process, over real agents and
-SGLang's own bootstrap server. What a scheduler would do to them is done by hand."""
+SGLang's own bootstrap server. The tests make the calls of a scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kv_connector.sglang.sender import Sender
 HOST = "127.0.0.1"
 PATIENCE = 30.0
 PAGE_SIZE, PAGES, LAYERS, HEADS, HEAD_BYTES, SLOTS = 4, 32, 3, 2, 16, 8
-# The widths of SGLang's metadata buffers; the last one has the room's number.
+# Widths of SGLang's metadata buffers. The last one has the room's number.
 WIDTHS = (64, 64, 512, 64)
 
 
@@ -44,7 +44,7 @@ class Half:
     states: list[npt.NDArray[np.uint8]] = field(default_factory=list)  # [row, bytes] of each kind
 
     def fill_slot(self, slot: int, room: int) -> None:
-        """As SGLang's MetadataBuffers.set_buf()."""
+        """Fills a metadata slot, as SGLang's MetadataBuffers.set_buf() does."""
         for number, buffer in enumerate(self.metadata):
             buffer[slot] = (room + number) % 251
         self.metadata[-1][slot, :8] = np.frombuffer(room.to_bytes(8, "little"), np.uint8)
@@ -133,7 +133,7 @@ class Pair:
         return Sender(self.prefill.manager, self.bootstrap_addr, room)
 
     def receive_room(self, room: int) -> Receiver:
-        """As far as SGLang's DecodePreallocQueue brings it before it has pages."""
+        """Opens D's half, as far as SGLang's DecodePreallocQueue does before it has pages."""
         receiver = Receiver(self.decode.manager, self.bootstrap_addr, room)
         assert self.decode.manager.try_ensure_parallel_info(self.bootstrap_addr)
         receiver.init(0)
@@ -142,7 +142,7 @@ class Pair:
     def bootstrapped(
         self, room: int, target: Sequence[int], slot: int = 5, prefix: int = 0
     ) -> tuple[Sender, Receiver]:
-        """Both halves, and D has asked for its pages."""
+        """Opens both halves, and has D request its pages."""
         sender, receiver = self.send_room(room), self.receive_room(room)
         assert sender.poll() == KVPoll.Bootstrapping
         assert receiver.poll() == KVPoll.WaitingForInput
@@ -152,11 +152,11 @@ class Pair:
         return sender, receiver
 
     def holds(self, source: Sequence[int], target: Sequence[int]) -> bool:
-        """Whether P's pages have come, in every layer."""
+        """Returns whether P's pages have arrived, in every layer."""
         return bool((self.prefill.pages[:, list(source)] == self.decode.pages[:, list(target)]).all())
 
     def idle(self) -> None:
-        """Waits until neither agent has anything under way, or keeps anything."""
+        """Waits until neither agent has a transfer in flight or keeps a state."""
         for half in (self.prefill, self.decode):
             agent = half.manager.agent
             until(lambda agent=agent: agent.live().idle, "an idle agent")  # type: ignore[misc]  # mypy infers no lambda with a default

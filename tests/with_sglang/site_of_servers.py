@@ -1,4 +1,4 @@
-"""Servers, a router and clients, and what all tests with them want to know."""
+"""Servers, a router and clients, and the queries that all tests with them share."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, Sglang
 from kv_connector.lab.sse import Events
 
 SECONDS = 120.0
-"""For an answer, on a busy machine."""
+"""Time limit of an answer on a busy machine."""
 AT_REST_S = 30.0
 ARGUMENTS = ("--enable-metrics", "--sleep-on-idle")
-"""Of every server. One that has nothing to do leaves the cores to those that start."""
+"""Arguments of every server. An idle server leaves the cores to servers that start."""
 
 
 def prompts(count: int, *, longest: int = 600, seed: int = 0, begin: Sequence[int] = ()) -> list[list[int]]:
-    """Token ids, each of which stands for a byte. All start with `begin`."""
+    """Returns prompts of token ids, each of which stands for a byte. All start with `begin`."""
     rng = random.Random(seed)
     return [[*begin, *(rng.randrange(256) for _ in range(rng.randrange(1, longest)))] for _ in range(count)]
 
 
 @dataclass
 class Pair:
-    """A P and a D. Who kills one of them puts another one in its place."""
+    """A P and a D. A test that kills one of them replaces it."""
 
     cluster: SglangCluster
     settings: ServerSettings
-    """P's."""
+    """Settings of P."""
     prefill: Server
     decode: Server
 
 
 @dataclass
 class Client:
-    """Asks for greedy tokens."""
+    """A client that requests greedy tokens."""
 
     http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=SECONDS))
 
     async def generate(self, url: str, prompt: Sequence[int], tokens: int = 16, **more: Any) -> list[int]:
-        """Raises httpx.HTTPStatusError where the server answers with an error."""
+        """Returns the output tokens. Raises httpx.HTTPStatusError if the server answers with an error."""
         answer = await self.http.post(f"{url}/generate", json=body(prompt, tokens, **more))
         answer.raise_for_status()
         ids: list[int] = answer.json()["output_ids"]
@@ -69,8 +69,8 @@ class Client:
     async def both(
         self, prefill: Server, decode: Server, prompt: Sequence[int], tokens: int = 16, **more: Any
     ) -> list[int]:
-        """As a router does: to P and D at once. Raises httpx.HTTPError where D answers with an error, or
-        not."""
+        """Sends a request to P and D at once, as a router does. Raises httpx.HTTPError if D answers with an
+        error or not at all."""
         where = {"bootstrap_host": HOST, "bootstrap_port": prefill.bootstrap_port, **more}
         where["bootstrap_room"] = random.randrange(1 << 62)
         async with asyncio.TaskGroup() as halves:
@@ -81,7 +81,7 @@ class Client:
                 to_prefill.cancel()
 
     async def _prefill(self, prefill: Server, prompt: Sequence[int], where: dict[str, Any]) -> None:
-        """What P answers says nothing: D's answer is the client's."""
+        """Sends P's half. Its answer is ignored, because D's answer is the client's."""
         with contextlib.suppress(httpx.HTTPError):
             await self.http.post(f"{prefill.url}/generate", json=body(prompt, 1, **where))
 
@@ -112,7 +112,7 @@ def body(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
 
 
 async def metrics(server: Server) -> dict[str, float]:
-    """By name, the sum over all labels."""
+    """Returns the sums over all labels, by metric name."""
     async with httpx.AsyncClient(timeout=10) as http:
         text = (await http.get(f"{server.url}/metrics")).text
     found: dict[str, float] = {}
@@ -123,8 +123,11 @@ async def metrics(server: Server) -> dict[str, float]:
 
 
 async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
-    """By a prefill server: transfers, and their bytes, once it has shown so many and no more come. Its agent
-    shows them once a second."""
+    """Returns the transfers of a prefill server and their bytes, once it has shown this many and no more
+    come.
+
+    Its agent shows them once a second.
+    """
     deadline, last = time.monotonic() + AT_REST_S, None
     while True:
         shown = await metrics(server)
@@ -137,8 +140,10 @@ async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
 
 
 async def at_rest(*servers: Server) -> None:
-    """Waits until nothing is under way at these servers: neither for SGLang, which empties its cache only
-    then (and ends itself where pages are lost), nor for our agents."""
+    """Waits until these servers are idle, for SGLang and for the connector's agents.
+
+    SGLang empties its cache only when it is idle, and ends itself if pages are lost.
+    """
     deadline = time.monotonic() + AT_REST_S
     async with httpx.AsyncClient(timeout=10) as http:
         for server in servers:

@@ -1,4 +1,4 @@
-"""Aborts at any moment and servers that are killed: who is left answers on, and nothing stays taken."""
+"""Aborts at any moment and servers that are killed: the remaining servers answer, and free all resources."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from site_of_servers import Client, Pair, at_rest, prompts
 
 from kv_connector.lab.sglang_cluster import Server
 
-# One of the two is enough: the one whose prompts go in chunks.
+# One of the two pairs is enough: the one whose prompts are in chunks.
 pytestmark = pytest.mark.parametrize("pair", ["page16"], indirect=True)
 
 ABORTS = 100
-# The agents' dead time, and what SGLang takes to tell a client.
+# The agents' dead time, and the time in which SGLang reports the failure to a client.
 KNOWN_S = 5.0 + 2.0
 
 
@@ -33,7 +33,7 @@ async def answers(pair: Pair, client: Client, asked: list[list[int]]) -> list[li
 
 @pytest.mark.anyio
 async def test_aborts_at_random_moments(pair: Pair, client: Client) -> None:
-    """Of the client, of P's half alone and of D's half alone."""
+    """The client, P's half alone, or D's half alone is aborted."""
     asked = prompts(8, seed=1)
     expected = await answers(pair, client, asked)
     rng = random.Random(2)
@@ -71,8 +71,8 @@ async def test_aborts_at_random_moments(pair: Pair, client: Client) -> None:
 
 
 async def outcomes(pair: Pair, client: Client, kill: Server, asked: list[list[int]]) -> list[float | None]:
-    """Asks for all at once and kills the server in the middle: of each answer, how long after that it
-    failed."""
+    """Sends all requests at once and kills the server in the middle. Returns, for each answer, how long
+    afterwards it failed."""
     asking = [asyncio.create_task(client.both(pair.prefill, pair.decode, prompt)) for prompt in asked]
     await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
     os.killpg(kill.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Other models, and other ranks on both sides: greedy tokens are one server's."""
+"""Other models, and other ranks on both sides: the greedy tokens are those of one server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = ServerSettings(
 
 
 async def same_tokens(one: Server, prefills: Sequence[Server], decode: Server) -> None:
-    """Of each P, with the one D."""
+    """Checks each P with the one D."""
     client = Client()
     expected = await client.all(one.url, ASKED, at_once=8)
     assert len({tuple(tokens) for tokens in expected}) > 15
@@ -59,7 +59,7 @@ def test_a_pipeline_of_two_stages_at_prefill(pair: Pair, one: Server) -> None:
     pair.cluster.stop(two)
 
 
-# SGLang keeps Gemma's windows in one pool with the rest. Of an MLA model's two ranks one has nothing to send.
+# SGLang keeps Gemma's windows in one pool with the rest. One of an MLA model's two ranks has nothing to send.
 @pytest.mark.parametrize(
     ("make", "page_size", "ranks_of_prefill"),
     [pytest.param(make_gemma3, 16, (1,), id="gemma3"), pytest.param(make_mla, 1, (1, 2), id="mla")],

@@ -1,4 +1,4 @@
-"""What SGLang sees of this package before it needs it."""
+"""The parts of this package that SGLang loads at its start."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_our_words_for_polls_are_sglangs() -> None:
 
 @pytest.mark.parametrize(("backend", "seconds"), [("write_imm", float("inf")), ("mooncake", 30.0)])
 def test_pages_of_an_aborted_request_are_never_freed_by_timeout(backend: str, seconds: float) -> None:
-    """SGLang would free them after a while, whatever its backend says; of others it still does."""
+    """SGLang would free them after a while, whatever its backend reports. With other backends it still
+    does."""
     scheduler = SimpleNamespace(transfer_backend=SimpleNamespace(value=backend))
     queue = SimpleNamespace(scheduler=scheduler, deferred_kv_release_timeout=30.0)
     plugin._hold_until_drained(None, queue)
@@ -105,7 +106,7 @@ def test_a_scheduler_with_nothing_to_compute_rests(queue: str) -> None:
 def test_schedulers_of_others_do_not_rest() -> None:
     rested: list[object] = []
     plugin._rest(None, scheduler_of("mooncake", rested, disagg_decode_prealloc_queue=True))
-    plugin._rest(None, scheduler_of("write_imm", rested))  # one that prefills and decodes by itself
+    plugin._rest(None, scheduler_of("write_imm", rested))  # prefills and decodes by itself
     assert not rested
 
 

@@ -1,4 +1,4 @@
-"""A room's whole life between two managers, without servers: SGLang's queues are played by hand."""
+"""A room's whole life between two managers, without servers: the tests make the calls of SGLang's queues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prompt_goes_over_in_chunks_with_its_metadata(two: Pair) -> None:
     sender, receiver = two.bootstrapped(1 << 62, TARGET)
     sender.init(4, 2)
     sender.send(pages(SOURCE[:2]))
-    assert sender.poll() == KVPoll.WaitingForInput  # nothing else is legal before the last chunk
+    assert sender.poll() == KVPoll.WaitingForInput  # the only legal state before the last chunk
     until(lambda: two.holds(SOURCE[:2], TARGET[:2]))
     assert receiver.poll() == KVPoll.Transferring
     assert two.decode.slot_room(5) == 0
@@ -71,7 +71,7 @@ def test_a_prompt_goes_over_in_chunks_with_its_metadata(two: Pair) -> None:
 
 
 def rested(manager: Any, condition: Callable[[], object]) -> None:
-    """Waits for it as a scheduler does that has nothing else to do, turn by turn."""
+    """Waits for the condition turn by turn, as an idle scheduler does."""
 
     def turns() -> None:
         while not condition():
@@ -99,7 +99,8 @@ def test_what_a_scheduler_rests_for_ends_its_rest(two: Pair, monkeypatch: pytest
 
 
 def test_a_worker_among_others_does_not_rest(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for it in each turn, and it hears of their agents' news in the next one alone."""
+    """The other workers wait for it in each turn, and it receives their agents' reports only in the next
+    one."""
     monkeypatch.setattr(bell, "_PATIENCE_MS", 10 * PATIENCE * 1000)
     monkeypatch.setattr(two.decode.manager, "_alone", False)
     turns = iter(range(3))
@@ -118,7 +119,7 @@ def test_who_is_alone(two: Pair, sizes: tuple[str, ...]) -> None:
 
 
 def arrived(agent: Agent, transfer: str) -> int:
-    """Pages of a transfer that P knows to be at D."""
+    """Returns the pages of a transfer that P knows to be at D."""
     return sum(agent._engine.progress(one.number).pages_done for one in agent._effects.writes.of((transfer,)))
 
 
@@ -163,7 +164,7 @@ def test_what_decode_has_is_not_sent(two: Pair) -> None:
 
 def test_a_last_chunk_without_pages_brings_the_metadata(two: Pair) -> None:
     sender, receiver = two.bootstrapped(13, TARGET[:2])
-    sender.init(3, 1)  # of which D has asked for two
+    sender.init(3, 1)  # of which D has requested two
     sender.send(pages(SOURCE[:2]))
     until(lambda: two.holds(SOURCE[:2], TARGET[:2]))
     two.prefill.fill_slot(1, 13)
@@ -192,7 +193,7 @@ def test_decode_aborts(two: Pair, moment: str) -> None:
     with pytest.raises(Exception, match="AbortReq"):
         receiver.failure_exception()
     two.decode.manager.clear_deferred_abort_state(room)
-    if moment == "queued":  # P's half has nothing to wait for any more: the router aborts it, too
+    if moment == "queued":  # P's half cannot complete any more: the router aborts it, too
         until(lambda: sender.poll() == KVPoll.WaitingForInput)
         sender.abort()
     elif moment == "all sent":
@@ -213,7 +214,7 @@ def test_an_aborted_requests_pages_are_held_until_prefill_has_answered(two: Pair
         assert answer.wait(PATIENCE)
         return ()
 
-    two.prefill.manager.agent._thread.submit(busy)  # its thread hears nothing meanwhile
+    two.prefill.manager.agent._thread.submit(busy)  # its thread processes no message until then
     assert asked.wait(PATIENCE)
     receiver.abort()
     assert not manager.is_abort_release_safe(25, 1)
@@ -242,9 +243,9 @@ def test_prefill_aborts(two: Pair, moment: str) -> None:
         sender.abort()
     assert sender.poll() == KVPoll.Failed
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="the prefill server aborted the request"):
+    with pytest.raises(Exception, match="the prefill engine aborted the request"):
         receiver.failure_exception()
-    receiver.ensure_abort_notified(force_arm=True)  # SGLang does, of whatever has failed
+    receiver.ensure_abort_notified(force_arm=True)  # SGLang does this for every failure
     assert receiver.abort_notified
     until(lambda: two.decode.manager.is_abort_release_safe(room, 1))
     receiver.clear(), sender.clear()
@@ -266,7 +267,7 @@ def test_a_prompt_without_all_that_decode_wants_fails_on_both_sides(two: Pair) -
 def test_an_abort_at_prefill_returns_once_nothing_reads_the_pages(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang gives them to another request at once, whose bytes D would count."""
+    """SGLang gives the pages to another request at once, whose bytes D would count."""
     sender, receiver = two.bootstrapped(45, TARGET)
     sender.init(4, 2)
     sender.send(pages(SOURCE[:2]))
@@ -280,7 +281,7 @@ def test_an_abort_at_prefill_returns_once_nothing_reads_the_pages(
 
 
 def test_a_computed_prompt_is_given_up_where_another_rank_has_failed(two: Pair) -> None:
-    """SGLang hears the least of all ranks' polls."""
+    """SGLang uses the least of all ranks' polls."""
     sender, receiver = two.bootstrapped(46, TARGET)
     sender.init(4, 2)
     two.prefill.fill_slot(2, 46)
@@ -292,7 +293,7 @@ def test_a_computed_prompt_is_given_up_where_another_rank_has_failed(two: Pair) 
 
 
 def test_early_pages_go_once_their_event_has_come(two: Pair) -> None:
-    """On a GPU the step before may still be computing what P's cache has."""
+    """On a GPU the previous step may still be computing what P's cache has."""
     sender, receiver = two.bootstrapped(47, TARGET)
     sender.init(4, 2)
     computed = threading.Event()
@@ -324,7 +325,7 @@ def test_the_bootstrap_server_knows_the_agent_and_sglangs_own_socket_is_closed(t
 
 
 def test_sglangs_heartbeat_fails_what_waits_and_not_what_is_under_way(two: Pair) -> None:
-    """It asks the HTTP server, which may be silent while the transfer goes on."""
+    """The heartbeat queries the HTTP server, which may be silent while the transfer continues."""
     sender, receiver = two.bootstrapped(48, TARGET)
     waiting = two.receive_room(49)
     two.decode.manager._handle_node_failure(two.bootstrap_addr)
@@ -340,7 +341,7 @@ def test_sglangs_heartbeat_fails_what_waits_and_not_what_is_under_way(two: Pair)
 
 
 def test_after_a_failure_the_bootstrap_server_is_asked_anew(two: Pair) -> None:
-    """P may be back at other ports."""
+    """P may have restarted at other ports."""
     sender, receiver = two.bootstrapped(51, TARGET)
     assert two.decode.manager._engines
     sender.abort()
@@ -389,7 +390,7 @@ def test_decode_may_come_first(two: Pair) -> None:
 
 def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair) -> None:
     manager = two.prefill.manager
-    manager.agent.tell_reached(manager._reached)
+    manager.agent.report_reached(manager._reached)
     sender, receiver = two.send_room(55), two.receive_room(55)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: manager.request_status[55] == KVPoll.WaitingForInput)
@@ -398,11 +399,11 @@ def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair)
     sender.clear(), receiver.clear()
     manager._reached(Reached(Role.PREFILL, "55", "55", State.MOVING))
     assert 55 not in manager.request_status
-    manager.agent.tell_reached(lambda reached: None)
+    manager.agent.report_reached(lambda reached: None)
 
 
 def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) -> None:
-    """Or a batch would be computed without it."""
+    """Otherwise a batch would be computed without it."""
     receiver = two.receive_room(56)
     receiver.send_metadata(pages(TARGET[:1]), 5, [], decode_prefix_len=0)
     agent = two.prefill.manager.agent
@@ -416,14 +417,14 @@ def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) 
 
 
 def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that the prefill engine began before its update, and the decode engine's as yet to come."""
+    """P began the prompt before its weight update, and D has not updated yet."""
     versions = iter(("v1", "v1", "v1"))
     monkeypatch.setattr(manager_module, "weight_version", lambda: next(versions))
     two.prefill.manager.note_weights()
     sender, receiver = two.send_room(80), two.receive_room(80)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="prefill has v1, decode has default"):
+    with pytest.raises(Exception, match="prefill engine has v1, decode engine has default"):
         receiver.failure_exception()
     until(lambda: sender.poll() == KVPoll.Failed)
     receiver.clear(), sender.clear()
@@ -440,7 +441,7 @@ def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPat
 def test_a_weight_version_whose_name_returns_is_warned_of(
     two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A trainer that starts again counts from 1 again. SGLang has no more of a version than its name."""
+    """A restarted trainer counts from 1 again. SGLang knows only the name of a version."""
     manager = two.decode.manager
     for version in ("run-1", "run-2", "run-2", "run-1", "run-3"):
         monkeypatch.setattr(manager_module, "weight_version", lambda version=version: version)

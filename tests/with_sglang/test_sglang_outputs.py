@@ -1,4 +1,4 @@
-"""Greedy tokens of P and D behind SGLang's router are one server's, whatever is asked and how."""
+"""Greedy tokens of P and D behind SGLang's router are those of one server, for all kinds of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_connector.lab.sglang_cluster import Server
 
 @dataclass
 class Site:
-    """A pair, its routers, and the server whose words it is to say."""
+    """A pair, its routers, and the server whose answers are right."""
 
     one: Server
     prefill: Server
@@ -49,13 +49,13 @@ async def test_tokens_are_one_servers(site: Site, client: Client) -> None:
 
 @pytest.mark.anyio
 async def test_a_common_beginning_is_computed_and_sent_once(site: Site, client: Client) -> None:
-    """With a cache at D, P sends what is behind the common beginning alone."""
+    """If D has a cache, P sends only what follows the common beginning."""
     (begin,) = prompts(1, seed=7, longest=2)
     begin = begin * 320
     asked = prompts(8, seed=3, longest=40, begin=begin)
     expected = await client.all(site.one.url, asked)
     await client.generate(site.router, asked[0])
-    # Pages that P had written when D had the beginning already, or not.
+    # Transfers that P had sent with and without the beginning in D's cache.
     transfers, before = await sent(site.prefill)
     assert await client.all(site.router, asked) == expected
     _, after = await sent(site.prefill, transfers + len(asked))

@@ -1,4 +1,4 @@
-"""Engines for the tests, started once a session and shared."""
+"""Shared engines for the tests. Each set starts once per session."""
 
 import os
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ MODELS = ("llama", "gemma3")
 
 collect_ignore = []
 if "KVC_DATA_PARALLEL" not in os.environ:
-    # Fifteen processes at a time, for two minutes: `make test-data-parallel`.
+    # Needs fifteen processes at a time, for two minutes: `make test-data-parallel`.
     collect_ignore += ["test_data_parallel.py", "test_data_parallel_weights.py"]
 if "KVC_WEIGHT_FAULTS" not in os.environ:
-    # Another three engines: `make test-weights`.
+    # Needs another three engines: `make test-weights`.
     collect_ignore += ["test_weights_experts.py"]
 
 
@@ -62,7 +62,8 @@ def _start(
     decode_blocks: int,
     timelines: int = 0,
 ) -> Deployment:
-    """Starts P with a small pool, D with a larger one, a plain engine and two routers; waits for none."""
+    """Starts P with a small pool, D with a larger one, a plain engine and two routers, without waiting for
+    them."""
     extra = {
         "providers": providers,
         "data_host": DATA_HOST,
@@ -108,9 +109,11 @@ def deployment(
     tmp_path_factory: pytest.TempPathFactory,
     interpreter: tuple[str, ...],
 ) -> Iterator[Deployment]:
-    """The engines of one model. pytest runs all tests of one model before those of the next, so that no more
-    than one set of engines, of about 1.5 GB each, is up at a time. They are forked: as anybody starts them
-    they are in `make test-examples`, which takes each a minute.
+    """The engines of one model.
+
+    pytest runs all tests of one model before those of the next, so that only one set of engines is up at a
+    time, of about 1.5 GB each. The engines are forked. `make test-examples` starts them as users do, which
+    takes a minute each.
     """
     name = request.param
     directory = tmp_path_factory.mktemp(name)
@@ -122,7 +125,8 @@ def deployment(
         if name == "llama":
             deployment = _start(cluster, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120)
         else:
-            # These talk under a cluster key, keep timelines and send spans, the others do none of it.
+            # This model's engines use a cluster key, keep timelines and send spans. The others do none of
+            # this.
             key_file = directory / "key"
             ClusterKey.generate().write(key_file)
             cluster.environment = {KEY_FILE_VARIABLE: str(key_file), **ENVIRONMENT}

@@ -1,4 +1,4 @@
-"""Clients that leave, at every stage of a transfer: both engines come to rest and go on serving."""
+"""Clients that leave at every stage of a transfer: both engines become idle and continue to serve."""
 
 import asyncio
 import json
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.anyio
 # 19 chunks on P.
 LONG = 1900
 
-# Requests of each kind of dispatch and for each model. Every second is left. `make test-leaving` sends
-# 1,000, of which every tenth is left. KVC_LEAVING_EVERY: another share.
+# Requests per kind of dispatch and model. The client leaves every second one. `make test-leaving` sends
+# 1,000, and leaves every tenth. KVC_LEAVING_EVERY: another share.
 FEW = 16
 REQUESTS = int(os.environ.get("KVC_LEAVING_REQUESTS", FEW))
 EVERY = int(os.environ.get("KVC_LEAVING_EVERY", 2 if REQUESTS == FEW else 10))
@@ -49,13 +49,13 @@ READABLE = list(range(94))
 
 @pytest.fixture
 def hold(deployment: Deployment, client: Client, tmp_path: Path) -> Hold:
-    """P's forward pass."""
+    """A hold of P's forward pass."""
     return Hold(client, deployment.prefill, tmp_path)
 
 
 @pytest.fixture(autouse=True)
 async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator[None]:
-    """After each test both engines come to rest sooner than by a timeout of theirs, and serve on."""
+    """Checks after each test that both engines become idle sooner than by a timeout, and still serve."""
     yield
     await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=8)
     one = prompt("after an abort", 200)
@@ -65,12 +65,12 @@ async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator
 
 
 def in_the_middle(deployment: Deployment) -> int:
-    """Layers until the prefill is in the middle of its third chunk."""
+    """Returns the number of layers until the prefill is in the middle of its third chunk."""
     return 2 * deployment.shape.layers + deployment.shape.layers // 2
 
 
 async def leave(task: asyncio.Task[Any]) -> None:
-    """Closes the connection of a request under way."""
+    """Closes the connection of a running request."""
     assert not task.done(), task.result()
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -94,7 +94,8 @@ async def start_both(
 
 
 async def test_decode_aborted_before_prefill_knows(deployment: Deployment, client: Client) -> None:
-    """D has reserved, P has never heard of the request. D's CANCEL, not a timeout, ends it on both sides."""
+    """D has reserved, and P has not received the request. D's CANCEL, not a timeout, ends it on both
+    sides."""
     params = decode_params("abort-before", deployment.prefill)
     request = asyncio.create_task(
         client.complete(deployment.decode.url, prompt("abort before", 300), 8, kv_transfer_params=params)
@@ -104,7 +105,8 @@ async def test_decode_aborted_before_prefill_knows(deployment: Deployment, clien
 
 
 async def test_decode_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
-    """D leaves while P, in the middle of a step, has pushed the first chunks: D is free before that step."""
+    """D leaves after P has pushed the first chunks and is in the middle of a step. D is idle before that step
+    ends."""
     one = prompt("abort D during", LONG)
     decoding, prefilling = await start_both(deployment, client, hold, one, "abort-D-during")
     try:
@@ -118,14 +120,15 @@ async def test_decode_aborted_during_transfer(deployment: Deployment, client: Cl
 
 
 async def test_prefill_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
-    """P's request goes away in the middle of its prefill: D's ends in an error, not in a made-up answer."""
+    """P's request is aborted in the middle of its prefill. D's request ends with an error and no invented
+    answer."""
     one = prompt("abort P during", LONG)
     decoding, prefilling = await start_both(deployment, client, hold, one, "abort-P-during")
     try:
         await hold.reached()
         logged = len(deployment.prefill.log.read_bytes())
         await leave(prefilling)
-        # The server has told its engine, which will know at the end of the step.
+        # The server has notified its engine, which handles the abort at the end of the step.
         await wait_logged(deployment.prefill, "Request .* aborted", since=logged)
     finally:
         hold.release()
@@ -161,7 +164,7 @@ async def test_client_leaves_after_first_token(deployment: Deployment, client: C
 
 
 async def test_decode_aborted_while_decoding(deployment: Deployment, client: Client) -> None:
-    """After the transfer, on D itself."""
+    """The abort comes after the transfer, on D itself."""
     one, transfer = prompt("abort after", 333), "abort-after"
     first = asyncio.Event()
     prefilling = asyncio.create_task(
@@ -181,10 +184,10 @@ async def test_decode_aborted_while_decoding(deployment: Deployment, client: Cli
     await prefilling
 
 
-# Ten seconds of waiting, in which it is no matter which model it is.
+# The test waits for ten seconds, so it runs with one model.
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client: Client) -> None:
-    """P's prompt that no D asks for, and D's reservation that no prompt follows, end by P's timeouts."""
+    """A prompt on P that no D requests, and a reservation of D without a prompt, end by P's timeouts."""
     held = prompt("held", 300)
     await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params("held"))
     await wait_live(client, deployment.prefill)  # P holds the prompt
@@ -196,11 +199,11 @@ async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client
             kv_transfer_params=decode_params("orphan", deployment.prefill),
         )
     assert refused.value.status >= 500
-    await wait_idle(client, deployment.prefill)  # P has given up both
+    await wait_idle(client, deployment.prefill)  # P has dropped both
 
 
 async def test_a_prompt_that_the_router_disowns(deployment: Deployment, client: Client) -> None:
-    """P holds a prompt whose D never heard of it: the router has a D refuse it, which tells P."""
+    """P holds a prompt whose D never received it. The router has a D refuse the prompt, and D notifies P."""
     transfer, held = "disowned", prompt("disowned", 300)
     await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params(transfer))
     await wait_live(client, deployment.prefill)  # P holds the prompt
@@ -211,7 +214,7 @@ async def test_a_prompt_that_the_router_disowns(deployment: Deployment, client: 
 
 
 async def test_many_leave_at_random_moments(deployment: Deployment, client: Client) -> None:
-    """24 requests of which every other is left while the rest runs on and comes out right."""
+    """The client leaves every second of 24 requests. The others run on and get the right answers."""
     staying = [prompt(f"stays {index}", 100 + 61 * index) for index in range(12)]
     leaving = [prompt(f"leaves {index}", 120 + 61 * index) for index in range(12)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in staying))
@@ -229,7 +232,7 @@ async def test_many_leave_at_random_moments(deployment: Deployment, client: Clie
 
 
 async def ends(client: Client, deployment: Deployment) -> Counter[str]:
-    """How many transfers have ended in which way so far, on both sides."""
+    """Returns the number of transfers on both sides, by outcome."""
     prefill, decode = await client.stats(deployment.prefill), await client.stats(deployment.decode)
     return Counter(
         {
@@ -244,7 +247,7 @@ async def ends(client: Client, deployment: Deployment) -> Counter[str]:
 async def test_clients_that_leave_are_no_failures(
     deployment: Deployment, client: Client, dispatch: str
 ) -> None:
-    """They leave at any moment of a request. No transfer counts as failed, and no log has a warning."""
+    """Clients leave at any moment of a request. No transfer counts as failed, and no log has a warning."""
     url = {"concurrent": deployment.concurrent, "serial": deployment.serial, "early": deployment.early}[
         dispatch
     ]
@@ -260,7 +263,7 @@ async def test_clients_that_leave_are_no_failures(
     async def request(number: int) -> None:
         rng = random.Random(f"leaves {dispatch} {number}")
         one = prompt(f"leaves {dispatch} {number}", rng.randint(20, 1500))
-        # Half of them leave as a token comes, P's or D's, the others whatever is under way.
+        # Half of the clients leave as a token of P or D arrives, the others at any moment.
         token, moment = rng.choice((1, 2, 9, 99, 99, 99)), rng.uniform(0, AT_ONCE * alone)
         came: list[int] = []
         leaves = asyncio.Event()

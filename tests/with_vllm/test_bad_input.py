@@ -1,5 +1,7 @@
-"""Wrong configurations, engines that do not fit each other, garbage on the wire: an error that says what to
-do, and the engines that were fine serve on."""
+"""Wrong configurations, engines that do not fit each other, and garbage on the wire.
+
+Each causes an error with a remedy, and the correct engines continue to serve.
+"""
 
 import asyncio
 import os
@@ -65,12 +67,12 @@ async def test_wrong_configurations(
     interpreter: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    """Each ends before it serves, and its log says which setting to change and to what."""
+    """Each engine ends before it serves, and its log names the setting to change and a valid value."""
     with LocalCluster(tmp_path, model_directories["llama"], engine_settings()) as cluster:
         cluster.interpreter = interpreter
         start = cluster.start_engine
         taken = deployment.prefill.control_port
-        # What each log must say, as regular expressions.
+        # Texts that each log must contain, as regular expressions.
         wrong: dict[Engine, tuple[str, ...]] = {
             start("role", role="kv_prefill"): ("kv_prefill", "kv_producer"),  # type: ignore[arg-type]
             start("provider", role="kv_producer", extra={"providers": ["carrier-pigeon"]}): (
@@ -93,11 +95,11 @@ async def test_wrong_configurations(
 
 # --- Engines that do not fit each other
 
-# What the decode engine's log says of each.
+# Text in the decode engine's log for each difference.
 REFUSALS = {
-    "kv dtype": r"attn: format: prefill has 'float32, .*', decode has 'float8_e4m3fn times 1\.0, .*dtypes",
-    "dtype": r"dtype: prefill has \S*float32.*, decode has \S*bfloat16.*--dtype",
-    "model": r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: serve the same model",
+    "kv dtype": r"format: prefill engine has 'float32, .*', decode engine has 'float8_e4m3fn .*dtypes",
+    "dtype": r"dtype: prefill engine has \S*float32.*, decode engine has \S*bfloat16.*--dtype",
+    "model": r"model: prefill engine has Llama\S* \S+, decode engine has Llama\S* \S+: serve the same model",
 }
 
 
@@ -108,7 +110,7 @@ def strangers(
     interpreter: tuple[str, ...],
     tmp_path: Path,
 ) -> Iterator[dict[str, Engine]]:
-    """Decode engines that differ from P, by what differs."""
+    """Decode engines that differ from P, by the difference."""
     usual = engine_settings()
     other_model = make_llama(
         tmp_path / "other-model", layers=16, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=320
@@ -137,12 +139,13 @@ def strangers(
 async def test_engines_that_do_not_fit(
     deployment: Deployment, client: Client, strangers: dict[str, Engine]
 ) -> None:
-    """P refuses each of them by name of what differs, their requests fail, P and its own D do not notice."""
+    """P refuses each engine and names the difference. Their requests fail. P and its own D are not
+    affected."""
     await asyncio.gather(*(refused_by_prefill(client, deployment, *item) for item in strangers.items()))
     one = prompt("beside strangers", 100)
     output = await client.complete(deployment.concurrent, one, 4)
     assert output == await client.complete(deployment.plain.url, one, 4)
-    # A stranger serves what it can do alone.
+    # A refused engine still serves by itself.
     for stranger in strangers.values():
         assert len(await client.complete(stranger.url, one, 4)) == 4
     if left_out := REFUSALS.keys() - strangers.keys():
@@ -166,7 +169,7 @@ async def refused_by_prefill(client: Client, deployment: Deployment, what: str, 
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Client) -> None:
-    """A router that mixes the two up."""
+    """A router has the two engines the wrong way round."""
     params = decode_params("wrong-way", deployment.decode)
     with pytest.raises(Refused) as refused:
         await client.complete(deployment.decode.url, prompt("wrong way", 100), 4, kv_transfer_params=params)
@@ -176,7 +179,7 @@ async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Cl
     )
 
 
-# --- Requests that make no sense
+# --- Invalid requests
 
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
@@ -195,7 +198,7 @@ async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Cl
 async def test_bad_parameters(
     deployment: Deployment, client: Client, change: dict[str, Any], word: str
 ) -> None:
-    """D computes the prompt itself and warns."""
+    """D computes the prompt itself and logs a warning."""
     one = prompt("bad parameters", 100)
     params = decode_params("bad-parameters", deployment.prefill) | change
     logged = len(deployment.decode.log.read_bytes())
@@ -205,7 +208,8 @@ async def test_bad_parameters(
 
 
 async def test_one_transfer_for_two_prompts(deployment: Deployment, client: Client) -> None:
-    """A body of two prompts shares one transfer; only one of them is P's. Neither gets the other's pages."""
+    """A body with two prompts shares one transfer, and P has only one of them. Neither gets the other
+    prompt's pages."""
     ours, other, transfer = prompt("ours", 170), prompt("other", 170), "two-prompts"
     params = decode_params(transfer, deployment.prefill)
     expected = await client.choices(deployment.plain.url, [ours, other], 4)
@@ -218,7 +222,7 @@ async def test_one_transfer_for_two_prompts(deployment: Deployment, client: Clie
 
 
 async def test_another_prompt_under_the_same_transfer(deployment: Deployment, client: Client) -> None:
-    """D computes its own prompt, whatever the failure policy, and P keeps nothing of its prompt."""
+    """D computes its own prompt with any failure policy, and P keeps nothing of its prompt."""
     transfer = "mismatch"
     prefilling = asyncio.create_task(
         client.complete(
@@ -234,11 +238,11 @@ async def test_another_prompt_under_the_same_transfer(deployment: Deployment, cl
     await wait_logged(deployment.decode, r"transfer mismatch.*the prompts differ")
 
 
-# --- Bodies that the prefill engine takes and the decode engine refuses
+# --- Bodies that the prefill engine accepts and the decode engine refuses
 
-# Of each body through each router. The long run of CONTRIBUTING.md sends 40.
+# Requests per body and router. The long run of CONTRIBUTING.md sends 40.
 REFUSED_OF_EACH = int(os.environ.get("KVC_REFUSED_BODIES", "3"))
-# A prefill engine holds a prompt that nobody asked for this long (the suite's setting is the default).
+# Seconds that a prefill engine holds an unrequested prompt. The suite's setting is the default.
 HOLD_SECONDS = 20.0
 TOLD = [{"role": "user", "content": "tell me"}]
 
@@ -248,7 +252,8 @@ TOLD = [{"role": "user", "content": "tell me"}]
 async def test_prefill_lets_go_of_what_decode_refuses(
     deployment: Deployment, client: Client, dispatch: str
 ) -> None:
-    """The router shortens the prefill engine's body, so that engine computes what the other one refuses."""
+    """The router shortens the prefill engine's body, so that engine computes a prompt that the decode engine
+    refuses."""
     one = completion_body(prompt("refused", 170), 4)
     chat = {"model": MODEL_NAME, "messages": TOLD, "max_tokens": 4}
     refused = [
@@ -272,7 +277,7 @@ async def test_prefill_lets_go_of_what_decode_refuses(
 
 @asynccontextmanager
 async def traffic(client: Client, deployment: Deployment) -> AsyncIterator[None]:
-    """Requests that run while the block does; all must come out right."""
+    """Sends requests while the block runs. All must get the right answers."""
     prompts = [prompt(f"traffic {index}", 150 + 97 * index) for index in range(6)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in prompts))
     running = [asyncio.create_task(client.complete(deployment.concurrent, one, 8)) for one in prompts]
@@ -281,8 +286,9 @@ async def traffic(client: Client, deployment: Deployment) -> AsyncIterator[None]
 
 
 async def test_garbage_on_the_control_port(deployment: Deployment, client: Client) -> None:
-    """Over ZMQ: no MessagePack, MessagePack of another kind, a message of an unknown type, one of a known
-    type from nobody, many frames, empty ones, one longer than the limit. Then bytes that are not even ZMQ."""
+    """Sends over ZMQ: no MessagePack, MessagePack of another kind, and a message of an unknown type. Also a
+    message of a known type from an unknown sender, many frames, empty ones, and one above the limit. Then
+    bytes that are not ZMQ."""
     noise = random.Random(5)
     frames: list[list[bytes]] = [
         [noise.randbytes(200)],
@@ -304,10 +310,10 @@ async def test_garbage_on_the_control_port(deployment: Deployment, client: Clien
                 with context.socket(zmq.DEALER) as dealer:
                     dealer.linger = 0
                     dealer.connect(f"tcp://{HOST}:{port}")
-                    # An agent with a key hangs up on who has none: then nobody may take the message.
+                    # An agent with a key closes connections without it. The message may then remain unsent.
                     with suppress(TimeoutError):
                         await asyncio.wait_for(dealer.send_multipart(parts), 1.0)
-                    # Whatever it answers, or nothing: it is the sender's affair alone.
+                    # Any answer, or none, is allowed: only the sender may be affected.
                     await dealer.poll(50)
             assert port is not None
             send_noise(HOST, [port], noise)
@@ -316,7 +322,7 @@ async def test_garbage_on_the_control_port(deployment: Deployment, client: Clien
 
 
 async def test_garbage_on_the_data_ports(deployment: Deployment, client: Client) -> None:
-    """Bytes into every TCP port on which the data planes of P and D listen."""
+    """Sends bytes to every TCP port on which the data planes of P and D listen."""
     ports = listening_ports(DATA_HOST, deployment.prefill, deployment.decode)
     assert len(ports) == 2
     async with traffic(client, deployment):
@@ -324,7 +330,8 @@ async def test_garbage_on_the_data_ports(deployment: Deployment, client: Client)
 
 
 def send_noise(host: str, ports: list[int], noise: random.Random) -> None:
-    """Connects to each port, sends noise of several lengths, and leaves, or is thrown out before."""
+    """Connects to each port, sends noise of several lengths, and disconnects unless the peer does so
+    before."""
     for port in ports:
         for length in (0, 1, 64, 4096, 1 << 20):
             with socket.create_connection((host, port), timeout=5) as connection:
@@ -337,11 +344,12 @@ def send_noise(host: str, ports: list[int], noise: random.Random) -> None:
 
 
 def listening_ports(host: str, *engines: Engine) -> list[int]:
-    """TCP ports on which processes of these engines, those that write its log, listen at this address."""
+    """Returns TCP ports where processes of these engines, those that write its log, listen at this
+    address."""
     logs = {engine.log.resolve() for engine in engines}
     inodes = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended in the meantime
+        with suppress(OSError):  # the process has ended in the meantime
             if (process / "fd/1").readlink() not in logs:
                 continue
             for entry in (process / "fd").iterdir():

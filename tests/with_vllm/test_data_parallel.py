@@ -1,4 +1,4 @@
-"""Two ranks on P and two on D, behind one API server each: every request meets the ranks chosen for it."""
+"""Two ranks on P and two on D, behind one API server each: every request reaches the ranks chosen for it."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ def site(
 
 
 def transfers(engine: Engine, role: str) -> Counter[tuple[str, str]]:
-    """Transfers that ended, by rank and outcome."""
+    """Returns the ended transfers, by rank and outcome."""
     return Counter(
         {
             (labels["engine"], labels["outcome"]): int(count)
@@ -99,8 +99,9 @@ async def all_ranks_ready(client: Client, router: str) -> str:
 
 
 async def until_idle(engine: Engine) -> None:
-    """Waits until no rank has anything in hand. An engine tells its state at the end of a step, so each poll
-    has each rank make one.
+    """Waits until every rank is idle.
+
+    An engine reports its state at the end of a step, so each poll makes each rank run one.
     """
 
     async def missing() -> str:

@@ -1,4 +1,4 @@
-"""An engine of two data-parallel ranks takes weights: all ranks, in one pause."""
+"""An engine of two data-parallel ranks receives weights: all ranks, in one pause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kv_connector.lab.free_ports import free_ports
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", MODELS)
 async def test_all_ranks_take_weights(kind: str, tmp_path: Path, interpreter: tuple[str, ...]) -> None:
-    """Each rank's tokens are those of an engine that was started with them."""
+    """Each rank's tokens are those of an engine that was started with these weights."""
     model, weights = (MODELS[kind](tmp_path / name, seed=n, **SMALL) for n, name in enumerate("ab"))
     (port,) = free_ports(1)
     of_weights = {"control_host": HOST, "control_port": port, "providers": ["host"]}

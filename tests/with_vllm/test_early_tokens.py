@@ -1,4 +1,4 @@
-"""The client gets the first token from P while D waits for pages; the answer is what D alone would say."""
+"""The client gets the first token from P while D waits for pages. The answer is the one of D alone."""
 
 import asyncio
 import os
@@ -24,16 +24,16 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "listen")
 ]
 NAMED = {"type": "function", "function": {"name": "listen"}}
-# Each of these tokens of the test's tokenizer is a printable character; half of one is no text to pass on.
+# Each of these tokens of the test's tokenizer is a printable character. A part of one is no text to pass on.
 READABLE = list(range(94))
-# Of each of the two kinds and for each model; `make test-early` has 1,000.
+# Requests of each of the two kinds and for each model. `make test-early` has 1,000.
 FEW = 8
 REQUESTS = int(os.environ.get("KVC_EARLY_REQUESTS", FEW))
 AT_ONCE = 8
 
 
 def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, Any]]:
-    """Its route and body, such that its answer is the same each time."""
+    """Returns a route and a body whose answer is the same each time."""
     length = rng.choice((1, 20, 33, 64) if seeded else (1, 33, 64, 100, 320, 600))
     body: dict[str, Any] = {
         "model": MODEL_NAME,
@@ -51,22 +51,22 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
             {"top_p": 0.7},
             {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
             {"min_tokens": 1},
-            {"stop_token_ids": READABLE[::3]},  # the first token is often one
+            {"stop_token_ids": READABLE[::3]},  # the first token is often one of these
             {"logit_bias": {"5": 3.0}},
             {"stop": ["e", "Z"]},
             {"structured_outputs": {"regex": "[a-z]{2}[0-9]{3}"}, "allowed_token_ids": None},
             {"structured_outputs": {"json": SCHEMA}, "allowed_token_ids": None},
-            # Characters of two to four bytes, of which each is a token.
+            # Characters of two to four bytes, of which each byte is a token.
             {"structured_outputs": {"regex": "[a-zà-ÿ一-龥😀-😏]{9}"}, "allowed_token_ids": None},
         )
     )
     if rng.random() < 0.3:
-        # A token a byte; what is cut off of a character is not one.
+        # One token per byte. A cut-off part of a character is not one.
         text = "".join(rng.choices(rng.choice(("abcdefgh ", "aé漢😀")), k=length))
         text = text.encode()[:length].decode(errors="ignore")
         more: dict[str, Any] = rng.choice(({}, {}, {"logprobs": True, "top_logprobs": 2}, {"tools": TOOLS}))
         if "tools" in more:
-            # Nothing else binds the answer then. vLLM 0.32 fails where a stop token and a call are bound.
+            # The answer then has no other constraint. vLLM 0.32 fails with both a stop token and a tool call.
             bound = body.keys() & {"structured_outputs", "stop_token_ids"}
             choice = "none" if bound else rng.choice(("auto", "required", NAMED))
             more |= {"tool_choice": choice, "max_tokens": 64, "allowed_token_ids": None}
@@ -76,13 +76,13 @@ def some_request(rng: random.Random, *, seeded: bool) -> tuple[str, dict[str, An
 
 
 async def answered(client: Client, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answer's events; the answer itself where it is no stream."""
+    """Returns the answer's events, or the answer itself if it is no stream."""
     return await client.events(url, body) if body["stream"] else [await client.post(url, body)]
 
 
 def said(events: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
-    """The text, its token ids, the tokens with log probabilities, the calls of tools, how it ended, and the
-    usage, however many events that took."""
+    """Returns the content of an answer, independent of its events: the text, its token ids, the tokens with
+    log probabilities, the tool calls, the finish reason, and the usage."""
     choices = [choice for event in events for choice in event.get("choices", ())]
     texts = [(choice.get("delta") or choice.get("message") or choice) for choice in choices]
     called = [call["function"] for text in texts for call in text.get("tool_calls") or ()]
@@ -119,8 +119,8 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
     rounds = [greedy[first : first + AT_ONCE] for first in range(0, REQUESTS, AT_ONCE)]
     # One by one: vLLM on CPUs dies of a seeded prompt that is computed in chunks.
     rounds += [[some_request(rng, seeded=True)] for _ in range(REQUESTS)]
-    # On a machine's first day vLLM compiles what binds answers on CPUs, for longer than P and D wait for each
-    # other. They find it in the cache of the engine that waits for nobody.
+    # On a machine's first day vLLM compiles the code of structured outputs on CPUs, for longer than P and D
+    # wait for each other. They find it in the cache of the plain engine, which does not wait.
     await asyncio.gather(*(answered(client, deployment.plain.url + path, body) for path, body in rounds[0]))
     for requests in rounds:
         early, late = [
@@ -132,7 +132,8 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
             assert len({event["id"] for event in one}) == len({event["created"] for event in one}) == 1
     found = await outcomes(client, deployment.early) - before
     assert found["mismatch"] == 0
-    # About every fourth can have P's; of the few in CI a busy machine has D be first with one or two.
+    # About every fourth can have P's token. With CI's few requests, D is first with one or two on a busy
+    # machine.
     assert found["sent"] > (REQUESTS - FEW) / 4, found
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
@@ -141,12 +142,16 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
 async def test_d_goes_on_with_whatever_p_has_sampled(
     deployment: Deployment, client: Client, tokens: int
 ) -> None:
-    """Without a seed, D alone would have another first token nine times in ten. Also where D has all of the
-    prompt that it can have: of one token, or up to a block's end and in its prefix cache."""
+    """Without a seed, D alone would have another first token nine times in ten.
+
+    This holds also if D has all pages of the prompt already: with a prompt of one token, or one up to a
+    block's end in its prefix cache.
+    """
     body = {"model": MODEL_NAME, "stream": True, "max_tokens": 5, "temperature": 2.0, "ignore_eos": True}
     body |= {"allowed_token_ids": READABLE, "prompt": random.Random(tokens).choices(READABLE, k=tokens)}
-    # D may be as fast where nothing has to be loaded. Else P is first with nearly all; beside other work it
-    # was with 3 of 24. Every answer of every round has to be right. Rounds end once P was first often enough.
+    # D may be as fast if nothing has to be loaded. Otherwise P is first with nearly all requests; beside
+    # other work it was with 3 of 24. Every answer of every round must be right. The rounds end once P was
+    # first often enough.
     enough, sent, rounds = 4 if tokens > 1 else 0, 0, 0
     while rounds == 0 or (sent < enough and rounds < 5):
         before = await outcomes(client, deployment.early)

@@ -26,7 +26,7 @@ TOKENS = 8
 LAYERS = 2
 # Six experts on two ranks. The model computes in bfloat16, as GPU engines do.
 SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128, "experts": 6}
-# A step may have more tokens than the exchange takes.
+# A step may have more tokens than the exchange supports.
 BATCHED_TOKENS = 1984
 LONG_PROMPT = 1400
 
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, interpreter: tuple[str, ...])
 
 
 async def tokens_of(client: Client, engine: Engine, rank: int, tokens: list[int]) -> list[int]:
-    """Greedy output of one rank."""
+    """Returns the greedy output of one rank."""
     headers = {"x-data-parallel-rank": str(rank)}
     answer = await client.post(f"{engine.url}/v1/completions", completion_body(tokens, TOKENS), headers)
     found: list[int] = answer["choices"][0]["token_ids"]
@@ -70,7 +70,7 @@ async def tokens_of(client: Client, engine: Engine, rank: int, tokens: list[int]
 
 
 async def ranks_of(client: Client, engine: Engine, directory: Path) -> list[dict[str, Any]]:
-    """Counters of each rank."""
+    """Returns the counters of each rank."""
     await client.post(
         f"{engine.url}/collective_rpc", {"method": "write_exchange_counts", "args": [str(directory)]}
     )
@@ -122,7 +122,7 @@ async def test_without_the_variable_the_manager_is_vllms(site: Site, client: Cli
 async def test_a_killed_rank_ends_the_engine_with_its_name(
     site: Site, client: Client, tmp_path: Path
 ) -> None:
-    """The last test: the engine is gone."""
+    """Runs last, because the engine ends."""
     ranks = await ranks_of(client, site.ours, tmp_path)
     begun = asyncio.Event()
     streams = asyncio.create_task(

@@ -1,5 +1,7 @@
-"""On model runner V2, D begins with the token that P has sampled, and its first step computes the second: the
-answer is what D alone would say."""
+"""D on model runner V2 begins with the token that P has sampled, and its first step computes the second.
+
+The answer is the one of D alone.
+"""
 
 import asyncio
 import random
@@ -28,9 +30,9 @@ class Pair:
     prefill: Engine
     decode: Engine
     early: str
-    """The router at which the first token comes from P."""
+    """Router at which the first token comes from P."""
     late: str
-    """The one at which it comes from D."""
+    """Router at which the first token comes from D."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def pair(model_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 
 async def test_an_answer_is_the_same_behind_ps_token(pair: Pair, client: Client) -> None:
-    """Also a seeded one: whose second token is drawn by its place."""
+    """This includes a seeded answer, whose second token is drawn by its position."""
     rng = random.Random("v2")
     before = await outcomes(client, pair.early)
     requests = [some_request(rng, seeded=number % 2 == 1) for number in range(REQUESTS)]
@@ -76,7 +78,8 @@ async def test_an_answer_is_the_same_behind_ps_token(pair: Pair, client: Client)
 
 
 async def test_whatever_ends_the_prompts_pages(pair: Pair, client: Client) -> None:
-    """At a block's end and behind it, and where the window would lose a block to the prompt's last token."""
+    """Prompts end at a block's end and behind it, and where the window would lose a block to the last
+    token."""
     lengths = [
         tokens for end in (BLOCK, WINDOW + BLOCK, WINDOW + 6 * BLOCK) for tokens in (end - 1, end, end + 1)
     ]

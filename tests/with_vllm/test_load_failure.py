@@ -1,4 +1,5 @@
-"""Pages that do not come: loud, per request, by vLLM's kv_load_failure_policy; never a wrong token."""
+"""Pages that do not arrive: a reported failure per request, by vLLM's kv_load_failure_policy, and no wrong
+token."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from kv_connector.lab.cluster import Engine, LocalCluster
 pytestmark = pytest.mark.anyio
 
 LONG = 1500
-# An engine that gets no turn on a busy machine is not to be taken for dead.
+# An engine that gets no CPU time on a busy machine must not count as dead.
 BUSY = {"connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
 
@@ -37,7 +38,8 @@ def recomputing(
     interpreter: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
-    """A decode engine beside the deployment's, whose policy is `recompute`; the deployment's is `fail`."""
+    """A decode engine beside the deployment's, with the policy `recompute`. The deployment's policy is
+    `fail`."""
     directory = tmp_path_factory.mktemp("recompute")
     with LocalCluster(directory, model_directories["llama"], engine_settings(blocks=120)) as cluster:
         cluster.interpreter = interpreter
@@ -53,7 +55,7 @@ def recomputing(
 async def test_a_failed_load_is_recomputed(
     deployment: Deployment, recomputing: Engine, client: Client, tmp_path: Path
 ) -> None:
-    """P gives up in the middle of a prefill: one D fails that request alone, the other computes it itself."""
+    """P gives up in the middle of a prefill. One D fails only that request, the other computes it itself."""
     for decode in (recomputing, deployment.decode):
         one, other = prompt(f"load failure {decode.name}", LONG), prompt(f"beside {decode.name}", 300)
         expected = await client.complete(deployment.plain.url, one, 8)
@@ -67,7 +69,7 @@ async def test_a_failed_load_is_recomputed(
                 decode.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
             )
         )
-        await wait_live(client, decode)  # it has reserved
+        await wait_live(client, decode)  # D has reserved
         prefilling = asyncio.create_task(
             client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
         )
@@ -86,7 +88,7 @@ async def test_a_failed_load_is_recomputed(
             with pytest.raises(Refused) as refused:
                 await decoding
             assert refused.value.status >= 500
-        # Loud: who, over what, and why. And nobody else noticed.
+        # The log names the peer, the lane and the reason. No other request is affected.
         await wait_logged(decode, f"transfer {transfer} from .* over host: cancelled: prefill_aborted")
         assert await client.complete(decode.url, other, 8) == beside
         await assert_quiescent(client, deployment.prefill, decode)

@@ -1,4 +1,4 @@
-"""Running streams move between decode engines: each is what one engine says, and no block is lost."""
+"""Running streams move between decode engines: each has one engine's answer, and no block is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kv_connector.protocol.actions import Address
 pytestmark = pytest.mark.anyio
 
 STREAMS = 8
-# Two come to their end. The others are under way while an engine starts, twice, and are left then.
+# Tokens of the two streams that end. The others run while an engine starts, twice, and are left then.
 SHORT = 300
 LONG = 2000
 
@@ -52,7 +52,7 @@ class Site:
         await asyncio.to_thread(self.cluster.wait_joined, self.router, engine)
 
     async def restart(self, engine: Engine) -> Engine:
-        """Of an engine that has nothing."""
+        """Restarts an engine that serves nothing."""
         await asyncio.to_thread(self.cluster.stop, engine)
         again = self.cluster.restart(engine)
         await self.joined(again)
@@ -65,7 +65,7 @@ class Site:
 @pytest.fixture
 def site(model_directories: dict[str, Path], interpreter: tuple[str, ...], tmp_path: Path) -> Iterator[Site]:
     """A P, an engine of both roles, and a router that they join."""
-    # Room for all that six streams may say, behind their prompts.
+    # Blocks for the longest answers of six streams, behind their prompts.
     settings = replace(engine_settings(blocks=600), max_model_len=LONG + 512)
     with LocalCluster(tmp_path, model_directories["llama"], settings) as cluster:
         cluster.interpreter = interpreter
@@ -79,9 +79,9 @@ def site(model_directories: dict[str, Path], interpreter: tuple[str, ...], tmp_p
 
 
 def request(number: int) -> tuple[str, dict[str, Any]]:
-    """Completions and chats; some are told ids, those that come to an end how many tokens there were."""
+    """Returns completions and chats. Some request token ids. Those that end request the number of tokens."""
     body = completion_body(prompt(number, 40 + 60 * number), SHORT if number < 2 else LONG)
-    # Of printable characters: parts of others would be waited for, in a loop for as long as it goes on.
+    # Printable characters only: parts of others would be awaited in a loop for the length of the stream.
     body |= {"stream": True, "return_token_ids": number % 4 > 1, "allowed_token_ids": list(range(94))}
     if number < 2:
         body["stream_options"] = {"include_usage": True}
@@ -98,7 +98,7 @@ class Reading:
     def __init__(self, client: Client, url: str, number: int) -> None:
         self.events: list[dict[str, Any]] = []
         self.pause = 0.0
-        """The longest between two events."""
+        """The longest pause between two events, in seconds."""
         self._grown = asyncio.Condition()
         path, body = request(number)
         self.task = asyncio.create_task(self._read(client, url + path, body))
@@ -118,7 +118,7 @@ class Reading:
                     assert "error" not in self.events[-1], event
 
     async def grow(self, events: int) -> None:
-        """By so many; fails where the stream has ended."""
+        """Waits for this many more events. Fails if the stream has ended."""
         wanted = len(self.events) + events
         async with asyncio.timeout(PATIENCE_SECONDS), self._grown:
             await self._grown.wait_for(lambda: len(self.events) >= wanted or self.task.done())
@@ -129,7 +129,7 @@ class Reading:
         await asyncio.gather(self.task, return_exceptions=True)
 
     def said(self) -> tuple[str, list[int], list[str], list[Any]]:
-        """Text, ids, ends and counts."""
+        """Returns text, ids, finish reasons and counts."""
         choices = [choice for event in self.events for choice in event["choices"]]
         assert len({(event["id"], event["created"], event["object"]) for event in self.events}) == 1
         return (
@@ -141,7 +141,7 @@ class Reading:
 
 
 async def moves(client: Client, site: Site) -> dict[str, int]:
-    """{outcome: how many}"""
+    """Returns {outcome: moves}."""
     text = await client.get(f"{site.router}/metrics")
     found = re.findall(r'^kv_connector_router_moves_total{outcome="(\w+)"} (\S+)', text, re.MULTILINE)
     return {outcome: int(float(count)) for outcome, count in found}
@@ -152,9 +152,9 @@ async def grow(readings: Iterable[Reading], events: int) -> None:
 
 
 async def assert_right(client: Client, engine: Engine, readings: Sequence[Reading]) -> None:
-    """Each stream is what this engine says by itself, up to where it was left."""
+    """Checks that each stream is what this engine alone gives, up to the point where it was left."""
     asked = [request(number) for number in range(len(readings))]
-    # An event may have several tokens, so only streams that were left are asked up to this.
+    # An event may have several tokens, so this limits only streams that were left.
     longest = max(len(reading.events) for reading in readings)
     whole = {"stream": False, "stream_options": None, "return_token_ids": True}
     limits = [{} if number < 2 else {"max_tokens": min(LONG, longest)} for number in range(len(readings))]
@@ -175,7 +175,7 @@ async def assert_right(client: Client, engine: Engine, readings: Sequence[Readin
             assert reading.said() == (text, [], ["length"], [counts])
             continue
         said, told, *_ = reading.said()
-        # The last characters of what was cut off may be parts of some, and events may have several tokens.
+        # The last characters of a cut text may be incomplete, and events may have several tokens.
         both = min(len(said), len(text)) - 4
         assert both > 200
         assert said[:both] == text[:both]
@@ -189,14 +189,14 @@ async def test_streams_move_and_stay_where_the_target_dies(
     first = site.first
     readings = [Reading(client, site.router, number) for number in range(STREAMS)]
     await grow(readings, 5)
-    # All are at the one engine that there is. It comes back, and has none then.
+    # All streams are on the only engine. It restarts later, and has none then.
     second = site.start("second")
     await site.joined(second)
     moved = await site.drain(first)
     pauses = [reading.pause for reading in readings]
     await grow(readings[2:], 20)
 
-    # The target has got pages when it dies.
+    # The target has received pages when it dies.
     first = await site.restart(first)
     held = Hold(client, first, tmp_path)
     await held.arm(1)

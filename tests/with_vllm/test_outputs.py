@@ -1,4 +1,4 @@
-"""Greedy output through P and D is one engine's, at any length of the prompt, and each page went once."""
+"""Greedy output through P and D is that of one engine, at any prompt length, and each page is sent once."""
 
 import asyncio
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.anyio
 
 OUTPUT = 12
 
-# One token; around one block, two blocks and P's and D's steps; several steps.
+# One token, lengths around one block, two blocks and the steps of P and D, and several steps.
 LENGTHS = (1, 2, 31, 32, 33, 34, 63, 64, 65, 66, 100, 101, 200, 201, 257, 319, 320, 321, 322, 500, 641, 900)
 SERIAL_LENGTHS = (1, 33, 320, 741)
 
 
 def lengths(deployment: Deployment) -> list[int]:
-    """LENGTHS, and those where the oldest token in a window begins or ends a block."""
+    """Returns LENGTHS, and those where the oldest token in a window begins or ends a block."""
     found = set(LENGTHS)
     for group in deployment.shape.groups:
         if group.window is not None:
@@ -35,7 +35,7 @@ def lengths(deployment: Deployment) -> list[int]:
 
 
 async def test_reference_depends_on_the_whole_prompt(deployment: Deployment, client: Client) -> None:
-    """What the other tests rest on: one other token, in any block, changes the plain engine's output."""
+    """The basis of the other tests: one changed token, in any block, changes the plain engine's output."""
     url, tokens = deployment.plain.url, 700
     original = prompt("reference", tokens)
     changed = []
@@ -51,7 +51,8 @@ async def test_reference_depends_on_the_whole_prompt(deployment: Deployment, cli
 
 
 async def test_plain_engine_repeats_itself(deployment: Deployment, client: Client) -> None:
-    """The plain engine's output does not depend on its batch or its cache: a difference means P/D."""
+    """The plain engine's output does not depend on its batch or its cache: a difference is caused by P and
+    D."""
     url = deployment.plain.url
     prompts = [prompt(f"repeat {length}", length) for length in (1, 33, 320, 641, 900)]
     alone = [await client.complete(url, one, OUTPUT) for one in prompts]
@@ -68,28 +69,29 @@ async def test_lengths(deployment: Deployment, client: Client, dispatch: str) ->
             client.complete(url, one, OUTPUT), client.complete(deployment.plain.url, one, OUTPUT)
         )
         assert output == expected, f"{length} tokens"
-        # D got every page that it needed: it computed none of them in silence.
+        # D got every page that it needed: it computed none of them unnoticed.
         assert await count.pages() == deployment.shape.pages(length), f"{length} tokens"
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
 @pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)
 async def test_log_probabilities_at_window_edges(deployment: Deployment, client: Client) -> None:
-    """The oldest of 128 tokens in a window weighs too little to change the output: here it shows."""
+    """The oldest of 128 tokens in a window weighs too little to change the output. Log probabilities show
+    it."""
     for length in (edge for edge in lengths(deployment) if edge not in LENGTHS):
         one = prompt(f"edge {length}", length)
         found, expected = await asyncio.gather(
             client.log_probabilities(deployment.concurrent, one, 3),
             client.log_probabilities(deployment.plain.url, one, 3),
         )
-        # One that is missing changes the first of these by 0.003.
+        # A missing token changes the first of these by 0.003.
         assert found == pytest.approx(expected, abs=1e-4), f"{length} tokens"
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_many_at_once(deployment: Deployment, client: Client, dispatch: str) -> None:
-    """16 requests of mixed lengths, every other one streamed."""
+    """Sends 16 requests of mixed lengths, every second one streamed."""
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
     mixed = [1, 31, 32, 33, 90, 128, 129, 200, 256, 300, 321, 400, 480, 555, 640, 900]
     prompts = [prompt(f"many {dispatch} {length}", length) for length in mixed]
@@ -125,7 +127,7 @@ async def test_several_prompts_in_one_body(deployment: Deployment, client: Clien
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_prompt_log_probabilities(deployment: Deployment, client: Client) -> None:
-    """D computes such a prompt whole, whatever it was told to fetch, and lets P go."""
+    """D computes such a prompt whole, although it should fetch pages, and releases P's hold."""
     one, transfer = prompt("log probabilities", 300), "log-probabilities"
     count = await PageCount.begin(client, deployment)
     expected, _, output = await asyncio.gather(
@@ -140,6 +142,6 @@ async def test_prompt_log_probabilities(deployment: Deployment, client: Client) 
         ),
     )
     assert output == expected
-    # Sooner than P's hold time would end.
+    # Before P's hold time would end.
     await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=8)
     assert await count.pages() == 0

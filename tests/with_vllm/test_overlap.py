@@ -1,4 +1,4 @@
-"""Pages leave while P still computes."""
+"""Pages are sent while P still computes."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,8 @@ PAGE_BYTES = 2 * 2 * 32 * 32 * 4  # key and value, heads, tokens, head_dim, floa
 
 
 class Overlap:
-    """Sends one prompt to D, and to P when P has D's reservation: nothing depends on which is quicker."""
+    """Sends one prompt to D, and to P once P has D's reservation, so that no result depends on their
+    speed."""
 
     def __init__(self, client: Client, deployment: Deployment, one: list[int], transfer: str) -> None:
         self._client = client
@@ -42,14 +43,15 @@ class Overlap:
         count = await PageCount.begin(client, self._deployment)
         params = decode_params(self._transfer, prefill)
         decoding = asyncio.create_task(client.complete(decode.url, self._one, 4, kv_transfer_params=params))
-        await wait_live(client, prefill)  # it has the reservation
+        await wait_live(client, prefill)  # P has the reservation
         await client.complete(prefill.url, self._one, 1, kv_transfer_params=prefill_params(self._transfer))
         assert await decoding == expected
         assert await count.pages() == self._deployment.shape.pages(len(self._one))
         await assert_quiescent(client, prefill, decode)
 
     async def share_before_end(self) -> float:
-        """Of the prompt's bytes those that had arrived before P's last layer was computed, by P's metrics."""
+        """Returns the share of the prompt's bytes that arrived before P's last layer was computed, by P's
+        metrics."""
         prefill = self._deployment.prefill
         total = self._deployment.shape.pages(len(self._one)) * PAGE_BYTES
 
@@ -62,7 +64,7 @@ class Overlap:
 
 
 async def test_most_bytes_leave_before_the_last_layer(deployment: Deployment, client: Client) -> None:
-    """A prompt of 19 chunks, 16 layers each."""
+    """The prompt has 19 chunks of 16 layers each."""
     overlap = Overlap(client, deployment, prompt("overlap of chunks", 1900), "overlap-of-chunks")
     await overlap.run()
     share = await overlap.share_before_end()
@@ -73,7 +75,7 @@ async def test_most_bytes_leave_before_the_last_layer(deployment: Deployment, cl
 async def test_layers_of_one_chunk_leave_one_by_one(
     deployment: Deployment, client: Client, tmp_path: Path
 ) -> None:
-    """While P stands still in the 12th of its 16 layers, the pages of 12 layers arrive, and no others."""
+    """While P is stopped in the 12th of its 16 layers, the pages of 12 layers arrive, and no others."""
     tokens, layers = 100, 12
     pages = deployment.shape.pages(tokens) * layers // deployment.shape.layers
     hold = Hold(client, deployment.prefill, tmp_path)

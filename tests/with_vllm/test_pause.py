@@ -1,4 +1,4 @@
-"""vLLM's pause and resume while requests are between P and D: all end, with the right tokens."""
+"""vLLM's pause and resume while requests are between P and D: all end with the right tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 async def resumed(deployment: Deployment, client: Client) -> AsyncIterator[None]:
-    """A test that fails leaves no engine paused."""
+    """Resumes the engines after a failed test."""
     yield
     for engine in (deployment.prefill, deployment.decode):
         await client.post(f"{engine.url}/resume")
@@ -31,7 +31,8 @@ async def resumed(deployment: Deployment, client: Client) -> AsyncIterator[None]
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("clear", [True, False])
 async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clear: bool) -> None:
-    """Both are paused while P is in the middle of a prompt that D loads, and D decodes another one."""
+    """Both engines are paused while P is in the middle of a prompt that D loads, and D decodes another
+    request."""
     prefill, decode = deployment.prefill, deployment.decode
     one, other = prompt(f"paused {clear}", 1200), prompt(f"decoding {clear}", 300)
     expected = await asyncio.gather(
@@ -43,7 +44,7 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
     )
     await started.wait()
     hold = Hold(client, prefill, tmp_path)
-    # Released, it crawls: the pause meets it in the prompt.
+    # After the release P runs slowly, so that the pause comes within the prompt.
     await hold.arm(2 * deployment.shape.layers + 1, prompts=2)
     transfer = f"pause {clear}"
     halves = [
@@ -75,7 +76,7 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 async def test_wait_and_abort(deployment: Deployment, client: Client, mode: str) -> None:
-    """Requests that are sent while D is paused queue, and P has finished their prompts by then."""
+    """Requests that are sent while D is paused wait in its queue. P has finished their prompts by then."""
     prefill, decode = deployment.prefill, deployment.decode
     prompts = [prompt(f"{mode} {index}", 200) for index in range(3)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in prompts))
@@ -91,7 +92,7 @@ async def test_wait_and_abort(deployment: Deployment, client: Client, mode: str)
     await wait_until(missing)
     await client.post(f"{decode.url}/pause?mode={mode}")
     if mode == "abort":
-        # All that was in hand is gone at both; what vLLM aborts is no answer.
+        # Both engines have ended all earlier requests. Requests that vLLM aborts have no answer.
         answers = await asyncio.gather(*queued, return_exceptions=True)
         assert all(isinstance(answer, Exception) for answer in answers)
     await client.post(f"{prefill.url}/pause?mode={mode}")

@@ -1,4 +1,4 @@
-"""A KV pool too small for what runs: vLLM takes blocks away in the middle of a prefill, or of a decode."""
+"""A KV pool too small for the running requests: vLLM preempts in the middle of a prefill, or of a decode."""
 
 import asyncio
 from pathlib import Path
@@ -13,10 +13,10 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path, dispatch: str) -> None:
-    """P's pool has not room for a prompt of its own and one for D, which are computed side by side.
+    """P's pool is too small for a local prompt and one for D, which are computed at the same time.
 
-    Each fits when it is admitted, both take more with each chunk, and the one for D came second: it is
-    preempted with most of its prompt computed.
+    Each fits when it is admitted, and both need more blocks with each chunk. The one for D came second, so it
+    is preempted with most of its prompt computed.
     """
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
     own = prompt(f"of P's own {dispatch}", 1500)
@@ -44,14 +44,15 @@ async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path
         hold.release()
     assert await asyncio.gather(first, *rest) == expected
     assert deployment.prefill.metric(PREEMPTIONS) > preemptions
-    # What was pushed before the preemption is not pushed again after it.
+    # Pages that were pushed before the preemption are not pushed again.
     assert await count.pages() == sum(deployment.shape.pages(len(one)) for one in prompts)
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
 @pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)
 async def test_on_decode(deployment: Deployment, client: Client) -> None:
-    """16 outputs grow until D's pool is full; who is preempted computes its prompt and output so far on D."""
+    """16 outputs grow until D's pool is full. D computes prompt and output so far of each preempted request
+    again."""
     prompts = [prompt(f"preempted on D {index}", 270 + index) for index in range(16)]
     length = 128
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, length) for one in prompts))

@@ -1,4 +1,4 @@
-"""Prefix caches: P pushes what it did not compute, D asks only for what it does not hold."""
+"""Prefix caches: P pushes cached pages, and D requests only pages that it does not hold."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ HITS = "vllm:prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Observed:
-    """What one request through the router did."""
+    """The effects of one request through the router."""
 
     pages: int
     prefill_hits: float
@@ -44,7 +44,7 @@ async def forget(client: Client, engine: Engine) -> None:
 
 
 async def test_hit_on_prefill(deployment: Deployment, client: Client) -> None:
-    """Cached pages go too, though no forward pass writes them."""
+    """Cached pages are sent too, though no forward pass writes them."""
     one = prompt("hit on P", 610)
     await observe(client, deployment, one)
     await forget(client, deployment.decode)
@@ -61,7 +61,7 @@ async def test_partial_hit_on_prefill(deployment: Deployment, client: Client) ->
     await observe(client, deployment, first)
     await forget(client, deployment.decode)
     hit = await observe(client, deployment, other)
-    # A sliding window's older blocks are gone: then there is no hit so far back.
+    # If the older blocks of a sliding window are freed, a hit cannot reach so far back.
     assert hit.prefill_hits in (
         {320} if deployment.shape.layers == deployment.shape.groups[0].layers else {0, 320}
     )
@@ -78,12 +78,12 @@ async def test_full_hit_on_decode(deployment: Deployment, client: Client, length
     assert again.decode_hits == (length - 1) // BLOCK * BLOCK
     assert again.pages == deployment.shape.pages(length, cached=int(again.decode_hits))
     assert (again.pages == 0) == (length == 577)
-    # Where D needs nothing, P is told so: it does not wait for its hold time.
+    # If D needs nothing, it notifies P, which does not wait for its hold time.
     await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=5)
 
 
 async def test_full_hit_on_decode_alone(deployment: Deployment, client: Client) -> None:
-    """D holds the prompt, P has forgotten it."""
+    """D holds the prompt, P has dropped it."""
     one = prompt("hit on D alone", 610)
     await observe(client, deployment, one)
     await forget(client, deployment.prefill)
@@ -94,7 +94,7 @@ async def test_full_hit_on_decode_alone(deployment: Deployment, client: Client) 
 
 
 async def test_partial_hit_on_decode(deployment: Deployment, client: Client) -> None:
-    """A prompt that continues one that D holds: only the rest is asked for."""
+    """The prompt continues one that D holds: D requests only the rest."""
     first = prompt("partial hit on D", 333)
     await observe(client, deployment, first)
     hit = await observe(client, deployment, first + prompt("its continuation", 300))
@@ -104,7 +104,7 @@ async def test_partial_hit_on_decode(deployment: Deployment, client: Client) -> 
 
 
 async def test_shared_prefix_in_one_step(deployment: Deployment, client: Client) -> None:
-    """P takes blocks as cached that another request of the same step has yet to write."""
+    """P treats blocks as cached that another request of the same step has not written yet."""
     shared = prompt("shared", 96)
     prompts = [shared + prompt(f"end {index}", 10 + 7 * index) for index in range(6)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, OUTPUT) for one in prompts))

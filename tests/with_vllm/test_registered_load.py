@@ -1,4 +1,4 @@
-"""What engines tell their routers of their speed and of what they have to do."""
+"""The reports of engines to their routers: their speed and their workload."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Listener:
-    """Takes the registrations of P and D, and keeps the last of each."""
+    """Receives the registrations of P and D, and keeps the last of each."""
 
     def __init__(self, deployment: Deployment) -> None:
         key_file = deployment.cluster.environment.get(KEY_FILE_VARIABLE)
@@ -56,7 +56,7 @@ async def test_a_prefill_engine_tells_what_prompts_cost(
     load = listener.last(Role.PREFILL)
     assert load is not None
     assert load.prompt is not None
-    # Of a model of some megabytes, on whatever cores there are.
+    # A model of some megabytes, on the available cores.
     took = load.prompt.step_ns + load.prompt.token_ns * 500 + load.prompt.pair_ps * 500 * 250 / 1000
     assert 1e6 < took < 2e9, load
     assert load.cache_tokens > 800

@@ -1,4 +1,4 @@
-"""What a request leaves behind where that is wanted: spans of one trace, and its transfer's timeline."""
+"""The optional records of a request: spans of one trace, and its transfer's timeline."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from kv_connector.protocol.actions import Address
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)]
 
 TOKENS = 500
-"""In chunks of 100."""
+"""Tokens of the prompt, in chunks of 100."""
 
 
 async def ask(client: Client, deployment: Deployment) -> tuple[str, list[Span]]:
-    """One request through the router: the trace that its client began, and its spans, once they have come."""
+    """Sends one request through the router. Returns its client's trace id and its spans, once they have
+    arrived."""
     trace, span = uuid.uuid4().hex, uuid.uuid4().hex[:16]
     body = completion_body(prompt(trace, TOKENS), 4)
     headers = {"traceparent": f"00-{trace}-{span}-01", "x-request-id": f"of-{trace}"}
@@ -85,7 +86,7 @@ async def test_a_timeline_has_each_layer_of_each_chunk(deployment: Deployment, c
     assert len(sending.steps) <= TOKENS // 100
     for span in sending.spans:
         assert 0 < span.computed <= span.first_post <= span.last_post <= span.landed
-    # The layers of the last chunk come one after the other, as the model has them.
+    # The layers of the last chunk follow each other in the model's order.
     last = [span for span in sending.spans if span.computed > sending.steps[-1]]
     assert len({span.computed for span in last}) == deployment.shape.layers
     transfers = {span.attributes["kv.transfer_id"] for span in spans if span.name.startswith("kv.")}

@@ -1,6 +1,6 @@
-"""New weights in engines that run: their tokens are those of an engine that was started from the weights.
+"""New weights in running engines: their tokens are those of an engine that was started from the weights.
 
-The engines are all in one process: the second is up 3 s after the first, which takes 30.
+The engines are all in one process: the second starts in 3 s after the first, which takes 30.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MODELS = (
     "llama",
     "gemma3",
     "qwen3_moe_fp8",
-)  # experts first: their group of ranks is made by a process's first engine
+)  # experts first: a process's first engine makes their group of ranks
 SMALL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
-# In blocks of 128 x 128, of which vLLM wants each part of a fused matrix to have whole ones.
+# Blocks of 128 x 128. vLLM requires each part of a fused matrix to have whole blocks.
 FP8 = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 384}
 VOCABULARY = 300  # vLLM pads it to 320
 
@@ -90,7 +90,7 @@ def short_vocabulary(weights: Weights) -> Weights:
 
 
 def qwen3_moe(sizes: Mapping[str, int], weights: Weights) -> Weights:
-    """Of Mixtral's."""
+    """Converts Mixtral's weights."""
     changed = {}
     for name, tensor in weights.items():
         name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.")
@@ -141,7 +141,7 @@ def start(name: str, path: Path) -> None:
 
 
 def tokens(name: str) -> list[list[int]]:
-    """Of prompts of 1 to 200 tokens."""
+    """Returns the tokens of prompts of 1 to 200 tokens."""
     from vllm import SamplingParams
 
     llm = engines[name].llm
@@ -164,7 +164,7 @@ def checkpoint(path: Path, but: str = "nothing") -> list[Tensor]:
 
 
 def record_while_serving(name: str, path: Path) -> list[list[int]]:
-    """The engine's tokens meanwhile."""
+    """Records a checkpoint while the engine serves. Returns the engine's tokens in that time."""
     engine, errors = engines[name], []
 
     def record() -> None:
@@ -184,7 +184,7 @@ def record_while_serving(name: str, path: Path) -> list[list[int]]:
 
 
 def refusal(name: str, path: Path, but: str) -> str:
-    """Why a checkpoint without the tensors that match is not recorded."""
+    """Returns why a checkpoint without the tensors that match is not recorded."""
     try:
         engines[name].loaded.record(checkpoint(path, but))
     except ValueError as error:
@@ -193,7 +193,7 @@ def refusal(name: str, path: Path, but: str) -> str:
 
 
 def arena(geometry: Geometry, path: Path) -> dict[str, torch.Tensor]:
-    """As a trainer's ranks fill it."""
+    """Fills an arena as a trainer's ranks do."""
     import torch
 
     weights = safetensors.torch.load_file(path / "model.safetensors")
@@ -209,7 +209,7 @@ def arena(geometry: Geometry, path: Path) -> dict[str, torch.Tensor]:
 
 
 def apply(name: str, path: Path) -> dict[str, int]:
-    """Where the model's parameters are."""
+    """Applies a checkpoint. Returns the addresses of the model's parameters."""
     engine = engines[name]
     assert engine.geometry is not None
     contents = arena(engine.geometry, path)
@@ -224,7 +224,7 @@ def apply(name: str, path: Path) -> dict[str, int]:
 
 
 def apply_with_a_failure(name: str, path: Path, layer: str) -> str:
-    """In the middle: where the kernels' form of `layer` is made."""
+    """Applies a checkpoint, and fails in the middle, at the kernels' form of `layer`."""
     engine = engines[name]
     broken = engine.model.get_submodule(layer)
     with mock.patch.object(
@@ -261,7 +261,8 @@ def refusals(name: str) -> dict[str, str | None]:
 
 
 def toy() -> dict[str, Any]:
-    """What becomes of a model of which a checkpoint has but a part, and of its attention."""
+    """Returns the effects of an update on a small model of which a checkpoint has only a part, and on its
+    attention."""
     import torch
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -286,7 +287,7 @@ def toy() -> dict[str, Any]:
             parameter.data.copy_(tensor)
 
     class Method(QuantizeMethodBase):
-        """Makes of what was loaded what `make` does."""
+        """Converts the loaded weights with `make`."""
 
         def __init__(self, make: Callable[[Layer], None]) -> None:
             self.make = make
@@ -382,7 +383,7 @@ def toy() -> dict[str, Any]:
     found["processed"] = model.attention.processed == config.model_config.dtype
     geometry = mine.record([Tensor("layers.left.seen", "float32", (2,))])
     take({geometry.parameters[0].name: torch.ones(2)})
-    # What is the same everywhere does not tell; then it is known of which layers nothing is made.
+    # Equal values do not show whether a layer is converted. Later values show which layers are not.
     for values in ([3.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]):
         before_this = len(calls)
         take({f"made.{name}.scale": torch.tensor(values) for name in model.made})
@@ -403,12 +404,12 @@ def toy() -> dict[str, Any]:
     return found
 
 
-# --- In pytest's
+# --- In pytest's process
 
 
 @dataclass(frozen=True)
 class Model:
-    """Of each there are two checkpoints, and an engine that was started from each."""
+    """One model with two checkpoints, and an engine that was started from each."""
 
     name: str
     a: Path
@@ -440,7 +441,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def model(
     request: pytest.FixtureRequest, process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> Model:
-    """Its engine has a's weights, and has recorded them while it served."""
+    """Starts a model's engine with the weights of a, which it has recorded while it served."""
     directory = tmp_path_factory.mktemp(request.param)
     a, b = make(request.param, directory / "a", seed=1), make(request.param, directory / "b", seed=2)
     process.submit(start, f"{request.param} b", b).result()
@@ -493,7 +494,7 @@ def test_a_checkpoint_without_a_part_of_a_parameter(model: Model) -> None:
 
 def test_values_without_their_scales_and_scales_without_their_values(model: Model) -> None:
     if model.name != "qwen3_moe_fp8":
-        assert model.do(refusal, model.b, "_scale_inv") == "it is"  # there are none
+        assert model.do(refusal, model.b, "_scale_inv") == "it is"  # there are no such tensors
         return
     values = "layers.0.self_attn.o_proj.weight"
     for lost, there in ((f"{values}_scale_inv", values), (values, f"{values}_scale_inv")):
@@ -504,7 +505,7 @@ def test_values_without_their_scales_and_scales_without_their_values(model: Mode
 def test_what_this_engine_cannot_take(model: Model) -> None:
     found = model.do(refusals)
     assert found.pop("") is None
-    assert found.pop("per tensor").startswith("of quantizations, only block fp8 has been tested (")
+    assert found.pop("per tensor").startswith("only block fp8 quantization has been tested (")
     assert {setting: re.findall("[a-z-]*", reason)[0] for setting, reason in found.items()} == {
         "enable_eplb": "--enable-eplb",
         "enable_sleep_mode": "--enable-sleep-mode",
@@ -520,7 +521,9 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     names = (
         "layers.loaded.shift, layers.left.scale, layers.left.shift, layers.packed.scale, layers.packed.shift"
     )
-    assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 8 more"
+    assert (
+        found["warning"] == f"weights: parameters not in the checkpoint keep their values: {names} and 8 more"
+    )
     assert found["recorded"] == ["layers.loaded.scale"]
     kept, unset = found["kept"]
     assert (len(kept), unset, kept[0]) == (13, (), "layers.loaded.shift")

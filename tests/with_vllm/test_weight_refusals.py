@@ -15,7 +15,7 @@ from kv_connector.vllm.weights.loaded_model import LoadedModel
 
 
 class Runner(torch.nn.Module):
-    """Experts, whose first forward pass keeps the gates as one matrix or does not."""
+    """Experts whose first forward pass keeps the gates as one matrix, or does not."""
 
     def __init__(self, fuses: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_engine_warns_at_start_of_a_draft_model_that_keeps_its_weights(
     monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", '{"control_host": "127.0.0.1", "control_port": 5800}')
 
     class Receiver:
-        """In place of one that listens."""
+        """A stand-in for a receiver that listens."""
 
         def __init__(self, *_: object) -> None: ...
         def start(self) -> SimpleNamespace:

@@ -34,38 +34,40 @@ from kv_connector.weights.writer import Target
 
 pytestmark = pytest.mark.anyio
 
-# What takes minutes is in make test-weights.
+# Parts that take minutes run in make test-weights.
 ALL = "KVC_WEIGHT_FAULTS" in os.environ
 PROMPTS = list(enumerate((1, 7, 31, 32, 33, 100, 400, 1500)))
-# About blocks of 32 and chunks of 320, where they are asked for once.
+# Lengths around blocks of 32 and chunks of 320, requested once each.
 MORE_PROMPTS = [
     *PROMPTS,
     *enumerate((2, 15, 63, 64, 65, 127, 129, 200, 319, 320, 321, 1000) if ALL else (), 8),
 ]
 TOKENS = 16
-ENDLESS = 1900  # tokens: more than come while a version does
-# Seconds. Who gets no turn on a busy machine is not to be taken for dead; who is killed closes its sockets.
+ENDLESS = 1900  # tokens: more than arrive during an update
+# Seconds. An engine that gets no CPU time on a busy machine must not count as dead. A killed one closes its
+# sockets.
 PATIENT = {"suspect": 15.0, "dead": 30.0}
-# How many times a trainer is killed, behind ever more of its writes.
+# Number of kills of a trainer, each after more of its writes.
 POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
-# (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do, and share out what two of them have.
+# (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do. Two ranks have each row, and share
+# the writes.
 MESHES = ((2, 1), (4, 1), (4, 2)) if ALL else ((4, 2),)
-# Each with other ranks, lanes and mode.
+# Each has other ranks, lanes and another mode.
 ENGINES = ((1, ("host", "tcp"), "shadow"), (2, ("tcp",), "streaming"))
-# Which of them a trainer that is killed writes to.
+# Engines to which a killed trainer writes.
 KILLED = ((0,), (1,), (0, 1)) if ALL else ((0, 1),)
 
 
 @dataclass(frozen=True)
 class Site:
     engines: list[Engine]  # of one rank and of two, started with "a"
-    takes: list[str]  # where they take weights
+    takes: list[str]  # addresses where they receive weights
     oracle: Engine  # started with "b"
     checkpoints: Mapping[str, Path]
     cluster: LocalCluster
 
     def push(self, name: str, *more: str, to: Sequence[str] = (), by: str = "push") -> str:
-        """By the command, to all where it is not said to whom; what it says."""
+        """Pushes with the command, to all engines by default. Returns its output."""
         options = [word for address in to or self.takes for word in ("--engine", address)]
         done = CliRunner().invoke(app, ["weights", by, str(self.checkpoints[name]), *options, *more])
         assert done.exit_code == 0, done.output
@@ -80,15 +82,15 @@ class Site:
 def start(
     cluster: LocalCluster, name: str, ranks: int, arguments: Sequence[str] = (), **of_weights: object
 ) -> tuple[Engine, str]:
-    """And where it takes weights."""
-    # The controller's port, and the workers' behind it.
+    """Starts an engine. Returns it with the address where it receives weights."""
+    # Port of the controller. The workers' ports follow.
     (port,) = free_ports(1)
     given = {"control_host": HOST, "control_port": port, **of_weights}
     words = ("--weight-transfer-config", '{"backend": "write_imm"}', "-tp", str(ranks), *arguments)
     environment = {
         "KV_CONNECTOR_WEIGHTS": json.dumps(given),
         "VLLM_PLUGINS": "kv_connector",
-        "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client alone
+        "VLLM_SERVER_DEV_MODE": "1",  # for vLLM's own client only
     }
     settings = dataclasses.replace(cluster.settings, arguments=words, environment=environment)
     return cluster.start_engine(name, settings=settings), f"{HOST}:{port}"
@@ -109,7 +111,7 @@ def serving(
                 cluster,
                 f"ranks{ranks}",
                 ranks,
-                # Eight streams' events, one by one, leave a trainer beside their reader no turn.
+                # One event per token of eight streams would leave a trainer beside their reader no CPU time.
                 ("--stream-interval", str(TOKENS)),
                 providers=providers,
                 mode=mode,
@@ -135,7 +137,8 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 
 
 def with_a_slice_of_another(directory: Path, one: Path, other: Path) -> Path:
-    """``one`` but for half the columns of a matrix, which the second of two ranks has."""
+    """Writes checkpoint ``one`` with half the columns of one matrix from ``other``, which the second of two
+    ranks has."""
     name = "model.layers.1.self_attn.o_proj.weight"
     shutil.copytree(one, directory)
     weights, others = dict(in_checkpoint(one)), dict(in_checkpoint(other))
@@ -160,7 +163,7 @@ async def all_answers(
 
 
 async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
-    """To and fro, by the commands; the cached prompts of before are of no use any more."""
+    """Weights are pushed back and forth with the commands. Prompts cached under old weights are not used."""
     b = await answers(client, site.oracle, MORE_PROMPTS)
     a, same = await all_answers(client, site.engines, MORE_PROMPTS)
     assert a == same
@@ -199,7 +202,7 @@ async def test_shards_of_a_trainer_are_served(
 
 
 async def test_a_slice_that_one_rank_has_is_seen_in_the_tokens(site: Site, client: Client) -> None:
-    """So that tokens that are equal say that all of the weights are."""
+    """The test proves that equal tokens mean that all of the weights are equal."""
     await asyncio.to_thread(site.push, "c")
     c, same = await all_answers(client, site.engines, MORE_PROMPTS)
     assert c == same
@@ -209,14 +212,15 @@ async def test_a_slice_that_one_rank_has_is_seen_in_the_tokens(site: Site, clien
 
 @pytest.mark.parametrize("number", range(len(ENGINES)))
 async def test_streams_go_on_over_an_update(number: int, site: Site, client: Client) -> None:
-    """What was said before is the old weights', and what follows is what the new ones say to that."""
+    """Tokens before the update are of the old weights. The following ones are the new weights'
+    continuation."""
     engine, take = site.engines[number], site.takes[number]
     await asyncio.to_thread(site.push, "a", "--version", "a2", to=[take])
     ids = prompt(3, 50)
     said: list[list[int]] = [[] for _ in range(8)]
 
     async def more(tokens: int) -> None:
-        """Waits until so many more have come of each."""
+        """Waits until each stream has this many more tokens."""
         wanted = [len(one) + tokens for one in said]
 
         async def missing() -> str:
@@ -251,8 +255,8 @@ async def test_streams_go_on_over_an_update(number: int, site: Site, client: Cli
 
 
 async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) -> None:
-    """Nothing where it wrote beside what is served; an engine that it wrote over stays paused until it is
-    whole again."""
+    """An engine in shadow mode loses nothing. An engine whose weights were overwritten stays paused until it
+    has a whole version."""
     await asyncio.to_thread(site.push, "a", "--version", "a4")
     a = await answers(client, site.engines[0])
     pusher = WeightPusher(CheckpointSource(site.checkpoints["b"]), site.takes, providers=("host", "tcp"))
@@ -262,7 +266,7 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
         left = {worker.peer: len(worker.rounds) - 1 for worker in workers_of(pusher._engines)}
 
         def give_up(target: Target) -> None:
-            """With one round to go."""
+            """Gives up with one round left."""
             if left[target.peer]:
                 left[target.peer] -= 1
                 write(target)
@@ -277,10 +281,10 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
     assert await answers(client, site.engines[0]) == a
     asked = ["weights", "status", "--engine", site.takes[1]]
     while "stays paused" not in (told := await asyncio.to_thread(CliRunner().invoke, app, asked)).output:
-        pass  # it hears of it later than the trainer
+        pass  # the engine receives it later than the trainer
     assert told.exit_code == 1
     assert "it gives up" in told.output
-    # Who was written beside mends it.
+    # The engine in shadow mode repairs the other.
     await asyncio.to_thread(site.push, "b", "--version", "b5", to=site.takes[:1])
     assert "version b5 is served" in await asyncio.to_thread(site.seed, *site.takes)
     b = await answers(client, site.oracle)
@@ -290,7 +294,8 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
 async def test_an_engine_that_starts_is_seeded_before_it_is_asked_and_seeds_others(
     site: Site, client: Client
 ) -> None:
-    """By one of one rank it has two; and the other way round. The first that it asks has no copy."""
+    """An engine of one rank seeds one of two, and the reverse. The first engine that the joiner requests has
+    no copy."""
     few = PROMPTS[1:4]
     await asyncio.to_thread(site.push, "a", "--version", "a6", to=site.takes[:1])
     joiner, take = start(
@@ -313,8 +318,8 @@ async def test_an_engine_that_starts_is_seeded_before_it_is_asked_and_seeds_othe
 async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
     numbers: tuple[int, ...], site: Site, client: Client
 ) -> None:
-    """Engine by engine all is of one version, and is again when the next one comes; and the one that is
-    written beside goes on meanwhile."""
+    """Each engine has one whole version, and again after the next push. The engine in shadow mode serves in
+    the meantime."""
     engines, takes = [site.engines[n] for n in numbers], [site.takes[n] for n in numbers]
     modes = [ENGINES[n][2] for n in numbers]
     await asyncio.to_thread(site.push, "a", "--version", "a5", to=takes)
@@ -324,7 +329,7 @@ async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
         by_engine = [sum(1 for w in engine.workers for _ in w.sends) for engine in every._engines]
     writes = sum(by_engine)
     for point in range(POINTS):
-        posted = writes * (2 * point + 1) // (2 * POINTS - 1)  # of the last one all
+        posted = writes * (2 * point + 1) // (2 * POINTS - 1)  # in the last round all writes
         version = f"killed-{posted}-{numbers}"
         trainer = FORKSERVER.Process(
             target=main_until_killed, args=(site.checkpoints["b"], version, takes, posted)
@@ -344,7 +349,7 @@ async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
 
 
 async def settled(take: str) -> dict[str, Any]:
-    """What the engine says when it has no trainer any more, and does nothing about what that left."""
+    """Returns the engine's state once it has no trainer and has finished all work that the trainer left."""
     while True:
         told = await asyncio.to_thread(
             CliRunner().invoke, app, ["weights", "status", "--json", "--engine", take]
@@ -355,7 +360,7 @@ async def settled(take: str) -> dict[str, Any]:
 
 
 async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
-    """By the interface that its other backends have; the caller pauses."""
+    """vLLM's trainer uses the interface of its other backends, and the caller pauses."""
     from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -377,5 +382,7 @@ async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
         await client.post(f"{engine.url}/resume")
         trainer.shutdown()
     assert await answers(client, engine) == await answers(client, site.oracle)
-    with pytest.raises(TypeError, match="write_imm sends shards as they lie, and object only gives whole"):
+    with pytest.raises(
+        TypeError, match="write_imm sends shards as they lie in memory, but object gives whole"
+    ):
         WriteImmTrainerEngine.trainer_init(info, client=sync, source=object())

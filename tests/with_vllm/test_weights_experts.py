@@ -1,5 +1,7 @@
-"""New weights for engines that serve a mixture of experts, of one rank and of two, and a vocabulary that vLLM
-pads: their tokens are those of an engine that was started with them."""
+"""New weights for serving engines with experts, of one rank and of two, and a vocabulary that vLLM pads.
+
+Their tokens are those of an engine that was started with them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from weight_trainer import Trainer
 
 pytestmark = pytest.mark.anyio
 
-# The other way round than in test_weights: two ranks write beside, one takes layer by layer.
+# The reverse of test_weights: the engine of two ranks is in shadow mode, the one of one rank takes layer by
+# layer.
 ENGINES = ((1, ("host",), "streaming"), (2, ("host", "tcp"), "shadow"))
 
 
@@ -32,7 +35,7 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 
 
 async def test_experts_are_served(site: Site, client: Client, tmp_path: Path) -> None:
-    """Of a trainer's shards, and again of a checkpoint."""
+    """The weights come from a trainer's shards, then from a checkpoint."""
     a, same = await all_answers(client, site.engines, MORE_PROMPTS)
     assert a == same
     b = await answers(client, site.oracle, MORE_PROMPTS)

@@ -1,5 +1,7 @@
-"""A prefill and a decode engine whose weights change one after the other, and at once, while they serve: no
-token is computed from the KV of one version with the weights of another."""
+"""A serving prefill and decode engine whose weights change one after the other, and at once.
+
+No token is computed from the KV of one version with the weights of another.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from kv_connector.lab.model import make_llama
 
 pytestmark = pytest.mark.anyio
 
-# Of several chunks at P, so that an update meets some in the middle.
+# Prompts of several chunks at P, so that an update comes in the middle of some.
 PROMPTS = [prompt(f"fleet {number}", tokens) for number, tokens in enumerate((40, 300, 700))]
 TOKENS = 16
 # Requests at a time: more than P computes at once.
@@ -46,14 +48,14 @@ CLIENTS = 4
 class Fleet:
     prefill: Engine
     decode: Engine
-    takes: dict[str, str]  # where each takes weights
+    takes: dict[str, str]  # address where each receives weights
     router: str
     router_log: Path
     checkpoints: dict[str, Path]
     versions: Iterator[int] = field(default_factory=itertools.count)
 
     async def push(self, name: str, *engines: Engine, problem: str = "") -> None:
-        """Each time as another version. ``problem``: why it is not served."""
+        """Pushes, each time as a new version. ``problem``: why it is not served."""
         options = [word for engine in engines for word in ("--engine", self.takes[engine.name])]
         version = f"{name}-{next(self.versions)}"
         words = ["weights", "push", str(self.checkpoints[name]), *options, "--version", version]
@@ -67,13 +69,13 @@ class Fleet:
         assert done.exit_code == 0, done.output
 
     async def verify(self, name: str) -> str:
-        """What is said of both engines' copies."""
+        """Returns the report of `weights verify` on both engines' copies."""
         options = [word for address in self.takes.values() for word in ("--engine", address)]
         words = ["weights", "verify", str(self.checkpoints[name]), *options]
         return (await asyncio.to_thread(CliRunner().invoke, app, words)).output
 
     async def alone(self, client: Client) -> list[list[int]]:
-        """What the decode engine answers by itself."""
+        """Returns the decode engine's answers by itself."""
         return [await client.complete(self.decode.url, one, TOKENS) for one in PROMPTS]
 
 
@@ -115,7 +117,7 @@ def fleet(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 
 
 class Load:
-    """Requests one after the other, by several clients, until they are told to stop."""
+    """Requests one after another, by several clients, until they are stopped."""
 
     def __init__(self, client: Client, url: str) -> None:
         self._client = client
@@ -132,7 +134,7 @@ class Load:
             self._stopping = True
 
     async def more(self, answers: int) -> None:
-        """Waits until so many more have come."""
+        """Waits until this many more answers have arrived."""
         wanted = len(self.answers) + answers
 
         async def missing() -> str:
@@ -154,9 +156,12 @@ class Load:
 async def assert_of_one_version_each(
     client: Client, fleet: Fleet, answers: Sequence[tuple[int, list[int]]], old: list[list[int]]
 ) -> int:
-    """``old``: what was answered before; both engines are updated by now. Each answer is one version's, or
-    begins with the old one's tokens, and goes on with what the new one says to those. The first token of a
-    stream may be of either, as it is the prefill engine's. Returns how many are no single version's."""
+    """Checks answers around an update of both engines. ``old``: the answers before it.
+
+    Each answer is of one version, or begins with the old version's tokens and continues with the new
+    version's answer to them. The first token of a stream may be of either version, because it comes from the
+    prefill engine. Returns the number of answers that are not of a single version.
+    """
     new = await fleet.alone(client)
     assert all(one != other for one, other in zip(old, new, strict=True))
     straddling = [(asked, said) for asked, said in answers if said not in (old[asked], new[asked])]
@@ -195,7 +200,7 @@ async def test_a_fleet_is_updated_under_requests(fleet: Fleet, client: Client, o
 
 
 async def test_a_stream_that_waits_at_decode_keeps_its_first_token(fleet: Fleet, client: Client) -> None:
-    """The client has it, of the old version, when both are updated."""
+    """The client has the old version's token when both engines are updated."""
     await fleet.push("a", fleet.prefill, fleet.decode)
     old = await fleet.alone(client)
     in_hand = await client.load(fleet.decode)
@@ -218,8 +223,8 @@ async def test_a_stream_that_waits_at_decode_keeps_its_first_token(fleet: Fleet,
 async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
     fleet: Fleet, client: Client
 ) -> None:
-    """As behind a router that does not know of versions: D computes the prompt itself, though its policy is
-    to fail what is not loaded."""
+    """The requests are those of a router that does not know versions. D computes the prompt itself, although
+    its policy is to fail requests whose pages are not loaded."""
     for number, (first, second) in enumerate(((fleet.prefill, fleet.decode), (fleet.decode, fleet.prefill))):
         await fleet.push("a", fleet.prefill, fleet.decode)
         await fleet.push("b", first)
@@ -236,14 +241,14 @@ async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
             )
             assert said == alone[asked]
             await wait_logged(
-                fleet.decode, f"transfer {transfer} from .*: stale: .*weights: prefill has", logged
+                fleet.decode, f"transfer {transfer} from .*: stale: .*weights: prefill engine has", logged
             )
         await fleet.push("b", second)
         await assert_quiescent(client, fleet.prefill, fleet.decode)
 
 
 async def counted(client: Client, fleet: Fleet) -> list[str]:
-    """Prompts that the router did not pair, by reason."""
+    """Returns the prompts that the router did not pair, by reason."""
     lines = (await client.get(f"{fleet.router}/metrics")).splitlines()
     return [line for line in lines if line.startswith("kv_connector_router_local_prefills_total{")]
 

@@ -1,5 +1,7 @@
-"""A trainer's ranks that have bfloat16 weights, and an engine that serves block fp8: its tokens are those of
-an engine that was started from vLLM's own quantisation of them."""
+"""A trainer's ranks with bfloat16 weights, and an engine that serves block fp8.
+
+Its tokens are those of an engine that was started from vLLM's own quantisation of them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ ON_CPU = ("--worker-extension-cls", "fp8_on_cpu.Worker", "--dtype", "bfloat16")
 @dataclass(frozen=True)
 class Site:
     engine: Engine  # started with "a" in block fp8
-    take: str  # where it takes weights
+    take: str  # address where it receives weights
     oracle: Engine  # started with "b" in block fp8
     plain: dict[str, Path]  # the checkpoints in bfloat16
     fp8: dict[str, Path]
@@ -55,19 +57,21 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 
 
 async def answers(client: Client, engine: Engine) -> list[list[int]]:
-    """One by one: in bfloat16 the last digits depend on what else is computed in a step."""
+    """Returns the answers to single requests: in bfloat16 the last digits depend on the other requests of a
+    step."""
     return [await client.complete(engine.url, prompt(*which), TOKENS) for which in PROMPTS]
 
 
 async def test_what_is_quantised_by_a_trainers_ranks_is_served(
     site: Site, client: Client, tmp_path: Path
 ) -> None:
-    """Three of FSDP2, whose rows end within blocks. Then the first checkpoint, as it is in block fp8."""
+    """Three FSDP2 ranks push, whose rows end within blocks. Then the first checkpoint is pushed in block
+    fp8."""
     a, b = await answers(client, site.engine), await answers(client, site.oracle)
     assert all(before != after for before, after in zip(a, b, strict=True))
     with Trainer(tmp_path, [site.take], site.plain["b"], ranks=RANKS, applies=True, fp8=True) as trainer:
         await asyncio.to_thread(trainer.all_say, "connected")
-        for version in ("step-1", "step-2"):  # of which vLLM makes the kernels' form, and which is copied
+        for version in ("step-1", "step-2"):  # converted to the kernels' form by vLLM, then copied into it
             trainer.say(version)
             await asyncio.to_thread(trainer.all_say, "applied")
             assert await answers(client, site.engine) == b

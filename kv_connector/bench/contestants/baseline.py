@@ -13,7 +13,7 @@ from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
 
 class _BatchSide(Side):
-    """A side whose batch is nothing but its lists of pages."""
+    """A side whose batch consists of its lists of pages only."""
 
     def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
         self.page_bytes = workload.page_bytes
@@ -48,9 +48,9 @@ class MemoryCopySide(_BatchSide):
 
 
 class ProcessWriteSide(_BatchSide):
-    """process_vm_writev, many pages a call: what reaches memory of another process that nobody shared."""
+    """process_vm_writev with many pages a call: the way to memory of another process that is not shared."""
 
-    # At 4 KiB pages twice as fast as a page a call; more gained nothing.
+    # At 4 KiB pages this is twice as fast as one page a call. More pages gained nothing.
     pages_per_call = 256
 
     def connect(self, peer: Connection) -> None:
@@ -72,7 +72,7 @@ class ProcessWriteSide(_BatchSide):
 
 
 class PlainSocketSide(_BatchSide):
-    """One blocking TCP connection over loopback; each batch is answered by one byte."""
+    """One blocking TCP connection over loopback. The target answers each batch with one byte."""
 
     faces = (Face.THREAD,)
 
@@ -99,4 +99,4 @@ class PlainSocketSide(_BatchSide):
         return self.client.ping_pong(LATENCY_BYTES, iterations, pause_us)
 
     def pong(self, face: Face, iterations: int) -> None:
-        """The server's thread answers by itself."""
+        """Does nothing: the server's thread answers."""

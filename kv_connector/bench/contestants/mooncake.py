@@ -1,4 +1,4 @@
-"""Mooncake's TransferEngine over tcp, by its Python interface, used as vLLM's MooncakeConnector uses it."""
+"""Mooncake's TransferEngine over tcp, through its Python interface, used as in vLLM's MooncakeConnector."""
 
 import importlib
 from multiprocessing.connection import Connection
@@ -8,7 +8,7 @@ from kv_connector.bench.pool import Pool
 from kv_connector.bench.side import Face, Role, Side
 from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
-# Pages of one call: its tcp transport's queue refuses more with the default settings.
+# Pages of one call. With the default settings, the queue of its tcp transport refuses more.
 _PAGES_PER_CALL = 1024
 
 

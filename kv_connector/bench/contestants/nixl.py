@@ -1,4 +1,4 @@
-"""NIXL with its UCX backend, by its Python interface, used as vLLM's NixlConnector uses it."""
+"""NIXL with its UCX backend, through its Python interface, used as vLLM's NixlConnector uses it."""
 
 import importlib
 import os
@@ -15,7 +15,10 @@ from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
 
 class NixlSide(Side):
-    """`progress_thread`: NIXL's default. Without it both sides must poll, which is its fastest setting."""
+    """One end of NIXL.
+
+    `progress_thread` is NIXL's default; without it both sides must poll, which is its fastest setting.
+    """
 
     faces = (Face.PYTHON,)
 
@@ -34,7 +37,8 @@ class NixlSide(Side):
         self.peer = self.agent.add_remote_agent(metadata)
 
     def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
-        # As vLLM does: one prepared list of all pages of the pool, and each transfer picks indices from it.
+        # As in vLLM, one prepared list contains all pages of the pool, and each transfer picks indices from
+        # it.
         ours, theirs = (
             _descriptors(base, self.pool.size, workload.page_bytes)
             for base in (self.pool.address, self.target)
@@ -82,7 +86,7 @@ class NixlSide(Side):
 
 
 def _descriptors(base: int, pool_bytes: int, page_bytes: int) -> NDArray[np.uint64]:
-    """(address, length, device) of every page of a pool."""
+    """Returns (address, length, device) of every page of a pool."""
     pages = np.arange(pool_bytes // page_bytes, dtype=np.uint64)
     rows = np.zeros((len(pages), 3), dtype=np.uint64)
     rows[:, 0] = np.uint64(base) + pages * np.uint64(page_bytes)

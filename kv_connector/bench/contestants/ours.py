@@ -1,4 +1,4 @@
-"""Our TransferEngine over one lane: batches from Python, single writes and latency without it."""
+"""Our TransferEngine over one lane: batches from Python, single writes and latency without Python."""
 
 from multiprocessing.connection import Connection
 
@@ -11,7 +11,7 @@ from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 from kv_connector.engine import EngineConfig, EventKind, PagedWrite, Pages
 from kv_connector.engine.transfer_engine import TransferEngine
 
-# Seconds after which an answer will not come any more.
+# Seconds after which an answer counts as lost.
 _PATIENCE = 30.0
 
 _NATIVE_FACES = {
@@ -21,7 +21,7 @@ _NATIVE_FACES = {
 
 
 class EngineSide(Side):
-    """One engine over one lane, everything else as it comes. All writes are counted."""
+    """One transfer engine over one lane, with default settings. All its writes are counted."""
 
     faces = (Face.WORKER, Face.THREAD, Face.PYTHON)
 
@@ -32,7 +32,7 @@ class EngineSide(Side):
         self.engine = TransferEngine(self.config)
         self.region = self.engine.register_memory(pool.address, pool.size, pool.memfd)
         self.counter = self.engine.alloc_counters(1)
-        self.added: list[int] = []  # and not written to
+        self.added: list[int] = []  # peers that were added and not written to
 
     def connect(self, peer: Connection) -> None:
         self.control = peer
@@ -59,7 +59,7 @@ class EngineSide(Side):
             self._wait(transfer)
 
     def _shake_hands(self) -> int:
-        """The other side does the same; returns its id here."""
+        """Connects the two sides; the other side calls this too. Returns the other side's id here."""
         if self.role is Role.INITIATOR:
             offer = self.engine.offer(Role.TARGET)
             self.control.send(offer.data)
@@ -111,14 +111,17 @@ class EngineSide(Side):
             loop.write()
 
     def prepare_singles(self) -> None:
-        # One counter for all of them: nobody waits for it.
+        # All writes count on one counter, because no thread waits for it.
         self.single, (self.single_immediate,) = self._native_ping_pong(1)
 
     def singles(self, nbytes: int, iterations: int) -> list[float]:
         return self.single.singles(nbytes, iterations, self.single_immediate)
 
     def _native_ping_pong(self, iterations: int) -> tuple[_bench.EnginePingPong, list[int]]:
-        """An engine of its own for this measurement, connected, and the other side's immediates."""
+        """Opens and connects a transfer engine for this measurement.
+
+        Returns it and the other side's immediates.
+        """
         native = _bench.EnginePingPong(
             self.lane.native_domains(self.role),
             self.config.spin_us,
@@ -138,7 +141,7 @@ class EngineSide(Side):
 
 
 class _PythonLoop:
-    """The writes and waits of one measurement, one counter each, all allocated beforehand."""
+    """The writes and waits of one measurement: one counter each, all allocated beforehand."""
 
     def __init__(self, side: EngineSide, iterations: int) -> None:
         self.side = side

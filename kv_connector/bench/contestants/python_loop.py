@@ -7,7 +7,7 @@ from collections.abc import Callable
 def ping_pong(
     write: Callable[[], None], await_answer: Callable[[], None], iterations: int, pause_us: int
 ) -> list[float]:
-    """Half of each round trip in microseconds."""
+    """Returns half of each round trip in microseconds."""
     halves = []
     for _ in range(iterations):
         if pause_us:

@@ -1,1 +1,2 @@
-"""`kv-connector bench pd`: one vLLM engine alone beside P/D pairs through several connectors, in one run."""
+"""`kv-connector bench pd`: one vLLM engine alone beside pairs of prefill and decode engines through several
+connectors."""

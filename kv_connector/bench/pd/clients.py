@@ -1,4 +1,4 @@
-"""Clients of a P/D pair that something happens to: what became of each of their requests."""
+"""Clients of a pair of engines to which a fault happens, with the outcome of each request."""
 
 import asyncio
 import math
@@ -17,15 +17,17 @@ PROMPT_TOKENS = (300, 380, 460, 540, 620, 700)
 OUTPUT_TOKENS = 24
 CLIENTS = 8
 ABORTED = 40
-# With so many clients an answer takes about a second: moments within one meet prefill, transfer and decode.
+# With this many clients an answer takes about a second. So moments within one second hit prefill, transfer
+# and decode.
 MOMENT_SECONDS = 1.0
-# Two answers a client, and the load is steady.
+# After two answers a client the load is steady.
 ANSWERS_BEFORE, BEFORE_SECONDS = 2 * CLIENTS, 120.0
-# Nobody may notice a kill: then the load ends nevertheless. Twice our own dead time.
+# If no request notices a kill, the load ends after this time nevertheless. It is twice our own dead time.
 AFTER_SECONDS = 10.0
-# A client that got an error comes back, but not at once; one that looks for service does not wait long.
+# A client that got an error retries after a pause. One that checks for service does not wait long for an
+# answer.
 PAUSE_SECONDS, ATTEMPT_SECONDS, RIGHT_SECONDS = 0.2, 10.0, 60.0
-# The metric is as of an engine's last step: it may be 0 before the step that takes blocks has ended.
+# The metric is from an engine's last step. It may be 0 before the step that takes blocks has ended.
 LOOK_SECONDS, SETTLE_SECONDS = 0.1, 2.0
 
 Tokens = tuple[int, ...]
@@ -33,7 +35,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """What became of it. No tokens and no problem: its client left."""
+    """The outcome of one request. Without tokens and problem, its client left."""
 
     prompt: int
     began: float
@@ -43,7 +45,7 @@ class Request:
 
 
 class Clients:
-    """The clients of one deployment, through one fault; `expected` are the right answers to `prompts`."""
+    """The clients of one deployment, through one fault. `expected` are the right answers to `prompts`."""
 
     def __init__(self, url: str, expected: Sequence[Tokens]) -> None:
         self._url = url
@@ -51,13 +53,16 @@ class Clients:
         self._rng = np.random.default_rng(SEED)
         self.expected = expected
         self.fault = math.inf
-        """The moment of it."""
+        """Time of the fault."""
         self.requests: list[Request] = []
         self.probes: list[Request] = []
-        """Those of `until_right`."""
+        """Requests of `until_right`."""
 
     async def leave(self, engines: Sequence[Engine], limit: float) -> float | None:
-        """Clients that close their connections at any moment; returns what `until_empty` does."""
+        """Sends requests whose clients close their connections at any moment.
+
+        Returns the result of `until_empty`.
+        """
         turn = asyncio.Semaphore(CLIENTS)
         async with _http(self._url) as http:
             self.fault = time.monotonic()
@@ -71,9 +76,11 @@ class Clients:
         return await until_empty(engines, time.monotonic(), limit)
 
     async def lose(self, kill: Callable[[], None], others: Sequence[Engine], limit: float) -> float | None:
-        """Asks again and again, kills at some moment, and goes on until every client has been told.
+        """Sends requests all the time, kills an engine at some moment, and continues until every client got
+        an answer or error.
 
-        Returns what `until_empty` does of the others; LoadError if there is no service to begin with.
+        Returns the result of `until_empty` for the other engines. LoadError: there is no service to begin
+        with.
         """
         steady = asyncio.Event()
         async with _http(self._url) as http:
@@ -109,7 +116,7 @@ class Clients:
         return empty
 
     async def until_right(self) -> float | None:
-        """Seconds until an answer is right; None after RIGHT_SECONDS."""
+        """Returns the seconds until an answer is right; None after RIGHT_SECONDS."""
         async with _http(self._url) as http:
             start = time.monotonic()
             while (rest := start + RIGHT_SECONDS - time.monotonic()) > 0:
@@ -121,7 +128,7 @@ class Clients:
         return None
 
     async def _ask(self, http: httpx.AsyncClient, prompt: int, seconds: float | None = None) -> Request:
-        """One request, whose client leaves after so many seconds."""
+        """Sends one request, whose client leaves after ``seconds``."""
         began, tokens, problem = time.monotonic(), Tokens(), ""
         try:
             async with asyncio.timeout(seconds):
@@ -136,7 +143,8 @@ class Clients:
 async def until_empty(
     engines: Sequence[Engine], since: float, limit: float, tasks: Sequence[asyncio.Task[None]] = ()
 ) -> float | None:
-    """Seconds from `since` until a KV block was in use for the last time; None if that is past `limit`.
+    """Returns the seconds from `since` until a KV block was in use for the last time; None if that is past
+    `limit`.
 
     Waits for the clients' `tasks` too. LoadError: an engine has ended.
     """
@@ -158,7 +166,7 @@ def _usage(engine: Engine) -> float:
     try:
         return engine.metric("vllm:kv_cache_usage_perc")
     except OSError:
-        return 1.0  # It is too busy to answer: nobody knows of a free block.
+        return 1.0  # The engine is too busy to answer, so its blocks count as used.
 
 
 def prompts() -> list[list[int]]:
@@ -172,6 +180,6 @@ async def right_answers(url: str) -> list[Tokens]:
 
 
 def _http(url: str) -> httpx.AsyncClient:
-    # No connection twice: a broken one is the fault of the request that it was opened for.
+    # No connection is used twice: a broken one would fail a request that did not open it.
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False)

@@ -1,4 +1,4 @@
-"""What is compared: one engine alone, and P/D pairs through three connectors."""
+"""The compared deployments: one engine alone, and pairs of engines through three connectors."""
 
 import json
 import sys
@@ -18,9 +18,9 @@ class Running:
 
     url: str
     engines: tuple[Engine, ...]
-    """P before D."""
+    """The prefill engine before the decode engine."""
     router: Process | None = None
-    """Where it is not idle by itself."""
+    """The router, if it uses CPU while idle."""
 
     @property
     def processes(self) -> tuple[Process, ...]:
@@ -30,12 +30,15 @@ class Running:
 @dataclass(frozen=True)
 class Deployment:
     name: str
-    """What --deployments takes."""
+    """Value of --deployments."""
     label: str
     start: Callable[[LocalCluster, ExitStack], Running]
-    """Starts its processes and returns at once. Those that are not the cluster's end with the stack."""
+    """Starts its processes and returns at once.
+
+    Processes that the cluster does not own end with the stack.
+    """
     module: str | None = None
-    """The Python module that it needs and that we do not depend on."""
+    """Python module that the deployment needs and that is no dependency of this project."""
 
 
 def _alone(cluster: LocalCluster, _: ExitStack) -> Running:
@@ -50,7 +53,7 @@ def _ours(cluster: LocalCluster, _: ExitStack) -> Running:
 
 
 def _nixl(cluster: LocalCluster, _: ExitStack) -> Running:
-    """Through our router, one after the other: that is NIXL's flow."""
+    """Goes through our router, prefill before decode, which is NIXL's flow."""
     engines = []
     for name, role in (("nixl-prefill", "kv_producer"), ("nixl-decode", "kv_consumer")):
         (port,) = free_ports(1)
@@ -85,7 +88,7 @@ def _mooncake(cluster: LocalCluster, stack: ExitStack) -> Running:
 def _engine(
     cluster: LocalCluster, name: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Engine:
-    """An engine with somebody else's connector."""
+    """Starts an engine with another project's connector."""
     arguments = (*cluster.settings.arguments, "--kv-transfer-config", json.dumps(transfer))
     settings = replace(cluster.settings, arguments=arguments, environment=environment)
     return cluster.start_engine(name, settings=settings)

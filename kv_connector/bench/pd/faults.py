@@ -1,4 +1,7 @@
-"""P/D pairs when clients leave, and when D or P is killed: each fault happens to a pair just started."""
+"""Pairs of engines whose clients leave, or of which one engine is killed.
+
+Each fault happens to a newly started pair.
+"""
 
 import asyncio
 import tempfile
@@ -34,25 +37,26 @@ from kv_connector.lab.process import StartError
 
 ALONE, *PAIRS = DEPLOYMENTS
 
-# 512 blocks: eight prompts that are never given back show as a quarter of them.
+# 512 blocks, of which eight prompts that are never given back show as a quarter.
 _SETTINGS = replace(SETTINGS, kv_cache_bytes=64 << 20)
+_ROLES = ("prefill engine", "decode engine")
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    """What --faults takes."""
+    """Value of --faults."""
     label: str
     limit: float
-    """Seconds that we wait for the KV blocks."""
+    """Longest wait for the KV blocks, in seconds."""
     victim: int | None = None
-    """Which of a pair's engines is killed."""
+    """Index of the engine that is killed in a pair."""
 
 
 FAULTS = (
     Fault("abort", f"{ABORTED} clients leave", 60.0),
-    Fault("kill-d", "kill -9 of D, then restart", 180.0, victim=1),
-    Fault("kill-p", "kill -9 of P, then restart", 180.0, victim=0),
+    Fault("kill-d", "kill -9 of the decode engine, then restart", 180.0, victim=1),
+    Fault("kill-p", "kill -9 of the prefill engine, then restart", 180.0, victim=0),
 )
 
 
@@ -64,36 +68,44 @@ class FaultPlan:
 
 
 class Suffered(msgspec.Struct, tag="fault", kw_only=True, frozen=True):
-    """One deployment and one fault. None instead of seconds: not within the limit."""
+    """The result of one fault in one deployment. None in place of seconds: not within the limit."""
 
     deployment: str
     fault: str
     failed_before: int
-    """Requests that failed without a fault of ours."""
+    """Requests that failed before the fault."""
     under_way: int
     """Requests that began before the fault and ended after it."""
     failed: int
-    """Of them."""
+    """Requests of ``under_way`` that failed."""
     later: int
-    """Requests that began after the fault. After a kill each client goes on until one of its own fails."""
+    """Requests that began after the fault.
+
+    After a kill each client continues until one of its requests fails.
+    """
     failed_later: int
     left: int
-    """Of those later ones: their clients left before the end."""
+    """Requests of ``later`` whose clients left before the end."""
     last_failure_s: float
-    """After the fault; 0 where nothing failed."""
+    """Seconds from the fault to the last failure; 0 if none failed."""
     empty_s: float | None
-    """Until every KV block was free, and stayed so, in the engines that are left: from the kill, or from the
-    moment the last client left.
+    """Seconds until every KV block was free, and stayed free, in the remaining engines.
+
+    They count from the kill, or from the moment the last client left.
     """
     right_s: float | None
-    """Until an answer is right: from the restarted engine's good health, without a kill from then on."""
+    """Seconds until an answer is right.
+
+    They count from the restarted engine's good health. Without a kill, they count from the end of the wait
+    for free blocks.
+    """
     answered: int
     wrong: int
-    """Of those answered: with other tokens than one engine alone."""
+    """Requests of ``answered`` whose tokens differ from one engine's alone."""
 
 
 def run(plan: FaultPlan, console: Console) -> bool:
-    """Measures and prints; True if every deployment came through to the end and no answer was wrong."""
+    """Measures and prints. Returns whether every deployment reached the end and no answer was wrong."""
     present = leave_out_missing(plan.deployments, console)
     records: list[Suffered] = []
     failures: list[str] = []
@@ -193,7 +205,7 @@ def _print(
         [fault.label, *(cell(fault, cells.get((deployment.name, fault.name))) for deployment in deployments)]
         for fault in faults
     ]
-    print_table(console, "What each fault did", header, rows, names=len(header))
+    print_table(console, "Effect of each fault", header, rows, names=len(header))
 
 
 def cell(fault: Fault, record: Suffered | None) -> str:
@@ -201,13 +213,16 @@ def cell(fault: Fault, record: Suffered | None) -> str:
         return "-"
     if fault.victim is None:
         lines = [f"{record.left} of {record.later} left, {record.failed_later} failed"]
-        blocks, service = "P and D empty", "then right answer"
+        blocks, service = "both engines empty", "then right answer"
     else:
         lines = [f"before: {record.failed_before} failed"] if record.failed_before else []
-        lines += [f"under way: {record.failed} of {record.under_way} failed"]
+        lines += [f"in flight: {record.failed} of {record.under_way} failed"]
         lines += [f"later: {record.failed_later} of {record.later} failed"]
         lines += [f"last failure after {record.last_failure_s:g} s"] if record.last_failure_s else []
-        blocks, service = f"{'DP'[fault.victim]} empty", f"{'PD'[fault.victim]} back: right answer"
+        blocks, service = (
+            f"{_ROLES[1 - fault.victim]} empty",
+            f"{_ROLES[fault.victim]} restarted: right answer",
+        )
     lines += [f"{blocks} after {_seconds(record.empty_s, fault.limit)}"]
     lines += [f"{service} after {_seconds(record.right_s, RIGHT_SECONDS)}"]
     lines += [f"{record.wrong} of {record.answered} answers wrong"]

@@ -1,4 +1,4 @@
-"""Streams completions from one URL and takes the time."""
+"""Streams completions from one URL and measures their times."""
 
 import asyncio
 import time
@@ -14,13 +14,13 @@ from kv_connector.lab.sse import Events
 
 OUTPUT_TOKENS = 16
 
-# The models made here have a byte-level tokenizer: these are ordinary tokens in any of them.
+# The models made here have a byte-level tokenizer. These are ordinary tokens in each of them.
 TOKENS = (32, 127)
 REQUEST_SECONDS = 120.0
 
 
 class LoadError(RuntimeError):
-    """A request failed; the message is the server's own."""
+    """A request failed. The message is the server's own."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -44,13 +44,13 @@ class Answer(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Served:
     seconds: float
-    """From the first request to the last token."""
+    """Seconds from the first request to the last token."""
     answers: Sequence[Answer]
-    """In the order of the prompts, whichever ended first."""
+    """Answers in the order of the prompts."""
 
 
 def serve(url: str, load: Load, seed: int) -> Served:
-    """Blocks until all requests are answered; LoadError if one is not."""
+    """Blocks until all requests are answered. LoadError: a request failed."""
     return asyncio.run(_serve(url, load, seed))
 
 
@@ -81,7 +81,7 @@ class _Chunk(msgspec.Struct):
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> Answer:
-    """LoadError, httpx.HTTPError: there is no whole answer."""
+    """Sends one request. LoadError, httpx.HTTPError: the answer is not complete."""
     body = {
         "model": MODEL_NAME,
         "prompt": prompt,

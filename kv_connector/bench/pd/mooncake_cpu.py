@@ -1,8 +1,8 @@
 """vLLM's MooncakeConnector on a machine without an accelerator.
 
-It asks torch for the current accelerator's index, and torch refuses where there is none; the answer is only
-passed on to the platform's set_device(), which on CPUs takes a CPU device. vLLM loads this module by
-`kv_connector_module_path`, in the engine's processes only.
+The connector requests the current accelerator's index from torch, and torch raises an error if there is none.
+The index is only passed on to the platform's set_device(), which takes a CPU device on CPUs. vLLM loads this
+module by `kv_connector_module_path`, in the engine's processes only.
 """
 
 import torch

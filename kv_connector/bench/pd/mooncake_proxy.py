@@ -1,6 +1,7 @@
-"""The request flow that MooncakeConnector expects: P and D at the same time, paired by a transfer id.
+"""The request flow that MooncakeConnector expects: both engines at the same time, paired by a transfer id.
 
-D is told where P's bootstrap server is and which engine answers there.
+The decode engine receives the address of the prefill engine's bootstrap server and the id of the engine
+behind it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Proxy:
-    """One P and one D. Used from the event loop's thread only."""
+    """One prefill engine and one decode engine. Used from the event loop's thread only."""
 
     def __init__(self, prefill: str, decode: str, bootstrap: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -73,12 +74,12 @@ class Proxy:
         try:
             answer = await self._client.post(self._prefill_url + path, json=body)
         except httpx.HTTPError as error:
-            # When P is back it is another engine.
+            # The restarted prefill engine has another id.
             self._engine_id = None
-            logger.error("prefill broke off: %s: %s", type(error).__name__, error)
+            logger.error("prefill engine: request failed: %s: %s", type(error).__name__, error)
             return
         if answer.status_code != 200:
-            logger.error("prefill answered %d: %s", answer.status_code, answer.text[:500])
+            logger.error("prefill engine: answered %d: %s", answer.status_code, answer.text[:500])
 
 
 async def _relay(answer: httpx.Response) -> AsyncIterator[bytes]:

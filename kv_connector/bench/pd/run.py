@@ -1,4 +1,5 @@
-"""One run of the P/D benchmark: all deployments are started, then measured in turn, the others stopped."""
+"""One run of the benchmark of pairs: all deployments are started, then measured in turn while the others are
+stopped."""
 
 import os
 import signal
@@ -27,13 +28,13 @@ from kv_connector.lab.process import Process, StartError
 LOADS = (Load(512, 1, 6), Load(512, 8, 16), Load(2048, 1, 6), Load(2048, 8, 16))
 
 TTFT_LIMIT = 1.5
-"""Of one engine's TTFT, one request at a time."""
+"""Limit for our TTFT as a multiple of one engine's, one request at a time."""
 
-# Connections broke while a deployment was frozen: the first requests after it may fail until they are back.
+# Connections broke while a deployment was frozen. The first requests after it may fail until they are back.
 _WARM_UP_SECONDS = 60.0
 _WARM_UP = Load(300, 1, 2)
 
-# The whole prompt in one step, and no prompt twice: what is measured is prefill and transfer.
+# The whole prompt is one step, and no prompt occurs twice, so that prefill and transfer are measured.
 SETTINGS = EngineSettings(max_batched_tokens=4096, prefix_caching=False)
 
 
@@ -46,7 +47,7 @@ class Measured(msgspec.Struct, tag="pd", kw_only=True, frozen=True):
     seconds: float
     ttft: list[float]
     cpu_seconds: float
-    """Of the engines (and a proxy of its own), over all requests."""
+    """CPU seconds of the engines (and a deployment's own proxy), over all requests."""
     equal: int
     """Answers whose tokens are those of one engine alone."""
 
@@ -56,13 +57,16 @@ class PdPlan:
     deployments: tuple[Deployment, ...]
     rounds: int
     model: Path | None
-    """None: a small Llama with random weights, made for the run."""
+    """Model directory; None: a small Llama with random weights, made for the run."""
     json: Path | None
     plot: Path | None = None
 
 
 def run(plan: PdPlan, console: Console) -> bool:
-    """Measures and prints; True if nothing failed and all answers, one at a time, were one engine's."""
+    """Measures and prints.
+
+    Returns whether nothing failed and all answers, one at a time, were those of one engine.
+    """
     present = leave_out_missing(plan.deployments, console)
     with tempfile.TemporaryDirectory(prefix="kv-connector-bench-") as directory, ExitStack() as stack:
         model = plan.model or make_llama(Path(directory) / "model")
@@ -118,19 +122,22 @@ class _Bench:
 
     @contextmanager
     def _tolerate(self, deployment: Deployment) -> Iterator[None]:
-        """One deployment's failure is noted, and the others go on."""
+        """Records a failure of one deployment, and lets the others continue."""
         try:
             yield
         except (LoadError, StartError) as error:
             self.failures.append(f"{deployment.label}: {error}")
 
     def _start(self, deployment: Deployment) -> Running:
-        """Stopped from here on, and ended by the run's stack. StartError, LoadError: it does not serve."""
+        """Starts a deployment and stops its processes.
+
+        The run's stack ends them. StartError, LoadError: it does not serve.
+        """
         with ExitStack() as own:
             logs = self._directory / deployment.name
             cluster = own.enter_context(LocalCluster(logs, self._model, SETTINGS))
             running = deployment.start(cluster, own)
-            # Comes before the end of the cluster: who is stopped cannot end by itself.
+            # Runs before the cluster ends, because a stopped process cannot end by itself.
             own.callback(_signal, running, signal.SIGCONT)
             cluster.wait_ready()
             self._warm_up(running)
@@ -163,7 +170,7 @@ class _Bench:
         return record, served.answers
 
     def _warm_up(self, running: Running) -> None:
-        """Until it answers; LoadError, the last one, if it does not."""
+        """Sends requests until one is answered. LoadError: none was, with the last error."""
         deadline = time.monotonic() + _WARM_UP_SECONDS
         while True:
             try:
@@ -181,11 +188,12 @@ def _signal(running: Running, number: signal.Signals) -> None:
 
 
 def _cpu_seconds(processes: Sequence[Process]) -> float:
-    """CPU seconds so far of these processes and the children that still run."""
+    """Returns the CPU seconds so far of these processes and their running children."""
     ticks = 0
     for process in processes:
         for pid in process.members():
-            # After the command's name: field 3 (state) comes first, user and system time are 14 and 15.
+            # The fields after the command's name: field 3 (state) comes first, user and system time are 14
+            # and 15.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -213,7 +221,7 @@ def _print(console: Console, deployments: Sequence[Deployment], records: Sequenc
     summaries = {key: _summary(mine) for key, mine in cells.items()}
     print_table(
         console,
-        "Ratios to what we aim at",
+        "Ratios to the aims",
         ["ours over", "load", "in", "ratio", "aim", ""],
         _aim_rows(summaries),
         names=3,
@@ -235,7 +243,7 @@ def _summary(records: Sequence[Measured]) -> _Summary:
 
 
 def _aim_rows(summaries: Mapping[Cell, _Summary]) -> Iterator[list[str]]:
-    """Ours beside everybody else's, as far as they took part."""
+    """Yields our results beside the other connectors', as far as they took part."""
     for load in LOADS:
         ours = summaries.get(("ours", load))
         if ours is None:
@@ -260,7 +268,7 @@ def _aim_rows(summaries: Mapping[Cell, _Summary]) -> Iterator[list[str]]:
 
 
 def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[Measured]) -> None:
-    """Times to first token, and requests a second."""
+    """Draws times to first token, and requests a second."""
     ttft, rate = list[plots.Series](), list[plots.Series]()
     for deployment in deployments:
         of_one = [r for r in records if r.deployment == deployment.name]
@@ -283,7 +291,7 @@ def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[Measu
 
 
 def _ttft_ms(records: Sequence[Measured]) -> tuple[float | None, float | None]:
-    """The median and the 90th percentile over all requests."""
+    """Returns the median and the 90th percentile over all requests."""
     ttfts = sorted(ttft * 1e3 for record in records for ttft in record.ttft)
     return (statistics.median(ttfts), ttfts[len(ttfts) * 9 // 10]) if ttfts else (None, None)
 

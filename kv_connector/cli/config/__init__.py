@@ -1,1 +1,1 @@
-"""kv-connector config: what is wrong with a deployment's settings, before anything starts."""
+"""kv-connector config: checks a deployment's settings before anything starts."""

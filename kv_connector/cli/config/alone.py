@@ -1,4 +1,4 @@
-"""What can be said of one engine, or of one router, by itself."""
+"""Checks of one engine, or of one router, by itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings as RouterSettings
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""Of click, or of the typer that has it built in: what a wrong command line raises."""
+"""The exception for a wrong command line: click's, or that of a typer with click built in."""
 
 
 @dataclass(frozen=True)
 class CheckedEngine:
-    """An engine with what could be used of its settings."""
+    """An engine with the usable part of its settings."""
 
     engine: Engine
     settings: Settings
@@ -40,7 +40,7 @@ class CheckedEngine:
 
     @property
     def control_host(self) -> str | None:
-        """None: the address of whichever host it is started on."""
+        """Address of the control sockets. None: the address of the host on which the engine is started."""
         host = self.settings.control_host or (LOOPBACK if self.key_file is None else None)
         return None if host and STAND_IN in host else host
 
@@ -88,7 +88,7 @@ def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
 
 
 def _parsed(written: Router) -> CheckedRouter:
-    """As the command itself would read it. Raises _UsageError."""
+    """Parses the arguments as the command itself does. Raises _UsageError."""
     alone = typer.Typer(add_completion=False)
     alone.command()(router)
     given: dict[str, Any] = (
@@ -131,18 +131,19 @@ def _lane_problems(settings: Settings) -> Iterator[str]:
     try:
         from kv_connector.engine.transfer_engine import providers
     except ImportError:
-        return  # doctor says so; here the rest can still be looked at
+        return  # doctor reports this; the other settings can still be checked
     known = [status.name for status in providers()]
     unknown = [name for name in settings.providers if name not in known]
     for name in unknown:
-        yield f"providers: no lane {name!r} in this build{nearest(name, known)}"
+        yield f"providers: this build has no lane {name!r}{nearest(name, known)}"
     of_cpu, of_gpu = (
         [name for name in settings.providers if name in DEFAULT_PROVIDERS[kind]] for kind in ("cpu", "cuda")
     )
     if of_cpu and of_gpu:
         yield (
-            f"providers: {', '.join(of_cpu)} moves a KV cache in CPU memory, {', '.join(of_gpu)} a GPU's: "
-            "leave out what this engine does not have"
+            f"providers: {', '.join(of_cpu)} moves a KV cache in CPU memory, and "
+            f"{', '.join(of_gpu)} in GPU memory. "
+            "Leave out the lanes for memory that this engine does not use"
         )
 
 
@@ -154,16 +155,19 @@ def _url_problems(url: str, settings: Settings) -> Iterator[str]:
         return
     far = [str(one) for one in settings.router_addresses() if not is_loopback(one.host)]
     if far and is_loopback(urlsplit(url).hostname or ""):
-        yield f"api_url {url} leads a router at {', '.join(far)} to itself: name this engine's own host"
+        yield (
+            f"api_url {url} is the loopback address, which a router at {', '.join(far)} cannot "
+            "reach. Set this engine's host"
+        )
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str | None:
-    """What the file sets, else what is set here."""
+    """Returns the variable's value in the file, or else in this process's environment."""
     return environment.get(name) or os.environ.get(name) or None
 
 
 def check_variables(parts: Iterable[Engine | Router | Unknown]) -> Iterator[Finding]:
-    """Of those that begin as ours do, the unknown ones: each once, whatever it is set for."""
+    """Reports each unknown variable that begins like ours once, whichever part it is set for."""
     found = {
         (part.machine.name, name)
         for part in parts
@@ -176,11 +180,11 @@ def check_variables(parts: Iterable[Engine | Router | Unknown]) -> Iterator[Find
 
 
 def _key(where: str, named: str | None) -> Iterator[Finding]:
-    """A key that is here is looked at. Often the file is checked elsewhere."""
+    """Checks the key file if it is on this machine. Often the settings are checked elsewhere."""
     if named is None:
         return
     if not Path(named).exists():
-        yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine: not looked at")
+        yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine and was not checked")
         return
     try:
         ClusterKey.read(Path(named))
@@ -205,7 +209,7 @@ def _described(checked: CheckedEngine) -> str:
     )
     words = [
         f"{what[engine.role]}{f' of {engine.framework}' if engine.framework else ''}",
-        f"control sockets at {checked.control_host or 'its own address'}, {span}",
+        f"control sockets at {checked.control_host or 'its host address'}, {span}",
         "with a cluster key" if checked.key_file else "without a cluster key",
     ]
     return "; ".join(words)

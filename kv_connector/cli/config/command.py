@@ -1,4 +1,4 @@
-"""kv-connector config check: reads what somebody is about to start, and says what is wrong with it."""
+"""kv-connector config check: reads the files that start a deployment, and reports errors in them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def config() -> None:
-    """What a deployment is told, looked at before anything starts."""
+    """Checks the settings of a deployment before anything starts."""
 
 
 @app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Read together; -: standard input.")],
-    json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object.")] = False,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="Files of one deployment; -: standard input.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
-    """Says what is wrong with the settings of engines and routers, and between them.
+    """Reports errors in the settings of engines and routers, and settings that do not fit each other.
 
-    FILE is what they are started from: the JSON or YAML of --kv-transfer-config, a vLLM config file, the JSON
-    of KV_CONNECTOR_SETTINGS, a file of environment variables, or a shell script, compose file or Kubernetes
-    manifest that starts vLLM, SGLang or kv-connector router. Variables are those of the environment, and of
-    files of variables among them.
+    FILE starts or configures them. It is one of these: the JSON or YAML of --kv-transfer-config, a vLLM
+    config file, the JSON of KV_CONNECTOR_SETTINGS, or a file of environment variables. Or it is a shell
+    script, compose file or Kubernetes manifest that starts vLLM, SGLang or kv-connector router. Variables
+    come from the environment and from the given files of variables.
 
-    Needs neither engine nor GPU, and opens no connection. Fails where something is wrong.
+    Needs neither engine nor GPU, and opens no connection. Fails if there is an error.
     """
     try:
         texts = {str(file): _text(file) for file in files}
@@ -46,7 +48,7 @@ def check(
     except Unreadable as error:
         raise typer.BadParameter(str(error)) from None
     if not parts:
-        raise typer.BadParameter(f"nothing of ours in {', '.join(texts)}")
+        raise typer.BadParameter(f"{', '.join(texts)}: no engine, router or settings of kv-connector found")
     findings: list[Finding] = list(check_variables(parts))
     engines, routers = [], []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Commands in what people write: shell scripts, compose files, manifests, files of environment variables."""
+"""Reads commands from shell scripts, compose files, manifests and files of environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_connector.cli.config.deployment import STAND_IN, Command, Machine, Unrea
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 _HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?\s*\2$", re.MULTILINE)
-# $((PORT + 1)), which becomes ${PORT~+1}, a word without spaces or brackets. $(command): who knows.
+# $((PORT + 1)) becomes ${PORT~+1}, a word without spaces or brackets. The value of $(command) is unknown.
 _SUM = re.compile(r"\$\(\(\s*\$?(\w+)\s*([+-])\s*(\d+)\s*\)\)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\((\w+)\)|\{(\w+)(?:~([+-]\d+)|:-([^}]*))?\})")
@@ -19,7 +19,10 @@ _BETWEEN_COMMANDS = ";&|()<>\n"
 
 
 def shell_commands(where: str, text: str, known: Mapping[str, str]) -> Iterator[Command]:
-    """The commands of a shell script, each with the variables that are set for it. `known`: set before."""
+    """Yields the commands of a shell script, each with the variables that are set for it.
+
+    `known`: variables that were set before.
+    """
     environment: dict[str, str] = {}
     for words in _split(where, text):
         mine = dict(environment)
@@ -36,7 +39,7 @@ def shell_commands(where: str, text: str, known: Mapping[str, str]) -> Iterator[
 
 
 def _split(where: str, text: str) -> Iterator[list[str]]:
-    # A comment takes its line's end with it, and that is what ends a command.
+    # A comment takes the end of its line with it, which ends a command. So line ends are doubled.
     joined = _HERE.sub(r"\3", text.replace("\\\n", " ")).replace("\n", "\n\n")
     joined = _SUBSTITUTION.sub("$SUBSTITUTION", _SUM.sub(r"${\1~\2\3}", joined))
     lexer = shlex.shlex(joined, posix=True, punctuation_chars=_BETWEEN_COMMANDS)
@@ -57,11 +60,11 @@ def _split(where: str, text: str) -> Iterator[list[str]]:
                 yield words
                 words = []
     except ValueError as error:
-        raise Unreadable(f"{where} is no shell script: {error}") from None
+        raise Unreadable(f"{where} is not a shell script: {error}") from None
 
 
 def expand(word: str, known: Mapping[str, str]) -> str:
-    """What is known of the variables in a word; the others stay as they are."""
+    """Replaces the known variables in a word; the others stay unchanged."""
 
     def value(found: re.Match[str]) -> str:
         plain, kubernetes, braced, summand, default = found.groups()
@@ -74,12 +77,12 @@ def expand(word: str, known: Mapping[str, str]) -> str:
 
 
 def without_variables(word: str) -> tuple[str, list[str]]:
-    """The word with stand-ins for those that nobody here knows, and these."""
+    """Returns the word with stand-ins for its unknown variables, and these variables."""
     return _VARIABLE.sub(STAND_IN, word), [found[0] for found in _VARIABLE.finditer(word)]
 
 
 def environment_file(where: str, text: str) -> Command | None:
-    """A file of NAME=value lines, as systemd and docker take it: quotes within a value are its own."""
+    """Reads a file of NAME=value lines like systemd and docker: quotes within a value belong to it."""
     environment: dict[str, str] = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):
         if line.startswith("#"):
@@ -96,9 +99,11 @@ def environment_file(where: str, text: str) -> Command | None:
 def containers(
     where: str, tree: Any, known: Mapping[str, str], path: str, owner: str = ""
 ) -> Iterator[Command]:
-    """The commands of every container in a compose file or a manifest: what has a `command` or `args`.
+    """Yields the commands of every container (a mapping with `command` or `args`) in a compose file or
+    manifest.
 
-    `path`: file, and where in it the tree is: another for each service and each pod. `owner`: what has it.
+    `path`: the file and the tree's place in it, which differs for each service and each pod. `owner`: name of
+    the object that contains the tree.
     """
     if isinstance(tree, list):
         one_pod = path.endswith(("/containers", "/initContainers"))
@@ -114,7 +119,7 @@ def containers(
     if words:
         machine = Machine(where) if tree.get("network_mode") == "host" else Machine(path, container=True)
         name = str(tree.get("name") or path.rpartition("/")[2])
-        if len(words) > 2 and words[1] == "-c":  # a shell, and what it is told
+        if len(words) > 2 and words[1] == "-c":  # a shell with its script
             shell = shell_commands(where, words[2], mine)
             commands = [(one.words, {**environment, **one.environment}) for one in shell]
         else:
@@ -127,19 +132,19 @@ def containers(
 
 
 def _words(command: Any, known: Mapping[str, str]) -> Sequence[str]:
-    """As docker compose takes it: variables first, words then."""
+    """Splits a command like docker compose: variables are replaced before words are split."""
     if isinstance(command, str):
         try:
             return shlex.split(expand(command, known))
         except ValueError as error:
-            raise Unreadable(f"{command!r} is no command: {error}") from None
+            raise Unreadable(f"{command!r} is not a command: {error}") from None
     return [expand(str(word), known) for word in command] if isinstance(command, list) else []
 
 
 def _environment(container: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     found = container.get("environment", container.get("env")) or {}
     for one in found.items() if isinstance(found, dict) else found:
-        if isinstance(one, dict):  # Kubernetes: a value, or where it comes from
+        if isinstance(one, dict):  # Kubernetes: a value, or its source
             name, value = one.get("name"), one.get("value")
         else:
             name, value = one if isinstance(one, tuple) else str(one).partition("=")[::2]

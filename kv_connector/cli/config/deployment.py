@@ -1,4 +1,4 @@
-"""What a deployment's files say: the engines and the router that somebody will start from them."""
+"""The contents of a deployment's files: the engines and the router that they start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any, Literal
 Role = Literal["prefill", "decode", "both"]
 
 STAND_IN = "an-unknown-variable"
-"""In the place of a variable that is set elsewhere. Whether something is wrong with it, nobody here knows."""
+"""Stands for a variable that is set elsewhere. Errors that mention it are not reported."""
 
 
 class Unreadable(ValueError):
-    """A file of which nothing can be said; the message says why."""
+    """A file without usable contents. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where ports are shared: by all that a file starts, but a service or a pod has its own."""
+    """A scope of shared ports.
+
+    All that a file starts shares one, but each service and each pod has its own.
+    """
 
     name: str
     container: bool = False
@@ -26,10 +29,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Command:
-    """A command as somebody wrote it."""
+    """A command of a file."""
 
     where: str
-    """For the reader: the file, and of several containers which."""
+    """Name for the reader: the file, and the container if there are several."""
     machine: Machine
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -40,23 +43,23 @@ class Engine:
     where: str
     machine: Machine
     framework: Literal["vLLM", "SGLang"] | None
-    """None: bare settings, of which nobody says whose they are."""
+    """Framework of the engine. None: bare settings, which do not show it."""
     role: Role | None
     settings: Mapping[str, Any]
     options: Mapping[str, str] | None = None
-    """The server's, by their long names; None: the file does not have them."""
+    """Options of the server by their long names. None: the file does not contain them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    """What was wrong with the file around the settings."""
+    """Errors in the file around the settings."""
 
     def number(self, option: str, default: int) -> int:
-        """A number among the options."""
+        """Returns an option's number, or the default."""
         text = (self.options or {}).get(option, "")
         return int(text) if text.isdecimal() else default
 
     @property
     def ranks(self) -> int:
-        """Of one data-parallel rank."""
+        """Ranks of one data-parallel rank."""
         return self.number("tensor-parallel-size", 1) * self.number("pipeline-parallel-size", 1)
 
     @property
@@ -72,7 +75,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Unknown:
-    """What is only known where an engine or a router is started."""
+    """A part whose settings are known only on the machine that starts it."""
 
     where: str
     words: str

@@ -1,4 +1,4 @@
-"""From files to engines and routers: what each file is, is seen from what is in it."""
+"""Converts files to engines and routers. A file's kind is recognised by its contents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRANSFER_KEYS = (
     "enable_permute_local_kv",
     "kv_load_failure_policy",
 )
-"""Of vLLM's --kv-transfer-config."""
+"""Fields of vLLM's --kv-transfer-config."""
 POLICIES = ("fail", "recompute")
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 MODES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
@@ -73,7 +73,7 @@ Part = Engine | Router | Unknown
 
 
 def variables(where: str, text: str) -> Command | None:
-    """The file's variables, where it has nothing else."""
+    """Returns the file's variables if it contains nothing else."""
     found = environment_file(where, text)
     if found is None or any(_program(tuple(value.split()))[0] for value in found.environment.values()):
         return None
@@ -81,22 +81,23 @@ def variables(where: str, text: str) -> Command | None:
 
 
 def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
-    """What the file starts, or the settings that it is; `known`: variables that are set where it is read.
+    """Returns what the file starts, or the settings that it contains.
 
-    Raises Unreadable where it is nothing of ours. Of variables alone nothing has to be.
+    `known`: variables that are set where the file is read. Raises Unreadable if the file has no part of
+    kv-connector. A file of variables alone need not have any.
     """
     if where.endswith((".yaml", ".yml")):
         try:
             found = list(_structured(where, _documents(text), known))
         except yaml.YAMLError as error:
-            raise Unreadable(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+            raise Unreadable(f"{where} is not YAML: {' '.join(str(error).split())}") from None
         except RecursionError:
             raise Unreadable(f"{where} is nested too deeply") from None
     elif text.lstrip().startswith("{") or where.endswith(".json"):
         try:
             found = list(_structured(where, [json.loads(text)], known))
         except ValueError as error:
-            raise Unreadable(f"{where} is no JSON: {error}") from None
+            raise Unreadable(f"{where} is not JSON: {error}") from None
         except RecursionError:
             raise Unreadable(f"{where} is nested too deeply") from None
     elif (command := variables(where, text)) is not None:
@@ -105,27 +106,27 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
         found = list(_started(shell_commands(where, text, known)))
     if not found:
         raise Unreadable(
-            f"{where} has nothing of ours. It may be the JSON or YAML of --kv-transfer-config, a vLLM config "
-            f"file, a shell script, compose file or manifest that starts vLLM, SGLang or our router, "
-            "or a file of environment variables"
+            f"{where} has no engine, router or settings of kv-connector. Give the JSON or YAML of "
+            "--kv-transfer-config, a vLLM config file, or a file of environment variables. Or give a shell "
+            "script, compose file or manifest that starts vLLM, SGLang or our router"
         )
     return found
 
 
-# A manifest of a whole cluster has some 10,000.
+# A manifest of a whole cluster has some 10,000 nodes.
 _MOST_NODES = 1_000_000
 
 
 def _documents(text: str) -> list[Any]:
-    """The documents of a YAML text. YAMLError if aliases make more nodes of it than anything could walk."""
+    """Returns the documents of a YAML text. YAMLError: aliases expand to more nodes than can be walked."""
     loader = yaml.SafeLoader(text)
     documents = []
     try:
         while loader.check_node():
             node = loader.get_node()
-            # Before objects are made of it: that copies what is merged by `<<`.
+            # Counted before objects are constructed, because construction copies what `<<` merges.
             if _nodes(node, {}) > _MOST_NODES:
-                raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES} nodes")
+                raise yaml.YAMLError(f"its aliases expand to more than {_MOST_NODES} nodes")
             documents.append(loader.construct_document(node))
     finally:
         loader.dispose()
@@ -133,8 +134,10 @@ def _documents(text: str) -> list[Any]:
 
 
 def _nodes(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
-    """The number of nodes that a node stands for. ``counts``: those of the nodes that were counted before. An
-    alias is the node that it names."""
+    """Returns the number of nodes to which a node expands. An alias is the node that it names.
+
+    ``counts``: results for the nodes that were counted before.
+    """
     if node in counts:
         return counts[node]
     counts[node] = _MOST_NODES + 1  # for a node within itself, which has no end
@@ -169,7 +172,7 @@ def _option(value: Any) -> str:
 
 
 def _started(commands: Iterable[Command]) -> Iterator[Part]:
-    """What the commands start; of variables alone the settings that they carry."""
+    """Yields what the commands start. For variables alone, yields the settings that they contain."""
     engines = 0
     for command in commands:
         program, arguments = _program(command.words)
@@ -177,7 +180,7 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
         if program == "router":
             where = _called(command, "router")
             if unknown := [word for word in arguments if "$" in word]:
-                yield Unknown(where, f"not looked at: {' '.join(unknown)} is known elsewhere")
+                yield Unknown(where, f"not checked: {' '.join(unknown)} is not set here")
             else:
                 yield Router(where, command.machine, arguments, command.environment)
         elif program == "vLLM" and "kv-transfer-config" in options:
@@ -199,38 +202,41 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
 
 
 def _with_stand_ins(where: str, name: str, text: str) -> Generator[Unknown, None, str | None]:
-    """The JSON that `name` has, with stand-ins; None where it is none without what is known elsewhere."""
+    """Returns the JSON in `text`, with stand-ins; None if it is no JSON without the unknown variables."""
     text, variables = without_variables(text)
     if not variables:
         return text
-    words = f"{' '.join(variables)} in {name} is known elsewhere"
+    words = f"{' '.join(variables)} in {name} is not set here"
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        yield Unknown(where, f"not looked at: {words}")
+        yield Unknown(where, f"not checked: {words}")
         return None
     yield Unknown(where, words)
     return text
 
 
 def _called(command: Command, name: str) -> str:
-    """Of a script's commands one."""
+    """Returns the name of one of a script's commands."""
     return command.where if command.machine.container else f"{command.where}: {name.strip()}"
 
 
 def _program(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The one of ours that a command starts, behind whatever stands before it, and its arguments."""
+    """Returns the known program that a command starts, behind any prefix, and its arguments."""
     for at in range(len(words)):
         for names, program in _PROGRAMS.items():
             if (words[at].rpartition("/")[2], *words[at + 1 : at + len(names)]) == names:
                 return program, words[at + len(names) :]
-    if "--kv-transfer-config" in words:  # a container whose image knows the rest
+    if "--kv-transfer-config" in words:  # a container whose image contains the rest
         return "vLLM", words
     return None, ()
 
 
 def _options(words: tuple[str, ...]) -> dict[str, str]:
-    """`--name value`, `--name=value` and `-tp 2` by long name; a word that is no option's is the model."""
+    """Returns `--name value`, `--name=value` and `-tp 2` by long name.
+
+    A word without an option is the model.
+    """
     found: dict[str, str] = {}
     at = 0
     while at < len(words):
@@ -268,13 +274,13 @@ def _transfer(
     problems = []
     for key in transfer.keys() - set(TRANSFER_KEYS):
         if key in SETTINGS:
-            problems.append(f"{key} belongs into kv_connector_extra_config")
+            problems.append(f"{key} is a setting of kv_connector_extra_config. Move it there")
         else:
             problems.append(f"unknown field `{key}`{nearest(str(key), TRANSFER_KEYS)}")
     ours = _ours(transfer)
     if ours is None:
         problems.append(
-            f"kv_connector is {transfer.get('kv_connector')!r}: write {CONNECTOR!r}"
+            f"kv_connector is {transfer.get('kv_connector')!r}. Set {CONNECTOR!r}"
             + (", among the connectors of MultiConnector" if _is_multi(transfer) else "")
         )
     settings = (ours or ({} if _is_multi(transfer) else transfer)).get("kv_connector_extra_config", {})
@@ -284,11 +290,12 @@ def _transfer(
     role = str(transfer.get("kv_role"))
     if role not in ROLES:
         problems.append(
-            f"kv_role is {transfer.get('kv_role')!r}: write kv_producer (P), kv_consumer (D) or kv_both"
+            f"kv_role is {transfer.get('kv_role')!r}. Set kv_producer (prefill), kv_consumer "
+            "(decode) or kv_both"
         )
     policy = transfer.get("kv_load_failure_policy", POLICIES[0])
     if policy not in POLICIES:
-        problems.append(f"kv_load_failure_policy is {policy!r}: write {' or '.join(POLICIES)}")
+        problems.append(f"kv_load_failure_policy is {policy!r}. Set {' or '.join(POLICIES)}")
     return Engine(
         where, machine, "vLLM", ROLES.get(role), settings, options, environment, tuple(sorted(problems))
     )
@@ -299,7 +306,7 @@ def _is_multi(transfer: Mapping[str, Any]) -> bool:
 
 
 def _ours(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Our connector's part, of several connectors or by itself."""
+    """Returns our connector's part, which may be one of several connectors."""
     parts = [transfer]
     if _is_multi(transfer):
         extra = transfer.get("kv_connector_extra_config")
@@ -318,10 +325,10 @@ def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
         problems.append(str(error))
     mode = (options or {}).get("disaggregation-mode")
     if mode is not None and mode not in MODES:
-        problems.append(f"--disaggregation-mode is {mode!r}: write prefill or decode")
+        problems.append(f"--disaggregation-mode is {mode!r}. Set prefill or decode")
     backend = (options or {}).get("disaggregation-transfer-backend")
     if options is not None and backend != BACKEND:
-        problems.append(f"--disaggregation-transfer-backend is {backend!r}: write {BACKEND}")
+        problems.append(f"--disaggregation-transfer-backend is {backend!r}. Set {BACKEND}")
     port = (options or {}).get("port", "")
     return Engine(
         command.where if options is None else _called(command, f"SGLang {port}"),

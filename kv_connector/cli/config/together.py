@@ -1,4 +1,4 @@
-"""What can be said of engines and routers that are to work together."""
+"""Checks of engines and routers that work together."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kv_connector.control.addresses import is_loopback
 _SGLANG_BOOTSTRAP = 8998
 _ALIKE = {"model": "model", "dtype": "--dtype", "kv-cache-dtype": "--kv-cache-dtype"}
 _THE_MODELS = ("model", "dtype")
-"""Where one side does not say them, they are the model's."""
+"""Options that default to the model's value."""
 _ALIKE_IN_SGLANG = _ALIKE | {"page-size": "--page-size"}
 
 
 class Listener(NamedTuple):
-    """A socket that will be bound."""
+    """A socket that a process will bind."""
 
     where: str
     what: str
     machine: Machine
     host: str | None
-    """None: an address of the machine's that nobody names."""
+    """Address. None: an address of the machine that no setting contains."""
     ports: range
 
 
@@ -49,7 +49,11 @@ def _ports(engines: Sequence[CheckedEngine], routers: Sequence[CheckedRouter]) -
     for one, other in combinations(listeners, 2):
         shared = range(max(one.ports[0], other.ports[0]), min(one.ports[-1], other.ports[-1]) + 1)
         if shared and _may_meet(one, other):
-            yield _fail(one, other, f"port {shared[0]} is {one.what}'s and {other.what}'s: give one another")
+            yield _fail(
+                one,
+                other,
+                f"port {shared[0]} is used twice, by {one.what} and {other.what}. Change one of them",
+            )
 
 
 def _of_engine(checked: CheckedEngine) -> Iterator[Listener]:
@@ -79,7 +83,10 @@ def _one(port: int) -> range:
 
 
 def _may_meet(one: Listener, other: Listener) -> bool:
-    """Whether both are bound on one machine, at one address. Files may be for several machines."""
+    """Whether both sockets are bound on one machine, at one address.
+
+    The files may be for several machines.
+    """
     named = one.host is not None and other.host is not None
     if one.machine == other.machine:
         return not named or "0.0.0.0" in (one.host, other.host) or _same(one.host, other.host)
@@ -95,14 +102,20 @@ def _roles(engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
     if len(engines) > 1 and len(roles) == 1 and roles < {"prefill", "decode"}:
         (role,) = roles
         other = "kv_consumer" if role == "prefill" else "kv_producer"
-        words = f"all are {role} engines: one has to be {other} (or kv_both), in SGLang the other mode"
+        words = (
+            f"all are {role} engines. Set kv_role {other} (or kv_both) for one of them; in SGLang "
+            "the other mode"
+        )
         yield Finding(" and ".join(engine.where for engine in engines), Verdict.FAIL, words)
 
 
 def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:
     if p.engine.framework and d.engine.framework and p.engine.framework != d.engine.framework:
         yield _fail(
-            p, d, f"P is {p.engine.framework}'s and D is {d.engine.framework}'s: they cannot be a pair"
+            p,
+            d,
+            f"the prefill engine is {p.engine.framework}, the decode engine "
+            f"{d.engine.framework}. Use one of the two",
         )
     same = _ALIKE_IN_SGLANG if p.engine.framework == "SGLang" else _ALIKE
     ours, theirs = p.engine.options, d.engine.options
@@ -111,31 +124,43 @@ def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:
             values = ours.get(option), theirs.get(option)
             if values[0] != values[1] and (all(values) or option not in _THE_MODELS):
                 said = [value or "not set" for value in values]
-                yield _fail(p, d, f"{name} is {said[0]} at P and {said[1]} at D")
+                yield _fail(
+                    p, d, f"{name} is {said[0]} at the prefill engine and {said[1]} at the decode engine"
+                )
         if ("speculative-config" in ours) != ("speculative-config" in theirs):
-            words = "--speculative-config on one side: a drafter with a KV cache belongs on both"
+            words = "--speculative-config is set on one engine only. Set a drafter with a KV cache on both"
             yield Finding(_both(p.where, d.where), Verdict.NOTE, words)
     lanes = p.settings.providers, d.settings.providers
     if all(lanes) and not set(lanes[0]) & set(lanes[1]):
-        yield _fail(p, d, f"no lane in common: P has {', '.join(lanes[0])}, D has {', '.join(lanes[1])}")
-    if (p.key_file is None) != (d.key_file is None):
-        keyed, other = ("P", "D") if p.key_file else ("D", "P")
         yield _fail(
-            p, d, f"{keyed} has a cluster key and {other} has none: they will not speak to each other"
+            p,
+            d,
+            f"no common lane: the prefill engine has {', '.join(lanes[0])}, the decode engine "
+            f"{', '.join(lanes[1])}",
+        )
+    if (p.key_file is None) != (d.key_file is None):
+        keyed, other = ("prefill", "decode") if p.key_file else ("decode", "prefill")
+        yield _fail(
+            p,
+            d,
+            f"the {keyed} engine has a cluster key and the {other} engine has none. Give both the same key",
         )
     host, far = p.control_host, d.control_host
     contained = p.engine.machine != d.engine.machine and p.engine.machine.container
     if host and is_loopback(host) and (contained or (far and not is_loopback(far))):
         whence = "from another container" if contained else f"at {far}"
         yield _fail(
-            p, d, f"P is to be dialled at {host}, which D {whence} does not reach: set P's control_host"
+            p,
+            d,
+            f"the decode engine {whence} cannot reach the prefill engine at {host}. Set the "
+            "prefill engine's control_host",
         )
 
 
 def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
     if checked.engine.framework == "SGLang":
         words = (
-            "this router is for vLLM's engines: SGLang has its own (python -m sglang_router.launch_router)"
+            "this router serves vLLM engines only. SGLang has its own (python -m sglang_router.launch_router)"
         )
         yield _fail(router, checked, words)
         return
@@ -147,7 +172,9 @@ def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
     if router.registration.port not in [one.port for one in checked.settings.router_addresses()]:
         names = ", ".join(checked.settings.routers)
         yield _fail(
-            router, checked, f"the engine registers at {names}, the router listens at {router.registration}"
+            router,
+            checked,
+            f"the engine registers at {names}, but the router listens at {router.registration}",
         )
     if (router.key_file is None) != (checked.key_file is None):
         keyed = "router" if router.key_file else "engine"
@@ -155,7 +182,7 @@ def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
 
 
 def _listed(router: CheckedRouter, engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
-    """The router's lists, beside the ports of engines that do not register."""
+    """Compares the router's lists with the ports of engines that do not register."""
     for checked in engines:
         engine = checked.engine
         if engine.framework != "vLLM" or engine.api_port is None or checked.settings.routers:
@@ -167,14 +194,15 @@ def _listed(router: CheckedRouter, engines: Sequence[CheckedEngine]) -> Iterator
             found = [one for one in endpoints if urlsplit(one.url).port == engine.api_port]
             if not found:
                 option = "--prefill" if endpoints is router.prefill else "--decode"
-                words = f"no {option} names port {engine.api_port}, at which this engine's API server listens"
+                words = f"no {option} has port {engine.api_port}, at which this engine's API server listens"
                 yield _fail(router, checked, words)
             elif endpoints is router.prefill and checked.control_ports:
                 for one in found:
                     if one.control_port not in checked.control_ports:
                         words = (
-                            f"--prefill has P's control socket at {one.control_host}:{one.control_port}, and "
-                            f"its control_port is {checked.settings.control_port}"
+                            "--prefill has the control socket at "
+                            f"{one.control_host}:{one.control_port}, but the engine's "
+                            f"control_port is {checked.settings.control_port}"
                         )
                         yield _fail(router, checked, words)
 
@@ -186,7 +214,7 @@ def _fail(
 
 
 def _both(one: str, other: str) -> str:
-    """Two places in one file, or in two."""
+    """Joins the names of two places, in one file or in two."""
     if one == other:
         return one
     file, _, name = other.partition(": ")

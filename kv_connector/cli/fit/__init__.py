@@ -1,1 +1,1 @@
-"""Whether two engines of one model fit each other, what its prompts cost, from its config.json alone."""
+"""Checks from a model's config.json alone whether two engines fit each other, and what its prompts cost."""

@@ -1,8 +1,8 @@
 """The layouts that an engine's ranks would show at the handshake, made from its model and its options.
 
-What vLLM and ``kv_connector.vllm.kv_cache`` come to with real memory, without either: the parts, formats,
-block sizes and pipeline stages are theirs, tests compare the two. Where in memory a page lies is made up, for
-no plan depends on it.
+They equal the layouts of vLLM and ``kv_connector.vllm.kv_cache`` with real memory: parts, formats, block
+sizes and pipeline stages. Tests compare the two. The addresses of pages are made up, because no plan depends
+on them.
 """
 
 from __future__ import annotations
@@ -39,31 +39,34 @@ from kv_connector.protocol.geometry import (
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Rank
 
-# Tokens that blocks of a hybrid model are multiples of, whose pages are as long as its states at least.
+# Blocks of a hybrid model are multiples of this many tokens, and their pages at least as long as its states.
 _KERNEL_TOKENS = {"tokens": 16, "heads": 16, "planes": 32}
 _LATENT_TOKENS = 128
-# A pool of at least so many blocks, so that layouts are as checked as real ones.
+# Blocks of the pool: enough that layouts pass the checks of real ones.
 _BLOCKS = 2
 
 
 class Unstartable(ValueError):
-    """vLLM, or the connector, would refuse to start such an engine; says why, and what to change."""
+    """vLLM, or the connector, would refuse to start such an engine.
+
+    The message contains the reason and the remedy.
+    """
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine of a side: a data-parallel one, where there are several."""
+    """One engine of a side; with data parallelism, one data-parallel engine."""
 
     side: Side
     model: Model
     dtype: str
     kv_dtype: str
     layers: tuple[Layer, ...]
-    block: int  # tokens, of the first layer that attends; 0: none does
+    block: int  # tokens, of the first attention layer; 0: there is none
 
     @cached_property
     def ranks(self) -> tuple[Rank, ...]:
-        """By number: the tensor-parallel ranks of each pipeline stage."""
+        """The ranks by number: the tensor-parallel ranks of each pipeline stage."""
         stages = range(self.side.pp)
         return tuple(
             Rank("127.0.0.1", 1, stage, self._layout(stage, rank))
@@ -72,7 +75,7 @@ class Engine:
         )
 
     def page_bytes(self, cache: Cache, tokens: int, ranks: int | None = None) -> int:
-        """Of one rank, or of the model with ``ranks`` 1."""
+        """Returns the page size of one rank; with ``ranks`` 1, of the whole model."""
         side = self.side if ranks is None else replace(self.side, tp=ranks)
         _, parts = _pages(replace(self, side=side), cache, tokens, 0, Place(0, 0, 0))
         return _nbytes(parts)
@@ -95,7 +98,7 @@ class Engine:
 
 
 def group_kind(cache: Cache) -> str:
-    """vLLM's name of the attention that decides which blocks a request keeps."""
+    """Returns vLLM's name of the attention, which decides which blocks a request keeps."""
     if isinstance(cache, State):
         return "recurrent state"
     if isinstance(cache, Latent):
@@ -104,7 +107,7 @@ def group_kind(cache: Cache) -> str:
 
 
 def first_needed(kind: str, loaded: int) -> int:
-    """Of a group, the first token that the token after ``loaded`` tokens still attends to, as vLLM counts."""
+    """Returns the first token of a group to which the token after ``loaded`` tokens attends."""
     name, _, number = kind.partition(" ")
     if name == "sliding_window":
         return max(0, loaded - int(number) + 1)
@@ -112,7 +115,7 @@ def first_needed(kind: str, loaded: int) -> int:
 
 
 def engine(model: Model, side: Side) -> Engine:
-    """Raises Unstartable; ConfigError where the side's drafter cannot be read."""
+    """Returns the engine of a side. Raises Unstartable; ConfigError if the side's drafter cannot be read."""
     problem = division_problem(side.dcp, side.pcp, side.dbo)
     if problem is not None:
         raise Unstartable(problem)
@@ -120,14 +123,14 @@ def engine(model: Model, side: Side) -> Engine:
     dtype = side.dtype or model.dtype
     for name, given, known in (("dtype", dtype, DTYPES), ("kv-cache-dtype", kv_dtype or dtype, KV_DTYPES)):
         if given not in known:
-            raise Unstartable(f"the checkpoint asks for {given}, which is not known here: give {name}=")
+            raise Unstartable(f"the checkpoint requires {given}, which is unknown here. Set {name}=")
     if side.pp > model.depth:
-        raise Unstartable(f"pp={side.pp} divides {model.depth} layers: each stage needs one")
+        raise Unstartable(f"pp={side.pp} exceeds {model.depth} layers: each stage needs one")
     layers = (*model.layers, *_drafter(model, side))
     kernel = _KERNEL_TOKENS[side.order]
     if side.block % kernel and not any(isinstance(layer.cache, Latent) for layer in layers):
         where = "on a CPU" if side.order == "planes" else "on a GPU"
-        raise Unstartable(f"block={side.block}: vLLM's kernels take multiples of {kernel} {where}")
+        raise Unstartable(f"block={side.block}: vLLM's kernels need multiples of {kernel} {where}")
     if model.attention_heads % side.tp:
         raise Unstartable(f"tp={side.tp} does not divide {model.attention_heads} attention heads")
     for cache in dict.fromkeys(layer.cache for layer in layers):
@@ -138,7 +141,7 @@ def engine(model: Model, side: Side) -> Engine:
 
 
 def _drafter(model: Model, side: Side) -> list[Layer]:
-    """Its layers come behind the model's own, on the last stage."""
+    """Returns the drafter's layers, which follow the model's own, on the last stage."""
     if not side.drafter:
         return []
     if side.drafter == "mtp":
@@ -165,8 +168,10 @@ def _check_division(cache: Cache, ranks: int) -> None:
 
 
 def _stage_ends(depth: int, stages: int) -> list[int]:
-    """Where each pipeline stage ends, as vLLM divides layers: what is over goes to the last but one stage and
-    those before it."""
+    """Returns the end of each pipeline stage, as vLLM divides layers.
+
+    Surplus layers go to the last but one stage and those before it.
+    """
     sizes = [depth // stages] * stages
     for place in range(depth % stages):
         sizes[-2 - place] += 1
@@ -178,10 +183,10 @@ def _caches(engine: Engine) -> list[Cache]:
 
 
 def _block_tokens(engine: Engine) -> dict[Cache, int]:
-    """How many tokens a block has in the layers of each kind; of states, any.
+    """Returns the tokens per block for the layers of each kind; for states, any number.
 
-    A hybrid model has blocks so long that a page of attention has room for a state. Where pages differ
-    otherwise, and not all layers need the same blocks, the smaller ones are of more tokens.
+    A hybrid model has blocks so long that a page of attention has room for a state. If pages differ
+    otherwise, and not all layers need the same blocks, the smaller pages hold more tokens.
     """
     side, caches = engine.side, _caches(engine)
     states = [cache for cache in caches if isinstance(cache, State)]
@@ -206,7 +211,7 @@ Pages = tuple[str, tuple[Part, ...]]
 
 
 def _pages(engine: Engine, cache: Cache, tokens: int, rank: int, place: Place) -> Pages:
-    """The format and the parts, as ``kv_connector.vllm`` describes them."""
+    """Returns the format and the parts, as ``kv_connector.vllm`` describes them."""
     if isinstance(cache, State):
         return _state_pages(engine, cache, rank, place)
     side, element = engine.side, KV_DTYPES[engine.kv_dtype]

@@ -1,7 +1,7 @@
-"""What a model's config.json says of its caches: which layers keep what, of how many heads.
+"""Reads from a model's config.json which layers have which caches, of how many heads.
 
-The names are Hugging Face's, and what a config.json leaves out has the value that its configuration class
-gives it. How vLLM divides and places these caches, ``layout`` knows.
+The names are Hugging Face's. A value that config.json omits is the default of its configuration class.
+``layout`` knows how vLLM divides and places these caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration that says nothing of its caches, or not in a way that is known here."""
+    """A configuration that does not describe its caches, or not in a known way."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Attention:
     heads: int
     head_size: int
     kind: str = "full_attention"
-    window: int = 0  # tokens that a token attends to, itself included, or of a chunk; 0: all before it
+    window: int = 0  # tokens to which a token attends, itself included, or of a chunk; 0: all before it
 
     @property
     def words(self) -> str:
@@ -43,16 +43,17 @@ class Latent:
 
 @dataclass(frozen=True)
 class State:
-    """A state of each request: the last inputs of a convolution over ``pieces``, and a recurrent one."""
+    """A recurrent state of each request: the last inputs of a convolution over ``pieces``, and a recurrent
+    matrix."""
 
     kind: str
     words: str
     pieces: tuple[tuple[str, int, int], ...]  # name, dims of a unit, units
     rows: int
     heads: int = 0
-    shape: tuple[int, ...] = ()  # of one head's state
-    dtype: str | None = None  # of the recurrent state; None: as the convolution's
-    drafts: bool = True  # the convolution keeps a row more for each drafted token
+    shape: tuple[int, ...] = ()  # shape of one head's state
+    dtype: str | None = None  # of the recurrent matrix; None: the convolution's
+    drafts: bool = True  # whether the convolution keeps one more row for each drafted token
 
 
 Cache = Attention | Latent | State
@@ -61,7 +62,7 @@ Cache = Attention | Latent | State
 @dataclass(frozen=True)
 class Layer:
     name: str
-    index: int  # in the model: pipeline stages divide these
+    index: int  # in the model; pipeline stages divide these
     cache: Cache
     needed: bool = True
 
@@ -71,13 +72,13 @@ class Model:
     architecture: str
     kind: str
     dtype: str
-    kv_dtype: str  # that the checkpoint asks for, or "auto"
-    attention_heads: int = 0  # that tensor parallelism divides; 0: there are none
+    kv_dtype: str  # that the checkpoint requires, or "auto"
+    attention_heads: int = 0  # divided by tensor parallelism; 0: there are none
     depth: int = 0
     layers: tuple[Layer, ...] = ()
     drafters: int = 0  # layers that predict more tokens (MTP)
     refused: str | None = None
-    """Why no pair of engines can serve it."""
+    """Reason for which no pair of engines can serve it."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class _Config:
         return self.values.get(key)
 
     def number(self, *keys: str, default: int | None = None) -> int:
-        """The first of these that the configuration has."""
+        """Returns the first of these keys that the configuration has."""
         value = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
         if value is None:
             raise ConfigError(
-                f"the configuration of {self.kind} has no {' or '.join(keys)}: it is not complete. Save it "
+                f"the configuration of {self.kind} has no {' or '.join(keys)}: it is incomplete. Save it "
                 "with transformers, which writes every value"
             )
         if not isinstance(value, int) or value < 1:
@@ -114,7 +115,7 @@ class _Config:
         return Attention(self.number("num_key_value_heads", "num_kv_heads", default=heads), head_size)
 
     def layer_types(self, *keys: str) -> list[str] | None:
-        """What each layer is, in today's words; None: the configuration does not say."""
+        """Returns the type of each layer, by today's names; None: the configuration has no types."""
         types = next((self.values[key] for key in keys if self.values.get(key)), None)
         return None if types is None else [_TODAYS.get(str(kind), str(kind)) for kind in types]
 
@@ -128,16 +129,16 @@ _TODAYS = {
 
 
 def read_model(path: Path) -> Model:
-    """``path``: a model's directory, or its config.json. Raises ConfigError."""
+    """Reads the model in ``path``, its directory or its config.json. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{file} is not there: name a model's directory, or its config.json") from None
+        raise ConfigError(f"{file} does not exist. Give a model's directory, or its config.json") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON ({error}): name a model's config.json") from None
+        raise ConfigError(f"{file} is not JSON ({error}). Give a model's config.json") from None
     if not isinstance(found, dict) or not isinstance(found.get("architectures"), list | tuple):
         raise ConfigError(
             f"{file} names no `architectures`: it is not the configuration of a model that engines serve"
@@ -161,14 +162,15 @@ def _model(values: Mapping[str, Any]) -> Model:
         kv_dtype=_kv_dtype(quantization),
     )
     if values.get("is_encoder_decoder") or kind in _ENCODERS:
-        return replace(model, refused="vLLM serves encoder-decoder models with no connector")
+        return replace(model, refused="vLLM serves encoder-decoder models without connectors only")
     if kind in _REFUSED:
         return replace(model, refused=_REFUSED[kind])
     generates = any(word in architecture for word in ("ForCausalLM", "ForConditionalGeneration"))
     if kind not in _READERS or not generates:
         raise ConfigError(
-            f"{architecture} (model_type {kind}) is not known here, which says nothing against it: start "
-            "both engines, they decide at the handshake and say what does not fit"
+            f"{architecture} (model_type {kind}) is unknown to this command, but may work. Start "
+            "both engines: "
+            "they decide at the handshake and report what does not fit"
         )
     layers = _READERS[kind](config)
     return replace(
@@ -181,7 +183,7 @@ def _model(values: Mapping[str, Any]) -> Model:
 
 
 def _kv_dtype(quantization: Any) -> str:
-    """As vLLM reads it where --kv-cache-dtype is auto."""
+    """Returns the dtype that vLLM uses if --kv-cache-dtype is auto."""
     if not isinstance(quantization, dict):
         return "auto"
     inner = quantization.get("quantization")
@@ -208,10 +210,10 @@ def attending(index: int, cache: Cache) -> Layer:
 def _windows(config: _Config) -> list[Attention]:
     every, depth = config.attention, config.depth
     if not config.values.get("sliding_window", _WINDOWS.get(config.kind)) or config.kind.startswith("qwen"):
-        return [every] * depth  # vLLM lets no Qwen slide
+        return [every] * depth  # vLLM uses no sliding window for Qwen
     window = config.number("sliding_window", default=_WINDOWS.get(config.kind))
     if config.kind == "cohere2":
-        window += 1  # it does not count the token itself
+        window += 1  # its window does not count the token itself
     slides = replace(every, kind="sliding_window", window=window)
     types = config.layer_types("layer_types")
     if types is None and config.kind in _PATTERNS:
@@ -225,7 +227,7 @@ def _windows(config: _Config) -> list[Attention]:
 
 def _exactly(types: list[str], config: _Config) -> list[str]:
     if len(types) != config.depth:
-        raise ConfigError(f"config.json says what {len(types)} layers are, of {config.depth}")
+        raise ConfigError(f"config.json has types of {len(types)} layers, but {config.depth} layers")
     return types
 
 
@@ -258,7 +260,7 @@ def _hybrid(
     config: _Config, state: State, types: list[str] | None, cache: Cache | None = None
 ) -> list[Layer]:
     if types is None:
-        raise ConfigError(f"the configuration of {config.kind} has no layer_types: save it with transformers")
+        raise ConfigError(f"the configuration of {config.kind} has no layer_types. Save it with transformers")
     attends = config.attention if cache is None else cache
     return [
         attending(index, attends) if kind == "full_attention" else _state(index, state)
@@ -296,7 +298,7 @@ def _granite_hybrid(config: _Config) -> list[Layer]:
 
 
 def _falcon_h1(config: _Config) -> list[Layer]:
-    """Both in each layer."""
+    """Each layer has attention and a state."""
     state, attends = _mamba_prefixed(config), config.attention
     both = ((_state(index, state), attending(index, attends)) for index in range(config.depth))
     return [layer for layers in both for layer in layers]
@@ -312,7 +314,7 @@ def _nemotron_h(config: _Config) -> list[Layer]:
 
 
 def _nemotron_types(config: _Config) -> list[str] | None:
-    """It has so many layers, whatever num_hidden_layers says; some keep nothing."""
+    """Returns the types of all layers, whatever num_hidden_layers is. Some layers keep nothing."""
     return config.layer_types("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 
@@ -382,11 +384,11 @@ def _short_conv(config: _Config) -> list[Layer]:
     return _hybrid(config, state, types)
 
 
-# Whose heads vLLM takes to share the hidden size, whatever head_dim says.
+# Models for which vLLM divides the hidden size among the heads, whatever head_dim is.
 _DIVIDED = {"granitemoe", "granitemoeshared", "olmoe", "qwen2", "qwen2_moe", "stablelm"}
-# Where config.json does not say which layers have a window: all but every so manyth.
+# For a config.json that does not name the layers with a window: each n-th layer has none.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "olmo3": 4, "exaone4": 4}
-# Where it does not say how long it is.
+# For a config.json without the window's length.
 _WINDOWS = {
     "mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "cohere2": 4096, "gpt_oss": 128, "olmo3": 4096
 }  # fmt: skip

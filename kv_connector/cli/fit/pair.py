@@ -1,6 +1,6 @@
-"""What two engines would find out about each other at the handshake, and what a prompt then costs.
+"""The comparison that two engines would make at the handshake, and the cost of a prompt.
 
-Plans are made by the code that engines run (``protocol.sources``), of layouts that are made up (``layout``).
+The engines' own code (``protocol.sources``) makes the plans, of made-up layouts (``layout``).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kv_connector.protocol.sources import draws, scattered
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one rank of D gets of a prompt."""
+    """The part of a prompt that one rank of the decode engine receives."""
 
     rank: int
     sources: tuple[int, ...]
-    """Ranks of P."""
+    """Ranks of the prefill engine."""
     nbytes: int
     writes: int
     page_writes: int
-    """Into how many the worst page falls, and the bytes of the least of those."""
+    """Writes for the worst page. ``least_bytes`` is the size of the smallest of them."""
     least_bytes: int
     many: bool
-    """Whether the engines warn of it."""
+    """Whether the engines warn of so many writes."""
 
 
 def problems(prefill: Engine, decode: Engine) -> list[str]:
-    """In the engines' words; empty: they fit."""
+    """Returns the engines' own messages about what does not fit; empty: they fit."""
     ours, theirs = (fingerprint({"dtype": one.dtype}) for one in (prefill, decode))
     differs = mismatch(ours, theirs, ADVICE)
     found = [] if differs is None else [differs]
@@ -52,7 +52,7 @@ def problems(prefill: Engine, decode: Engine) -> list[str]:
 
 
 def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Iterator[Cost]:
-    """By rank of D, of a prompt of so many tokens. Raises Misfit."""
+    """Yields the cost of a prompt of this many tokens by decode rank. Raises Misfit."""
     for rank, worker in enumerate(decode):
         found = draws(decode, rank, prefill)
         plans = {number: draw.plan for number, draw in found.items() if draw.plan is not None}
@@ -71,8 +71,11 @@ def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Itera
 
 
 def wanted(layout: KvLayout, tokens: int) -> tuple[GroupTarget, ...]:
-    """What D asks for: all but the prompt's last token, which it computes, and of a window what that one
-    attends to."""
+    """Returns the pages that the decode engine requests.
+
+    These are all but the prompt's last token, which it computes. For a window, they are the tokens to which
+    that last one attends.
+    """
     targets = []
     for group in layout.groups:
         if group.block_size == 0:
@@ -85,7 +88,7 @@ def wanted(layout: KvLayout, tokens: int) -> tuple[GroupTarget, ...]:
 
 
 def _moved(plan: Plan, targets: Sequence[GroupTarget], tokens: int) -> tuple[int, int]:
-    """(bytes, writes) of all layers."""
+    """Returns (bytes, writes) of all layers."""
     nbytes = writes = 0
     for pair in plan.pairs.values():
         times = Counter(map(pair.cut.places, pair.granules(targets[pair.target], tokens)))
@@ -101,7 +104,7 @@ def _moved(plan: Plan, targets: Sequence[GroupTarget], tokens: int) -> tuple[int
 
 
 def remedy(prefill: Engine, decode: Engine) -> str | None:
-    """The fewest settings that make every page come in few writes; None: these do not."""
+    """Returns the fewest settings with which every page is few writes; None: none of these settings helps."""
     blocks = max(prefill.block, decode.block)
     changes: Mapping[str, Mapping[str, Any]] = {
         "VLLM_KV_CACHE_LAYOUT=HND": {"order": "heads"},
@@ -119,7 +122,7 @@ def remedy(prefill: Engine, decode: Engine) -> str | None:
 
 
 def _few(prefill: Engine, decode: Engine, more: Mapping[str, Any]) -> bool:
-    """Whether pages come in few writes where both sides are started with this, too."""
+    """Whether pages are few writes if both sides also have these settings."""
     try:
         ours, theirs = (engine(one.model, replace(one.side, **more)).ranks for one in (prefill, decode))
         found = [draws(theirs, rank, ours) for rank in range(len(theirs))]

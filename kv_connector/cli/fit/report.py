@@ -1,4 +1,4 @@
-"""What `kv-connector doctor --model` says of a model and a pair: one report, as JSON or as findings."""
+"""The report of `kv-connector doctor --model` about a model and a pair, as JSON or as findings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kv_connector.cli.fit.model import Attention, Model, State, read_model
 from kv_connector.cli.fit.pair import Cost, costs, problems, remedy
 from kv_connector.cli.fit.side import ORDERS, Side
 
-# What docs/compatibility.md has no pair of engines for.
+# Kinds of layers for which docs/compatibility.md has no tested pair of engines.
 _UNTRIED = {
-    "MAMBA1": "Mamba1 was never tried: compare tokens first",
-    "chunked_local_attention": "chunked local attention was never tried: compare tokens first",
+    "MAMBA1": "Mamba1 was never tested. Compare tokens first",
+    "chunked_local_attention": "chunked local attention was never tested. Compare tokens first",
 }
 
 
 class SideReport(msgspec.Struct, frozen=True):
     ranks: int
-    """Of each data-parallel engine."""
+    """Ranks of each data-parallel engine."""
     engines: int
     block_tokens: int
-    """As the engine rounds them; 0: no layer has blocks of tokens."""
+    """Tokens per block, as the engine rounds them; 0: no layer has blocks of tokens."""
     order: str
     dtype: str
     kv_cache_dtype: str
@@ -36,9 +36,10 @@ class Report(msgspec.Struct, frozen=True):
     architecture: str
     model_type: str
     layers: dict[str, int]
-    """By kind."""
+    """Number of layers by kind."""
     kv_bytes_per_token: int
-    """Of all layers that keep K and V, windows included; of one engine's ranks together, each head once."""
+    """Bytes per token of all layers with K and V, windows included, in one engine's ranks together, each head
+    once."""
     state_bytes_per_request: int
     tokens: int
     fits: bool
@@ -47,12 +48,12 @@ class Report(msgspec.Struct, frozen=True):
     decode: SideReport | None = None
     costs: tuple[Cost, ...] = ()
     remedy: str | None = None
-    """Where pages come in many writes: the settings with which they do not."""
+    """Settings with which pages are few writes, if they are many now."""
     notes: tuple[str, ...] = ()
 
 
 def report(path: Path, prefill: Side, decode: Side, tokens: int) -> Report:
-    """Raises ConfigError."""
+    """Makes the report. Raises ConfigError."""
     model = read_model(path)
     found = Report(
         architecture=model.architecture,
@@ -104,12 +105,15 @@ def _notes(prefill: Engine, decode: Engine) -> Iterator[str]:
     kinds = {cache.kind for cache in caches if isinstance(cache, Attention | State)}
     yield from (note for kind, note in _UNTRIED.items() if kind in kinds)
     if any(one.kv_dtype.startswith("fp8") for one in (prefill, decode)):
-        yield "the k and v scales of a KV cache in fp8 have to be equal: the engines compare them"
+        yield "the k and v scales of a KV cache in fp8 must be equal. The engines compare them"
     drafts = [sum(not layer.needed for layer in one.layers) for one in (prefill, decode)]
     if drafts[0] < drafts[1]:
-        yield "prefill lacks layers of decode's drafter: the text is the same, fewer drafts are right"
+        yield (
+            "the prefill engine lacks layers of the decode engine's drafter: equal text, but fewer "
+            "correct drafts"
+        )
     if max(prefill.side.dp, decode.side.dp) > 1:
-        yield "data-parallel engines are peers of their own: a request goes from one to one"
+        yield "each data-parallel engine is a separate peer: a request goes from one to one"
 
 
 # --- In words
@@ -130,10 +134,10 @@ def findings(found: Report) -> Iterator[Finding]:
     for problem in found.problems:
         yield Finding("pair", Verdict.FAIL, problem)
     if found.fits:
-        yield Finding("pair", Verdict.OK, "what prefill has, decode can take")
+        yield Finding("pair", Verdict.OK, "the decode engine can receive all that the prefill engine has")
     for cost in found.costs:
         yield Finding(
-            f"D rank {cost.rank}", Verdict.NOTE if cost.many else Verdict.OK, _cost_words(cost, found)
+            f"decode rank {cost.rank}", Verdict.NOTE if cost.many else Verdict.OK, _cost_words(cost, found)
         )
     if any(cost.many for cost in found.costs):
         yield Finding("many writes", Verdict.NOTE, _remedy_words(found.remedy))
@@ -154,7 +158,7 @@ def _side_words(side: SideReport) -> str:
 
 
 def _cost_words(cost: Cost, found: Report) -> str:
-    ranks = f"P rank{'s' * (len(cost.sources) > 1)} {', '.join(map(str, cost.sources))}"
+    ranks = f"prefill rank{'s' * (len(cost.sources) > 1)} {', '.join(map(str, cost.sources))}"
     writes = f"{cost.writes:,} writes of {size(cost.nbytes // max(cost.writes, 1))} on average"
     pieces = "one for each layer and block"
     if cost.page_writes > 1:
@@ -165,13 +169,14 @@ def _cost_words(cost: Cost, found: Report) -> str:
 def _remedy_words(remedy: str | None) -> str:
     if remedy is None:
         return (
-            "small writes cost time: start both sides with the same parallelism, block size and memory order"
+            "small writes cost time. Start both engines with the same parallelism, block size and "
+            "memory order"
         )
-    return f"small writes cost time: with {remedy} they are few"
+    return f"small writes cost time. Set {remedy}, and they are few"
 
 
 def size(nbytes: int) -> str:
-    """ "1.5 MiB": three digits at least."""
+    """Formats a size with at least three digits: "1.5 MiB"."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

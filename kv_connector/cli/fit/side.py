@@ -1,4 +1,4 @@
-"""How one side of a pair is started, as `--prefill` and `--decode` say it: `tp=2,block=16`."""
+"""The options of one side of a pair, as given to `--prefill` and `--decode`: `tp=2,block=16`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# Bytes of an element.
+# Bytes per element.
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_DTYPES = {**DTYPES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 ORDERS = {
@@ -17,7 +17,7 @@ ORDERS = {
 
 
 class SideError(ValueError):
-    """An option that cannot be used; the message says what can."""
+    """An option that cannot be used. The message names the possible values."""
 
 
 def _number(text: str) -> int:
@@ -45,32 +45,35 @@ def _key(default: Any, words: str, parse: Callable[[str], Any] = _number) -> Any
 
 @dataclass(frozen=True)
 class Side:
-    """An engine, as far as its pages depend on how it is started. The metadata are the option's."""
+    """The options of an engine on which its pages depend. The metadata are the option's help and parser."""
 
     tp: int = _key(1, "tensor parallelism")
     pp: int = _key(1, "pipeline parallelism")
     dp: int = _key(1, "data parallelism")
     block: int = _key(0, "tokens a block (16; with order=planes 128, or 16 of a latent)")
-    kernel: int = _key(0, "tokens that the kernel has in a block, where they are fewer (FlashInfer)")
+    kernel: int = _key(0, "tokens per block of the kernel, if fewer (FlashInfer)")
     order: str = _key(
         "heads",
-        "how a block lies in memory: heads (HND, what our connector asks of vLLM), tokens (NHD, with "
-        "VLLM_KV_CACHE_LAYOUT alone), or planes (on a CPU without AMX)",
+        "order of a block in memory: heads (HND, which our connector requests from vLLM), tokens "
+        "(NHD, only with "
+        "VLLM_KV_CACHE_LAYOUT), or planes (on a CPU without AMX)",
         _one_of(*ORDERS),
     )
-    dtype: str = _key("", "the model's, by itself its own", _one_of(*DTYPES))
-    kv_cache_dtype: str = _key("", "by itself the checkpoint's, or the model's dtype", _one_of(*KV_DTYPES))
+    dtype: str = _key("", "dtype of the model; default: the checkpoint's", _one_of(*DTYPES))
+    kv_cache_dtype: str = _key(
+        "", "dtype of the KV cache; default: the checkpoint's, or the model's dtype", _one_of(*KV_DTYPES)
+    )
     conv: str = _key("SD", "VLLM_SSM_CONV_STATE_LAYOUT: SD or DS", _one_of("SD", "DS"))
-    ssm_dtype: str = _key("", "--mamba-ssm-cache-dtype, by itself the model's", _one_of(*DTYPES))
+    ssm_dtype: str = _key("", "--mamba-ssm-cache-dtype; default: the model's", _one_of(*DTYPES))
     drafter: str = _key("", "mtp, or a draft model's directory or config.json", str)
-    drafts: int = _key(0, "tokens that are drafted at a time (1 with a drafter; n-gram drafts too)")
+    drafts: int = _key(0, "tokens drafted at a time, also by n-gram (1 with a drafter)")
     dcp: int = _key(1, "decode context parallelism")
     pcp: int = _key(1, "prefill context parallelism")
     dbo: bool = _key(False, "microbatches: on or off", _switch)
 
     @property
     def rows(self) -> int:
-        """Of a convolution's state, beyond those that it needs."""
+        """Rows of a convolution's state beyond those that it needs."""
         return self.drafts or (1 if self.drafter else 0)
 
 
@@ -79,7 +82,7 @@ HELP = "\n\n".join(f"{key}: {one.metadata['words']}" for key, one in KEYS.items(
 
 
 def parse_side(text: str) -> Side:
-    """`tp=2,block=16`; empty: one rank, and every default. Raises SideError."""
+    """Parses `tp=2,block=16`; empty: one rank and all defaults. Raises SideError."""
     found: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))

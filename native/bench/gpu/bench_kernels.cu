@@ -1,4 +1,4 @@
-// The Copier's kernel with times, and loads to measure copies beside. Hopper only.
+// The Copier's kernel with timestamps, and kernels that load the GPU beside measured copies. Hopper only.
 
 #include "bench/gpu/bench_kernels.h"
 
@@ -26,7 +26,8 @@ __device__ void begin_barriers(uint64_t* barriers) {
 #endif
 }
 
-// One thread copies units [begin, end) of the launch, as kvc_copy_bulk does. `tile`: the launch's list from page `first` on.
+// Copies the units [begin, end) of the launch with one thread, as kvc_copy_bulk does. `tile` is the launch's list from
+// page `first` on.
 __device__ void copy_units(const cuda::CopyLaunch& launch, uint32_t begin, uint32_t end, const PageCopy* tile,
                            uint32_t first, unsigned char* stages, uint64_t* barriers) {
 #if __CUDA_ARCH__ >= 900
@@ -83,7 +84,7 @@ __device__ void copy_units(const cuda::CopyLaunch& launch, uint32_t begin, uint3
 
 }  // namespace
 
-// kvc_copy_bulk with times, for launches of at most kTilePages pages a block.
+// kvc_copy_bulk with timestamps, for launches of at most kTilePages pages a block.
 extern "C" __global__ void __launch_bounds__(32)
     bench_copy_timed(const __grid_constant__ cuda::CopyLaunch launch, BlockTimes* times) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -117,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(32)
   times[blockIdx.x] = mine;
 }
 
-// `out` in pinned memory: how much the GPU's clock has advanced from one of its steps to the next, and over how many of
-// the SM's cycles the last of 64 steps came.
+// Writes to `out` (pinned memory): the mean step of the GPU's clock over 64 steps, at least 200 us by that clock, and
+// the SM's cycles in that time.
 extern "C" __global__ void bench_clock_steps(uint64_t* out) {
   const uint64_t begin = nanoseconds();
   const uint64_t first_cycle = clock64();
@@ -128,7 +129,7 @@ extern "C" __global__ void bench_clock_steps(uint64_t* out) {
     if (next != now) ++steps;
     now = next;
   }
-  // Long enough for the cycles in a microsecond.
+  // The loop is long enough to count the cycles in a microsecond.
   while (nanoseconds() - begin < 200000) {
   }
   out[0] = (now - begin) / 64;
@@ -136,7 +137,7 @@ extern "C" __global__ void bench_clock_steps(uint64_t* out) {
   out[2] = clock64() - first_cycle;
 }
 
-// A block's share of a matrix product, as far as an SM's time and room go.
+// A block's part of a matrix product, with the SM time and shared memory of a real one.
 extern "C" __global__ void __launch_bounds__(kProductThreads, 1) bench_product(float* out, uint32_t rounds) {
   extern __shared__ float shared_sums[];
   float sums[128];
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, 1) bench_product(f
   if (sum == -1.0F) out[blockIdx.x] = shared_sums[threadIdx.x];
 }
 
-// As decode does: reads memory once, as fast as it comes.
+// Reads memory once at full speed, as decode does.
 extern "C" __global__ void __launch_bounds__(kStreamThreads)
     bench_stream(const uint4* from, uint64_t vectors, uint32_t* out) {
   uint32_t sum = 0;

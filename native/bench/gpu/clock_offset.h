@@ -1,4 +1,4 @@
-// ClockOffset: what the GPU's clock says against ours.
+// ClockOffset: the difference between the GPU's clock and the host's.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace kvc::gpu_bench {
 
-// The GPU's clock minus ours, in ns, and how far off that may be.
+// The GPU's clock minus the host's, and the largest error of that, both in ns.
 struct ClockOffset {
   int64_t offset = 0;
   int64_t uncertainty = 0;

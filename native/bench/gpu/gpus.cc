@@ -10,7 +10,7 @@ Gpus::Gpus()
       driver(sender->driver()),
       scope(*sender) {
   if (bench_kernels_image().empty()) die("this build holds no GPU kernels: nvcc was not found when it was built");
-  if (sender->attribute(cuda::kAttributeMajor) < 9) die("this needs a Hopper GPU, and there is " + sender->name());
+  if (sender->attribute(cuda::kAttributeMajor) < 9) die("a Hopper GPU is needed, and GPU 0 is a " + sender->name());
   const int enabled = driver.cuCtxEnablePeerAccess(receiver->handle(), 0);
   if (enabled != cuda::kPeerAccessAlreadyEnabled) must_cuda(enabled, "cuCtxEnablePeerAccess");
   must_cuda(driver.cuModuleLoadData(&module, bench_kernels_image().data()), "cuModuleLoadData");

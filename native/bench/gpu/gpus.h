@@ -1,4 +1,4 @@
-// GPU 0 with access to GPU 1, and the kernels of bench_kernels.cu.
+// Gpus: GPU 0 with access to GPU 1, and the kernels of bench_kernels.cu.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvc::gpu_bench {
 
-// Its context is current on the thread that makes it.
+// GPU 0's context becomes current on the thread that creates this.
 struct Gpus {
   Gpus();
   Gpus(const Gpus&) = delete;

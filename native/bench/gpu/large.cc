@@ -16,10 +16,10 @@ namespace kvc::gpu_bench {
 namespace {
 
 constexpr uint64_t kMiB = 1 << 20;
-constexpr uint64_t kPool = 4ULL << 30;  // long beside what a launch takes
+constexpr uint64_t kPool = 4ULL << 30;  // takes long compared with a launch
 constexpr int kRounds = 7;
 
-// Median GB/s of what `copy` does with all of the pool.
+// Returns the median GB/s at which `copy` copies the whole pool.
 template <typename Copy>
 double rate(Copy&& copy) {
   std::vector<double> rates;
@@ -38,7 +38,7 @@ void report(const char* by, uint64_t page, uint64_t launch, size_t streams, doub
       by, static_cast<double>(page) / kMiB, static_cast<double>(launch) / kMiB, streams, gb_s);
 }
 
-// All of the pool, in pages whose order is turned round.
+// Returns the pages of the whole pool. Their order at the target is reversed.
 std::vector<cuda::PageCopy> pages_of(const Buffer& source, const Buffer& target, uint64_t page) {
   std::vector<cuda::PageCopy> pages;
   for (uint64_t at = 0; at + page <= kPool; at += page) {
@@ -47,7 +47,7 @@ std::vector<cuda::PageCopy> pages_of(const Buffer& source, const Buffer& target,
   return pages;
 }
 
-// Launches of as many pages as fit, on several streams in turn.
+// Copies by the copy engines, in launches of as many pages as fit, on several streams in turn.
 double by_engines(const Gpus& gpus, const std::vector<cuda::PageCopy>& pages, uint64_t page, uint64_t launch,
                   size_t streams) {
   std::deque<ByEngines> ways;
@@ -61,7 +61,7 @@ double by_engines(const Gpus& gpus, const std::vector<cuda::PageCopy>& pages, ui
   });
 }
 
-// As a domain has it: the Copier, launch after launch.
+// Copies by the Copier as a domain does, launch after launch.
 double by_copier(const Gpus& gpus, const std::vector<cuda::PageCopy>& pages, uint64_t page, bool engines) {
   ByCopier way(gpus, engines, page);
   return rate([&] {

@@ -1,4 +1,4 @@
-// Large pages by the copy engines and by the kernel: GB/s by their length and by how they are handed over.
+// Large pages by the copy engines and by the kernel: GB/s by page length and by the size of the launches.
 #pragma once
 
 namespace kvc::gpu_bench {

@@ -31,7 +31,7 @@ struct Pages {
                         target.address + static_cast<uint64_t>(to[i]) * kPage});
     }
   }
-  // The next of them, so that no round reads what the one before has left in a cache.
+  // Returns the next pages, so that no round reads what the previous one has left in a cache.
   std::span<const PageCopy> next(size_t count) {
     if (at + count > copies.size()) at = 0;
     at += count;
@@ -43,13 +43,13 @@ struct Pages {
   size_t at = 0;
 };
 
-// In us, each copy by itself.
+// Returns the time of each copy in us, one copy at a time.
 std::vector<double> times(Way& way, Pages& pages, size_t count, int rounds) {
   std::vector<double> us;
   const int64_t end = now_ns() + 80'000'000;
   for (int round = 0; round < rounds && (round < 8 || now_ns() < end); ++round) {
     const auto batch = pages.next(count);
-    // At any point of the load's kernels.
+    // Starts at a varying point of the load's kernels.
     for (const int64_t until = now_ns() + 20'000 + round % 16 * 5'000; now_ns() < until;) {
     }
     const int64_t begin = now_ns();
@@ -95,8 +95,8 @@ void measure_times(const char* name, Way& way, const Gpus& gpus, const Buffer& s
   }
 }
 
-// How much longer the load's kernels take with 16 pages every 100 us, and with 64 MiB after 64 MiB. The load alone is
-// measured before and after.
+// Measures how much longer the load's kernels take beside copies: 16 pages every 100 us, and 64 MiB after 64 MiB. The
+// load alone is measured before and after.
 void measure_cost(const char* name, Way& way, const Gpus& gpus, const Buffer& source, const Buffer& target) {
   constexpr int64_t kTime = 50'000'000;
   Pages pages(source, target);
@@ -106,7 +106,7 @@ void measure_cost(const char* name, Way& way, const Gpus& gpus, const Buffer& so
     const Load load(gpus, kind, source);
     load.kernel_us(kTime / 2, nothing);
     const double before = load.kernel_us(kTime, nothing);
-    // Copies of `count` pages one after the other, one every `every_ns` at most: the load's time, and their GB/s.
+    // Copies `count` pages at a time, one copy every `every_ns` at most. Returns the load's time and the copies' GB/s.
     const auto with = [&](size_t count, int64_t every_ns) {
       const int64_t begun = now_ns();
       int64_t next = 0;

@@ -32,7 +32,7 @@ void Load::run() {
                           : kind_ == Kind::kTiled    ? 5 * processors
                                                      : 4 * processors;
   for (uint64_t launched = 0; !stop_.load();) {
-    // Three are queued behind the one that runs: the GPU never waits.
+    // Three kernels are queued behind the running one, so that the GPU never waits.
     if (launched - ended() >= 4) {
       std::this_thread::sleep_for(std::chrono::microseconds(10));
       continue;

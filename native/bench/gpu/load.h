@@ -1,4 +1,5 @@
-// Load: what keeps GPU 0 busy as an engine would, one kernel behind the other on a stream of its own, from a thread.
+// Load: keeps GPU 0 busy as a transfer engine would, with one kernel behind the other on its own stream, from its own
+// thread.
 #pragma once
 
 #include <atomic>
@@ -16,8 +17,8 @@ class Load {
  public:
   enum class Kind : uint8_t {
     kNone,
-    kPersistent,  // a product whose blocks, one an SM with nearly all of its shared memory, live for 300 us
-    kTiled,       // the same with five short blocks an SM
+    kPersistent,  // a product whose blocks live for 300 us, one per SM with nearly all of its shared memory
+    kTiled,       // the same product with five short blocks per SM
     kStream,      // reads memory, as decode does
   };
   static constexpr Kind kKinds[] = {Kind::kNone, Kind::kPersistent, Kind::kTiled, Kind::kStream};
@@ -31,15 +32,15 @@ class Load {
   Load& operator=(const Load&) = delete;
   ~Load();
 
-  // Kernels that have ended, since the begin.
+  // Returns the number of kernels that have ended since the constructor.
   uint64_t ended() const { return word_.word().load(std::memory_order_acquire); }
-  // The time of one kernel over some time from now on, in us; `meanwhile` is called all the time.
+  // Returns the time of one kernel in us, measured over `nanoseconds` from now on. Calls `meanwhile` all the time.
   template <typename F>
   double kernel_us(int64_t nanoseconds, F&& meanwhile) const {
     const int64_t deadline = now_ns() + 2'000'000'000;
     const auto next = [&](uint64_t after) {
       while (ended() <= after) {
-        if (now_ns() > deadline) die("the load has come to a stop");
+        if (now_ns() > deadline) die("the load's kernels have stopped");
         meanwhile();
       }
       return now_ns();

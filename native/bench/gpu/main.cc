@@ -1,15 +1,17 @@
-// kvc_gpu_bench: what the GPU lane does on a machine with two GPUs. Prints one JSON object a line.
+// kvc_gpu_bench: measures the GPU lane on a machine with two GPUs. Prints one JSON object a line.
 //
-//   copies    scattered pages from GPU 0 to GPU 1 by the Copier alone: page sizes x batch sizes x SMs, against one
-//             plain cuMemcpy of the same bytes
-//   engine    the same through two TransferEngines in two processes, and the time until the receiver has counted
-//   signal    from a stream's write to a thread that polls, and to the receiver's count of a page armed on it, with the
-//             GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
-//   stages    where the time of a small batch goes, from the call to the count
-//   latency   small batches by the kernel and by the copy engines: their time beside other kernels, and what they cost those
-//   large     large pages by the copy engines and by the kernel, by their length and the launches'
+//     copies    scattered pages from GPU 0 to GPU 1 by the Copier alone: page sizes x batch sizes x SMs, against one
+//               plain cuMemcpy of the same bytes
+//     engine    the same through two TransferEngines in two processes, and the time until the receiver has counted
+//     signal    from a stream's write to a thread that polls, and to the receiver's count of a page armed on it, with
+//               the GPU busy; StreamSignal in a CUDA graph is checked by native/tests/cuda_test.cc
+//     stages    the time of each stage of a small batch, from the call to the count
+//     latency   small batches by the kernel and by the copy engines: their time beside other kernels, and the slowdown
+//               of those kernels
+//     large     large pages by the copy engines and by the kernel, by page length and launch size
 //
-// Every copy but those of `large` is checked byte for byte against its source, with fresh random data, once per combination.
+// Every copy except those of `large` is checked byte for byte against its source, with fresh random data, once per
+// combination.
 #include <sched.h>
 
 #include <algorithm>
@@ -49,7 +51,7 @@ void copies() {
   Buffer target(receiver, kPool, 2);
   std::vector<std::byte> expected = source.read();
 
-  {  // the ceiling: one plain copy
+  {  // the upper limit: one plain copy
     const cuda::Context::Scope scope(*sender);
     auto stream = must(cuda::OwnedStream::create(driver, cuda::OwnedStream::Priority::kHighest));
     std::vector<double> rates;
@@ -200,7 +202,7 @@ void signals(const Pipe& pipe) {
   std::vector<double> polled;
   for (int i = 0; i < kRounds; ++i) {
     enqueue(++value);
-    while (signal->load() < value) sched_yield();  // what the worker does
+    while (signal->load() < value) sched_yield();  // as the transfer thread does
     const int64_t seen = now_ns();
     polled.push_back(static_cast<double>(seen - finished_layer()) / 1e3);
   }

@@ -18,21 +18,21 @@
 namespace kvc::gpu_bench {
 namespace {
 
-// A launch of the Copier's, as its worker saw it.
+// A launch of the Copier, as seen by the transfer thread.
 struct Launch {
   int64_t begun = 0;  // cuLaunchKernel, or cuMemcpyBatchAsync
   int64_t returned = 0;
-  uint32_t blocks = 0;  // 0: by the copy engines
+  uint32_t blocks = 0;  // 0: the copy engines copied
 };
 
-// Stands in for these of the driver's functions in this process. Read when a transfer has ended.
+// Replaces these functions of the driver in this process. Read after a transfer has ended.
 struct Hook {
   decltype(cuda::Driver::cuLaunchKernel) launch = nullptr;
   decltype(cuda::Driver::cuMemcpyBatchAsync) copy = nullptr;
   decltype(cuda::Driver::cuModuleGetFunction) get_function = nullptr;
-  cuda::Function bulk = nullptr;   // kvc_copy_bulk, as the engine has it
-  cuda::Function timed = nullptr;  // in its place; null: the engine's own
-  cuda::DevicePointer times = 0;   // kMostBlocks BlockTimes a launch
+  cuda::Function bulk = nullptr;   // the transfer engine's kvc_copy_bulk
+  cuda::Function timed = nullptr;  // launched in its place; null: the transfer engine's own kernel is launched
+  cuda::DevicePointer times = 0;   // kMostBlocks BlockTimes per launch
   std::vector<Launch> launches;
 };
 constexpr size_t kMostLaunches = 16;
@@ -86,7 +86,7 @@ void primitives(const Gpus& gpus) {
               yield, clock, scope);
 }
 
-// The cycles of an SM in a microsecond.
+// Returns the SM's cycles in a microsecond.
 double clock_rate(const Gpus& gpus, cuda::Stream stream) {
   const auto out = must(cuda::PinnedMemory::allocate(gpus.driver, 64));
   cuda::DevicePointer address = out.device();
@@ -174,9 +174,9 @@ void stages(const Pipe& pipe) {
         const int64_t called = now_ns();
         must(sender.engine->seal(transfer));
         while (ended.load() == 0) sched_yield();
-        if (ended.load() < 0) die("a transfer has failed");
+        if (ended.load() < 0) die("a transfer failed");
         const int64_t counted = sender.counted();
-        std::this_thread::sleep_for(std::chrono::microseconds(100));  // the last times are on their way
+        std::this_thread::sleep_for(std::chrono::microseconds(100));  // the last timestamps are in flight
         if (round < 3 || hook.launches.empty()) continue;
         const auto us = [](int64_t from_ns, int64_t to_ns) { return static_cast<double>(to_ns - from_ns) / 1e3; };
         const Launch& first = hook.launches.front();
@@ -189,7 +189,8 @@ void stages(const Pipe& pipe) {
         series.add("call to the last launch's end", us(begin, hook.launches.back().returned));
         series.add("blocks of the first launch (0: copy engines)", first.blocks);
         if (!with_times || first.blocks == 0) continue;
-        // The earliest and the latest of all blocks, in our clock; within a block by its own cycles, the slowest block's.
+        // The earliest and the latest of all blocks are in the host's clock. Times within a block are in its own
+        // cycles, and the slowest block counts.
         int64_t earliest = INT64_MAX;
         int64_t latest = 0;
         double listed = 0;

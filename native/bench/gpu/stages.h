@@ -4,7 +4,7 @@
 
 namespace kvc::gpu_bench {
 
-// Where the time of a small batch through two TransferEngines goes, from the call to the receiver's count.
+// Measures the time of each stage of a small batch through two TransferEngines, from the call to the receiver's count.
 void stages(const Pipe& pipe);
 
 }  // namespace kvc::gpu_bench

@@ -1,4 +1,4 @@
-// What kvc_gpu_bench's measurements share: errors that end it, memory of a GPU, and statistics.
+// Helpers that all measurements of kvc_gpu_bench use: fatal errors, memory of a GPU, and statistics.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline int64_t now_ns() {
 [[noreturn]] inline void die(const std::string& what) {
   std::fprintf(stderr, "kvc_gpu_bench: %s\n", what.c_str());
   std::fflush(nullptr);
-  std::_Exit(1);  // nothing that waits for kernels which are still running
+  std::_Exit(1);  // ends without destructors, which would wait for kernels that are still running
 }
 template <typename T>
 T must(Result<T> result) {

@@ -1,4 +1,4 @@
-// Two TransferEngines in two processes, a GPU each: who receives does what the sender asks for over a pipe.
+// Two TransferEngines in two processes, with one GPU each. The receiver does what the sender requests over a pipe.
 #pragma once
 
 #include <sys/wait.h>
@@ -16,7 +16,7 @@
 
 namespace kvc::gpu_bench {
 
-// Bytes between the two, each with its length.
+// A pipe in each direction. Bytes are sent with their length.
 struct Pipe {
   int in = -1;
   int out = -1;
@@ -51,7 +51,7 @@ struct Pipe {
 inline EngineConfig config(const char* name, uint32_t blocks) {
   EngineConfig config;
   config.name = name;
-  config.spin_us = 300;  // what is measured is the lane, and not how long a processor takes to wake up
+  config.spin_us = 300;  // measures the lane, and not the wake-up of a processor
   DomainConfig domain;
   domain.provider = "nvlink";
   domain.copy_blocks = blocks;
@@ -59,10 +59,11 @@ inline EngineConfig config(const char* name, uint32_t blocks) {
   return config;
 }
 
-// What the sender asks for: counters with a target; answered with the time at which they were reached. 0: the end.
+// The sender's request: wait for counters with this target. The answer is the time at which they were reached. A target
+// of 0 ends the receiver.
 struct Ask {
   uint64_t target = 0;
-  uint64_t check_page = 0;  // afterwards, send all memory back for a check
+  uint64_t check_page = 0;  // if not 0, the receiver then sends all its memory back for a check of pages of this size
 };
 
 inline int receive_pages(const Pipe& pipe, uint64_t bytes) {
@@ -121,7 +122,7 @@ struct Sender {
   RemoteRegionId target = 0;
 };
 
-// Runs `receiver` in a child process, which must not inherit a CUDA context: so before anything else.
+// Runs `receiver` in a child process. The child must not inherit a CUDA context, so call this first.
 inline int two_processes(const std::function<int(const Pipe&)>& receiver,
                          const std::function<void(const Pipe&)>& sender) {
   int there[2];

@@ -1,4 +1,4 @@
-// Ways to copy pages from GPU 0 into GPU 1, for what compares them.
+// Ways to copy pages from GPU 0 into GPU 1, for comparisons.
 #pragma once
 
 #include <atomic>
@@ -14,20 +14,20 @@
 
 namespace kvc::gpu_bench {
 
-// One thread.
+// Used by one thread.
 class Way {
  public:
   Way() = default;
   Way(const Way&) = delete;
   Way& operator=(const Way&) = delete;
   virtual ~Way() = default;
-  // Hands the pages over. Waits where it takes no more before some of them are there.
+  // Posts the pages. If the queue is full, waits until some of them have arrived.
   virtual void post(std::span<const cuda::PageCopy> pages) = 0;
-  // All that was posted is at the receiver.
+  // Whether all posted pages have arrived.
   virtual bool done() = 0;
 };
 
-// The Copier, by the kernel alone without `engines`; pages of `page` bytes.
+// Copies pages of `page` bytes with the Copier; without `engines`, by its kernel alone.
 class ByCopier final : public Way {
  public:
   ByCopier(const Gpus& gpus, bool engines, uint64_t page) : page_(page) {
@@ -53,7 +53,7 @@ class ByCopier final : public Way {
   std::unique_ptr<cuda::Copier> copier_;
 };
 
-// The copy engines, whatever the pages, of `page` bytes; on a stream of its own.
+// Copies pages of `page` bytes with the copy engines, on its own stream.
 class ByEngines final : public Way {
  public:
   ByEngines(const Gpus& gpus, uint64_t page) : driver_(gpus.driver), page_(page) {
@@ -67,7 +67,7 @@ class ByEngines final : public Way {
       sources_.push_back(page.source);
     }
     sizes_.assign(pages.size(), page_);
-    cuda::CopyAttributes attributes{1, {}, {}, 1};  // as the Copier's
+    cuda::CopyAttributes attributes{1, {}, {}, 1};  // as the Copier does
     size_t first = 0;
     size_t failed = 0;
     must_cuda(driver_.cuMemcpyBatchAsync(targets_.data(), sources_.data(), sizes_.data(), pages.size(), &attributes,

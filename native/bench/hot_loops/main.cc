@@ -1,9 +1,10 @@
-// Runs one of the hot loops, for a tool that counts its instructions: integration/benchmarks/count-instructions.
+// Runs one of the hot loops under a tool that counts its instructions: integration/benchmarks/count-instructions.
 //
-//   kvc_hot_loops submit | submit_one | post | count   NUMBER
-//   kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
+//     kvc_hot_loops submit | submit_one | post | count   NUMBER
+//     kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
 //
-// NUMBER is of calls, of pages (post), of immediates (count), or of members written to: as many as that whatever PEERS is.
+// NUMBER is the number of calls, of pages (post), of immediates (count), or of member writes in total, independent of
+// PEERS.
 
 #include <charconv>
 #include <cstdio>
@@ -20,7 +21,7 @@ namespace {
 constexpr uint32_t kPagesARequest = 2048;
 constexpr uint64_t kPageBytes = 64;
 constexpr uint32_t kCounters = 61;
-// Microseconds: the worker that writes never sleeps meanwhile.
+// In microseconds: the transfer thread that writes never sleeps during the loop.
 constexpr uint32_t kAwake = 1'000'000;
 
 bool run(std::string_view loop, uint32_t number) {

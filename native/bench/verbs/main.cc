@@ -1,9 +1,10 @@
-// Our engine over verbs between two processes, for comparison with perftest on the same NICs: integration/soft_roce/bench.
+// Our transfer engine over verbs between two processes, for comparison with perftest on the same NICs:
+// integration/soft_roce/bench.
 //
-//   kvc_verbs_bench bandwidth DEVICE_A DEVICE_B PAGE_BYTES PAGES    MiB/s of pages in random order, and pages a second
-//   kvc_verbs_bench latency   DEVICE_A DEVICE_B BYTES ITERATIONS    us, median: half the round trip of one WriteImm to
-//                                                                   its counter, both workers waiting by events
-//   kvc_verbs_bench ticks                                           processor ticks a microsecond (x86's counter)
+//     kvc_verbs_bench bandwidth DEVICE_A DEVICE_B PAGE_BYTES PAGES   MiB/s of pages in random order, and pages a second
+//     kvc_verbs_bench latency   DEVICE_A DEVICE_B BYTES ITERATIONS   us, median: half the round trip of one WriteImm to
+//                                                                    its counter; both transfer threads wait for events
+//     kvc_verbs_bench ticks                                          processor ticks a microsecond (x86's counter)
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -42,7 +43,7 @@ void must(kvc::Status status) {
   std::exit(1);
 }
 
-// The control plane of this bench: length and bytes over a socket pair.
+// The control plane of this benchmark: length and bytes over a socket pair.
 struct Wire {
   int fd;
   void put(const Bytes& bytes) const {
@@ -109,7 +110,7 @@ std::vector<int64_t> shuffled(size_t count, size_t of, std::mt19937_64& random) 
   return indices;
 }
 
-// Random order on both sides, so that no two pages are one write.
+// Pages are in random order on both sides, so that no two pages are one write.
 void bandwidth(Side& side, bool first, uint64_t page_bytes, uint64_t pages) {
   const size_t slots = side.memory.size() / page_bytes;
   if (!first) {
@@ -152,7 +153,7 @@ void bandwidth(Side& side, bool first, uint64_t page_bytes, uint64_t pages) {
               static_cast<double>(pages) / seconds);
 }
 
-// Each counter's callback answers on the worker thread.
+// Each counter's callback answers on the transfer thread.
 void latency(Side& side, bool first, uint64_t bytes, uint64_t iterations) {
   std::vector<kvc::CounterSet> counters;
   for (uint64_t i = 0; i < iterations; ++i) counters.push_back(must(side.engine->alloc_counters(1)));
@@ -193,7 +194,7 @@ void latency(Side& side, bool first, uint64_t bytes, uint64_t iterations) {
   std::printf("%.2f us\n", halves[iterations / 2]);
 }
 
-// What perftest counts time in, for the VM's /proc/cpuinfo names no clock rate.
+// Prints the unit of perftest's times: the VM's /proc/cpuinfo names no clock rate.
 void ticks() {
   const Clock::time_point start = Clock::now();
   const uint64_t first = __rdtsc();
@@ -223,7 +224,7 @@ int main(int count, char** words) {
   const pid_t child = ::fork();  // before any engine: threads and NIC contexts do not survive it
   const bool first = child != 0;
   {
-    // 128 buffers, like perftest's send queue; the default spin, or none where waiting by events is what is measured.
+    // 128 buffers, like perftest's send queue. The default spin, or no spin where waiting by events is measured.
     const size_t memory = measures_latency ? std::max<uint64_t>(bytes, 4096) : bytes * 128;
     Side side(sockets[first ? 0 : 1], first, words[first ? 2 : 3], memory,
               measures_latency ? 0 : kvc::EngineConfig{}.spin_us);

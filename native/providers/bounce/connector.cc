@@ -11,10 +11,11 @@ namespace kvc::bounce {
 
 namespace {
 
-// The lane below's own greeting, in ours. Generous: the largest is libfabric's, some hundred bytes.
+// Limit for the lower lane's greeting, which ours contains. It is generous: the largest is libfabric's, some hundred
+// bytes.
 constexpr size_t kMaxGreeting = 64 << 10;
 
-// Which slots the peer is to fill, and what the lane below has to say.
+// Returns this side's greeting: the slots for the peer to fill, and the lower lane's greeting.
 Bytes greeting(const LinkSlots& link, const Bytes& below) {
   ByteWriter writer;
   writer.number(kMagic);
@@ -25,7 +26,7 @@ Bytes greeting(const LinkSlots& link, const Bytes& below) {
   return writer.take();
 }
 
-// Reads the peer's greeting, and returns the lane below's part of it.
+// Reads the peer's greeting, and returns the lower lane's part of it.
 Result<Bytes> greet(LinkSlots& link, std::span<const std::byte> bytes, std::string_view operation) {
   ByteReader reader(bytes);
   const auto magic = reader.number<uint32_t>();
@@ -52,7 +53,7 @@ Region::Region(const MemoryRange& range, std::shared_ptr<cuda::Copier> gpu)
 Result<std::unique_ptr<BounceConnector>> BounceConnector::open(const DomainConfig& config,
                                                                std::unique_ptr<Connector> below) {
   std::unique_ptr<BounceConnector> connector(new BounceConnector(config, std::move(below)));
-  // What is written from is a registered region too. Its key is told to nobody.
+  // The pool is a registered region too, because writes start from it. Its key is not given to any peer.
   Result<std::unique_ptr<SlotMemory>> pool = renamed(SlotMemory::create(kPoolSlots, *connector->below_));
   if (!pool) return pool.error();
   connector->pool_ = std::move(pool.value());
@@ -77,7 +78,7 @@ Result<std::shared_ptr<cuda::Copier>> BounceConnector::adopt(int device) {
   Result<std::shared_ptr<cuda::Copier>> copier = renamed(gpu_.adopt(device));
   if (!copier) return copier;
   const std::shared_ptr<cuda::Context> context = gpu_.context();
-  all = slots_;  // those that come later find the GPU, and are pinned where they are made
+  all = slots_;  // slots that are made later find the GPU and are pinned when they are made
   lock.unlock();
   for (const std::weak_ptr<SlotMemory>& known : all) {
     const std::shared_ptr<SlotMemory> slots = known.lock();
@@ -102,7 +103,7 @@ Result<std::unique_ptr<Registration>> BounceConnector::register_memory(const Mem
 
 // --- Links
 
-// With slots that the lane below knows.
+// Makes slots that are registered with the lower lane.
 Result<std::unique_ptr<LinkSlots>> BounceConnector::make_slots() {
   Result<std::unique_ptr<SlotMemory>> memory = renamed(SlotMemory::create(kSlots, *below_));
   if (!memory) return memory.error();

@@ -1,4 +1,5 @@
-// BounceConnector: the control half of a lane over another (domain.h). It adopts the GPU, and makes the slots.
+// BounceConnector: the control half of the bounce lane, which works over a lower lane (domain.h). It adopts the GPU and
+// makes the slots.
 #pragma once
 
 #include <cstdint>
@@ -16,33 +17,33 @@
 
 namespace kvc::bounce {
 
-// Slots in which batches are gathered, of all links together: two links at full speed.
+// Slots in which batches are gathered, for all links together: enough for two links at full speed.
 inline constexpr uint32_t kPoolSlots = 2 * kSlots;
 
-// Memory that a user has registered. The lane below does not know it.
+// Memory that the transfer engine's user has registered. It is not registered with the lower lane.
 class Region final : public Registration {
  public:
   Region(const MemoryRange& range, std::shared_ptr<cuda::Copier> copier);
 
-  const std::shared_ptr<cuda::Copier> copier;  // null: it is the host's
+  const std::shared_ptr<cuda::Copier> copier;  // null: host memory
   bool in_gpu() const noexcept { return copier != nullptr; }
 };
 
-// This end of a link, as the connector hands it over.
+// This end of a link, as the connector passes it to the domain.
 struct LinkSlots final : LinkEnd {
-  std::shared_ptr<SlotMemory> memory;  // ours, which the peer fills
-  uint64_t peer_rkey = 0;              // the peer's, which we fill
+  std::shared_ptr<SlotMemory> memory;  // our slots, which the peer fills
+  uint64_t peer_rkey = 0;              // key of the peer's slots, which this side fills
   uint64_t peer_base = 0;
   std::unique_ptr<LinkEnd> below;
 };
 
 class BounceConnector final : public Connector {
  public:
-  // `below` is the lane below's, of one that moves host memory.
+  // `below` is the connector of the lower lane, which moves host memory.
   static Result<std::unique_ptr<BounceConnector>> open(const DomainConfig& config, std::unique_ptr<Connector> below);
   ~BounceConnector() override;
 
-  // Where the domain gathers. As long as this.
+  // The slots in which the domain gathers. Valid as long as this object.
   const SlotMemory& pool() const noexcept { return *pool_; }
 
   std::string description() const override;
@@ -65,10 +66,10 @@ class BounceConnector final : public Connector {
 
   const std::unique_ptr<Connector> below_;
   std::shared_ptr<SlotMemory> pool_;
-  std::mutex gpu_mutex_;                          // of gpu_ and slots_; held while nothing blocks but the GPU's opening
-  std::vector<std::weak_ptr<SlotMemory>> slots_;  // of links and offers, for the page lock
+  std::mutex gpu_mutex_;  // guards gpu_ and slots_; while it is held, only the opening of the GPU may block
+  std::vector<std::weak_ptr<SlotMemory>> slots_;  // slots of links and offers, which the GPU has to pin
   std::unordered_map<LinkId, std::unique_ptr<LinkSlots>> offers_;
-  cuda::DomainGpu gpu_;  // its end waits for copies from and into the slots
+  cuda::DomainGpu gpu_;  // its destructor waits for copies from and into the slots
 };
 
 }  // namespace kvc::bounce

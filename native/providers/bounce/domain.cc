@@ -15,15 +15,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Batches that wait in a link for a slot: the engine's window holds no more of a slot's size.
+// Batches that may wait in a link for a slot. The transfer engine's window holds no more batches of a slot's size.
 constexpr size_t kQueueDepth = 64;
-// What the processor copies in a turn before others have theirs: one slot, which takes 100 us.
+// Bytes that the processor copies in one turn: one slot, which takes 100 us.
 constexpr uint64_t kTurnBytes = kSlotBytes;
-// A link that is fenced waits so long for the peer to hear what became of its slots. The peer does in its next turn, or
-// when its processor comes to it; and it is not waited for, if it has gone.
+// A link that is fenced waits this long for the peer to receive the outcome of its slots. The peer reads it in its next
+// turn, or when its processor gets to it. A peer that is gone is not waited for.
 constexpr auto kLastWord = std::chrono::milliseconds(50);
 
-// Works of the lane below: a slot's carries the pool slot, a note's the link, and a message's its place in `messages_`.
+// Works of the lower lane: a slot's contains the pool slot, a note's the link, and a message's its key in `messages_`.
 constexpr WorkId kKindBits = WorkId{3} << 62;
 constexpr WorkId kMessageWork = WorkId{0} << 62;
 constexpr WorkId kSlotWork = WorkId{1} << 62;
@@ -59,7 +59,7 @@ BounceDomain::~BounceDomain() {
   below_.reset();
   for (const auto& [id, link] : links_) ended_.push_back(link->memory);
   links_.clear();
-  // The GPU may still copy out of slots, and into them.
+  // The GPU may still copy out of slots and into them.
   control_.run([copier = copies_.copier(), slots = std::move(ended_)]() mutable {
     if (copier != nullptr) copier->wait();
     slots.clear();
@@ -96,7 +96,8 @@ bool BounceDomain::fence(LinkId id) {
   return fenced;
 }
 
-// The peer knows what has become of its slots; or the lane below is broken, or it takes too long.
+// Whether the fence may stop waiting. It may if the peer has received the outcome of all its slots, if the lower lane
+// is broken, or if the time is over.
 bool BounceDomain::heard_out(Link& link) {
   while (!link.broken && !link.notes.empty() && tell(link)) {
   }
@@ -105,10 +106,10 @@ bool BounceDomain::heard_out(Link& link) {
   return Clock::now() > *link.last_word;
 }
 
-// Completes what the engine waits for: nothing reads it any more.
+// Completes the batches for which the transfer engine waits: their sources are not read any more.
 void BounceDomain::forget(Link& link) {
   for (const std::optional<Outgoing>& out : link.out) {
-    if (out && !out->posted) pool_free_.push_back(out->pool_slot);  // else the lane below has given it back
+    if (out && !out->posted) pool_free_.push_back(out->pool_slot);  // otherwise the lower lane has given it back
   }
   for (const auto& [key, batch] : link.batches) completions_.failed(batch.work, batch.error.value_or(*link.closed));
   ended_.push_back(link.memory);
@@ -138,13 +139,13 @@ Posted BounceDomain::post(LinkId id, const WriteBatch& batch) {
   return Posted::kYes;
 }
 
-// A slot can be filled now.
+// Whether a slot can be filled now.
 bool BounceDomain::may_gather(const Link& link) const noexcept {
   if (link.closed || link.queue.empty() || pool_free_.empty()) return false;
   if (std::all_of(link.out.begin(), link.out.end(), [](const auto& out) { return out.has_value(); })) return false;
   const Batch& batch = link.batches.at(link.queue.front());
   if (batch.in_gpu && batch.page_bytes > 0 && !copies_.can_begin()) return false;
-  // The last piece of a page that one slot does not hold counts the page: it goes when all others are in place.
+  // The last piece of a page that is larger than a slot counts the page. It leaves after all other pieces are in place.
   const bool last = batch.page_bytes > kSlotBytes && batch.page_bytes - batch.next_byte <= kSlotBytes;
   return !last || !batch.counted || batch.under_way == 0;
 }
@@ -203,7 +204,7 @@ void BounceDomain::gather(Link& link) {
   write_out(link, slot);
 }
 
-// Hands a gathered slot to the lane below; false if that has no room.
+// Posts a gathered slot on the lower lane. Returns false if that has no room.
 bool BounceDomain::write_out(Link& link, uint32_t slot) {
   Outgoing& out = *link.out[slot];
   const PageWrite page{pool_.slot(out.pool_slot), slot * kSlotStride};
@@ -218,7 +219,7 @@ bool BounceDomain::write_out(Link& link, uint32_t slot) {
   return out.posted;
 }
 
-// The slot is the peer's again once it is written here and emptied there.
+// Frees the slot once it is written here and emptied at the peer.
 void BounceDomain::pass(Link& link, uint32_t slot) {
   const Outgoing out = *link.out[slot];
   if (!out.written || !out.emptied) return;
@@ -256,7 +257,7 @@ void BounceDomain::take(LinkId id, uint32_t slot) {
   if (find(id) != nullptr) below_->take(id, slot);
 }
 
-// --- What the lane below tells
+// --- Completions of the lower lane
 
 bool BounceDomain::take_from_below() {
   return below_->completions().drain([this](Completion& completion) {
@@ -282,7 +283,7 @@ void BounceDomain::on_work(WorkId work, const Error* error) {
   const auto carried = static_cast<uint32_t>(work & ~kKindBits);
   const bool slot = (work & kKindBits) == kSlotWork;
   Link& link = *find(slot ? pool_use_[carried].link : carried);  // a link stays until its works have completed
-  // Whether the peer has that slot, or that note, nobody knows: the link cannot go on.
+  // It is unknown whether the peer has that slot or note, so the link cannot go on.
   if (error != nullptr) break_link(link, renamed(*error));
   if (!slot) {
     --link.untold;
@@ -295,7 +296,7 @@ void BounceDomain::on_work(WorkId work, const Error* error) {
 
 void BounceDomain::on_immediate(Link& link, uint32_t immediate) {
   const std::optional<Note> note = Note::decode(immediate);
-  if (!note) return break_link(link, nonsense("wrote a note that means nothing"));
+  if (!note) return break_link(link, nonsense("wrote a note of an unknown kind"));
   if (!note->emptied) {
     if (link.arrivals[note->slot]) return break_link(link, nonsense("filled a slot that was not empty"));
     link.arrivals[note->slot].emplace();
@@ -311,7 +312,7 @@ void BounceDomain::on_immediate(Link& link, uint32_t immediate) {
 
 // --- Receiving
 
-// Whether these pieces may go where the peer wants them.
+// Whether these pieces may be copied to the offsets that the peer requests.
 Outcome BounceDomain::judge(const SlotHeader& header, Region*& region) const {
   region = static_cast<Region*>(regions_.find(header.rkey));
   if (region == nullptr) return Outcome::kUnknownRegion;
@@ -358,7 +359,7 @@ void BounceDomain::scatter(Link& link) {
   ++link.flying;
 }
 
-// The slot's pieces are in place, or will never be.
+// Ends a slot whose pieces are in place, or never will be.
 void BounceDomain::scattered(Link& link, uint32_t slot, Outcome outcome) {
   const Arrival arrival = *link.arrivals[slot];
   link.arrivals[slot].reset();
@@ -366,7 +367,7 @@ void BounceDomain::scattered(Link& link, uint32_t slot, Outcome outcome) {
   link.notes.push_back({.emptied = true, .slot = slot, .outcome = outcome});
 }
 
-// Says that a slot is empty; false if the lane below has no room.
+// Sends the note that a slot is empty. Returns false if the lower lane has no room.
 bool BounceDomain::tell(Link& link) {
   const PageWrite none{};
   if (below_->post(link.id, {.work = kNoteWork | link.id,
@@ -387,7 +388,7 @@ bool BounceDomain::poll() {
   any |= take_from_below();
   any |= settle();
   copied_ = 0;
-  // Beginning behind the link that was served first last time, so that everyone has a turn at the pool.
+  // Begins behind the link that was served first last time, so that every link has a turn at the pool.
   auto next = links_.upper_bound(last_served_);
   for (size_t left = links_.size(); left > 0; --left, ++next) {
     if (next == links_.end()) next = links_.begin();
@@ -398,7 +399,7 @@ bool BounceDomain::poll() {
     const auto gone = std::stable_partition(
         ended_.begin(), ended_.end(), [this](const auto& slots) { return !below_->withdraw(slots->registration()); });
     if (gone != ended_.end()) {
-      // Moved, not copied: the last reference has to be the control thread's.
+      // Moved, not copied: the control thread must hold the last reference.
       control_.run([slots = std::vector(std::make_move_iterator(gone),
                                         std::make_move_iterator(ended_.end()))]() mutable { slots.clear(); });
       ended_.erase(gone, ended_.end());
@@ -435,10 +436,11 @@ bool BounceDomain::serve(Link& link) {
 // Ends the copies that the GPU has finished.
 bool BounceDomain::settle() {
   return copies_.settle([this](const Flight& flight, const Error* failed) {
-    Link& link = *links_.at(flight.link);  // a link stays as long as it has any
+    Link& link = *links_.at(flight.link);  // a link stays as long as it has copies
     --link.flying;
     if (flight.outgoing) {
-      link.out[flight.slot]->gathered = true;  // or as far as it ever will be: then every link ends
+      // gathered as far as it ever will be: if the copy failed, every link ends
+      link.out[flight.slot]->gathered = true;
       if (failed == nullptr && !link.closed) write_out(link, flight.slot);
       return;
     }
@@ -448,7 +450,8 @@ bool BounceDomain::settle() {
 }
 
 bool BounceDomain::prepare_sleep() {
-  // The GPU wakes nobody: while it copies, the thread keeps looking. What waits for the lane below, that wakes us for.
+  // The GPU sends no wake-up. While it copies, the thread keeps polling. If only the lower lane is awaited, that lane
+  // wakes the thread.
   if (!copies_.idle() || !below_->completions().empty()) return false;
   for (const auto& [id, link] : links_) {
     if (!link->closed && (link->broken || !link->full.empty() || may_gather(*link))) return false;

@@ -1,13 +1,15 @@
-// BounceDomain: another lane, for memory that it cannot reach: GPU memory over tcp, or over a NIC that has no way to it.
+// BounceDomain: a lane over another (lower) lane, for memory that the lower lane cannot reach: GPU memory over tcp, or
+// over a NIC without access to it.
 //
-// A batch's pages are gathered in a slot of page-locked host memory here, written into a slot of the peer's over the
-// lane below, and scattered from there: two copies and a round trip more than a lane that reaches the memory itself. So
-// nothing chooses it silently: it is a provider of its own, and its name is in every log line and metric.
+// A batch's pages are gathered in a slot of page-locked host memory here. The lower lane writes it into a slot of the
+// peer, which scatters the pages from there. That is two copies and a round trip more than a lane that reaches the
+// memory itself. So it is never chosen silently: it is its own provider, whose name appears in every log line and
+// metric.
 //
-//   sender    queue -> [gather: GPU or CPU] -> pool slot -> [lane below] -> a slot of the link, at the receiver
-//   receiver  announced by an immediate -> [scatter: GPU or CPU] -> counted -> note "emptied" -> sender completes
+//     sender    queue -> [gather: GPU or CPU] -> pool slot -> [lower lane] -> a slot of the link, at the receiver
+//     receiver  announced by an immediate -> [scatter: GPU or CPU] -> counted -> note "emptied" -> sender completes
 //
-// Either side's memory may be a GPU's or the host's, independently. A domain serves one GPU: that of the first such
+// Either side's memory may be a GPU's or the host's, independently. A domain serves one GPU: the GPU of the first such
 // memory registered with it. Slots are the credit: a link has kSlots of them at the receiver, a domain kPoolSlots.
 #pragma once
 
@@ -30,14 +32,15 @@ namespace kvc::bounce {
 
 class BounceDomain final : public Domain {
  public:
-  // `below` is the lane below's; `pool` and `control` outlive this.
+  // `below` is the lower lane's domain. `pool` and `control` outlive this object.
   BounceDomain(std::unique_ptr<Domain> below, const SlotMemory& pool, ControlQueue& control);
   ~BounceDomain() override;
 
   void publish(Registration& registration) override;
   bool withdraw(Registration& registration) override { return regions_.withdraw(registration); }
   void attach(LinkId link, std::unique_ptr<LinkEnd> end) override;
-  // Waits, turn by turn, for what the GPU copies of the link's; and a moment for the peer to hear of what has landed.
+  // Waits, turn by turn, for the link's GPU copies. It also waits a moment for the peer to receive the outcome of what
+  // has landed.
   bool fence(LinkId link) override;
   Posted post(LinkId link, const WriteBatch& batch) override;
   Posted send(LinkId link, WorkId work, std::span<const std::byte> message) override;
@@ -47,16 +50,16 @@ class BounceDomain final : public Domain {
   bool prepare_sleep() override;
 
  private:
-  // A copy that the GPU has.
+  // A copy that the GPU executes.
   struct Flight {
     bool outgoing = false;
     LinkId link = 0;
-    uint32_t slot = 0;  // of the peer (outgoing), or of the link's own memory
+    uint32_t slot = 0;  // slot of the peer (outgoing), or of the link's own memory
   };
-  // What is written from a slot of the pool.
+  // The link and slot to which a slot of the pool is written.
   struct PoolUse {
     LinkId link = 0;
-    uint32_t slot = 0;  // the peer's
+    uint32_t slot = 0;  // slot of the peer
   };
 
   Link* find(LinkId link) noexcept;
@@ -85,14 +88,15 @@ class BounceDomain final : public Domain {
   std::array<PoolUse, kPoolSlots> pool_use_{};
 
   RegionTable regions_;
-  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order: each has its turn
+  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order of their ids, so that each has its turn
   LinkId last_served_ = 0;
-  std::vector<std::shared_ptr<SlotMemory>> ended_;  // of links that are gone; the lane below still knows them
+  // slots of links that are gone, still registered with the lower lane
+  std::vector<std::shared_ptr<SlotMemory>> ended_;
 
-  std::unordered_map<WorkId, WorkId> messages_;  // the engine's works, by those of the lane below
+  std::unordered_map<WorkId, WorkId> messages_;  // the transfer engine's works, by the lower lane's works
   uint64_t next_id_ = 0;
   cuda::CopyQueue<Flight> copies_;
-  uint64_t copied_ = 0;  // by the processor, in this turn
+  uint64_t copied_ = 0;  // bytes copied by the processor in this turn
   std::unique_ptr<Domain> below_;
 };
 

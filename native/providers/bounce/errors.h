@@ -1,4 +1,4 @@
-// How the bounce lane reports errors: its own, and in its name those of the lane below and of the CUDA driver.
+// Errors of the bounce lane: its own, and in its name the errors of the lower lane and of the CUDA driver.
 #pragma once
 
 #include <string>

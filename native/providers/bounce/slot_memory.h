@@ -1,4 +1,4 @@
-// SlotMemory: slots of one size in host memory that both the lane below and the GPU reach.
+// SlotMemory: slots of one size in host memory that both the lower lane and the GPU reach.
 #pragma once
 
 #include <cstddef>
@@ -13,23 +13,23 @@
 
 namespace kvc::bounce {
 
-// Owns the memory, its page lock, and what the lane below registered of it. Made, pinned and ended on the control thread,
-// as each of these takes milliseconds; in between its slots are the domain's.
+// Owns the memory, its page lock, and its registration with the lower lane. Created, pinned and destroyed on the
+// control thread, because each of these takes milliseconds. In between, the domain uses its slots.
 class SlotMemory {
  public:
-  // Registered with `below`, which outlives it.
+  // Allocates the slots and registers them with `below`, which outlives this object.
   static Result<std::unique_ptr<SlotMemory>> create(uint32_t slots, Connector& below);
   SlotMemory(const SlotMemory&) = delete;
   SlotMemory& operator=(const SlotMemory&) = delete;
   ~SlotMemory();
 
-  // Page-locks it and maps it for the GPU, once. The slots may be in use meanwhile.
+  // Page-locks the memory and maps it for the GPU, once. The slots may be in use meanwhile.
   Status pin(std::shared_ptr<cuda::Context> context);
 
   std::byte* data() const noexcept { return memory_.data(); }
   Registration& registration() const noexcept { return *registration_; }
   std::byte* slot(uint32_t number) const noexcept { return data() + number * kSlotStride; }
-  // Where the GPU finds the slot's pieces; after pin().
+  // The GPU's address of the slot's pieces. Call it after pin().
   cuda::DevicePointer pieces_on_device(uint32_t number) const noexcept {
     return device_ + number * kSlotStride + kHeaderBytes;
   }

@@ -35,7 +35,7 @@ Result<std::unique_ptr<Registration>> HostConnector::register_memory(const Memor
   return std::unique_ptr<Registration>(std::make_unique<Region>(range, keys_, std::move(memory.value())));
 }
 
-// The memfd that a region lies in, new or known. Errors name no provider.
+// Returns the Memory of the memfd behind `range`, new or known. Errors name no provider.
 Result<std::shared_ptr<Memory>> HostConnector::share(const MemoryRange& range) {
   if (Status sealed = same_host::seal_against_shrinking(range.memfd, range.memfd_offset, range.bytes); !sealed) {
     return sealed.error();
@@ -48,7 +48,7 @@ Result<std::shared_ptr<Memory>> HostConnector::share(const MemoryRange& range) {
   std::erase_if(memfds_, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<Memory>& known = memfds_[{status.st_dev, status.st_ino}];
   std::shared_ptr<Memory> memory = known.lock();
-  if (memory != nullptr && memory->bytes == bytes) return memory;  // else it has grown
+  if (memory != nullptr && memory->bytes == bytes) return memory;  // otherwise the memfd has grown
   UniqueFd fd(fcntl(range.memfd, F_DUPFD_CLOEXEC, 0));
   if (!fd) return same_host::kernel_error("register_memory", "dup of the memfd", errno);
   known = memory = std::make_shared<Memory>(Memory{std::move(fd), bytes});

@@ -1,4 +1,4 @@
-// HostConnector: the control half of the lane between processes of one machine. It registers memory and makes the
+// HostConnector: the control half of the host lane, between processes of one machine. It registers memory and makes the
 // connections over which the domain (domain.h) writes.
 #pragma once
 
@@ -19,13 +19,14 @@ namespace kvc::host {
 
 class HostConnector final : public Connector {
  public:
-  // Once, before anything else: listens, and makes the board.
+  // Listens and makes the board. Call it once, before anything else.
   Status open();
-  // For the domain to write, as long as this lives.
+  // The board, which the domain writes. Valid as long as this object.
   Board& board() const noexcept { return rendezvous_.board<Board>(); }
 
   std::string description() const override;
-  // A memfd is sealed against shrinking, and one descriptor of it kept until the end of its last region.
+  // Registers the range. A memfd is sealed against shrinking, and one descriptor of it is kept until the end of its
+  // last region.
   Result<std::unique_ptr<Registration>> register_memory(const MemoryRange& range) override;
   Result<Bytes> offer(LinkId link) override;
   Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) override;
@@ -39,7 +40,7 @@ class HostConnector final : public Connector {
   Probe probe() const noexcept;
 
   same_host::Rendezvous rendezvous_{kLane};
-  uint64_t probe_word_ = 0;  // what Probe speaks of
+  uint64_t probe_word_ = 0;  // the word to which Probe::address points
 
   same_host::RegionKeys keys_{kLane, kMaxRegions};
   const std::shared_ptr<Memory> private_memory_ = std::make_shared<Memory>();

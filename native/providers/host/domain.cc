@@ -7,8 +7,8 @@ namespace kvc::host {
 
 namespace {
 
-// Control messages that a turn sends, and about how many it reads. With a memfd one takes 2 us to send, and 6 us to read
-// and to map.
+// Control messages that a turn sends, and about how many it reads. A message with a memfd takes 2 us to send, and 6 us
+// to read and map.
 constexpr uint32_t kToldPerTurn = 16;
 constexpr uint32_t kHeardPerTurn = 16;
 
@@ -28,7 +28,7 @@ void HostDomain::publish(Registration& registration) {
   Memory& memory = *region.memory;
   if (memory.fd && memory.published++ == 0) {
     memory.name = ++memories_.last;
-    memories_.by_name.emplace(memory.name, &memory);  // of which the links tell their peers
+    memories_.by_name.emplace(memory.name, &memory);  // the links announce these memfds to their peers
   }
   RegionEntry& entry = board_.regions[place_of(region.key)];
   entry.base.store(reinterpret_cast<uint64_t>(region.base), std::memory_order_relaxed);
@@ -106,7 +106,7 @@ bool HostDomain::poll() {
   bool happened = false;
   for (const auto& [id, link] : links_) happened |= link->receive();
 
-  // One chunk in all, beginning behind the link that was served last, so that everyone has a turn.
+  // One chunk in all, beginning behind the link that was served last, so that every link has a turn.
   uint64_t spent = 0;
   auto next = links_.upper_bound(last_served_);
   for (size_t i = links_.size(); i > 0 && spent < kChunkBytes; --i, ++next) {
@@ -128,12 +128,12 @@ bool HostDomain::poll() {
   return happened;
 }
 
-// Serves the sockets that have something to say, and the links whose peers are gone.
+// Serves the readable sockets, and the links whose peers are gone.
 bool HostDomain::look() {
   uint32_t heard = 0;
   return events_.look([&](LinkId id, bool process) {
     Link* const link = find(id);
-    if (link == nullptr || heard >= kHeardPerTurn) return;  // what is not served now is reported again
+    if (link == nullptr || heard >= kHeardPerTurn) return;  // unserved events are reported again
     if (process) {
       link->process_ended();
     } else {

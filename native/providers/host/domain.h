@@ -1,9 +1,9 @@
-// HostDomain: the data half of the lane between processes of one machine. The sender's processor writes the receiver's
-// pages.
+// HostDomain: the data half of the host lane, between processes of one machine. The sender's processor writes the
+// receiver's pages.
 //
-// A peer's region in a memfd is mapped and copied into; one in private memory is written with process_vm_writev.
-// wire.h has the shared memory that counts, fences and wakes; link.h is one peer; connector.h is how they meet; here are
-// the regions, and the turns of the thread.
+// A peer's region in a memfd is mapped and copied into. A region in private memory is written with process_vm_writev.
+// wire.h describes the shared memory that counts, fences and wakes. link.h is the link to one peer, and connector.h
+// makes the connections. This file has the regions and the thread's turns.
 #pragma once
 
 #include <map>
@@ -21,12 +21,12 @@ namespace kvc::host {
 
 class HostDomain final : public Domain {
  public:
-  // `board` is the connector's, which like `control` outlives this.
+  // `board` belongs to the connector. It and `control` outlive this object.
   HostDomain(Board& board, ControlQueue& control) : control_(control), board_(board), sleep_(board.sleep) {}
-  // Revokes every peer's right to write; whoever has to be sure that none is inside its gate calls fence() before.
+  // Revokes every peer's right to write. To be sure that no peer is inside its gate, call fence() before.
   ~HostDomain() override;
 
-  // Once, before anything else.
+  // Call it once, before anything else.
   Status open() { return events_.open(kLane); }
 
   void publish(Registration& registration) override;
@@ -49,7 +49,7 @@ class HostDomain final : public Domain {
   same_host::Sleep sleep_;
   same_host::LinkEvents events_;
   Memories memories_;
-  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order: each has its turn
+  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order of their ids, so that each has its turn
   LinkId last_served_ = 0;
 };
 

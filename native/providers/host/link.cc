@@ -20,7 +20,7 @@ using same_host::Admission;
 using same_host::Sent;
 using Put = same_host::ImmediateRing::Put;
 
-// The sender's stay in the peer's gate.
+// The sender's stay in the peer's gate, from constructor to destructor.
 class Link::Gate {
  public:
   explicit Gate(Link& link) noexcept : link_(link) { link_.out_.gate.store(++link_.gate_, std::memory_order_seq_cst); }
@@ -45,7 +45,7 @@ Link::Link(LinkId id, const std::shared_ptr<Connection>& connection, const LinkC
 
 // --- Control messages
 
-// False: not now, or the peer has hung up, which service() will read.
+// Sends a control message. Returns false if the socket is full, or if the peer has hung up, which service() will read.
 bool Link::say(const Message& message, std::span<const int> descriptors) {
   if (connection_->send(message, descriptors) == Sent::kYes) return true;
   wait_for_room();
@@ -89,14 +89,14 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
       return true;
     }
     case MessageKind::kForget:
-      awaiting_memory_ = false;  // perhaps of this one, whose descriptor does not come any more
+      awaiting_memory_ = false;  // perhaps for this memfd, whose descriptor will not arrive any more
       if (auto memory = memories_.extract(message.memory)) {
         context_.control.dispose(std::make_unique<Mapping>(std::move(memory.mapped())));
       }
       return true;
     case MessageKind::kNone:
     case MessageKind::kHello:
-      break;  // only ever the first message, and read by the rendezvous
+      break;  // valid as a first message only, which the rendezvous reads
   }
   return false;
 }
@@ -150,25 +150,25 @@ uint64_t Link::progress(uint64_t budget) {
       queue_.pop();
     }
   }
-  // Not for each batch, nor for each turn: waking a process costs as much as writing many pages. At once where we wait
-  // for the peer ourselves.
+  // Waking a process costs as much as writing many pages, so not every batch or turn wakes the peer. If this side waits
+  // for the peer, it wakes the peer at once.
   const bool announce = queue_.empty() || blocked || unannounced_ >= kAnnounceBytes;
   if (!closed_ && connection_->met() && announce && std::exchange(wake_due_, false)) {
     unannounced_ = 0;
-    // A socket that takes no more has something for the peer to read: it wakes up without this.
+    // If the socket is full, it holds messages for the peer, which wakes up without this one.
     if (connection_->begin_wake()) connection_->send({.kind = MessageKind::kWake});
   }
   return spent;
 }
 
-// Messages do not wait for the pages behind them.
+// Announces a message at the next turn: messages do not wait for the pages behind them.
 void Link::announce_soon() noexcept {
   wake_due_ = true;
   unannounced_ = kAnnounceBytes;
 }
 
-// Takes `batch` one step further: one chunk, and its immediate after the last one. All of it inside the gate: once the
-// peer has fenced us, what it finds in its ring is all that will ever be there.
+// Writes one chunk of `batch`, and its immediate after the last chunk. All of this happens inside the gate: once the
+// peer has fenced this side, its ring changes no more.
 Link::Step Link::advance(BatchQueue::Item& batch, uint64_t limit, Error& error) {
   const Gate gate(*this);
   switch (out_.admitted()) {
@@ -192,8 +192,8 @@ Link::Step Link::advance(BatchQueue::Item& batch, uint64_t limit, Error& error) 
   return batch.counted ? put_immediate(batch.immediate, error) : Step::kMoved;
 }
 
-// Finds the region of `batch` on the peer's board and checks every page against it. Inside the gate, each time: the
-// region may be gone since the last chunk.
+// Finds the region of `batch` on the peer's board and checks every page against it. This is repeated for each chunk,
+// inside the gate: the region may be gone since the last one.
 Link::Step Link::locate(const BatchQueue::Item& batch, Target& target, Error& error) {
   const RegionEntry& entry = connection_->board<Board>().regions[place_of(batch.rkey)];
   if (batch.rkey == 0 || entry.rkey.load(std::memory_order_seq_cst) != batch.rkey) {
@@ -214,14 +214,14 @@ Link::Step Link::locate(const BatchQueue::Item& batch, Target& target, Error& er
     }
   }
   if (memory == 0) {
-    // Between two engines of one process, the peer's addresses are ours.
+    // Between two engines of one process, the peer's addresses are valid here.
     if (same_process_) target.mapped = reinterpret_cast<std::byte*>(base);
     target.address = base;
     return Step::kMoved;
   }
   const auto found = memories_.find(static_cast<uint32_t>(memory));
   if (found == memories_.end()) {
-    // Its descriptor is on the way, sent before the key was given out.
+    // Its descriptor is in flight: the peer sent it before it gave the key out.
     awaiting_memory_ = true;
     return Step::kBlocked;
   }
@@ -246,8 +246,8 @@ Link::Step Link::copy_into(std::byte* region, BatchQueue::Item& batch, uint64_t 
 }
 
 Link::Step Link::write_remote(uint64_t region, BatchQueue::Item& batch, uint64_t limit, Error& error) {
-  // A pid can pass on to a stranger, and only the pidfd knows. It takes a round through all pids: much longer than
-  // from here to the call.
+  // A pid can pass on to another process, and only the pidfd shows that. Reuse takes a round through all pids, which is
+  // much longer than the time from this check to the call.
   if (is_gone(connection_->process())) {
     error = remote_write_error("write", connection_->pid(), ESRCH);
     return Step::kPeerGone;
@@ -256,7 +256,7 @@ Link::Step Link::write_remote(uint64_t region, BatchQueue::Item& batch, uint64_t
   std::array<iovec, Immediate::kMaxMultiplicity> remote;
   size_t locals = 0;
   size_t remotes = 0;
-  // Pages that follow each other become one piece: the kernel pins the peer's memory piece by piece.
+  // Pages that follow each other in memory become one piece: the kernel pins the peer's memory piece by piece.
   const auto append = [](std::array<iovec, Immediate::kMaxMultiplicity>& pieces, size_t& n, uint64_t address,
                          uint64_t bytes) {
     if (n > 0 && reinterpret_cast<uint64_t>(pieces[n - 1].iov_base) + pieces[n - 1].iov_len == address) {
@@ -275,7 +275,8 @@ Link::Step Link::write_remote(uint64_t region, BatchQueue::Item& batch, uint64_t
   }
   const ssize_t length = process_vm_writev(connection_->pid(), local.data(), locals, remote.data(), remotes, 0);
   if (length > 0) {
-    batch.written += static_cast<uint64_t>(length);  // less than asked for: the next call says why
+    // if fewer bytes than requested were written, the next call returns the reason
+    batch.written += static_cast<uint64_t>(length);
     return Step::kMoved;
   }
   const int error_number = length < 0 ? errno : EFAULT;
@@ -283,7 +284,7 @@ Link::Step Link::write_remote(uint64_t region, BatchQueue::Item& batch, uint64_t
   return error_number == ESRCH ? Step::kPeerGone : Step::kFailed;
 }
 
-// The pages of `immediate` are written: tells the peer.
+// Puts the immediate of written pages into the peer's ring.
 Link::Step Link::put_immediate(uint32_t immediate, Error& error) {
   switch (ring_.put(immediate)) {
     case Put::kYes:
@@ -300,7 +301,7 @@ Link::Step Link::put_immediate(uint32_t immediate, Error& error) {
 
 // --- Receiving
 
-// The peer is told in progress(), which follows in the next turn.
+// progress() notifies the peer in the next turn.
 void Link::take(uint32_t slot) noexcept {
   messages_.take(slot);
   announce_soon();
@@ -328,7 +329,7 @@ bool Link::left_gate(uint64_t seen) const {
     same_host::taking_over();
     return true;
   }
-  // Of an open link service() finds the end.
+  // For an open link without a pidfd, service() finds the end.
   return (closed_ || connection_->process()) && connection_->peer_is_gone();
 }
 

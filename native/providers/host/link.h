@@ -1,8 +1,8 @@
-// Link: this process's end of the connection to one peer, and both of its directions.
+// Link: this process's end of the connection to one peer, with both of its directions.
 //
-// Sending: post() queues a batch, progress() writes it chunk by chunk straight into the peer's pages and then puts
-// its immediate into the peer's ring. Receiving: receive() takes immediates out of ours. The socket beside them
-// carries descriptors and wake-ups, and its end tells that the peer is gone.
+// Sending: post() queues a batch. progress() writes it chunk by chunk straight into the peer's pages and then puts its
+// immediate into the peer's ring. Receiving: receive() takes immediates out of this side's ring. The socket carries
+// descriptors and wake-ups, and its end shows that the peer is gone.
 #pragma once
 
 #include <cstddef>
@@ -27,59 +27,62 @@ using same_host::Mapping;
 using same_host::Message;
 using same_host::MessageKind;
 
-// What one turn may write before others have theirs: 512 KiB take 35 us with memcpy (15 GB/s), 75 us
-// with process_vm_writev at 64 KiB pages (7 GB/s) and at worst 170 us at 4 KiB pages (3 GB/s), beside which a
-// system call and the gate (2 us) do not count. Also the longest stay inside a gate, which a fence may wait for.
+// Bytes that one turn may write: 512 KiB. They take 35 us with memcpy (15 GB/s), 75 us with process_vm_writev at 64 KiB
+// pages (7 GB/s) and at worst 170 us at 4 KiB pages (3 GB/s). A system call and the gate (2 us) are negligible beside
+// that. This is also the longest stay inside a gate, for which a fence may wait.
 constexpr uint64_t kChunkBytes = 512 << 10;
-// A batch up to this size is written within post(), where it costs a few microseconds and saves a turn.
+// A batch up to this size is written within post(). It costs a few microseconds there and saves a turn.
 constexpr uint64_t kInlineBytes = 64 << 10;
-// What a batch costs in a turn's budget beside its bytes: about 1 us of system call and gate.
+// A batch's cost in a turn's budget, beside its bytes: about 1 us of system call and gate.
 constexpr uint64_t kBatchCost = 8 << 10;
-// A peer that sleeps is told of immediates when nothing more waits behind them, or after this much: 2 MiB take 150 us
-// with memcpy and 300 us with process_vm_writev, by which a count can be late while its link is busy.
+// A sleeping peer is notified of immediates when no more batches wait, or after this many bytes. 2 MiB take 150 us with
+// memcpy and 300 us with process_vm_writev. A count can be late by that time while its link is busy.
 constexpr uint64_t kAnnounceBytes = 2 << 20;
-// Batches that wait in a link. They are written one after the other, so this only has to bridge two turns.
+// Batches that may wait in a link. They are written one after the other, so the queue only has to bridge two turns.
 constexpr uint32_t kQueueDepth = 64;
 
-// The domain's thread; nothing here blocks but the end, which closes and unmaps: the control thread's.
+// Used on the domain's thread only. Nothing here blocks but the destructor, which closes and unmaps and therefore runs
+// on the control thread.
 class Link final : public same_host::LinkBase {
  public:
-  // `ours`: the memory of the domain.
+  // `ours` is the memory of the domain.
   Link(LinkId id, const std::shared_ptr<Connection>& connection, const LinkContext& context, const Memories& ours);
 
-  // Once, before anything else: lets the peer write.
+  // Admits the peer's writes. Call it once, before anything else.
   using LinkBase::begin;
 
   // --- Control messages.
 
-  // Sends the next message about our memfds, if there is one and the socket takes it; true if it did.
+  // Sends the next message about this side's memfds, if there is one and the socket takes it. Returns true if it did.
   bool tell();
-  // The memfd of this name has no published region any more.
+  // Announces to the peer that the memfd of this name has no published region any more.
   void forget(uint32_t memory) { forgotten_.push_back(memory); }
-  // The peer's process is gone, perhaps without an end of the socket: a child that it has forked may hold it open.
+  // Handles the end of the peer's process. Its socket may stay open in a child that it has forked.
   void process_ended();
 
-  // --- Data path. Batches are written once the connection has met the peer, and the peer's domain has the link.
+  // --- Data path. Batches are written once the connection has the peer's board and the peer's domain has attached the
+  // link.
 
   Posted post(const WriteBatch& batch);
   Posted send(WorkId work, std::span<const std::byte> message);
   void take(uint32_t slot) noexcept;
-  // Writes until about `budget` bytes are written or there is nothing to do; returns what it spent.
+  // Writes until about `budget` bytes are written or no batch can proceed. Returns the budget it used.
   uint64_t progress(uint64_t budget);
-  // receive(), progress() or tell() would do something now.
+  // Whether receive(), progress() or tell() would do something now.
   bool has_work() const noexcept;
 
   // --- The end.
 
-  // After close(): true once no write of the peer can land here over this link any more, and all that landed has been
-  // handed on. Tells the peer, which may have to know the same of us.
+  // Returns true once no write of the peer can land here over this link any more, and all that landed has been
+  // reported. Notifies the peer, which may wait for the same. Call it after close().
   bool end();
-  // The peer's gate now, and whether the peer has left the one it was in when `seen` was read.
+  // gate() returns the peer's gate now. left_gate() returns whether the peer has left the gate that it was in when
+  // `seen` was read.
   uint64_t gate() const noexcept { return in_.gate.load(std::memory_order_seq_cst); }
   bool left_gate(uint64_t seen) const;
 
  private:
-  // Where a batch's region lies: in a mapping of ours, or at an address of the peer's.
+  // The location of a batch's region: in a mapping of this process, or at an address of the peer's.
   struct Target {
     std::byte* mapped = nullptr;
     uint64_t address = 0;
@@ -104,13 +107,13 @@ class Link final : public same_host::LinkBase {
   Channel& in_;
   Channel& out_;
 
-  // What the peer has been told of our memfds: all up to this name, but for those forgotten.
+  // The peer knows all memfds of this side up to the name told_, except the forgotten ones.
   uint32_t told_ = 0;
   std::deque<uint32_t> forgotten_;
 
   std::unordered_map<uint32_t, Mapping> memories_;  // the peer's memfds by their name
-  uint64_t gate_ = 0;         // of out_: our own copy, because the peer could scribble over the shared one
-  uint64_t unannounced_ = 0;  // bytes written since the peer was last told
+  uint64_t gate_ = 0;         // private copy of out_'s gate, because the peer could scribble over the shared one
+  uint64_t unannounced_ = 0;  // bytes written since the last notification of the peer
   bool awaiting_memory_ = false;
 
   uint64_t gate_at_close_ = 0;

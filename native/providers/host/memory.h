@@ -1,4 +1,4 @@
-// The memory of this process that peers may write over the host lane: regions, and what backs them.
+// The memory of this process that peers may write over the host lane: the regions, and the memory behind them.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace kvc::host {
 
-// A memfd, or without a descriptor the private memory of this process. Made and ended on the memory thread.
+// A memfd, or without a descriptor the private memory of this process. Created and destroyed on the memory thread.
 struct Memory {
   UniqueFd fd;
   uint64_t bytes = 0;
-  // The domain's:
+  // Used by the domain:
   uint32_t published = 0;  // regions in the memfd
-  uint32_t name = 0;       // what peers call it as long as there are any; 0: private memory
+  uint32_t name = 0;       // the peers' name for it while it has published regions; 0: private memory
 };
 
 class Region final : public same_host::BoardRegion {
@@ -28,16 +28,17 @@ class Region final : public same_host::BoardRegion {
       : BoardRegion(range, keys), memory(std::move(in)), offset(range.memfd < 0 ? 0 : range.memfd_offset) {}
 
   const std::shared_ptr<Memory> memory;
-  const uint64_t offset;  // in the memfd
+  const uint64_t offset;  // offset in the memfd
 
-  // The domain's: links whose peer was inside its gate when the region was revoked, and the gate's word then.
+  // Used by the domain: links whose peer was inside its gate when the region was revoked, with the gate's word at that
+  // time.
   std::vector<std::pair<LinkId, uint64_t>> inside;
 };
 
-// The memfds with published regions of one domain, whose alone this is.
+// The memfds of one domain that have published regions. Only that domain uses the object.
 struct Memories {
   std::map<uint32_t, const Memory*> by_name;
-  uint32_t last = 0;  // the last name that was given away: none is used again
+  uint32_t last = 0;  // the last assigned name; no name is used twice
 };
 
 }  // namespace kvc::host

@@ -57,8 +57,8 @@ Error other_user_namespace(std::string_view operation) {
                      "namespace, or put the KV cache into shared memory");
 }
 
-// Containers that share a PID namespace: the kernel lets no one without CAP_SYS_PTRACE across, and Docker and Kubernetes
-// give it to nobody.
+// Containers that share a PID namespace: the kernel allows the access only with CAP_SYS_PTRACE, which neither Docker
+// nor Kubernetes grants.
 Error other_container(std::string_view operation) {
   return kLane.error(ErrorCode::kNotReachable, operation,
                      "the peer runs in another container (mount namespace), whose memory the kernel forbids to this "
@@ -91,7 +91,8 @@ Status try_probe(std::string_view operation, pid_t pid, const Probe& probe) {
   return {};
 }
 
-// Namespaces are nested, and only the outer one of two sees into the other: whom we reach across a border cannot reach us.
+// Namespaces are nested, and only the outer of two sees into the inner one. So a process that this side reaches across
+// a border cannot reach back.
 Status check_way_back(pid_t pid, const Probe& theirs, const Probe& ours) {
   if (ours.private_regions == 0 || pid == getpid()) return {};
   if (pid != 0 && theirs.pid_namespace != ours.pid_namespace) return other_pid_namespace("accept");

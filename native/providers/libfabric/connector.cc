@@ -13,12 +13,12 @@ namespace kvc::libfabric {
 
 std::string LibfabricConnector::description() const {
   return "libfabric " + device_->description() +
-         (device_->waits_by_descriptor() ? "" : ", which has no descriptor to wait on: looked at every 50 us to 1 ms");
+         (device_->waits_by_descriptor() ? "" : ", which has no descriptor to wait on: polled every 50 us to 1 ms");
 }
 
 DomainLimits LibfabricConnector::limits() const {
   DomainLimits limits;
-  limits.page_bytes = std::min(limits.page_bytes, device_->max_write());  // tcp says 2^64 - 1
+  limits.page_bytes = std::min(limits.page_bytes, device_->max_write());  // tcp reports 2^64 - 1
   return limits;
 }
 
@@ -37,7 +37,7 @@ Status LibfabricConnector::check(std::string_view operation, const Card& peer) c
   const std::string pair = "the peer has " + peer.provider + " and this side " + device_->provider();
   if (peer.protocol != info.ep_attr->protocol || peer.address_format != info.addr_format) {
     return fabric_error(ErrorCode::kRefused, std::string(operation),
-                        pair + ", which do not speak with each other: configure the same device on both");
+                        pair + ", which cannot communicate: configure the same device on both");
   }
   if (peer.protocol_version != info.ep_attr->protocol_version) {
     return fabric_error(ErrorCode::kRefused, std::string(operation),
@@ -49,7 +49,8 @@ Status LibfabricConnector::check(std::string_view operation, const Card& peer) c
                         "the peer does not share this machine's /dev/shm and processes");
   }
   if (device_->is_local() && peer.pid == static_cast<uint32_t>(::getpid())) {
-    // Endpoints of one process use each other's memory directly, also after one of them was closed: a crash (1.17).
+    // Endpoints of one process use each other's memory directly, even after one of them was closed. That is a crash
+    // (1.17).
     return fabric_error(ErrorCode::kNotReachable, std::string(operation), "shm leads to other processes only");
   }
   return {};
@@ -83,7 +84,7 @@ Result<std::unique_ptr<LinkEnd>> LibfabricConnector::complete(LinkId link, std::
   const Result<Card> peer = Card::decode("complete", answer);
   if (!peer) return peer.error();
   if (peer.value().secret != endpoint->secret()) {
-    return fabric_error(ErrorCode::kInvalidArgument, "complete", "the answer is not one to this link's offer");
+    return fabric_error(ErrorCode::kInvalidArgument, "complete", "the answer does not belong to this link's offer");
   }
   if (Status reachable = check("complete", peer.value()); !reachable) return reachable.error();
   if (Status met = endpoint->meet(peer.value(), true); !met) return met.error();

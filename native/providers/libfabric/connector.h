@@ -27,7 +27,7 @@ class LibfabricConnector final : public Connector {
   void withdraw(LinkId link) override { offers_.erase(link); }
 
  private:
-  // Whether this device leads to the peer's: kRefused or kNotReachable if not.
+  // Returns whether this device can reach the peer's: kRefused or kNotReachable if not.
   Status check(std::string_view operation, const Card& peer) const;
 
   const std::shared_ptr<const Device> device_;

@@ -1,4 +1,4 @@
-// Device: one libfabric domain (a NIC, or what stands in for one), opened, and what it asks of its users.
+// Device: one opened libfabric domain (a NIC, or a stand-in for one), with the requirements that it has.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -20,8 +20,9 @@
 
 namespace kvc::libfabric {
 
-// Operations that an endpoint carries out at a time, if the provider takes as many. 512 writes of 16 KiB are the 8 MiB
-// that the engine keeps in flight. Providers set memory aside for each: the ofi_rxm layer 16 KiB a receive.
+// The most operations that an endpoint carries out at a time; a provider may take fewer. 512 writes of 16 KiB are the 8
+// MiB that the transfer engine keeps in flight. Providers set memory aside for each: the ofi_rxm layer 16 KiB per
+// receive.
 inline constexpr size_t kTransmits = 512;
 inline constexpr size_t kReceives = 256;
 
@@ -41,7 +42,7 @@ struct CloseMemory {
   const Device* device = nullptr;
   void operator()(fid_mr* memory) const noexcept;  // Device::close()
 };
-// Registered memory; ends before its device.
+// Registered memory. It must end before its device.
 using Memory = std::unique_ptr<fid_mr, CloseMemory>;
 
 struct FreeInfo {
@@ -50,21 +51,23 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-// Memory of a peer's, as it is named in a write. Ends before its device.
+// A peer's memory, as a write names it. It must end before its device.
 struct PeerMemory {
-  uint64_t address = 0;  // of offset 0
+  uint64_t address = 0;  // the peer's address of offset 0
   uint64_t bytes = 0;
   uint64_t key = 0;
-  std::shared_ptr<void> mapping{};  // of a raw key: unmapped with the last copy
+  std::shared_ptr<void> mapping{};  // for a raw key, which is unmapped with the last copy
 
   bool contains(uint64_t offset, uint64_t length) const noexcept { return fits(offset, length, bytes); }
 };
 
-// Immutable once it is open. Its providers are asked to be thread-safe (FI_THREAD_SAFE): the memory thread registers
-// memory, and the control thread makes and closes endpoints, while the driving thread works on others of the same libfabric domain.
+// Immutable once it is open. Providers are required to be thread-safe (FI_THREAD_SAFE). The memory thread registers
+// memory, and the control thread makes and closes endpoints. Meanwhile the driving thread works on other endpoints of
+// the same libfabric domain.
 class Device {
  public:
-  // Control thread; blocks. kRefused where the library, the provider or what it lacks makes it unusable.
+  // Opens a device. kRefused if the library or the provider is not usable; the error names what is missing. Control
+  // thread; blocks.
   static Result<std::shared_ptr<const Device>> open(const DomainConfig& config, const Tuning& tuning);
 
   fi_info& info() const noexcept { return *info_; }
@@ -73,46 +76,47 @@ class Device {
   const Library& library() const noexcept { return library_; }
   std::string provider() const { return info_->fabric_attr->prov_name; }
 
-  // "tcp eth0, libfabric 1.17 (...)".
+  // Describes the device: "tcp eth0, libfabric 1.17 (...)".
   std::string description() const;
   uint64_t bits_per_second() const noexcept;
 
   bool needs(uint64_t mr_mode_bit) const noexcept { return (info_->domain_attr->mr_mode & mr_mode_bit) != 0; }
-  // Regions are registered by each endpoint that uses them.
+  // Whether each endpoint registers the regions that it uses.
   bool memory_per_endpoint() const noexcept { return memory_per_endpoint_ || needs(FI_MR_ENDPOINT); }
-  // Immediates use up receives that the target posted (FI_RX_CQ_DATA), as on a verbs queue pair.
+  // Whether immediates use up receives that the target posted (FI_RX_CQ_DATA), as on a verbs queue pair.
   bool immediates_take_receives() const noexcept { return (info_->mode & FI_RX_CQ_DATA) != 0; }
-  // Only processes of this machine can be reached.
+  // Whether only processes of this machine can be reached.
   bool is_local() const { return provider() == "shm"; }
   bool is_efa() const { return provider().rfind("efa", 0) == 0; }
   bool allows_emulation() const noexcept { return allows_emulation_; }
-  // The NIC reads and writes the memory of GPUs (FI_HMEM).
+  // Whether the NIC reads and writes the memory of GPUs (FI_HMEM).
   bool takes_gpu_memory() const noexcept { return (info_->caps & FI_HMEM) != 0; }
-  // Completion queues have a descriptor to sleep on; else they have to be looked at.
+  // Whether completion queues have a descriptor to sleep on. Otherwise they have to be polled.
   bool waits_by_descriptor() const noexcept { return waits_by_descriptor_; }
-  // Connections that an endpoint has accepted, and that have not said yet whose they are, outlive it, and lead to its
-  // freed memory once they speak (a known "TODO" in xnet_pep_close(), from net 1.16 to tcp 2.6). Anybody who reaches the
-  // port can make one.
+  // Whether accepted connections that have not identified themselves outlive their endpoint. They lead to its freed
+  // memory once they send something (a known "TODO" in xnet_pep_close(), from net 1.16 to tcp 2.6). Any process that
+  // reaches the port can make such a connection.
   bool leaves_half_open() const { return provider() == "net" || provider() == "tcp"; }
-  // The longest write, and so the longest page: the pieces of one could not be counted as one.
+  // Returns the longest write, which is also the longest page: the pieces of a page could not be counted as one.
   uint64_t max_write() const noexcept { return info_->ep_attr->max_msg_size; }
 
   // Registers memory for local use (`access` of FI_SEND and FI_RECV) or for peers' writes as well (FI_WRITE and
-  // FI_REMOTE_WRITE). A GPU's memory is taken where takes_gpu_memory(), and else kNotReachable. Where the device wants
-  // regions bound to an endpoint (FI_MR_ENDPOINT), to `endpoint`. Any thread; blocks: seconds for many GiB.
+  // FI_REMOTE_WRITE). GPU memory returns kNotReachable unless takes_gpu_memory(). If the device requires regions bound
+  // to an endpoint (FI_MR_ENDPOINT), the memory is bound to `endpoint`. Any thread; blocks: seconds for many GiB.
   Result<Memory> register_memory(std::byte* base, uint64_t bytes, uint64_t access, fid_ep* endpoint) const;
-  // What a peer has to be told in order to write there. Any thread; does not block.
+  // Returns the description by which a peer can write there. Any thread; does not block.
   Result<RemoteMemory> describe(fid_mr& memory, const std::byte* base, uint64_t bytes) const;
-  // What a peer has told. Any thread; does not block: a raw key is unpacked.
+  // Converts a peer's description for use in writes; a raw key is unpacked. Any thread; does not block.
   Result<PeerMemory> map(const RemoteMemory& memory) const;
-  // A queue of at least `entries`, in FI_CQ_FORMAT_DATA. Control thread.
+  // Opens a queue of at least `entries`, in FI_CQ_FORMAT_DATA. Control thread.
   Result<Fid<fid_cq>> open_queue(size_t entries) const;
-  // Closes memory or an endpoint. What is still bound to it or in use by the provider (-FI_EBUSY) is waited for, for
-  // 100 ms, far longer than an operation takes to end: false if that was not enough. Blocks.
+  // Closes memory or an endpoint. If it is still bound or in use by the provider (-FI_EBUSY), waits up to 100 ms, far
+  // longer than an operation takes to end. Returns false if that was not enough. Blocks.
   bool close(fid& object) const noexcept;
 
-  // Held by whoever registers memory, opens or closes anything, and around each call that may carry out a peer's write. It
-  // locks only tcp before 1.19, which searches its table of keys under one lock and changes it under another.
+  // Held while memory is registered and while anything is opened or closed, and around each call that may carry out a
+  // peer's write. It locks only tcp before 1.19, which searches its table of keys under one lock and changes it under
+  // another.
   std::unique_lock<std::mutex> turn() const {
     return takes_turns_ ? std::unique_lock(turns_) : std::unique_lock<std::mutex>();
   }

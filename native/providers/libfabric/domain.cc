@@ -14,14 +14,14 @@
 namespace kvc::libfabric {
 namespace {
 
-// Links on which nothing has come lately that one poll() looks at, in turn: a look at an idle one costs 0.1 us where the
-// provider reads memory, and a system call of a microsecond where it asks the kernel. So a transfer's links are served
-// each turn however many others there are, and of 256 each is looked at after 16 turns.
+// Idle links that one poll() looks at, in turn. A look at an idle link costs 0.1 us if the provider reads memory, and a
+// system call of a microsecond if it calls the kernel. So a transfer's links are served each turn, however many other
+// links there are. Of 256 links, each is looked at after 16 turns.
 constexpr size_t kIdleLooks = 16;
-// No further link is looked at after this long: one may take as long again.
+// Time after which no further link is looked at. One link may take as long again.
 constexpr std::chrono::microseconds kPollLimit{50};
-// Providers without a descriptor are looked at this often once the thread sleeps: at first, and when nothing has come
-// for as long as kRestAfter. 50 us are what waking up costs anyway; 1 ms is 0.5 % of a core at 5 us a look.
+// Polling intervals of a sleeping thread for providers without a descriptor: the short one at first, the long one when
+// nothing has arrived for kRestAfter. Waking up costs 50 us anyway. 1 ms is 0.5 % of a core at 5 us a look.
 constexpr std::chrono::microseconds kShortNap{50};
 constexpr std::chrono::microseconds kLongNap{1000};
 constexpr std::chrono::milliseconds kRestAfter{10};
@@ -44,7 +44,7 @@ void unwatch(const UniqueFd& epoll, int fd) {
 Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Tuning& tuning) {
   Result<std::shared_ptr<const Device>> device = Device::open(config, tuning);
   if (!device) return device.error();
-  // One to try out: better to refuse here than at the first peer.
+  // Opens an endpoint as a test: an error here is better than at the first peer.
   const Result<std::unique_ptr<Endpoint>> endpoint = Endpoint::open(device.value(), 1);
   if (!endpoint) return endpoint.error();
   auto domain = std::make_unique<LibfabricDomain>(device.value(), control, tuning);
@@ -65,7 +65,7 @@ Status LibfabricDomain::start() {
 }
 
 LibfabricDomain::~LibfabricDomain() {
-  // The engine has fenced every link; this is for those that there was no time for.
+  // The transfer engine has fenced every link. This closes links for which there was no time.
   for (auto& [id, link] : links_) {
     link->close();
     context_.control.dispose(std::move(link));
@@ -101,7 +101,7 @@ void LibfabricDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
 bool LibfabricDomain::fence(LinkId id) {
   const auto found = links_.find(id);
   if (found == links_.end()) return true;
-  // From here on it is looked at by fence() alone.
+  // From here on only fence() looks at the link.
   Link& link = *found->second;
   unwatch(epoll_, link.endpoint().fd());
   unwatch(deaths_, link.endpoint().pidfd().get());
@@ -164,7 +164,7 @@ bool LibfabricDomain::poll_links() {
 }
 
 void LibfabricDomain::notice_deaths() {
-  std::array<epoll_event, 64> events;  // more come the next time
+  std::array<epoll_event, 64> events;  // further events come in the next call
   const int count = ::epoll_wait(deaths_.get(), events.data(), static_cast<int>(events.size()), 0);
   for (int i = 0; i < count; ++i) {
     if (Link* link = find(static_cast<LinkId>(events[static_cast<size_t>(i)].data.u64))) link->lose_peer();

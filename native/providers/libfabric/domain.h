@@ -1,5 +1,5 @@
-// LibfabricDomain: the links of one device, polled. No thread of its own and no blocking call. (Providers that make
-// progress by themselves have a thread; none of it is ours.)
+// LibfabricDomain: the links of one device, polled. It has no thread and makes no blocking call. Providers
+// that make progress by themselves have their own thread, which is not ours.
 #pragma once
 
 #include <map>
@@ -12,7 +12,7 @@
 
 namespace kvc::libfabric {
 
-// Both halves. As provider.h's create(), which it is but for the tuning.
+// Opens both halves. As create() in provider.h, with the caller's tuning.
 Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Tuning& tuning = {});
 
 class LibfabricDomain final : public Domain {
@@ -20,7 +20,7 @@ class LibfabricDomain final : public Domain {
   LibfabricDomain(std::shared_ptr<const Device> device, ControlQueue& control, const Tuning& tuning)
       : context_{.device = std::move(device), .control = control, .completions = completions_, .tuning = tuning} {}
   ~LibfabricDomain() override;
-  // Before anything else.
+  // Call it before anything else.
   Status start();
 
   void publish(Registration& region) override { context_.regions.add(region); }
@@ -42,11 +42,11 @@ class LibfabricDomain final : public Domain {
 
   LinkContext context_;
   UniqueFd epoll_;
-  UniqueFd deaths_;  // another one, in it: of the peers' processes
+  UniqueFd deaths_;  // a second epoll instance within `epoll_`, for the peers' processes
   TimerFd timer_;
   std::map<LinkId, std::unique_ptr<Link>> links_;
-  LinkId next_ = 0;     // the link that the next poll() begins with
-  bool slept_ = false;  // since the last poll()
+  LinkId next_ = 0;     // the link with which the next poll() begins
+  bool slept_ = false;  // whether the thread has slept since the last poll()
   Clock::time_point last_look_ = Clock::now();
   Clock::time_point idle_since_ = last_look_;  // nothing has happened since
 };

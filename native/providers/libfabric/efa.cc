@@ -6,7 +6,8 @@
 namespace kvc::libfabric {
 namespace {
 
-// Names newer than our headers. Their values are the interface's ABI (rdma/fi_endpoint.h and fi_ext.h of 1.18 and later).
+// Names newer than our headers. Their values are the interface's ABI (rdma/fi_endpoint.h and fi_ext.h of 1.18 and
+// later).
 constexpr int kCudaApiPermitted = 10;                  // FI_OPT_CUDA_API_PERMITTED
 constexpr int kSharedMemoryPermitted = 11;             // FI_OPT_SHARED_MEMORY_PERMITTED
 constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;  // FI_OPT_EFA_EMULATED_WRITE
@@ -19,22 +20,22 @@ void set(fid_ep& endpoint, int option, bool value) {
 }  // namespace
 
 void configure_efa(fid_ep& endpoint) {
-  // Peers of one machine too are written through the NIC: one path with one behaviour; and "FI_WAIT_FD is not
-  // supported for RDM endpoints with SHM transfers enabled".
+  // Peers of the same machine are also written through the NIC, for one path with one behaviour. Another reason:
+  // "FI_WAIT_FD is not supported for RDM endpoints with SHM transfers enabled".
   set(endpoint, kSharedMemoryPermitted, false);
-  // "Control endpoint's behavior in making calls to CUDA API": those could wait for kernels of the model that runs on
-  // the same GPU. GPU memory goes by peer-to-peer DMA or not at all.
+  // "Control endpoint's behavior in making calls to CUDA API": such calls could wait for kernels of the model that runs
+  // on the same GPU. GPU memory goes by peer-to-peer DMA or not at all.
   set(endpoint, kCudaApiPermitted, false);
   // "If the hardware does not support RDMA and the argument is true, then fi_setopt will return -FI_EOPNOTSUPP":
-  // check_efa() then says it.
+  // check_efa() reports that.
   set(endpoint, kEfaUseDeviceRdma, true);
 }
 
 Status check_efa(const Device& device, fid_ep& endpoint) {
   if (device.allows_emulation()) return {};
-  // "Used to query the EFA provider to determine if the endpoint is emulating Read, Write, and Atomic operations
-  // (return value is true), or if these operations are assisted by hardware support". A library without this option
-  // (before 1.18) emulates.
+  // The manual: "Used to query the EFA provider to determine if the endpoint is emulating Read, Write, and Atomic
+  // operations (return value is true), or if [...] assisted by hardware support". A library without this option (before
+  // 1.18) emulates.
   bool emulated = true;
   size_t length = sizeof(emulated);
   const int result = fi_getopt(&endpoint.fid, FI_OPT_ENDPOINT, kEfaEmulatedWrite, &emulated, &length);

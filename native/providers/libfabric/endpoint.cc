@@ -17,20 +17,20 @@
 namespace kvc::libfabric {
 namespace {
 
-// Messages that are being sent at a time: more than one so that none waits for a round trip, and control messages are
+// Messages that are being sent at a time. More than one, so that none waits for a round trip; control messages are
 // rare.
 constexpr size_t kSends = 8;
-// Receives: all of the peer's user messages that our engine has not taken, its sends under way, and as many answers again,
-// so that nothing waits in the provider while this process is busy elsewhere. A buffer is free again once it was read.
-// Where immediates use up receives (FI_RX_CQ_DATA) all that there are, which is 1 MiB of buffers; a sender that finds
-// none is made to wait by the device.
+// Receives for the peer's user messages that our transfer engine has not taken, its sends in flight, and as many
+// answers again. So nothing waits in the provider while this process is busy elsewhere. A buffer is free again once it
+// was read. If immediates use up receives (FI_RX_CQ_DATA), all receives of the device are posted, which is 1 MiB of
+// buffers. A sender that finds none is made to wait by the device.
 constexpr size_t kMessageReceives = kMessageSlots + 2 * kSends;
 constexpr size_t kQueueEntries = Endpoint::kImmediateWindow + kTransmits + kReceives;
 
 // Access rights of message buffers.
 constexpr uint64_t kMessageAccess = FI_SEND | FI_RECV;
-// Every operation completes, once the bytes are in the peer's memory. Said with each: a layered endpoint does not pass
-// its default flags on ("net" 1.17 then completes what has left).
+// Every operation completes once the bytes are in the peer's memory. The flags are passed with each operation, because
+// a layered endpoint ignores its default flags. ("net" 1.17 then completes writes that have only left.)
 constexpr uint64_t kOperationFlags = FI_COMPLETION | FI_DELIVERY_COMPLETE;
 
 void* descriptor_of(const Memory& memory) { return memory == nullptr ? nullptr : fi_mr_desc(memory.get()); }
@@ -65,7 +65,8 @@ Status Endpoint::open_endpoint() {
   result = fi_enable(endpoint);
   if (result != 0) {
     Error error = fabric_error("open link", "fi_enable", result);
-    // Its queue below is as long as a link's times this, which can be more than the NIC has (Soft-RoCE: 32,767).
+    // ofi_rxm's inner queue is as long as a link's times this variable. That can be more than the NIC has (Soft-RoCE:
+    // 32,767).
     if (device_->provider().ends_with("ofi_rxm")) error.message += ": set FI_UNIVERSE_SIZE=8 in the environment";
     return error;
   }
@@ -150,7 +151,7 @@ Result<Card> Endpoint::card() const {
 }
 
 Status Endpoint::meet(const Card& peer, bool is_offerer) {
-  // Providers read as much as their kind of address has, or to the end of a string, whatever a peer has sent.
+  // Providers read as many bytes as their kind of address has, or to the end of a string, whatever a peer has sent.
   Bytes address = peer.address;
   address.resize(kMaxAddressBytes + 1);
   int inserted = 0;
@@ -202,7 +203,8 @@ void Endpoint::close() {
   closed_.store(true, std::memory_order_release);
 }
 
-// Leaves the provider no connection that has not yet said whose it is (Device::leaves_half_open()).
+// Closes the connections that have not identified themselves (Device::leaves_half_open()), before the endpoint is
+// closed.
 void Endpoint::hang_up() {
   Result<Bytes> own = address();
   if (!own) return;
@@ -212,10 +214,10 @@ void Endpoint::hang_up() {
     fi_cq_read(cq_.get(), nullptr, 0);
   };
   listener.stop();
-  progress();  // waits for a thread that is about to accept one
+  progress();  // waits for a thread that is about to accept a connection
   const size_t descriptors = listener.hang_up_on_the_silent();
-  // Each takes up to 128 events (1,024 before 1.18), and those that have waited longest first: all that could have one,
-  // so also those who spoke meanwhile.
+  // Each call takes up to 128 events (1,024 before 1.18), and those that have waited longest first. So all descriptors
+  // are counted that may have an event, including connections that identified themselves meanwhile.
   constexpr size_t kEvents = 128;
   for (size_t done = 0; done <= descriptors; done += kEvents) progress();
 }
@@ -238,7 +240,7 @@ std::optional<Endpoint::Failure> Endpoint::failure() {
   if (fi_cq_readerr(cq_.get(), &failed.entry, 0) != 1) return std::nullopt;
   const fi_cq_err_entry& entry = failed.entry;
   Failure failure{static_cast<Operation*>(entry.op_context), {}};
-  if (closed()) return failure;  // cancelled; a provider has no words any more either (ofi_rxm 1.17 crashes)
+  if (closed()) return failure;  // cancelled; a provider offers no text any more either (ofi_rxm 1.17 crashes)
   failure.words = device_->library().strerror(entry.err);
   std::array<char, 256> text{};
   const char* own = fi_cq_strerror(cq_.get(), entry.prov_errno, entry.err_data, text.data(), text.size());
@@ -265,7 +267,7 @@ ssize_t Endpoint::write(Operation& operation, const std::byte* from, uint64_t by
 }
 
 ssize_t Endpoint::ring(Operation& operation, uint32_t immediate) {
-  // Every provider can write a byte; a write of none is a special case in several.
+  // Every provider can write a byte. A write of 0 bytes is a special case in several.
   return write(operation, doorbell_.data(), 1, doorbell_memory_.get(), peer_doorbell_, 0, immediate);
 }
 

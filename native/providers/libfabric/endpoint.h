@@ -1,9 +1,9 @@
-// Endpoint: what one link has of libfabric: an endpoint, its completion queue and address vector, the buffers of its
+// Endpoint: the libfabric objects of one link: an endpoint, its completion queue and address vector, the buffers of its
 // messages, and the doorbell.
 //
-// Made on the control thread, which also closes it; in between the driving thread has it to itself, but for close() and
-// bind(). Providers run their own progress on any thread that looks at any queue of the same device, so this is only
-// about whose calls these are.
+// Made and closed on the control thread. In between, only the driving thread uses it, except for close() and bind().
+// Providers run their own progress on any thread that looks at any queue of the same device. So this rule concerns only
+// the calls to this class.
 #pragma once
 
 #include <rdma/fi_endpoint.h>
@@ -27,83 +27,87 @@
 
 namespace kvc::libfabric {
 
-// An operation that the provider is carrying out. It owns `context` meanwhile, which a completion leads back to.
+// An operation that the provider is carrying out. The provider owns `context` meanwhile, and a completion leads back to
+// it.
 struct Operation {
   enum class Kind : uint8_t { kWrite, kSend, kReceive };
-  fi_context2 context{};  // first
+  fi_context2 context{};  // must be the first member
   Kind kind = Kind::kWrite;
 };
-// That of a message.
+// An operation on a message.
 struct MessageBuffer : Operation {
-  std::byte* bytes = nullptr;  // kMaxMessageSize
+  std::byte* bytes = nullptr;  // kMaxMessageSize bytes
 };
 
-// An Error of a link that does not work any more.
+// Returns an Error of a link that does not work any more.
 inline Error link_error(std::string operation, std::string message) {
   return fabric_error(ErrorCode::kPeerDown, std::move(operation), std::move(message));
 }
 
 class Endpoint final : public LinkEnd {
  public:
-  // Immediates that the peer has not read from its queue, at most: a device's queue that overflows is broken, and EFA
-  // does not watch over it. 2,048 single pages of 4 KiB are the engine's 8 MiB.
+  // The most immediates that the peer has not read from its queue. A device's queue that overflows is broken, and EFA
+  // does not guard against that. 2,048 single pages of 4 KiB are the transfer engine's 8 MiB.
   static constexpr uint64_t kImmediateWindow = 2048;
 
-  // --- The control thread.
+  // --- For the control thread.
 
-  // Opens and enables an endpoint whose receives are posted. Nobody knows its address yet. Blocks.
+  // Opens and enables an endpoint and posts its receives. No peer knows its address yet. Blocks.
   static Result<std::unique_ptr<Endpoint>> open(std::shared_ptr<const Device> device, uint64_t secret);
   ~Endpoint() override;
 
-  // Our end, for the peer.
+  // Returns our end, for the peer.
   Result<Card> card() const;
-  // The peer's end is known from now on. May block.
+  // Records the peer's end. May block.
   Status meet(const Card& peer, bool is_offerer);
 
-  // Memory as this endpoint has it, where each has its own. kPeerDown once the endpoint is closed. Blocks.
+  // Registers memory with this endpoint, for devices on which each endpoint has its own registrations. kPeerDown once
+  // the endpoint is closed. Blocks.
   Result<Memory> bind(std::byte* base, uint64_t bytes);
 
-  // Once closed(), nothing lands any more and nothing is read from our memory; what landed before is in the queue, which
-  // stays until this object ends. Memory that is bound has to be closed first. May block. Any thread: if another is about
-  // it, waits for that. A provider may be busy with it for too long: then it is not closed, and has to be closed again.
+  // Closes the endpoint. Once closed(), nothing lands any more and nothing is read from our memory. Completions of what
+  // landed before stay in the queue until this object ends. Bound memory has to be closed first. Any thread; may block,
+  // and waits for another thread that closes it. If a provider is busy with it for too long, it is not closed, and
+  // close() has to be called again.
   void close();
-  // Whether close() has failed so since the last call.
+  // Whether close() has failed that way since the last call.
   bool take_busy() noexcept { return busy_.exchange(false, std::memory_order_acq_rel); }
 
-  // --- Any thread.
+  // --- For any thread.
 
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
   uint64_t secret() const noexcept { return secret_; }
   bool is_offerer() const noexcept { return is_offerer_; }
-  // Readable once the peer's process is gone; none where that cannot be told.
+  // A descriptor that is readable once the peer's process is gone; empty if the kernel offers none.
   const UniqueFd& pidfd() const noexcept { return pidfd_; }
-  // Readable when the completion queue has something, after may_sleep(); -1: has to be looked at.
+  // A descriptor that is readable when the completion queue has an entry, after may_sleep(). -1: the queue has to be
+  // polled.
   int fd() const noexcept { return fd_; }
-  // Writes that the provider takes beside the sends.
+  // Returns the number of writes that the provider takes beside the sends.
   size_t writes() const noexcept;
 
-  // --- The driving thread; nothing blocks. What libfabric returns: 0, -FI_EAGAIN (later), or another error.
+  // --- For the driving thread; nothing blocks. Results are libfabric's: 0, -FI_EAGAIN (later), or another error.
 
   std::span<MessageBuffer> sends() noexcept { return sends_; }
-  // How many completions there were. -FI_EAVAIL: one is a failure, see failure().
+  // Reads completions and returns their number. -FI_EAVAIL: one of them is a failure, see failure().
   ssize_t read(std::span<fi_cq_data_entry> entries);
   struct Failure {
     Operation* operation;  // may be null
-    std::string words;     // none once closed()
+    std::string words;     // empty once closed()
   };
-  // Nothing: there was none after all.
+  // Returns the failed operation, or nothing if none has failed after all.
   std::optional<Failure> failure();
-  // Writes to the peer's `target` at `offset`; the operation's completion says that the bytes are in place there.
-  // `immediate`: which then arrives there.
+  // Writes to the peer's `target` at `offset`. The operation's completion means that the bytes are in place there.
+  // `immediate`, if given, arrives at the peer after them.
   ssize_t write(Operation& operation, const std::byte* from, uint64_t bytes, fid_mr* memory, const PeerMemory& target,
                 uint64_t offset, std::optional<uint32_t> immediate);
-  // Writes an immediate that has no pages.
+  // Writes an immediate without pages.
   ssize_t ring(Operation& operation, uint32_t immediate);
   // Sends the first `length` bytes of one of sends().
   ssize_t send(MessageBuffer& buffer, size_t length);
   // Posts a receive.
   ssize_t receive(MessageBuffer& buffer);
-  // False: there is something to read.
+  // Returns false if a completion waits.
   bool may_sleep();
 
  private:
@@ -119,7 +123,7 @@ class Endpoint final : public LinkEnd {
   const uint64_t secret_;
   Fid<fid_cq> cq_;
   Fid<fid_av> av_;
-  // Before what must be closed after the endpoint.
+  // Declared before the members that must be closed after the endpoint.
   std::mutex closing_;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> busy_ = false;
@@ -128,7 +132,7 @@ class Endpoint final : public LinkEnd {
   std::vector<std::byte> buffers_;
   std::vector<MessageBuffer> sends_;
   std::vector<MessageBuffer> receives_;
-  // Where the peer writes immediates that have no pages: bytes that nobody reads.
+  // The peer writes immediates without pages here. The bytes are never read.
   alignas(64) std::array<std::byte, 64> doorbell_{};
 
   bool is_offerer_ = false;

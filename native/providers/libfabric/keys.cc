@@ -5,7 +5,7 @@
 namespace kvc::libfabric {
 namespace {
 
-// Questions that wait for memory: a peer asks once for each region.
+// Requests for keys that wait for memory. A peer requests each region once.
 constexpr size_t kMaxWaiting = 1024;
 
 }  // namespace
@@ -33,7 +33,7 @@ Result<std::optional<uint64_t>> Keys::learn(std::span<const std::byte> tell) {
   const auto found = targets_.find(rkey);
   if (found == targets_.end() || found->second.state != Target::State::kAsked ||
       found->second.serial != told.value().serial) {
-    return std::optional<uint64_t>();  // an answer to a question that is none any more
+    return std::optional<uint64_t>();  // the answer to a request that is not open any more
   }
   if (!told.value().known) {
     targets_.erase(found);
@@ -60,7 +60,7 @@ void Keys::release(uint64_t rkey) {
   messages_.enqueue(MessageKind::kRevoked, encode_number(rkey));
 }
 
-// --- Ours
+// --- Our regions
 
 Status Keys::answer(std::span<const std::byte> ask) {
   const Result<Ask> asked = Ask::decode(ask);

@@ -1,10 +1,11 @@
-// Keys: which memory of the peer's a link may write, and which of ours its peer has been told of.
+// Keys: the peer's memory that a link may write, and our memory whose keys its peer has received.
 //
-// The engine's rkeys are random numbers of ours. Before the first write to a region a link asks its peer for it (Ask,
-// Tell), and the answer names address and key as the peer's provider has them: so short keys, raw keys, keys of one
-// endpoint and offsets instead of addresses are all the same to the engine. It also means that a wrong key is found out
-// before anything is written, and that a peer whose memory is withdrawn says when nothing is under way any more (Revoke,
-// Revoked): providers that check a key when a write begins go on landing it after the key was withdrawn.
+// The transfer engine's rkeys are our own random numbers. Before the first write to a region, a link requests it from
+// its peer (Ask, Tell). The answer contains address and key in the form of the peer's provider. So short keys, raw
+// keys, keys of one endpoint and offsets in place of addresses are all the same to the transfer engine. A wrong key is
+// found before anything is written. A peer whose memory is withdrawn learns when no write is in flight any more
+// (Revoke, Revoked). This is needed because providers that check a key when a write begins go on landing the write
+// after the key was withdrawn.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@
 
 namespace kvc::libfabric {
 
-// The driving thread; nothing blocks. An error of what the peer said breaks the link.
+// Used on the driving thread only; nothing blocks. An error in the peer's messages breaks the link.
 class Keys {
  public:
   Keys(const Device& device, const RegionTable& regions, Memories& memories, Messages& messages)
@@ -30,34 +31,35 @@ class Keys {
   struct Target {
     enum class State : uint8_t { kAsked, kKnown, kRevoked };
     State state = State::kAsked;
-    uint32_t serial = 0;  // of the question
-    uint32_t writes = 0;  // under way: whoever begins one raises it
-    PeerMemory memory;    // kKnown
+    uint32_t serial = 0;  // number of the request
+    uint32_t writes = 0;  // writes in flight; the caller raises it when it begins one
+    PeerMemory memory;    // valid in state kKnown
   };
-  // Asks the peer at the first time. Stays where it is until it is revoked and nothing is under way.
+  // Returns the target of a key, and requests it from the peer at the first time. The reference is valid until the key
+  // is revoked and no write is in flight.
   Target& target(uint64_t rkey);
-  // One of its writes has ended.
+  // Records the end of one of its writes.
   void written(uint64_t rkey, Target& target);
-  // Tell and Revoke. A key that is void from now on, if any: what waits for it fails.
+  // Handle Tell and Revoke. They return a key that is void from now on, if any: batches that wait for it fail.
   Result<std::optional<uint64_t>> learn(std::span<const std::byte> tell);
   Result<std::optional<uint64_t>> lose(std::span<const std::byte> rkey);
 
-  // --- Ours.
+  // --- Our regions.
 
-  // Ask. The answer may have to wait for the memory.
+  // Handles Ask. The answer may have to wait for the memory.
   Status answer(std::span<const std::byte> ask);
-  // Answers what has waited. True if anything happened.
+  // Answers requests that have waited. Returns true if anything happened.
   Result<bool> push();
   bool waits() const noexcept { return !waiting_.empty(); }
-  // The region is withdrawn: the peer is told, if it has been told of the region.
+  // Withdraws the region, and notifies the peer if it has the region's key.
   void revoke(const Region& region);
-  // Revoked: the peer has let go of a region.
+  // Handles Revoked: the peer does not write to the region any more.
   Status let_go(std::span<const std::byte> rkey);
-  // The link has ended: the peer writes nowhere any more.
+  // Called when the link has ended: the peer writes nowhere any more.
   void clear();
 
  private:
-  // False: later.
+  // Returns false if the answer has to wait.
   Result<bool> tell(const Ask& ask);
   void release(uint64_t rkey);
 

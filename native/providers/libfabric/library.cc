@@ -13,14 +13,14 @@ namespace kvc::libfabric {
 namespace {
 
 constexpr const char* kSoName = "libfabric.so.1";
-// The symbol versions whose structures our headers describe. dlsym() would give the newest, whose structures may be
-// longer. 1.3 is what programs linked against libfabric 1.3 to 1.17 use, and every later library keeps it; the library
-// then translates structures to and from its newer ones.
+// The symbol versions whose structures our headers describe. dlsym() would return the newest, whose structures may be
+// longer. Programs linked against libfabric 1.3 to 1.17 use 1.3, and every later library keeps it. The library then
+// translates structures to and from its newer ones.
 constexpr const char* kInfoVersion = "FABRIC_1.3";
 
 std::string directory(std::string_view path) { return std::string(path.substr(0, path.rfind('/'))); }
 
-// Where `pip install mpich` leaves the library: PREFIX/lib/mpich. Our extension lies in
+// The places in which `pip install mpich` puts the library: PREFIX/lib/mpich. Our extension lies in
 // PREFIX/lib/pythonX.Y/site-packages/kv_connector.
 std::vector<std::string> wheel_candidates() {
   std::vector<std::string> candidates;
@@ -35,7 +35,8 @@ std::vector<std::string> wheel_candidates() {
   return candidates;
 }
 
-// The wheel's library looks for its efa and verbs plug-ins where it was built, unless this variable names another place.
+// The wheel's library looks for its efa and verbs plug-ins in the folder in which it was built, unless this variable
+// names another place.
 void name_plugins(const std::string& path) {
   const std::string plugins = directory(path) + "/libfabric";
   if (access(plugins.c_str(), R_OK) == 0) setenv("FI_PROVIDER_PATH", plugins.c_str(), /*overwrite=*/0);
@@ -57,7 +58,8 @@ Result<Library> load() {
   std::string tried;
   void* handle = nullptr;
   const char* variable = std::getenv("KV_CONNECTOR_LIBFABRIC");
-  const std::string chosen = variable == nullptr ? "" : variable;  // a copy: name_plugins() sets another variable
+  // a copy, because name_plugins() sets another variable
+  const std::string chosen = variable == nullptr ? "" : variable;
   if (!chosen.empty()) {
     name_plugins(chosen);
     handle = open(chosen, tried);
@@ -89,10 +91,10 @@ Result<Library> load() {
                         find(handle, "fi_version", "FABRIC_1.0", version);
   Dl_info info{};
   if (version != nullptr && dladdr(reinterpret_cast<void*>(version), &info) != 0) library.path = info.dli_fname;
-  if (!complete) return fabric_error(ErrorCode::kRefused, "open", library.path + " is no libfabric that we know");
+  if (!complete) return fabric_error(ErrorCode::kRefused, "open", library.path + " is not a known libfabric");
   library.version = version();
   if (FI_VERSION_LT(library.version, FI_VERSION(1, 9))) {
-    // 1.9 is the first whose fi_info has all the fields that our headers have.
+    // 1.9 is the first whose fi_info has all the fields of our headers.
     return fabric_error(ErrorCode::kRefused, "open",
                         "libfabric " + library.description() + " is too old: 1.9 is needed");
   }

@@ -9,18 +9,18 @@
 namespace kvc::libfabric {
 namespace {
 
-// Batches on one link without a completion: the engine keeps 8 MiB in flight, which are 8 of its largest batches and 32
-// full ones of 4 KiB pages.
+// The most batches on one link without a completion. The transfer engine keeps 8 MiB in flight, which are 8 of its
+// largest batches and 32 full ones of 4 KiB pages.
 constexpr size_t kMaxBatches = 128;
-// How often we say what we have read: four times in a window, so that a sender does not come to rest.
+// Immediates after which their count is reported to the peer: four times in a window, so that a sender does not stop.
 constexpr uint64_t kReportEvery = Endpoint::kImmediateWindow / 4;
-// Reads of the completion queue in one poll(): 4 x 64 entries of 0.1 us each, and what a provider without threads
-// copies in them.
+// Reads of the completion queue in one poll(): 4 x 64 entries of 0.1 us each, and the copies that a provider without
+// threads makes in them.
 constexpr int kReadsPerPoll = 4;
 // Failures come one at a time. A closed endpoint has one for each receive.
 constexpr int kFailuresPerPoll = 64;
-// A link on which nothing has come for so many looks is idle. Looks of an active link are some microseconds apart: this
-// is longer than a peer needs for the next batch of a transfer.
+// Looks without an event after which a link is idle. Looks at an active link are some microseconds apart. So this is
+// longer than a peer needs for the next batch of a transfer.
 constexpr uint32_t kQuietPolls = 256;
 
 }  // namespace
@@ -36,7 +36,7 @@ Link::Link(LinkContext& context, LinkId id, std::shared_ptr<Endpoint> endpoint)
       up_(endpoint_->is_offerer()),
       writes_(endpoint_->writes()) {
   for (Write& write : writes_) free_writes_.push_back(&write);
-  // The acceptor waits for this: on EFA it must not write before its address is known here.
+  // The acceptor waits for this message: on EFA it must not write before its address is known here.
   if (up_) messages_.enqueue(MessageKind::kHello);
 }
 
@@ -174,7 +174,7 @@ bool Link::poll() {
   bool any = read_completions();
   any |= push_messages();
   any |= push_writes();
-  any |= push_messages();  // what the writes asked for
+  any |= push_messages();  // includes the requests of push_writes()
   quiet_polls_ = any ? 0 : std::min(quiet_polls_ + 1, kQuietPolls);
   return any;
 }
@@ -264,7 +264,8 @@ void Link::count(uint32_t immediate) {
 // --- Messages
 
 bool Link::push_messages() {
-  // The acceptor speaks once the offerer has; but for Bye, which an offerer that completes late then finds.
+  // The acceptor sends only after the offerer has sent. The exception is Bye, which an offerer that completes late
+  // finds.
   if (state_ == State::kOpen ? broken_ || !up_ : state_ == State::kClosing) return false;
   const Result<bool> told = keys_.push();
   const Result<bool> sent = told ? messages_.push() : told.error();
@@ -329,7 +330,7 @@ Status Link::obey(const Messages::Received& message) {
     case MessageKind::kSeen: {
       const auto seen = decode_number<uint64_t>(message.body);
       if (!seen || *seen > immediates_posted_) return nonsense();
-      // Messages arrive in any order: an older one says less.
+      // Messages arrive in any order, and an older one contains a smaller number.
       immediates_seen_by_peer_ = std::max(immediates_seen_by_peer_, *seen);
       return {};
     }
@@ -354,14 +355,14 @@ void Link::look_after(Clock::time_point now, Clock::duration gap) {
 }
 
 void Link::lose_peer() {
-  // After its last words.
+  // The peer's last messages are handled first.
   if (is_open() && !read_completions()) break_with(link_error("write", "the peer's process is gone"));
 }
 
 void Link::break_with(Error error) {
   if (broken_) return;
-  // Which call finds out that the peer is gone depends on the provider and the moment ("sockets" says "No such file or
-  // directory" in fi_writemsg() or fi_sendmsg()); to those who posted on the link it is one thing.
+  // Which call notices that the peer is gone depends on the provider and the moment ("sockets" reports "No such file or
+  // directory" in fi_writemsg() or fi_sendmsg()). The works on the link all fail with one code.
   error.code = ErrorCode::kPeerDown;
   if (state_ == State::kOpen) context_.completions.link_down(id_, error);
   broken_ = std::move(error);
@@ -404,14 +405,14 @@ void Link::stop_posting() {
   queue_.clear();
 }
 
-// Both sides have what they wait for, or will not have it.
+// Whether both sides have what they wait for, or will not get it.
 bool Link::has_parted() {
   const bool is_late = (broken_ && !bye_received_) || Clock::now() >= leaving_until_;
   if (!is_late && writes_under_way()) return false;
-  if (bye_received_) return true;  // whether it still listens is not known
+  if (bye_received_) return true;  // whether the peer still receives is unknown
   if (!is_late && !messages_.idle()) return false;
   if (std::exchange(bye_said_, true)) return true;
-  // Last, when the peer has everything else: messages arrive in any order.
+  // Bye is sent last, when the peer has everything else, because messages arrive in any order.
   messages_.enqueue(MessageKind::kBye);
   push_messages();
   return is_late;

@@ -1,13 +1,13 @@
-// Link: one end of a connection to a peer: what is posted on it, what comes over it, and how it ends.
+// Link: one end of a connection to a peer: what is posted on it, what arrives over it, and how it ends.
 //
-// Why an endpoint for each link, where reliable datagrams would let all peers share one:
-//  - fence() has to be sound. What a peer may still write cannot be called back on a shared endpoint: removing its
-//    address stops our writes to it, not its writes to us, and the keys that it knows are everybody's. An endpoint that
-//    is closed takes nothing any more.
-//  - An immediate says whose it is, so that transfers can go on over other links when this one breaks.
-//  - Nothing of a closed link turns up later: its queue goes with it.
-// What it costs: on EFA a queue pair and a completion queue for each link (a NIC has several hundred), on tcp a
-// listening socket, on shm a few MB of /dev/shm; and a call for each link to look for completions.
+// Each link has its own endpoint, although reliable datagrams would let all peers share one, for these reasons:
+// - fence() has to be sound. A peer's outstanding writes cannot be revoked on a shared endpoint. Removing its address
+//   stops our writes to it, not its writes to us, and all peers share the keys that it knows. A closed endpoint takes
+//   nothing any more.
+// - An immediate identifies its sender, so that transfers can go on over other links when this one breaks.
+// - Nothing of a closed link turns up later, because its queue is closed with it.
+// The cost is one call for each link to look for completions. On EFA it is also a queue pair and a completion queue for
+// each link (a NIC has several hundred). On tcp it is a listening socket, on shm a few MB of /dev/shm.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@
 
 namespace kvc::libfabric {
 
-// What the links of a domain share.
+// The state that the links of a domain share.
 struct LinkContext {
   std::shared_ptr<const Device> device;
   ControlQueue& control;
@@ -41,7 +41,7 @@ struct LinkContext {
   RegionTable regions{};
 };
 
-// The driving thread; nothing blocks. Destroyed on the control thread, once it was fenced or closed.
+// Used on the driving thread only; nothing blocks. Destroyed on the control thread, once it was fenced or closed.
 class Link {
  public:
   Link(LinkContext& context, LinkId id, std::shared_ptr<Endpoint> endpoint);
@@ -50,47 +50,47 @@ class Link {
 
   const Endpoint& endpoint() const noexcept { return *endpoint_; }
 
-  // As Domain's.
+  // As the calls of Domain.
   Posted post(const WriteBatch& batch);
   Posted send(WorkId work, std::span<const std::byte> message);
   void take(uint32_t slot);
 
-  // Reads completions and posts what waits, bounded. True if anything happened.
+  // Reads completions and posts what waits, bounded. Returns true if anything happened.
   bool poll();
-  // Something waits or is under way, or something came lately: worth a look each turn.
+  // Whether poll() should look at this link each turn: something waits or is in flight, or something arrived lately.
   bool active() const noexcept;
-  // Once in a while: finds out about a peer that has fallen silent. `gap`: since the last time.
+  // Checks, once in a while, whether the peer has fallen silent. `gap` is the time since the last call.
   void look_after(Clock::time_point now, Clock::duration gap);
-  // The peer's process is gone.
+  // Handles the end of the peer's process.
   void lose_peer();
   // Whether poll() and fence() have nothing to do until the endpoint's descriptor is readable or the control thread is
   // done.
   bool may_sleep() { return is_open() ? endpoint_->may_sleep() : state_ != State::kClosing || !endpoint_->closed(); }
-  // Something waits that no descriptor announces: look again soon.
+  // Whether something waits that no descriptor announces, so that poll() must be called again soon.
   bool waits_for_room() const noexcept;
 
-  // A step of Domain::fence(), until it is true. First what was taken is told and Bye is said, within Tuning::bye; then the
-  // control thread closes the endpoint, while nobody here touches it; then what had landed is read from its queue, and
-  // the rest of what was posted fails.
+  // One step of Domain::fence(); call it until it returns true. First, within Tuning::bye, the taken messages are
+  // acknowledged and Bye is sent. Then the control thread closes the endpoint, which this thread does not touch
+  // meanwhile. Then the completions of what had landed are read from its queue, and the rest of what was posted fails.
   bool fence();
-  // Without a word and at once: may block.
+  // Closes at once, without Bye. May block.
   void close();
 
-  // A region of ours is withdrawn.
+  // Withdraws one of our regions.
   void revoke(const Region& region) { keys_.revoke(region); }
-  // It ends. False: call again.
+  // Ends the region's registration with this endpoint. Returns false if it has to be called again.
   bool release(const Region& region) { return memories_.release(region); }
 
  private:
   enum class State : uint8_t {
     kOpen,
-    kLeaving,  // nothing is posted any more but messages
-    kClosing,  // the endpoint is the control thread's until it is closed()
+    kLeaving,  // only messages are posted
+    kClosing,  // the control thread uses the endpoint until it is closed()
   };
   struct Batch {
-    WriteBatch posted;  // but for its pages
+    WriteBatch posted;  // without its pages
     bool active = false;
-    Keys::Target* target = nullptr;  // once it is known, or lost; none where there are no pages
+    Keys::Target* target = nullptr;  // set once the key is known or lost; null for a batch without pages
     uint32_t runs_count = 0;
     uint32_t next_run = 0;
     uint32_t in_flight = 0;
@@ -109,7 +109,7 @@ class Link {
   // Completions.
   bool read_completions();
   void handle(const fi_cq_data_entry& entry);
-  // False: there was none after all.
+  // Returns false if there was no failure after all.
   bool handle_failure();
   void finish(Write& write, const Error* error);
   void count(uint32_t immediate);
@@ -122,16 +122,16 @@ class Link {
 
   // Writes.
   bool push_writes();
-  // False: its key is still being asked for.
+  // Returns false while the batch's key is requested.
   bool resolve(Batch& batch);
-  // 0, -FI_EAGAIN, or another error of libfabric's or, in batch.error, of the batch's.
+  // Returns 0, -FI_EAGAIN, or another error of libfabric. The batch's own error is put into batch.error.
   ssize_t write(Batch& batch, const PageRun& run);
   void fail_queued(uint64_t rkey);
   void end_batch(Batch& batch);
 
   // The end.
   void break_with(Error error);
-  // Why what was posted fails.
+  // Returns the error with which posted works fail.
   Error ended() const;
   void stop_posting();
   bool has_parted();
@@ -146,20 +146,20 @@ class Link {
   Liveness liveness_;
 
   State state_ = State::kOpen;
-  bool up_;                      // the peer knows our address
-  std::optional<Error> broken_;  // why the link does not work any more
+  bool up_;                      // whether the peer knows our address
+  std::optional<Error> broken_;  // the reason for which the link does not work any more
   bool bye_received_ = false;
   bool bye_said_ = false;
   Clock::time_point leaving_until_;
-  uint32_t quiet_polls_ = 0;  // since something happened
+  uint32_t quiet_polls_ = 0;  // polls since something happened
 
   std::vector<Write> writes_;
   std::vector<Write*> free_writes_;
-  std::deque<Batch> batches_;  // a slab: addresses stay
+  std::deque<Batch> batches_;  // a deque, so that addresses stay valid
   std::vector<Batch*> free_batches_;
-  std::deque<Batch*> queue_;  // with something left to post, in order
+  std::deque<Batch*> queue_;  // batches with runs left to post, in order
 
-  // Immediates under way to the peer are limited to what its completion queue holds.
+  // Immediates in flight to the peer are limited to what its completion queue holds.
   uint64_t immediates_posted_ = 0;
   uint64_t immediates_seen_by_peer_ = 0;
   uint64_t immediates_seen_ = 0;

@@ -24,8 +24,8 @@ bool listens(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &value, &length) == 0 && value != 0;
 }
 
-// True as well where the kernel does not count (before Linux 4.1): all who are connected are hung up on then, which is
-// what comes next in any case.
+// Whether the connection has received no byte. Also true if the kernel does not count (before Linux 4.1): all
+// connections are closed then, which happens next in any case.
 bool is_silent(int fd) {
   std::array<uint64_t, 17> info{};  // the kernel's tcp_info up to tcpi_bytes_received; the C library's is shorter
   socklen_t length = sizeof(info);
@@ -52,7 +52,8 @@ size_t Listener::for_each_socket(Visit&& visit) const {
     int fd = -1;
     std::from_chars(name.data(), name.data() + name.size(), fd);
     if (!is_ours(fd)) continue;
-    // Another thread may close it and get the number for something else: looked at again in our own copy.
+    // Another thread may close the descriptor, and its number may be used again. So the check is repeated on our own
+    // copy.
     const UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (is_ours(copy.get())) visit(copy.get());
   }

@@ -1,5 +1,5 @@
-// Listener: the TCP port at which libfabric's tcp takes an endpoint's connections, as the kernel has it. libfabric has no
-// call that ends what it accepted there.
+// Listener: the TCP port at which libfabric's tcp provider accepts an endpoint's connections, accessed through the
+// kernel. libfabric has no call that ends the connections that it accepted there.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +12,18 @@ namespace kvc::libfabric {
 
 class Listener {
  public:
-  // The endpoint's own address, a sockaddr of one interface (peers have to reach it).
+  // `address` is the endpoint's own address, a sockaddr of one interface (peers have to reach it).
   explicit Listener(Bytes address) : address_(std::move(address)) {}
 
-  // Nobody is accepted any more.
+  // Stops the listening socket: no connection is accepted any more.
   void stop() const;
-  // Hangs up on all who were accepted and have said nothing so far. Returns how many descriptors this process has.
+  // Closes all accepted connections that have received nothing so far. Returns the number of this process's
+  // descriptors.
   size_t hang_up_on_the_silent() const;
 
  private:
-  // Calls visit(fd) with every socket of this process that has this address: those that were accepted here too. Returns
-  // how many descriptors there are.
+  // Calls visit(fd) for every socket of this process with this address, which includes accepted ones. Returns the
+  // number of descriptors.
   template <typename Visit>
   size_t for_each_socket(Visit&& visit) const;
   bool is_ours(int fd) const;

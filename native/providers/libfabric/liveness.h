@@ -1,4 +1,5 @@
-// Liveness: whether a link's peer still speaks. An idle reliable datagram says nothing of its other end.
+// Liveness: whether a link's peer still sends. An idle reliable datagram connection does not show whether its peer
+// exists.
 #pragma once
 
 #include <chrono>
@@ -11,7 +12,7 @@ namespace kvc::libfabric {
 
 using Clock = std::chrono::steady_clock;
 
-// The driving thread.
+// Used on the driving thread only.
 class Liveness {
  public:
   explicit Liveness(const Tuning& tuning) : tuning_(tuning) {}
@@ -19,12 +20,12 @@ class Liveness {
   void heard() noexcept { heard_ = true; }
   enum class Silence : uint8_t {
     kNone,
-    kLong,     // ask for a word
-    kTooLong,  // it counts as gone
+    kLong,     // request an answer
+    kTooLong,  // the peer counts as gone
   };
-  // Once in a while, `gap` after the last time. `connected`: the peer has said its first word.
+  // Call it once in a while, `gap` after the last call. `connected`: the peer has sent its first message.
   Silence look(Clock::time_point now, Clock::duration gap, bool connected) noexcept {
-    // Who was stopped himself does not blame the peer for the silence.
+    // If this process itself was stopped, the silence is not the peer's fault.
     if (std::exchange(heard_, false) || gap > tuning_.look + tuning_.ping_after) last_heard_ = now;
     const auto silence = now - last_heard_;
     if (silence > (connected ? tuning_.silence : tuning_.hello)) return Silence::kTooLong;
@@ -33,7 +34,7 @@ class Liveness {
 
  private:
   const Tuning& tuning_;
-  bool heard_ = false;  // since the last look
+  bool heard_ = false;  // since the last call of look()
   Clock::time_point last_heard_ = Clock::now();
 };
 

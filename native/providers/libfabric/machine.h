@@ -1,4 +1,4 @@
-// Machine: which machine and namespaces a process lives in.
+// Machine: the machine and the namespaces in which a process lives.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 namespace kvc::libfabric {
 
 struct Machine {
-  std::string boot_id;         // the kernel, since it was booted; empty: unknown, and equal to nobody's
-  uint64_t processes = 0;      // the pid namespace: pids of another one mean nothing here
+  std::string boot_id;         // identifies the running kernel; empty: unknown, and equal to no other
+  uint64_t processes = 0;      // the pid namespace: pids of another namespace mean nothing here
   uint64_t shared_memory = 0;  // the file system at /dev/shm
 
-  // Reads a few files.
+  // Returns this process's machine. Reads a few files.
   static Machine current();
   bool shares_processes(const Machine& other) const noexcept {
     return !boot_id.empty() && boot_id == other.boot_id && processes == other.processes;

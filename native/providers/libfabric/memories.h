@@ -1,5 +1,5 @@
-// Memories: our registered regions as one endpoint knows them. Most devices register a region once for all endpoints; for
-// those that do not (FI_MR_ENDPOINT) it is registered with the endpoint at its first use there, which may block.
+// Memories: our registered regions, as one endpoint uses them. Most devices register a region once for all endpoints.
+// On other devices (FI_MR_ENDPOINT) a region is registered with the endpoint at its first use there, which may block.
 #pragma once
 
 #include <atomic>
@@ -15,13 +15,14 @@
 
 namespace kvc::libfabric {
 
-// The driving thread; nothing blocks.
+// Used on the driving thread only; nothing blocks.
 class Memories {
  public:
   Memories(std::shared_ptr<Endpoint> endpoint, ControlQueue& control)
       : endpoint_(std::move(endpoint)), control_(control) {}
 
-  // Null while the control thread is about it, which wakes the driving thread.
+  // Returns the region's memory for this endpoint. Null while the control thread registers it, which wakes the driving
+  // thread afterwards.
   Result<fid_mr*> of(const Region& region) {
     if (region.memory != nullptr) return region.memory.get();
     std::shared_ptr<Bound>& bound = bound_[&region];
@@ -37,7 +38,7 @@ class Memories {
     return bound->memory->value().get();
   }
 
-  // The region ends, and so does what this endpoint has of it. False: the control thread is about it, call again.
+  // Ends the region's registration with this endpoint. Returns false while the control thread works on it: call again.
   bool release(const Region& region) {
     const auto found = bound_.find(&region);
     if (found == bound_.end()) return true;
@@ -47,7 +48,7 @@ class Memories {
     return true;
   }
 
-  // The endpoint ends, after what it has of regions. To be called there, and only once.
+  // Returns a task that closes the endpoint after its registrations. Run the task on the control thread, and only once.
   std::function<void()> end() {
     return [endpoint = endpoint_, bound = std::exchange(bound_, {})] {
       // NOLINTNEXTLINE(bugprone-nondeterministic-pointer-iteration-order): they may end in any order
@@ -58,7 +59,7 @@ class Memories {
 
  private:
   struct Bound {
-    std::optional<Result<Memory>> memory;  // the control thread's until it is ready, and again from its last task on
+    std::optional<Result<Memory>> memory;  // used by the control thread until `ready`, and again in its last task
     std::atomic<bool> ready = false;
   };
 

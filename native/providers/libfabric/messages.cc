@@ -8,7 +8,7 @@
 namespace kvc::libfabric {
 namespace {
 
-// Answers that wait to be sent: a peer that asks without listening is broken.
+// Answers that wait to be sent. A peer that sends requests without reading answers is broken.
 constexpr size_t kMaxOutgoing = 1024;
 
 }  // namespace

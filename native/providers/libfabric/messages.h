@@ -1,4 +1,4 @@
-// Messages: the conversation of a link's two ends. What is said in it, and what comes of it, is the link's.
+// Messages: the messages between a link's two ends. The link decides their contents and acts on them.
 #pragma once
 
 #include <cstdint>
@@ -14,53 +14,53 @@
 
 namespace kvc::libfabric {
 
-// The driving thread; nothing blocks.
+// Used on the driving thread only; nothing blocks.
 class Messages {
  public:
   explicit Messages(Endpoint& endpoint) : endpoint_(endpoint) {
     for (MessageBuffer& buffer : endpoint.sends()) free_.push_back(&buffer);
   }
 
-  // --- What is said.
+  // --- Sending.
 
   void enqueue(MessageKind kind, Bytes body = {}) { outgoing_.push_back({kind, std::move(body)}); }
-  // Posts what was enqueued, as far as there are buffers. True if anything was.
+  // Posts enqueued messages, as far as buffers are free. Returns true if any was posted.
   Result<bool> push();
-  // The provider has done with it, and so the peer has it.
+  // Frees the buffer of a completed send, which the peer has.
   void sent(MessageBuffer& buffer) { free_.push_back(&buffer); }
-  // Something waits to be posted.
+  // Whether a message waits to be posted.
   bool waits() const noexcept { return !outgoing_.empty(); }
-  // Nothing waits, and the peer has everything.
+  // Whether no message waits and the peer has all that were sent.
   bool idle() const noexcept { return outgoing_.empty() && free_.size() == endpoint_.sends().size(); }
 
-  // --- What comes.
+  // --- Receiving.
 
   struct Received {
     MessageKind kind;
-    std::span<const std::byte> body;  // in the buffer
+    std::span<const std::byte> body;  // lies in the buffer
   };
-  // Nothing if it is a stranger's.
+  // Decodes a message. Returns nothing if it comes from a stranger.
   Result<std::optional<Received>> read(const MessageBuffer& buffer, size_t length) const;
 
-  // --- Messages of the engines, each in a slot of its sender's until the receiver's engine has taken it.
+  // --- Messages of the engines. Each occupies a slot of its sender until the receiver's engine has taken it.
 
-  // kBusy while all slots are in use.
+  // Enqueues a message. Returns kBusy while all slots are in use.
   Posted send(WorkId work, std::span<const std::byte> message);
-  // The peer's engine has taken the message of this slot: its work.
+  // Returns the work of the message that the peer's transfer engine has taken.
   Result<WorkId> taken(std::span<const std::byte> body);
   struct UserMessage {
     uint32_t slot;
     std::span<const std::byte> bytes;
   };
-  // A message of the peer's engine.
+  // Decodes a message of the peer's transfer engine.
   Result<UserMessage> arrived(std::span<const std::byte> body);
-  // Ours has taken it.
+  // Acknowledges a message that our transfer engine has taken.
   void take(uint32_t slot);
-  // What has not been posted will not be: only the answers that the peer waits for.
+  // Drops the messages that are not posted yet. Only the answers that the peer waits for stay.
   void stop_sending() {
     std::erase_if(outgoing_, [](const Outgoing& message) { return message.kind == MessageKind::kUser; });
   }
-  // The link has ended: calls `use(WorkId)` for what the peer's engine has not taken.
+  // Called when the link has ended: calls `use(WorkId)` for each message that the peer's transfer engine has not taken.
   template <typename Use>
   void clear(Use&& use) {
     sent_.clear(static_cast<Use&&>(use));
@@ -76,10 +76,10 @@ class Messages {
   std::vector<MessageBuffer*> free_;
   std::deque<Outgoing> outgoing_;
   SentMessages sent_;
-  uint32_t untaken_ = 0;  // slots of the peer's whose messages our engine has not taken, a bit each
+  uint32_t untaken_ = 0;  // the peer's slots whose messages our transfer engine has not taken, a bit each
 };
 
-// What breaks a link whose peer does not keep to the rules.
-inline Error nonsense() { return link_error("receive", "the peer sent a message that is none"); }
+// Returns the error that breaks a link whose peer violates the protocol.
+inline Error nonsense() { return link_error("receive", "the peer sent a malformed message"); }
 
 }  // namespace kvc::libfabric

@@ -9,7 +9,7 @@ namespace kvc::libfabric {
 
 void load() {
 #if KVC_HAVE_LIBFABRIC
-  (void)library();  // a failure is create()'s to report
+  (void)library();  // create() reports a failure
 #endif
 }
 
@@ -21,7 +21,7 @@ Result<OpenedDomain> create([[maybe_unused]] const DomainConfig& config, [[maybe
                "libfabric",
                {},
                "open",
-               "this build of kv-connector knows nothing of libfabric, because rdma/fabric.h was missing when it was "
+               "this build of kv-connector lacks the libfabric lane, because rdma/fabric.h was missing when it was "
                "compiled: install libfabric-dev and build again"};
 #endif
 }

@@ -19,18 +19,18 @@ using same_host::to_bytes;
 
 namespace {
 
-// The peer's domain has the link one turn after its connector has answered, and the answer takes its time. Whoever is
-// slower than this has its memory mapped by and by.
+// The peer's domain has the link one turn after its connector has answered, and the answer takes its time. If a peer is
+// slower than this, its memory is mapped later, region by region.
 constexpr auto kAdmissionWait = std::chrono::milliseconds(100);
 constexpr auto kAdmissionLook = std::chrono::microseconds(50);
 
-// One number for all domains of this process, and no other's.
+// Returns a random number that all domains of this process share, and no other process's.
 uint64_t process_mark() {
   static const uint64_t mark = random_key();
   return mark;
 }
 
-// What is left to the control thread, on the control thread.
+// A control queue that runs its tasks at once. For callers that are on the control thread already.
 struct AtOnce final : ControlQueue {
   void run(std::function<void()> task) override { task(); }
 };
@@ -68,7 +68,7 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
   const cuda::Placement& place = placed.value();
   if (place.device < 0) {
     return kLane.error(ErrorCode::kNotReachable, kOperation,
-                       "this memory is in no GPU: the nvlink lane moves GPU memory only (host, tcp: the other kind)");
+                       "this is host memory, and the nvlink lane moves GPU memory only: use the lane host or tcp");
   }
   Result<Shared> shared = share(place, range);
   if (!shared) return shared.error();
@@ -88,7 +88,8 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
       std::make_unique<Region>(range, keys_, pieced_, std::move(shared.value()), std::move(copier.value())));
 }
 
-// One allocation, which CUDA IPC can name to other processes, or pieces. Of the former the handle is still to come.
+// Returns how to share the range: as one allocation, which CUDA IPC can name to other processes, or in pieces. For one
+// allocation, the handle is filled in later.
 Result<Shared> NvlinkConnector::share(const cuda::Placement& place, const MemoryRange& range) const {
   if (!place.ipc_capable) return share_pieces(range);
   const uint64_t offset = reinterpret_cast<uint64_t>(range.base) - place.allocation;
@@ -99,7 +100,8 @@ Result<Shared> NvlinkConnector::share(const cuda::Placement& place, const Memory
   return Shared{.offset = offset};
 }
 
-// Pieces, whose descriptors the links carry. They are exported as they are sent: here it shows whether they can be.
+// Returns the range as pieces, whose descriptors the links carry. The pieces are exported when they are sent; this
+// checks whether they can be.
 Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
   const auto address = reinterpret_cast<uint64_t>(range.base);
   Result<std::vector<cuda::MemoryChunk>> pieces = cuda::pieces_of(*driver_, address, range.bytes);
@@ -154,15 +156,16 @@ Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std:
   return Accepted{to_bytes(Answer{}), std::move(meeting)};
 }
 
-// The mark alone would do if nobody lied: whose it is says where in our own memory we would write.
+// The mark alone would do if no peer lied. The pid is checked too, because a match makes this side write at the peer's
+// addresses in its own memory.
 bool NvlinkConnector::is_ours(const Connection& peer, uint64_t mark) const {
   return mark == process_ && peer.pid() == getpid();
 }
 
-// The first pieces of a region, so that the peer finds out now whether it can map our memory, and not after complete().
+// Sends the first pieces of a region, so that the peer learns before complete() whether it can map our memory.
 void NvlinkConnector::send_ahead(Meeting& meeting) const {
   if (meeting.regions.same_process()) return;
-  // Null: it is not published yet, or not any more.
+  // find() returns null for a region that is not published yet, or not any more.
   const auto [key, pieces] = pieced_.find([this](uint64_t of) { return board().find(of) != nullptr; });
   if (pieces == nullptr) return;
   meeting.pieces.tell(key, pieces);
@@ -187,8 +190,8 @@ Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::spa
   return std::unique_ptr<LinkEnd>(std::move(meeting));
 }
 
-// Maps what the peer has registered so far, so that its first write finds it done, and a GPU that cannot be reached is
-// found out while another lane can still be chosen. Of memory in pieces the first ones tell that.
+// Maps the regions that the peer has registered so far. Its first write finds them mapped, and a GPU out of reach is
+// noticed while another lane can still be chosen. For memory in pieces, the first pieces show that.
 Status NvlinkConnector::map_known(Meeting& meeting) const {
   const Connection& connection = *meeting.connection;
   const Channel& out = connection.outgoing<Segment>();

@@ -1,5 +1,5 @@
-// NvlinkConnector: the control half of the lane between GPUs of one machine. It registers memory, makes the connections
-// over which the domain (domain.h) writes, and maps what the peers have registered by then.
+// NvlinkConnector: the control half of the nvlink lane, between GPUs of one machine. It registers memory, makes the
+// connections over which the domain (domain.h) writes, and maps the regions that the peers have registered by then.
 #pragma once
 
 #include <atomic>
@@ -20,22 +20,23 @@
 
 namespace kvc::nvlink {
 
-// A batch is as many pages as one immediate counts, also large ones (64 of 256 KiB): the batches of one turn go into
-// one launch anyway, and each costs the domain a microsecond.
+// A batch has as many pages as one immediate counts, also for large pages (64 of 256 KiB). The batches of one turn go
+// into one launch anyway, and each costs the domain a microsecond.
 inline constexpr uint64_t kBatchBytes = 16 << 20;
-// Four launches of the largest kind: two copy, and two wait behind them on the GPU while others end and are gathered.
-// Of the default, 8 MiB, NVLink makes 200 GB/s, because a launch and its completion take as long as they do (measured).
+// Four launches of the largest kind. Two copy, and two wait behind them on the GPU while others end and are gathered.
+// With the default, 8 MiB, NVLink reaches 200 GB/s only, because a launch and its completion take their time
+// (measured).
 inline constexpr uint64_t kWindowBytes = 4 * cuda::kLaunchBytes;
 
 class NvlinkConnector final : public Connector {
  public:
-  // `process`: one number for all domains of this process, and no other's. Tests give two domains two of them, so that
-  // they treat each other as strangers.
+  // `process` is one number for all domains of this process, which no other process has. Tests give two domains
+  // different numbers, so that they treat each other as strangers.
   explicit NvlinkConnector(const DomainConfig& config, std::optional<uint64_t> process = std::nullopt);
 
-  // Once, before anything else: loads the driver, listens, and makes the board. Touches no GPU yet.
+  // Loads the driver, listens, and makes the board. Call it once, before anything else. It touches no GPU yet.
   Status open();
-  // For the domain to write, as long as this lives.
+  // The board, which the domain writes. Valid as long as this object.
   Board& board() const noexcept { return rendezvous_.board<Board>(); }
   const cuda::Driver& driver() const noexcept { return *driver_; }
 
@@ -53,7 +54,7 @@ class NvlinkConnector final : public Connector {
   Result<Shared> share(const cuda::Placement& place, const MemoryRange& range) const;
   Result<Shared> share_pieces(const MemoryRange& range) const;
   Status check_gpu(std::string_view operation) const;
-  // The peer is a domain of this process, and not only one that says so.
+  // Whether the peer is a domain of this process, even if it lies about the mark.
   bool is_ours(const Connection& peer, uint64_t mark) const;
   void send_ahead(Meeting& meeting) const;
   Status map_known(Meeting& meeting) const;
@@ -62,7 +63,7 @@ class NvlinkConnector final : public Connector {
   const cuda::Driver* driver_ = nullptr;
   same_host::Rendezvous rendezvous_{kLane};
   same_host::RegionKeys keys_{kLane, kMaxRegions};
-  cuda::DomainGpu gpu_;                                   // the memory thread's
+  cuda::DomainGpu gpu_;                                   // used on the memory thread
   std::atomic<std::shared_ptr<PeerMemory>> peer_memory_;  // null until memory is registered
   Region::Registry pieced_;
 };

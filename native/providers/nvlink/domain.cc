@@ -8,7 +8,7 @@ namespace kvc::nvlink {
 
 namespace {
 
-// One a stream: gathering a large one takes 40 us, and copying it 90.
+// One launch for each stream. Gathering a large one takes 40 us, and copying it 90 us.
 constexpr uint32_t kLaunchesPerTurn = cuda::kStreams;
 
 }  // namespace
@@ -20,7 +20,7 @@ NvlinkDomain::~NvlinkDomain() {
     links.push_back(std::move(link));
   }
   control_.run([copier = copies_.copier(), links = std::move(links)]() mutable {
-    if (copier != nullptr) copier->wait();  // it writes where the links have the peers' memory mapped
+    if (copier != nullptr) copier->wait();  // the copier writes where the links have mapped the peers' memory
     links.clear();
   });
 }
@@ -81,7 +81,7 @@ bool NvlinkDomain::fence(LinkId id) {
   return link->end();
 }
 
-// Forgets links that are fenced, when their peers have let go of our memory.
+// Erases fenced links once their peers have unmapped our memory.
 void NvlinkDomain::reap() {
   for (auto next = links_.begin(); next != links_.end();) {
     const auto entry = next++;
@@ -126,14 +126,14 @@ bool NvlinkDomain::poll() {
 bool NvlinkDomain::settle() {
   return copies_.settle([this](Flight& flight, const Error* failed) {
     if (failed != nullptr && !flight.error) flight.error = kLane.named(*failed);
-    find(flight.link)->land(std::move(flight));  // a link stays as long as it has any
+    find(flight.link)->land(std::move(flight));  // a link stays as long as it has flights
   });
 }
 
 bool NvlinkDomain::launch() {
   bool any = false;
   for (uint32_t i = 0; i < kLaunchesPerTurn && copies_.can_begin(); ++i) {
-    // Beginning behind the link that was served last, so that everyone has a turn.
+    // Begins behind the link that was served last, so that every link has a turn.
     auto next = links_.upper_bound(last_served_);
     const Link* first = nullptr;
     for (size_t left = links_.size(); left > 0 && first == nullptr; --left, ++next) {
@@ -146,7 +146,7 @@ bool NvlinkDomain::launch() {
     cuda::Copier& copier = *copies_.copier();
     const uint64_t page_bytes = first->first().page_bytes;
     copier.begin(page_bytes);
-    // One batch of each link in turn, for as long as they fit.
+    // Takes one batch of each link in turn, for as long as they fit.
     for (bool more = true; more;) {
       more = false;
       for (const auto& [id, link] : links_) {
@@ -157,7 +157,7 @@ bool NvlinkDomain::launch() {
         }
       }
     }
-    if (gathered_.empty()) continue;  // the first had to wait for its region
+    if (gathered_.empty()) continue;  // the first batch had to wait for its region
     copies_.launch(gathered_);
     gathered_.clear();
     any = true;
@@ -176,7 +176,7 @@ void NvlinkDomain::on_event(LinkId id, bool process) {
 }
 
 bool NvlinkDomain::prepare_sleep() {
-  // The GPU wakes nobody: while it copies, the thread keeps looking.
+  // The GPU sends no wake-up. While it copies, the thread keeps polling.
   if (!copies_.idle()) return false;
   sleep_.announce();
   if (std::none_of(links_.begin(), links_.end(), [](const auto& entry) { return entry.second->has_work(); })) {

@@ -1,9 +1,11 @@
-// NvlinkDomain: the data half of the lane between GPUs of one machine. The sender's GPU writes the receiver's pages.
+// NvlinkDomain: the data half of the nvlink lane, between GPUs of one machine. The sender's GPU writes the receiver's
+// pages.
 //
-// A peer's GPU memory is mapped here through CUDA IPC, once for each allocation, or piece by piece (peer_regions.h), and
-// one kernel on a few SMs copies all the pages of a turn (cuda/copier.h). wire.h has the shared memory that counts, fences
-// and wakes; link.h is one peer; connector.h is how they meet; here are the regions, the launches, and the turns of the
-// thread. A domain serves one GPU: that of the first memory registered with it.
+// A peer's GPU memory is mapped here through CUDA IPC, once for each allocation, or piece by piece (peer_regions.h).
+// One kernel on a few SMs copies all the pages of a turn (cuda/copier.h). wire.h describes the shared memory that
+// counts, fences and wakes. link.h is the link to one peer, and connector.h makes the connections. This file has the
+// regions, the launches, and the thread's turns. A domain serves one GPU: the GPU of the first memory registered with
+// it.
 #pragma once
 
 #include <map>
@@ -23,18 +25,18 @@ namespace kvc::nvlink {
 
 class NvlinkDomain final : public Domain {
  public:
-  // `board` is the connector's, which like `driver` and `control` outlives this.
+  // `board` belongs to the connector. It, `driver` and `control` outlive this object.
   NvlinkDomain(Board& board, const cuda::Driver& driver, ControlQueue& control)
       : control_(control), driver_(driver), board_(board), sleep_(board.sleep) {}
-  // Revokes every peer's right to write; whoever has to be sure that nothing lands calls fence() before. Our own copies
-  // that are under way keep what they need until they have ended.
+  // Revokes every peer's right to write. To be sure that nothing lands, call fence() before. Copies of this side that
+  // are in flight keep what they need until they have ended.
   ~NvlinkDomain() override;
 
-  // Once, before anything else.
+  // Call it once, before anything else.
   Status open() { return events_.open(kLane); }
 
   void publish(Registration& registration) override;
-  // Waits, turn by turn, until no copy of a peer lands there any more, and every peer has unmapped it.
+  // Returns false until no copy of a peer can land there any more and every peer has unmapped the region.
   bool withdraw(Registration& registration) override;
   void attach(LinkId link, std::unique_ptr<LinkEnd> end) override;
   bool fence(LinkId link) override;
@@ -57,10 +59,11 @@ class NvlinkDomain final : public Domain {
   Board& board_;
   same_host::Sleep sleep_;
   same_host::LinkEvents events_;
-  Link::Regions regions_;  // by place, without those that are revoked
+  Link::Regions regions_;  // by place, without revoked ones
   Copies copies_;
-  std::vector<Flight> gathered_;                   // for the next launch; its memory is used again
-  std::map<LinkId, std::unique_ptr<Link>> links_;  // in order: each has its turn. Also such as are fenced, until over()
+  std::vector<Flight> gathered_;  // for the next launch; kept to reuse its memory
+  // in order of their ids, so that each has its turn; also fenced links until over()
+  std::map<LinkId, std::unique_ptr<Link>> links_;
   LinkId last_served_ = 0;
 };
 

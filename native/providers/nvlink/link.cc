@@ -15,8 +15,9 @@ using Put = same_host::ImmediateRing::Put;
 
 namespace {
 
-// On the control thread, when no copy uses the peer's memory any more. The socket's end tells the peer that nothing of ours
-// is under way either. Its other direction stays as it is: there the peer says the same.
+// Unmaps the peer's memory, on the control thread, when no copy uses it any more. The socket's end shows the peer that
+// no write of this side is in flight either. The socket's other direction stays open: the peer announces the same
+// there.
 void let_go(std::vector<std::shared_ptr<PeerRegion>> regions, const Connection& connection) {
   regions.clear();
   connection.outgoing<Segment>().let_go.store(kAllLetGo, std::memory_order_seq_cst);
@@ -32,7 +33,8 @@ Meeting::~Meeting() {
 }
 
 Link::~Link() {
-  // Copies that a closed domain did not wait for have ended by now: what has entered has left, and the peer may fence.
+  // Copies that a closed domain did not wait for have ended by now. Everything that has entered has left, and the peer
+  // may fence.
   out_.left.store(entered_, std::memory_order_release);
   let_go(regions_.take_all(), *connection_);
 }
@@ -56,7 +58,7 @@ void Link::begin(const Regions& ours) {
     known |= region->key == told_;
     if (region->key != told_) tell(*region);
   }
-  if (!known) pieces_.forget(told_);  // it was withdrawn meanwhile
+  if (!known) pieces_.forget(told_);  // the region was withdrawn meanwhile
   LinkBase::begin();
 }
 
@@ -68,11 +70,11 @@ void Link::tell(const Region& region) {
 
 Region::User Link::revoke(uint64_t key) {
   const uint64_t entered = in_.entered.load(std::memory_order_seq_cst);
-  // Over a link that has ended the peer hears nothing more: it lets go of all.
+  // Over an ended link the peer receives no more messages: it unmaps everything.
   return {id_, entered, closed_ ? kAllLetGo : regions_.same_process() ? 0 : pieces_.forget(key)};
 }
 
-// A peer that is gone closes its link, and is found out in over().
+// A peer that is gone closes its link; over() notices that.
 bool Link::has_left(const Region::User& user) const {
   if (gone_) return true;
   if (!ended_ && !peer_left(user.entered)) return false;
@@ -95,7 +97,7 @@ bool Link::handle(const Message& message, Connection::Descriptors& descriptors) 
       return regions_.forget(message, copies_.next_launch());
     case MessageKind::kNone:
     case MessageKind::kHello:
-      break;  // only ever the first message, and read by the rendezvous
+      break;  // valid as a first message only, which the rendezvous reads
   }
   return false;
 }
@@ -139,7 +141,7 @@ std::optional<Flight> Link::take(cuda::Copier& copier) {
   }
   if (waiting_) return std::nullopt;
   Flight flight{id_, batch.work, batch.immediate, batch.counted};
-  // From here on it counts as landing: only now its right to land is looked at.
+  // From here on the batch counts as landing. Only now is its right to land checked.
   out_.entered.store(++entered_, std::memory_order_seq_cst);
   flight.error = refuse(batch, region);
   if (!flight.error && batch.page_bytes > 0) {
@@ -208,7 +210,8 @@ void Link::take_message(uint32_t slot) noexcept {
 bool Link::flush() {
   bool any = settle_landed();
   if (closed_) return any;
-  // Nothing is mapped before the peer's domain has the link, and with it whom to tell when its memory goes.
+  // A region is mapped only after the peer's domain has the link. From then on the peer can notify this side when its
+  // memory goes.
   if (met() && out_.admitted() == Admission::kOpen) any |= regions_.prefetch(board(), context_.control);
   if (regions_.advance(out_, context_.control, [this](uint64_t launch) { return copies_.settled(launch); })) {
     wake_due_ = any = true;
@@ -223,8 +226,8 @@ bool Link::flush() {
     if (sent == PieceSender::Sent::kFull) wait_for_room();
     any |= sent == PieceSender::Sent::kSome;
   }
-  // Once a turn and not once a batch: waking a process costs as much as copying many pages. A socket that takes no more has
-  // something for the peer to read: it wakes up without this.
+  // Wakes the peer once a turn and not once a batch: waking a process costs as much as copying many pages. If the
+  // socket is full, it holds messages for the peer, which wakes up without this one.
   if (met() && std::exchange(wake_due_, false) && connection_->begin_wake()) {
     connection_->send({.kind = MessageKind::kWake});
   }
@@ -245,10 +248,11 @@ bool Link::has_work() const noexcept {
 bool Link::end() {
   if (ended_) return true;
   settle_landed();
-  // A batch leaves when its immediate is in the ring: who waits for room there gets it.
+  // A batch leaves when its immediate is in the ring. A peer that waits for room there gets it.
   if (ring_.receive() == Taken::kSome && ring_.starves_peer()) connection_->send({.kind = MessageKind::kWake});
   if (entered_ != left_) return false;
-  // Not by the socket alone where there is a pidfd: of a process that dies it may end before its work on the GPU does.
+  // If a pidfd exists, the socket's end is not enough: when a process dies, the socket may end before the process's
+  // work on the GPU does.
   if (!peer_left(entered_at_close_) && !connection_->peer_is_gone()) return false;
   ring_.drain();
   ended_ = true;
@@ -260,14 +264,14 @@ bool Link::end() {
 bool Link::over() {
   if (!closed_) return false;
   const UniqueFd& process = connection_->process();
-  // A peer whose domain never had the link has hung up without a word.
+  // A peer whose domain never had the link has hung up without a message.
   gone_ = gone_ || is_gone(process) || ((!process || out_.admitted() == Admission::kPending) && connection_->hung_up());
   const bool let_go = in_.let_go.load(std::memory_order_acquire) == kAllLetGo;
   return ended_ && (gone_ || let_go || regions_.same_process());
 }
 
 bool Link::peer_left(uint64_t entered) const noexcept {
-  // A signed difference: a peer that scribbles makes us wait for its process to end, and nothing else.
+  // The difference is signed. So a peer that scribbles only makes this side wait for the peer's process to end.
   if (static_cast<int64_t>(in_.left.load(std::memory_order_acquire) - entered) < 0) return false;
   same_host::taking_over();
   return true;

@@ -1,9 +1,9 @@
-// Link: this process's end of the connection to one peer, and both of its directions.
+// Link: this process's end of the connection to one peer, with both of its directions.
 //
-// Sending: post() queues a batch, and the domain takes batches of all its links into one launch of the Copier: take(), and
-// land() when the GPU has finished. Then the batch's immediate goes into the peer's ring. Receiving: receive() takes
-// immediates and messages out of ours. The socket beside them carries wake-ups and what the two say of their memory, and
-// its end tells that the peer is gone.
+// Sending: post() queues a batch. The domain collects batches of all its links into one launch of the Copier: it calls
+// take(), and land() when the GPU has finished. Then the batch's immediate goes into the peer's ring. Receiving:
+// receive() takes immediates and messages out of this side's ring. The socket carries wake-ups and the messages about
+// memory, and its end shows that the peer is gone.
 #pragma once
 
 #include <cstddef>
@@ -32,20 +32,20 @@ using same_host::LinkContext;
 using same_host::Message;
 using same_host::MessageKind;
 
-// Batches that wait in a link for a launch. With 64 pages each they fill one launch's list (Copier) twice.
+// Batches that may wait in a link for a launch. With 64 pages each they fill one launch's list (Copier) twice.
 constexpr uint32_t kQueueDepth = 128;
 
-// What the connector has made of a link: the connection, and what the two ends have told each other over it.
+// The connector's part of a link: the connection, and the state that both ends have exchanged over it.
 struct Meeting final : LinkEnd {
   Meeting(std::unique_ptr<Connection> made, PeerRegions peers)
       : connection(std::move(made)), regions(std::move(peers)) {}
-  // Lets go of the peer's memory, unless the domain has it now.
+  // Unmaps the peer's memory, unless the domain has taken it over.
   ~Meeting() override;
 
   std::shared_ptr<Connection> connection;
   PeerRegions regions;
   PieceSender pieces;
-  uint64_t told = 0;  // the region that `pieces` has been told of; 0: none
+  uint64_t told = 0;  // the region whose pieces `pieces` announces; 0: none
 };
 
 // A batch in a launch.
@@ -54,47 +54,52 @@ struct Flight {
   WorkId work = 0;
   uint32_t immediate = 0;
   bool counted = false;
-  std::optional<Error> error{};  // it was refused, and nothing of it copied
+  std::optional<Error> error{};  // set if the batch was refused, and none of it copied
 };
 using Copies = cuda::CopyQueue<Flight>;
 
-// The domain's thread; nothing here blocks but the end, which unmaps: the control thread's.
+// Used on the domain's thread only. Nothing here blocks but the destructor, which unmaps and therefore runs on the
+// control thread.
 class Link final : public same_host::LinkBase {
  public:
   Link(LinkId id, Meeting& meeting, const LinkContext& context, const cuda::Driver& driver, const Copies& copies);
-  // When no copy of ours is under way.
+  // Must run when no copy of this side is in flight.
   ~Link();
 
-  // Once, before anything else: lets the peer write, and tells it of `ours`, by place, that are in pieces.
+  // Admits the peer's writes and announces the regions of `ours` (by place) that are in pieces. Call it once, before
+  // anything else.
   using Regions = std::map<uint32_t, Region*>;
   void begin(const Regions& ours);
 
   // --- Our memory
 
-  // A region that was published just now. Of one in pieces the peer learns by and by; others are on the board.
+  // Announces a region that was just published, if it is in pieces; the peer receives them over the next turns. Other
+  // regions are on the board.
   void tell(const Region& region);
-  // The region at this place is revoked: what has to be waited for, and whether that is over.
+  // revoke() returns what to wait for after the region of this key was revoked. has_left() returns whether that wait is
+  // over.
   Region::User revoke(uint64_t key);
   bool has_left(const Region::User& user) const;
 
   // --- Control messages.
 
-  // The peer's process is gone, perhaps without an end of the socket: a child that it has forked may hold it open.
+  // Handles the end of the peer's process. Its socket may stay open in a child that it has forked.
   void process_ended();
 
   // --- Sending
 
   Posted post(const WriteBatch& batch);
   Posted send(WorkId work, std::span<const std::byte> message);
-  // Not while immediates wait for the peer.
+  // Whether the first batch may be launched. False while immediates wait for room at the peer.
   bool can_launch() const noexcept {
     return !queue_.empty() && landed_.empty() && met() && !(waiting_ && still_waits());
   }
   const BatchQueue::Item& first() const noexcept { return queue_.front(); }
-  // Moves the first batch into the launch that is gathered; nothing if it does not fit any more, or has to wait.
+  // Moves the first batch into the launch that is being gathered. Returns nothing if the batch does not fit any more,
+  // or has to wait.
   std::optional<Flight> take(cuda::Copier& copier);
-  // The GPU has finished it, or never will: counts it at the peer, as soon as the peer's ring has room, and completes it.
-  // In the order of take().
+  // Ends a batch that the GPU has finished or never will: counts it at the peer, as soon as the peer's ring has room,
+  // and completes it. Call it in the order of take().
   void land(Flight flight);
 
   // --- Receiving
@@ -103,19 +108,19 @@ class Link final : public same_host::LinkBase {
 
   // --- Each turn
 
-  // What is left over from other turns: immediates that waited for room, news of memory, the peer's wake-up; true if there
-  // was any.
+  // Does the work left over from other turns: immediates that waited for room, messages about memory, the peer's
+  // wake-up. Returns true if there was any.
   bool flush();
-  // receive(), flush() or a launch would do something now.
+  // Whether receive(), flush() or a launch would do something now.
   bool has_work() const noexcept;
 
   // --- The end
 
-  // After close(): true once no write of the peer can land here over this link any more, all that landed has been handed
-  // on, and nothing of ours is under way. Then lets go of the peer's memory.
+  // Returns true once no write of the peer can land here over this link any more. By then all that landed has been
+  // reported, and no copy of this side is in flight. Also unmaps the peer's memory. Call it after close().
   bool end();
-  // After end(): the peer has let go of ours, and the link is of no use any more. Looks at the peer's process and socket:
-  // not for every turn.
+  // Returns true once the peer has unmapped our memory, so that the link can be destroyed. Call it after end(). It
+  // looks at the peer's process and socket, so it is too slow for every turn.
   bool over();
 
  private:
@@ -134,17 +139,17 @@ class Link final : public same_host::LinkBase {
 
   PeerRegions regions_;
   PieceSender pieces_;
-  const uint64_t told_;  // a region that `pieces_` was told of by the connector; 0: none
+  const uint64_t told_;  // a region that the connector passed to `pieces_`; 0: none
 
-  bool waiting_ = false;       // the first batch did, when it was last looked at
-  std::deque<Flight> landed_;  // that have entered, and not left: the peer's ring was full
-  // Our own copies of the words that we write, because the peer could scribble over the shared ones.
-  uint64_t entered_ = 0;  // of out_
-  uint64_t left_ = 0;     // of out_
+  bool waiting_ = false;       // the first batch had to wait when it was last looked at
+  std::deque<Flight> landed_;  // entered and not left, because the peer's ring was full
+  // Private copies of the words that this side writes: the peer could scribble over the shared ones.
+  uint64_t entered_ = 0;  // value of out_'s entered
+  uint64_t left_ = 0;     // value of out_'s left
 
   bool ended_ = false;
-  bool gone_ = false;              // the peer is, or has never mapped anything
-  uint64_t entered_at_close_ = 0;  // of in_
+  bool gone_ = false;              // the peer is gone, or has never mapped anything
+  uint64_t entered_at_close_ = 0;  // value of in_'s entered when the link was closed
 };
 
 }  // namespace kvc::nvlink

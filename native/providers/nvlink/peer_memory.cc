@@ -31,14 +31,14 @@ Result<std::shared_ptr<IpcMapping>> PeerMemory::open(const cuda::IpcHandle& hand
     error.message += "; containers need one IPC namespace (--ipc=host)";
     return error;
   }
-  // Where the driver does not tell how much it is, the peer's word has to do.
+  // If the driver does not report the allocation's size, the peer's number is used.
   const Result<cuda::Placement> placed =
       cuda::placement(context_->driver(), reinterpret_cast<const void*>(base));  // NOLINT(performance-no-int-to-ptr)
   const bool told = placed.ok() && placed.value().allocation_bytes != 0;
   const uint64_t bytes = told ? placed.value().allocation + placed.value().allocation_bytes - base : UINT64_MAX;
   const auto mapped = std::make_shared<IpcMapping>(context_, base, bytes);
   known = mapped;
-  // Now and then, as thousands of allocations come one after the other.
+  // Expired entries are erased only now and then, because thousands of allocations arrive one after the other.
   if (std::has_single_bit(open_.size())) std::erase_if(open_, [](const auto& entry) { return entry.second.expired(); });
   return mapped;
 }

@@ -1,4 +1,4 @@
-// PeerMemory: how one domain's GPU gets at the memory of other GPUs and of other processes.
+// PeerMemory: access of one domain's GPU to the memory of other GPUs and of other processes.
 #pragma once
 
 #include <array>
@@ -13,8 +13,9 @@
 
 namespace kvc::nvlink {
 
-// An allocation of another process that CUDA IPC has mapped here; unmaps it at its end, which must come after all copies,
-// and before its owner frees it: CUDA leaves undefined what becomes of a mapping otherwise, and of copies into it.
+// An allocation of another process that CUDA IPC has mapped here. The destructor unmaps it. It must run after all
+// copies, and before the owner frees the allocation: CUDA leaves the effect on the mapping, and on copies into it,
+// undefined otherwise.
 class IpcMapping {
  public:
   IpcMapping(std::shared_ptr<cuda::Context> context, cuda::DevicePointer base, uint64_t bytes)
@@ -24,22 +25,22 @@ class IpcMapping {
   ~IpcMapping();
 
   const cuda::DevicePointer base;
-  const uint64_t bytes;  // that may be written from there on
+  const uint64_t bytes;  // bytes that may be written, counted from `base`
 
  private:
   const std::shared_ptr<cuda::Context> context_;
 };
 
-// The control thread. Everything here blocks: 50 to 250 us for a mapping (H100), and as long for its end.
+// Used on the control thread only. Every call blocks: a mapping takes 50 to 250 us (H100), and its end as long.
 class PeerMemory {
  public:
   explicit PeerMemory(std::shared_ptr<cuda::Context> context) : context_(std::move(context)) {}
 
   const std::shared_ptr<cuda::Context>& context() const noexcept { return context_; }
-  // Maps `handle`, or finds it mapped: regions of one allocation share its mapping. kRefused where the two GPUs, or the two
+  // Maps `handle`, or returns its mapping: regions of one allocation share it. kRefused if the two GPUs, or the two
   // processes, cannot share memory.
   Result<std::shared_ptr<IpcMapping>> open(const cuda::IpcHandle& handle);
-  // Lets our GPU write memory of this process: of another of its GPUs, or pieces there.
+  // Lets our GPU write memory of this process: memory of another of its GPUs, or pieces there.
   Status reach_gpu(int device) const;
   Status reach_pieces(cuda::DevicePointer base, uint64_t bytes) const;
 
@@ -48,7 +49,7 @@ class PeerMemory {
   std::map<std::array<std::byte, 64>, std::weak_ptr<IpcMapping>> open_;
 };
 
-// What the driver said when it would not map a peer's memory, as an Error of this lane with what to do.
+// Returns the driver's error for a peer's memory that it did not map, as an Error of this lane with advice.
 Error cannot_be_mapped(Error error);
 
 }  // namespace kvc::nvlink

@@ -8,7 +8,7 @@ using same_host::Message;
 
 namespace {
 
-// Regions under way to the control thread that nobody has asked for: enough that it is never idle between two turns.
+// Regions in the control thread's queue that are mapped in advance: enough that it is never idle between two turns.
 constexpr size_t kPrefetched = 16;
 
 }  // namespace
@@ -27,7 +27,7 @@ PeerRegion::PeerRegion(uint64_t key, const RegionEntry& entry, bool same_process
 
 void PeerRegion::map(PeerMemory& memory) {
   if (same_process_) {
-    // Two engines of one process share addresses; their GPUs need access to each other.
+    // Two engines of one process share addresses. Their GPUs need access to each other.
     const bool other = device_ != memory.context()->device();
     const bool in_pieces = other && allocation_ == cuda::IpcHandle{};
     Status reached = in_pieces ? memory.reach_pieces(their_base_, bytes) : memory.reach_gpu(device_);
@@ -76,7 +76,8 @@ PeerRegion* PeerRegions::find(uint64_t rkey, const RegionEntry& entry, ControlQu
   if (const auto found = regions_.find(place); found != regions_.end()) {
     if (found->second->rkey == rkey) return found->second.get();
     if (!same_process_) return nullptr;
-    // Within one process no kForget comes, and nothing is mapped: the region on the board follows the old one at once.
+    // Within one process no kForget is sent and nothing is mapped: the region on the board replaces the old one at
+    // once.
     std::erase(coming_, found->second);
     regions_.erase(found);
   }
@@ -95,7 +96,7 @@ bool PeerRegions::may_prefetch(const Board& board) const noexcept {
 
 bool PeerRegions::prefetch(const Board& board, ControlQueue& control) {
   bool any = false;
-  // Also where there is nothing to map: bounded, as the entries have to be fetched from memory.
+  // The number of looks is bounded even if nothing is mapped, because the entries have to be fetched from memory.
   for (size_t i = 0; i < kPrefetched && may_prefetch(board); ++i, any = true) {
     const RegionEntry& entry = board.regions[prefetched_++];
     if (const uint64_t rkey = entry.rkey.load(std::memory_order_acquire); rkey != 0) find(rkey, entry, control);
@@ -112,7 +113,8 @@ bool PeerRegions::hear(const Message& message, UniqueFd descriptor, const Board&
   ++heard_;
   auto found = regions_.find(message.memory);
   if (found == regions_.end()) {
-    // Its region is on the board: it is written there first. If not, it was there, and a kForget is on the way.
+    // A region is written to the board before its pieces are announced. If it is not there, it was revoked, and a
+    // kForget follows.
     const RegionEntry* const entry = board.find(message.key);
     if (entry == nullptr) {
       progress_->pieces.fetch_add(1, std::memory_order_release);
@@ -149,7 +151,7 @@ bool PeerRegions::forget(const Message& message, uint64_t launch) {
   return true;
 }
 
-// In the order of the peer's kForgets, as the control thread takes them.
+// Runs in the order of the peer's kForgets, because the control thread keeps the order.
 void PeerRegions::let_go(std::shared_ptr<PeerRegion> region, ControlQueue& control) {
   control.run([region = std::move(region), progress = progress_]() mutable {
     region.reset();

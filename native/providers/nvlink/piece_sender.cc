@@ -14,7 +14,7 @@ using same_host::MessageKind;
 
 namespace {
 
-// Control messages that a turn sends: with a descriptor each takes 2 us.
+// Control messages that a turn sends. A message with a descriptor takes 2 us.
 constexpr uint32_t kSendsPerTurn = 16;
 
 }  // namespace
@@ -55,7 +55,7 @@ PieceSender::Sent PieceSender::advance(const cuda::Driver& driver, const same_ho
                  .bytes = descriptors[0] >= 0 ? (*first.pieces)[first.next].bytes : 0,
                  .key = first.key};
     }
-    // Not kYes: the peer has hung up, which the link reads, or its socket is full.
+    // Not kYes: the socket is full, or the peer has hung up, which the link reads.
     if (connection.send(message, std::span(descriptors).first(descriptors[0] >= 0 ? 1 : 0)) != same_host::Sent::kYes) {
       return Sent::kFull;
     }

@@ -1,5 +1,6 @@
-// PieceSender: what one peer has not been told yet of our memory: the pieces of regions that consist of such
-// (cuda/virtual_memory.h), and regions that are gone. The link's socket carries it, each piece as a descriptor.
+// PieceSender: the announcements of our memory that one peer has not received yet: the pieces of regions that consist
+// of pieces (cuda/virtual_memory.h), and regions that are gone. The link's socket carries them, each piece as a
+// descriptor.
 #pragma once
 
 #include <atomic>
@@ -16,26 +17,27 @@
 
 namespace kvc::nvlink {
 
-// One owner at a time: the connector, then the domain. Nothing here blocks: the control thread exports, 160 us a piece, a
-// few ahead of those that are sent. A cache of 3,000 pieces is over in half a second, and nobody holds more than a few
-// descriptors of it.
+// One owner at a time: the connector, then the domain. Nothing here blocks: the control thread exports the pieces, 160
+// us each, a few ahead of those that are sent. A cache of 3,000 pieces takes half a second, during which no process
+// holds more than a few descriptors of it.
 class PieceSender {
  public:
-  // The region of this key, which stays as it is until forget().
+  // Queues the pieces of the region of this key. The region must not change until forget().
   void tell(uint64_t key, Pieces pieces) { untold_.push_back({key, std::move(pieces), 0}); }
-  // It is gone, whether the peer has heard of it or not. Returns which forget() this is, from 1 on: the peer counts them
-  // (AccountWords::let_go).
+  // Announces that the region is gone, whether or not the peer has received it. Returns the number of this forget(),
+  // counted from 1: the peer counts them (AccountWords::let_go).
   uint64_t forget(uint64_t key);
 
   enum class Sent : uint8_t {
     kNothing,
     kSome,
-    kFull,  // the socket takes no more: again when it does
+    kFull,  // the socket is full: call again when it is writable
   };
-  // Sends a bounded number of messages, and has the next pieces exported. `taken`: how many the peer has.
+  // Sends a bounded number of messages, and starts the export of the next pieces. `taken` is how many pieces the peer
+  // has taken.
   Sent advance(const cuda::Driver& driver, const same_host::Connection& connection, uint64_t taken,
                ControlQueue& control);
-  // advance() would send something, unless the socket is full, or have something exported.
+  // Whether advance() would send a message (unless the socket is full) or start an export.
   bool has_work(uint64_t taken) const noexcept;
 
  private:
@@ -44,10 +46,11 @@ class PieceSender {
     Pieces pieces;
     size_t next = 0;
   };
-  // The next pieces of the first region, on their way through the control thread.
+  // The next pieces of the first region, while the control thread exports them.
   struct Exported {
     std::atomic<bool> done{false};
-    std::deque<UniqueFd> descriptors;  // the control thread's before; the last is none where it failed
+    // written by the control thread until `done`; the last one is invalid if the export failed
+    std::deque<UniqueFd> descriptors;
   };
 
   void export_next(const cuda::Driver& driver, uint64_t pieces, ControlQueue& control);

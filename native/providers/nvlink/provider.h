@@ -1,4 +1,4 @@
-// The nvlink provider: create() is all that it exports.
+// The nvlink provider. It exports create() only.
 #pragma once
 
 #include "lane/domain.h"

@@ -18,17 +18,17 @@ namespace kvc::nvlink {
 
 using Pieces = std::shared_ptr<const std::vector<cuda::MemoryChunk>>;  // at least one
 
-// How other processes get at a region: by a handle, or in pieces.
+// How other processes map a region: by a handle, or in pieces.
 struct Shared {
   cuda::IpcHandle handle{};
-  uint64_t offset = 0;  // of the region in what is shared
+  uint64_t offset = 0;  // offset of the region in the shared memory
   Pieces pieces{};
   uint64_t pieces_bytes = 0;
 };
 
 class Region final : public same_host::BoardRegion {
  public:
-  // The regions in pieces: the memory thread's, and the control thread looks.
+  // The regions that are in pieces. The memory thread changes it, and the control thread reads it.
   class Registry {
    public:
     void insert(const Region* region) {
@@ -39,7 +39,7 @@ class Region final : public same_host::BoardRegion {
       const std::lock_guard lock(mutex_);
       regions_.erase(region);
     }
-    // The key and pieces of one that `wanted(key)` says true to; no pieces: there is none.
+    // Returns the key and pieces of a region for which `wanted(key)` returns true; without pieces if no region matches.
     template <typename Wanted>
     std::pair<uint64_t, Pieces> find(Wanted&& wanted) const {
       const std::lock_guard lock(mutex_);
@@ -53,7 +53,7 @@ class Region final : public same_host::BoardRegion {
     mutable std::mutex mutex_;
     std::set<const Region*> regions_;
   };
-  // `registry` has it, if it is in pieces, until its end; both outlive it.
+  // `registry` contains this region, if it is in pieces, until the destructor. `keys` and `registry` outlive it.
   Region(const MemoryRange& range, same_host::RegionKeys& keys, Registry& registry, Shared how,
          std::shared_ptr<cuda::Copier> gpu)
       : BoardRegion(range, keys), shared(std::move(how)), copier(std::move(gpu)), registry_(registry) {
@@ -66,11 +66,11 @@ class Region final : public same_host::BoardRegion {
   const Shared shared;
   const std::shared_ptr<cuda::Copier> copier;
 
-  // The domain's: who had a link when the region was revoked, as far as they still use it.
+  // Used by the domain: a link that existed when the region was revoked, as long as its peer may use the region.
   struct User {
     LinkId link = 0;
     uint64_t entered = 0;  // batches that had entered by then
-    uint64_t forgets = 0;  // what has to be let go of: AccountWords::let_go
+    uint64_t forgets = 0;  // the AccountWords::let_go to wait for
   };
   std::vector<User> users;
 

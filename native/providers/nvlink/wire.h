@@ -1,24 +1,29 @@
-// What two nvlink domains share beside what every lane of one machine has (same_host/): the memory both map, and the
-// bytes of a handshake.
+// The state that two nvlink domains share beside same_host/: the memory that both map, and the bytes of a handshake.
 //
-// Board    one per domain, written by that domain only, sealed read-only for everyone else: which regions exist, how
-//          to map them, and whether its thread sleeps. A region is spoken of by its place there.
+// Board    one per domain, written by that domain only, sealed read-only for all other processes: which regions exist,
+//          how to map them, and whether its thread sleeps. Messages name a region by its place there.
 // Segment  one per link: a Channel for each direction.
-// Channel  one direction of a link: a ring of immediates, slots of messages, and the account of batches under way.
+// Channel  one direction of a link: a ring of immediates, slots of messages, and the account of batches in flight.
 //
-// Memory that no IPC handle names is in pieces, which the link's socket carries as descriptors (kMemory), as soon as the
-// two have met and later as regions are registered. Of a region that is revoked each peer is told (kForget): it lets its
-// copies end, unmaps, and says so in `let_go`. Until then the region's memory may not be freed, nor its place be used
-// again. Nobody maps anything of a domain that does not have the link yet (Admission::kPending), and so could not tell it.
+// Memory that no IPC handle names is in pieces. The link's socket carries them as descriptors (kMemory), once the two
+// domains are connected and later as regions are registered. When a region is revoked, each peer receives a kForget: it
+// lets its copies end, unmaps the region, and reports that in `let_go`. Until then the region's memory may not be
+// freed, nor its place be used again. No peer maps memory of a domain that does not have the link yet
+// (Admission::kPending), because that domain could not send it a kForget.
 //
-// Pages themselves go from GPU to GPU; only counts, messages and this bookkeeping pass through the processors.
+// Pages go from GPU to GPU. Only counts, messages and this bookkeeping pass through the processors.
 //
-// The account, which makes fencing sound without the peer's cooperation in the normal case. A batch is: raise `entered`,
-// look at `admission` and at the region's key, hand it to the GPU, put the immediate into the ring when the GPU has
-// finished, raise `left`. The receiver revokes first and reads `entered` then, both sequentially consistent: a batch that
-// entered before is waited for until `left` has caught up with what was read; one that enters later sees the revocation.
-// What the receiver finds in the ring after the wait is all that will ever be counted. A peer whose process is gone has
-// nothing under way: the driver stops a process's GPU work before it lets the process go.
+// The account makes fencing sound, in the normal case without the peer's cooperation. A sender writes a batch in these
+// steps:
+// - raise `entered`
+// - look at `admission` and at the region's key
+// - give the batch to the GPU
+// - put the immediate into the ring when the GPU has finished
+// - raise `left`
+// The receiver first revokes and then reads `entered`, both sequentially consistent. A batch that entered before is
+// waited for, until `left` has reached the value that was read. A batch that enters later sees the revocation. After
+// the wait, the ring holds all that will ever be counted. A peer whose process is gone has no batch in flight: the
+// driver stops a process's GPU work before the process ends.
 #pragma once
 
 #include <cstddef>
@@ -35,40 +40,41 @@ namespace kvc::nvlink {
 using same_host::SharedWord;
 
 constexpr uint32_t kVersion = 3;
-constexpr uint32_t kMagic = 0x6B76636E;  // "kvcn": whose bytes these are
+constexpr uint32_t kMagic = 0x6B76636E;  // "kvcn": marks the bytes of this lane
 
-// Regions of one domain: a few for KV caches, and a model's weights, each tensor apart, are thousands. A board is 2 MiB, of
-// which only what was used once has memory behind it: whoever reads more makes the kernel allocate the rest.
+// The most regions of one domain: a few for KV caches, and thousands for a model's weights with each tensor a region. A
+// board is 2 MiB, and only entries that were used once have memory behind them. A peer that reads other entries makes
+// the kernel allocate the rest.
 constexpr uint32_t kMaxRegions = 16384;
-// Where the region of a key is on its owner's board.
+// Returns the place of a key's region on its owner's board.
 constexpr uint32_t place_of(uint64_t rkey) noexcept { return static_cast<uint32_t>(rkey % kMaxRegions); }
 
-// The pieces of a region's memory (cuda/virtual_memory.h) that a peer has been sent and has not taken yet. Enough that
-// both sides are at work at a time, and few enough that peers which hang do not use up the descriptors that a user may
-// have under way (RLIMIT_NOFILE, often 1024, over all sockets).
+// The pieces of a region's memory (cuda/virtual_memory.h) that were sent to a peer and not taken yet. There are enough
+// that both sides work at a time. There are few enough that peers which hang do not use up the descriptors that a user
+// may have in flight (RLIMIT_NOFILE, often 1024, over all sockets).
 constexpr uint32_t kUntakenPieces = 16;
 
 struct RegionEntry {
   SharedWord rkey;  // 0: no region. Written last; stays 0 until no sender can be using the entry any more.
-  SharedWord base;  // the first address, in the address space of the domain's process
+  SharedWord base;  // the first address, in the domain's process
   SharedWord length;
-  SharedWord offset;        // of `base` in its allocation, or in the first of its pieces
-  SharedWord device;        // the GPU's ordinal in that process: for a peer in the same process
-  SharedWord pieces_bytes;  // 0: `allocation` names it. Else it is in pieces of so many bytes in all
+  SharedWord offset;        // offset of `base` in its allocation, or in its first piece
+  SharedWord device;        // the GPU's ordinal in that process, for a peer in the same process
+  SharedWord pieces_bytes;  // 0: `allocation` names it. Otherwise it is in pieces of this many bytes in all
   cuda::IpcHandle allocation;
   uint64_t padding[2];
 };
 static_assert(sizeof(RegionEntry) == 128);
 
 struct Board {
-  // Odd: the domain's thread sleeps (or is about to) and wants a kWake after anything new; a new number each time, so that
-  // a sender wakes it once. Sequentially consistent against Channel::tail and messages_put.
+  // Odd: the domain's thread sleeps (or is about to) and wants kWake after anything new. Each sleep has a new number,
+  // so that a sender wakes it once. Sequentially consistent with Channel::tail and messages_put.
   alignas(64) SharedWord sleep;
-  uint64_t process = 0;  // random, one per process: which peers share our address space
-  SharedWord places;     // those of `regions` from here on were never used
+  uint64_t process = 0;  // random, one per process: identifies the peers in the same address space
+  SharedWord places;     // places from here on were never used
   alignas(128) RegionEntry regions[kMaxRegions];
 
-  // Null: there is no region of this key. The entry may change its mind at any time.
+  // Returns null if the board has no region of this key. The entry may change at any time.
   const RegionEntry* find(uint64_t rkey) const noexcept {
     const uint32_t place = place_of(rkey);
     if (rkey == 0 || place >= places.load(std::memory_order_acquire)) return nullptr;
@@ -77,15 +83,15 @@ struct Board {
 };
 static_assert(offsetof(Board, sleep) == 0, "where Sleep and Connection look for it");
 
-// The sender's account.
+// The sender's account of its batches.
 struct AccountWords {
-  alignas(64) SharedWord entered;  // batches that may be landing: everything up to `entered` and above `left`
+  alignas(64) SharedWord entered;  // count of batches; those up to `entered` and above `left` may be landing
   SharedWord left;
-  SharedWord starved;       // 1: the ring is full and the sender sleeps: wake it when there is room
-  SharedWord pieces_taken;  // of the receiver's memory, out of the socket and mapped so far
-  SharedWord let_go;        // the receiver's kForgets that are done: what they named is not mapped here any more
+  SharedWord starved;       // 1: the ring is full and the sender sleeps; wake it when there is room
+  SharedWord pieces_taken;  // count of the receiver's pieces that are out of the socket, and mapped
+  SharedWord let_go;  // count of the receiver's kForgets that are done: their regions are not mapped here any more
 };
-// AccountWords::let_go once the link has ended here: nothing of the receiver's memory is mapped any more.
+// The value of AccountWords::let_go once the link has ended here: nothing of the receiver's memory is mapped any more.
 constexpr uint64_t kAllLetGo = UINT64_MAX;
 
 struct Channel : same_host::ReceiverWords, AccountWords, same_host::SenderWords {};
@@ -97,7 +103,7 @@ struct Segment {
 };
 
 struct Offer : same_host::Invitation {
-  uint64_t process = 0;  // the offerer's Board::process
+  uint64_t process = 0;  // Board::process of the offerer
 };
 static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 96);
 

@@ -1,4 +1,4 @@
-// BatchQueue: the batches of one link that wait, first in, first out, in memory that is allocated once.
+// BatchQueue: the waiting batches of one link, first in, first out, in memory that is allocated once.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,16 @@
 
 namespace kvc::same_host {
 
-// One thread; nothing here blocks. Owns the items, not what they point to.
+// Used by one thread; nothing here blocks. Owns the items, not the memory to which they point.
 class BatchQueue {
  public:
   struct Item {
     WorkId work = 0;
     uint64_t rkey = 0;
     uint64_t page_bytes = 0;
-    uint64_t total = 0;    // bytes of all pages
-    uint64_t written = 0;  // of `total`, in order of the pages, for whoever writes a batch piece by piece
+    uint64_t total = 0;  // bytes of all pages
+    // how many of `total` are written, in order of the pages; for a lane that writes a batch piece by piece
+    uint64_t written = 0;
     uint32_t count = 0;
     uint32_t immediate = 0;
     bool counted = false;
@@ -29,18 +30,18 @@ class BatchQueue {
     std::span<const PageWrite> all() const noexcept { return std::span(pages).first(count); }
   };
 
-  // `depth`: how many it holds, a power of two.
+  // `depth` is the capacity, a power of two.
   explicit BatchQueue(size_t depth) : items_(depth), mask_(depth - 1) {}
   bool empty() const noexcept { return size_ == 0; }
   bool full() const noexcept { return size_ > mask_; }
-  // Not when empty(); valid until it is popped.
+  // Must not be called when empty(). The reference is valid until the item is popped.
   Item& front() noexcept { return items_[head_]; }
   const Item& front() const noexcept { return items_[head_]; }
   void pop() noexcept {
     head_ = (head_ + 1) & mask_;
     --size_;
   }
-  // The queue is not full.
+  // Must not be called when full().
   void push(const WriteBatch& batch) noexcept {
     Item& item = items_[(head_ + size_) & mask_];
     ++size_;

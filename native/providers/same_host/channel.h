@@ -1,11 +1,12 @@
-// One direction of a link, in memory that both processes map: the words that every lane has.
+// One direction of a link, in memory that both processes map: the words that all lanes of one machine share.
 //
-// A lane's Channel is ReceiverWords, a line of its own words, SenderWords. Its own words say which writes are under way
-// (host/wire.h: the gate; nvlink/wire.h: the account), and whether the sender starves.
+// A lane's Channel consists of ReceiverWords, one cache line of the lane's own words, and SenderWords. The lane's own
+// words contain which writes are in flight (host/wire.h: the gate; nvlink/wire.h: the account), and whether the sender
+// starves.
 //
-// Trust: both processes belong to one user, who could attach a debugger to either. Nothing here is a security
-// boundary, but a peer that crashes or scribbles costs its link and nothing else: whatever a peer can write is
-// loaded once, checked, and then used; and each word has one writer.
+// Trust: both processes belong to one user, who could attach a debugger to either. Nothing here is a security boundary.
+// But a peer that crashes or scribbles costs its link and nothing else. A word that a peer can write is loaded once,
+// checked, and only then used. Each word has one writer.
 #pragma once
 
 #include <atomic>
@@ -20,9 +21,9 @@
 
 namespace kvc::same_host {
 
-// Immediates under way in one direction. One stands for up to 64 pages, so 4,096 are 1 GiB of 4 KiB pages: a
-// receiver has 100 ms to come by before a processor that copies at full speed waits. They are 4 GiB of 16 KiB
-// pages, for which a GPU leaves it 10 ms. 16 KiB of memory a direction.
+// Immediates in flight in one direction. One immediate counts up to 64 pages, so 4,096 of them count 1 GiB of 4 KiB
+// pages. A receiver has 100 ms to poll before a processor that copies at full speed waits. With 16 KiB pages they count
+// 4 GiB, for which a GPU leaves the receiver 10 ms. The ring takes 16 KiB of memory per direction.
 constexpr uint32_t kRingEntries = 4096;
 static_assert((kRingEntries & (kRingEntries - 1)) == 0, "positions are masked");
 
@@ -30,7 +31,7 @@ using SharedWord = std::atomic<uint64_t>;
 static_assert(SharedWord::is_always_lock_free, "a lock would not be shared between processes");
 
 // A message that the receiver's engine has not taken. Its words are atomic because the other process may write them at
-// any time: whatever it does must not be undefined here.
+// any time, and no such write may cause undefined behaviour here.
 struct MessageSlot {
   SharedWord bytes;
   SharedWord words[kMaxMessageBytes / sizeof(uint64_t)];
@@ -38,16 +39,16 @@ struct MessageSlot {
 
 // Whether the sender may write.
 enum class Admission : uint64_t {
-  kPending = 0,  // the receiver's domain does not have the link yet: it says kWake when it does
+  kPending = 0,  // the receiver's domain has not attached the link; it sends kWake when it has
   kOpen = 1,
-  kRevoked = 2,  // fenced, for good; so is whatever else is found there
+  kRevoked = 2,  // fenced for good; every other value counts as kRevoked
 };
 
 // Written by the receiver.
 struct ReceiverWords {
   alignas(64) SharedWord admission;
-  SharedWord head;            // immediates taken out so far
-  SharedWord messages_taken;  // a bit a slot: equal to that of `messages_put` once its message was taken
+  SharedWord head;            // count of immediates taken out
+  SharedWord messages_taken;  // a bit per slot, equal to the bit of `messages_put` once the slot's message was taken
 
   void admit(Admission value) noexcept { admission.store(static_cast<uint64_t>(value), std::memory_order_seq_cst); }
   Admission admitted() const noexcept {
@@ -57,15 +58,15 @@ struct ReceiverWords {
 };
 static_assert(sizeof(ReceiverWords) == 64);
 
-// Written by the sender. `tail` is what the receiver polls: a line apart from the lane's own words.
+// Written by the sender. The receiver polls `tail`, so it lies on another cache line than the lane's own words.
 struct SenderWords {
-  alignas(64) SharedWord tail;  // immediates put in so far
-  SharedWord messages_put;      // a bit a slot: it changes with each message that is put there
+  alignas(64) SharedWord tail;  // count of immediates put in
+  SharedWord messages_put;      // a bit per slot, which flips with each message put into the slot
   alignas(64) std::atomic<uint32_t> ring[kRingEntries];
-  alignas(64) MessageSlot messages[kMessageSlots];  // 64 KiB, of which a link without messages touches nothing
+  alignas(64) MessageSlot messages[kMessageSlots];  // 64 KiB, which stay untouched on a link without messages
 };
 
-// A lane's Channel, as ImmediateRing and MessageSlots see it. Owns nothing: the segment outlives it.
+// A lane's Channel, as ImmediateRing and MessageSlots use it. Owns nothing: the segment outlives it.
 struct Direction {
   ReceiverWords* receiver = nullptr;
   SenderWords* sender = nullptr;
@@ -76,15 +77,16 @@ Direction direction_of(Channel& channel) noexcept {
   return {&channel, &channel, &channel.starved};
 }
 
-// What a look at the peer's words found.
+// The result of a look at the peer's words.
 enum class Taken : uint8_t {
   kNothing,
   kSome,
-  kOverwritten,  // words that no peer writes that is in its senses
+  kOverwritten,  // holds values that no correct peer writes
 };
 
-// Two mappings of one segment have two addresses, and the thread sanitizer goes by address: it cannot see that a
-// load here pairs with a store there. Between two engines of one process these say so; elsewhere they are nothing.
+// Two mappings of one segment have two addresses, and the thread sanitizer goes by address. So it cannot see that a
+// load here pairs with a store there. For two engines in one process, these calls declare the pair. In builds without
+// the sanitizer they do nothing.
 #if defined(KVC_THREAD_SANITIZER)
 inline char tsan_key;
 inline void handing_over() noexcept { __tsan_release(&tsan_key); }  // before the store that publishes

@@ -11,7 +11,8 @@ namespace kvc::same_host {
 
 namespace {
 
-constexpr uint32_t kMessagesPerTurn = 16;  // a peer that floods its socket has a turn like everyone: 6 us a memfd
+// per turn of a peer that floods its socket; a message with a memfd takes 6 us
+constexpr uint32_t kMessagesPerTurn = 16;
 
 }  // namespace
 
@@ -43,7 +44,8 @@ Received Connection::receive(const std::function<bool(const Message&, Descriptor
     const Received received = receive_message(socket_.get(), message, descriptors);
     if (received != Received::kMessage) return received;
     if (!handle(message, descriptors)) return Received::kMalformed;
-    if (message.kind == MessageKind::kWake) break;  // by far the most of them, one at a time: spare the empty read
+    // most messages are single kWakes: this saves the read of an empty socket
+    if (message.kind == MessageKind::kWake) break;
   }
   return Received::kMessage;
 }
@@ -64,16 +66,17 @@ bool Connection::begin_wake() noexcept {
 
 // --- The end
 
-// Not by closing the descriptor: the control thread does that, when it has the time.
+// The descriptor itself is closed on the control thread, which may block.
 void Connection::hang_up() const { shutdown(socket_.get(), SHUT_RDWR); }
 
 bool Connection::peer_is_gone() const {
-  // Without a pidfd the socket has to say it: the kernel closes it after the peer's last thread has ended.
+  // Without a pidfd, the socket's end stands for the process's: the kernel closes it after the peer's last thread has
+  // ended.
   return pidfd_ ? is_gone(pidfd_) : hung_up();
 }
 
 bool Connection::hung_up() const {
-  // A message that nobody has read would hide the end for ever. The kernel closes the descriptors of those that are dropped.
+  // A message that is never read would hide the end for ever. The kernel closes the descriptors of dropped messages.
   for (uint32_t i = 0; i < kMessagesPerTurn; ++i) {
     Message unread;
     const ssize_t length = recv(socket_.get(), &unread, sizeof(unread), MSG_DONTWAIT);

@@ -12,7 +12,8 @@ constexpr uint64_t kImmediatesPerTurn = 512;  // at 50 ns for a counter: 25 us
 
 ImmediateRing::Put ImmediateRing::put(uint32_t immediate) noexcept {
   if (tail_ - head_seen_ >= kRingEntries) {
-    // Announced before the last look: the peer makes room and looks at `starved` then, or we see the room.
+    // `starved` is set before the last look at the head. Either the peer makes room afterwards and sees `starved`, or
+    // this look sees the room.
     out_.starved->store(1, std::memory_order_seq_cst);
     head_seen_ = out_.receiver->head.load(std::memory_order_seq_cst);
     full_ = tail_ - head_seen_ >= kRingEntries;

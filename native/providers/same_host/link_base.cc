@@ -19,7 +19,7 @@ LinkBase::LinkBase(const Lane& lane, LinkId id, const LinkContext& context,
 void LinkBase::begin() {
   if (Status added = context_.events.add(lane_, id_, *connection_); !added) return break_down(added.error());
   admission_.admit(Admission::kOpen);
-  connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for this
+  connection_->send({.kind = MessageKind::kWake});  // the peer may have batches that wait for the admission
 }
 
 uint32_t LinkBase::service() {
@@ -67,8 +67,8 @@ void LinkBase::break_down(const Error& error) {
   context_.completions.link_down(id_, error);
 }
 
-// What the peer has told us before its end is true: it has the messages that we sent, its pages are in place, and we
-// take its messages.
+// All that the peer did before its end counts: messages that it has taken, pages that it has written, and messages that
+// it has sent.
 void LinkBase::lose_peer(const Error& error) {
   messages_.receive();
   break_down(error);

@@ -1,6 +1,7 @@
-// LinkBase: what the links of all lanes of one machine have: the socket, both rings, messages, waiting batches, and the end.
+// LinkBase: the parts that links of all same-machine lanes share: the socket, both rings, messages, waiting batches,
+// and the end.
 //
-// A lane's Link says what a control message means to its memory, writes the batches, and accounts for writes under way.
+// A lane's Link handles the control messages about its memory, writes the batches, and accounts for writes in flight.
 #pragma once
 
 #include <cstddef>
@@ -23,48 +24,48 @@
 
 namespace kvc::same_host {
 
-// What all links of a domain share. It need not be there any more when a link ends.
+// References that all links of a domain share. They may be invalid when a link is destroyed.
 struct LinkContext {
   LinkEvents& events;
   CompletionQueue& completions;
   ControlQueue& control;
 };
 
-// The domain's thread; nothing here blocks.
+// Used on the domain's thread only; nothing here blocks.
 class LinkBase {
  public:
   LinkBase(const LinkBase&) = delete;
   LinkBase& operator=(const LinkBase&) = delete;
 
-  // The socket has something to say, or takes something again: reads a bounded number of messages, and returns how many.
+  // Reads a bounded number of messages and returns their number. Called when the socket is readable, or writable again.
   uint32_t service();
-  // Hands on a bounded number of arrived immediates and messages, and completes the messages that the peer has taken;
-  // true if there was one.
+  // Reports a bounded number of arrived immediates and messages, and completes the messages that the peer has taken.
+  // Returns true if there was one.
   bool receive();
-  // Completes what is queued with `error`, revokes the peer's right to write and stops listening to it. Idempotent.
+  // Completes with `error` what is queued, revokes the peer's right to write and stops reading its socket. Idempotent.
   void close(const Error& error);
-  // The same, and says so.
+  // As close(), and reports the link as down.
   void break_down(const Error& error);
   bool closed() const noexcept { return closed_.has_value(); }
 
  protected:
-  // `connection` is one of `lane`; `in` and `out` are its two directions. `queue_depth`: batches that may wait, a power of
-  // two.
+  // `connection` belongs to `lane`. `in` and `out` are its two directions. `queue_depth` is the number of batches that
+  // may wait, a power of two.
   LinkBase(const Lane& lane, LinkId id, const LinkContext& context, const std::shared_ptr<Connection>& connection,
            const Direction& in, const Direction& out, size_t queue_depth);
   ~LinkBase() = default;
 
-  // A control message of the peer's. False: it makes no sense, and the link ends.
+  // Handles a control message of the peer. Returns false if the message is malformed, which ends the link.
   virtual bool handle(const Message& message, Connection::Descriptors& descriptors) = 0;
-  // The peer's right to write was revoked just now: notes which of its writes may still be landing.
+  // Called when the peer's right to write was revoked: notes which of its writes may still be landing.
   virtual void note_writes_at_close() noexcept = 0;
 
-  // Once, before anything else: listens to the peer and lets it write.
+  // Starts to read the peer's socket and admits its writes. Call it once, before anything else.
   void begin();
   bool met() const noexcept { return connection_->met(); }
-  // The socket takes no more: service() follows when it does.
+  // Requests a service() once the socket takes messages again.
   void wait_for_room();
-  // The peer is gone.
+  // Ends the link because the peer is gone.
   void lose_peer(const Error& error);
 
   Error peer_down(std::string_view operation, std::string message) const;
@@ -74,12 +75,12 @@ class LinkBase {
   const LinkId id_;
   const LinkContext context_;
   const std::shared_ptr<Connection> connection_;
-  ReceiverWords& admission_;  // the peer's, to write here
+  ReceiverWords& admission_;  // lies in memory that the peer reads and this side writes
   ImmediateRing ring_;
   MessageSlots messages_;
   BatchQueue queue_;
   bool socket_full_ = false;
-  bool wake_due_ = false;  // there is something that a sleeping peer has not been told of
+  bool wake_due_ = false;  // a sleeping peer has not been notified of something new
   std::optional<Error> closed_;
 };
 

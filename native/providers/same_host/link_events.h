@@ -1,5 +1,5 @@
-// LinkEvents: the descriptor that a domain's thread sleeps on, behind which are the sockets of its links and the processes
-// at their other ends.
+// LinkEvents: the descriptor on which a domain's thread sleeps. It watches the sockets of the links and the peers'
+// processes.
 #pragma once
 
 #include <sys/epoll.h>
@@ -17,10 +17,10 @@
 
 namespace kvc::same_host {
 
-// The domain's thread; nothing here blocks. Connections go with remove(), or with this.
+// Used on the domain's thread only; nothing here blocks. It watches a connection until remove() or its own end.
 class LinkEvents {
  public:
-  // Once, before anything else.
+  // Call it once, before anything else.
   Status open(const Lane& lane) {
     epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
     return epoll_ ? Status{} : lane.named(kernel_error("open", "epoll_create1", errno));
@@ -33,18 +33,19 @@ class LinkEvents {
         (!connection.process() || control(EPOLL_CTL_ADD, connection.process(), EPOLLIN, link | kProcess));
     return added ? Status{} : lane.named(kernel_error("attach", "epoll_ctl", errno));
   }
-  // Whether the link is also told when its socket takes something again.
+  // Sets whether a writable socket is an event as well.
   void watch_room(LinkId link, const Connection& connection, bool room) {
     control(EPOLL_CTL_MOD, connection.socket(), room ? EPOLLIN | EPOLLOUT : EPOLLIN, link);
   }
-  // Not left to the end of the descriptors: a forked child may keep them open, and with them their places here.
+  // Removes a connection explicitly. Closing its descriptors is not enough: a forked child may keep them open, and thus
+  // keep them watched here.
   void remove(const Connection& connection) {
     control(EPOLL_CTL_DEL, connection.socket(), 0, 0);
     if (connection.process()) control(EPOLL_CTL_DEL, connection.process(), 0, 0);
   }
 
-  // Calls `use(LinkId, bool process)` for each of a bounded number of events, which are about the peer's process or about
-  // the socket; true if there was one.
+  // Calls `use(LinkId, bool process)` for a bounded number of events, each of the peer's process or of the socket.
+  // Returns true if there was one.
   template <typename Use>
   bool look(Use&& use) {
     std::array<epoll_event, 16> events;
@@ -57,7 +58,7 @@ class LinkEvents {
   }
 
  private:
-  static constexpr uint64_t kProcess = uint64_t{1} << 32;  // above a LinkId
+  static constexpr uint64_t kProcess = uint64_t{1} << 32;  // above all bits of a LinkId
 
   bool control(int operation, const UniqueFd& fd, uint32_t events, uint64_t data) {
     epoll_event event{};

@@ -35,7 +35,8 @@ bool MessageSlots::put(WorkId work, std::span<const std::byte> message) noexcept
   return true;
 }
 
-// The slots whose message the peer has taken. Whatever it writes there concerns messages to itself alone.
+// Returns the slots whose message the peer has taken. Nonsense that the peer writes there affects only messages to the
+// peer itself.
 uint64_t MessageSlots::done() const noexcept {
   const uint64_t used = sent_.used();
   if (used == 0) return 0;
@@ -52,7 +53,8 @@ bool MessageSlots::complete() {
 
 // --- Receiving
 
-// The slots that are to be looked at: a message that was not handed on, or one that went although it was not taken.
+// Returns the slots to look at: those with a message that was not reported, and those whose message vanished although
+// it was not taken.
 uint64_t MessageSlots::arrived(std::memory_order order) const noexcept {
   return ((in_.sender->messages_put.load(order) ^ taken_) & kAllSlots) ^ handed_;
 }
@@ -63,7 +65,7 @@ Taken MessageSlots::receive() {
   if ((left & handed_) != 0) return Taken::kOverwritten;
   taking_over();
   for (; left != 0; left &= left - 1) {
-    // Copied before anybody looks at it: the peer may go on writing.
+    // The message is copied before it is used: the peer may go on writing.
     const auto place = static_cast<uint32_t>(std::countr_zero(left));
     const MessageSlot& slot = in_.sender->messages[place];
     const uint64_t bytes = slot.bytes.load(std::memory_order_relaxed);

@@ -1,4 +1,5 @@
-// RegionKeys: the keys of a domain's regions. Each names a place on its board: a sender finds it without a search.
+// RegionKeys: the keys of a domain's regions. Each key contains a place on the domain's board, so that a sender finds
+// the region without a search.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,16 @@
 
 namespace kvc::same_host {
 
-// Any thread; nothing here blocks. One thread at a time takes keys: check() holds until its take().
+// Any thread may use it; nothing here blocks. Only one thread at a time takes keys: the result of check() holds until
+// that thread's take().
 class RegionKeys {
  public:
-  // `places`, a power of two, is how many regions the board has room for.
+  // `places`, a power of two, is the number of regions for which the board has room.
   RegionKeys(const Lane& lane, uint32_t places) : lane_(lane), places_(places) {}
   RegionKeys(const RegionKeys&) = delete;
   RegionKeys& operator=(const RegionKeys&) = delete;
 
-  // Whether there is a place for one more.
+  // Whether a place is free.
   Status check() const {
     const std::lock_guard lock(mutex_);
     if (free_.empty() && used_ == places_) {
@@ -29,7 +31,7 @@ class RegionKeys {
     }
     return {};
   }
-  // A new key, after check(): random above the bits of its place, and never 0.
+  // Returns a new key: random above the bits of its place, and never 0. Call it after check().
   uint64_t take() {
     const std::lock_guard lock(mutex_);
     uint32_t place = used_;
@@ -41,7 +43,7 @@ class RegionKeys {
     }
     return ((random_key() | places_) & ~uint64_t{places_ - 1}) + place;
   }
-  // Its place may go to another region.
+  // Frees the key's place for another region.
   void give_back(uint64_t key) {
     const std::lock_guard lock(mutex_);
     free_.push_back(place(key));
@@ -53,14 +55,14 @@ class RegionKeys {
   const Lane& lane_;
   const uint32_t places_;
   mutable std::mutex mutex_;
-  uint32_t used_ = 0;           // the places from here on were never taken: the board has no memory for them yet
-  std::vector<uint32_t> free_;  // below it
+  uint32_t used_ = 0;           // number of places ever taken; the board has no memory for the places behind them yet
+  std::vector<uint32_t> free_;  // free places below `used_`
 };
 
-// A registration with a place on the board, until its end.
+// A registration with a place on the board. The destructor frees the place.
 class BoardRegion : public Registration {
  public:
-  // After keys.check(). `keys` outlives this.
+  // Call it after keys.check(). `keys` outlives this.
   BoardRegion(const MemoryRange& range, RegionKeys& keys) : Registration(range, keys.take()), keys_(keys) {}
   ~BoardRegion() override { keys_.give_back(key); }
 

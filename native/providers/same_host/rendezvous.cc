@@ -17,10 +17,10 @@ namespace kvc::same_host {
 
 namespace {
 
-// A peer says who it is right after it has dialled, so more than a few are somebody's mistake.
+// A peer sends its hello right after it has dialled, so more than a few strangers are a mistake.
 constexpr size_t kMaxStrangers = 64;
 
-// Those who are let in before the control thread sees to something else: 64 take 0.3 ms.
+// Strangers that are accepted in one turn of the control thread. 64 of them take 0.3 ms.
 constexpr int kDialsPerTurn = 64;
 
 std::string_view name_of(const std::array<char, 28>& zero_filled) {
@@ -48,7 +48,7 @@ Status Rendezvous::open() {
   return {};
 }
 
-// Until unwatch(), not only until the descriptor is closed: a forked child may keep it open, and with it its place here.
+// A descriptor stays watched until unwatch(). Closing it is not enough: a forked child may keep it open.
 bool Rendezvous::watch(int fd) const {
   epoll_event event{};
   event.events = EPOLLIN;
@@ -58,7 +58,7 @@ bool Rendezvous::watch(int fd) const {
 
 void Rendezvous::unwatch(int fd) const { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
-// --- Who dials
+// --- Dials
 
 void Rendezvous::serve() {
   std::array<epoll_event, 16> events;
@@ -75,14 +75,15 @@ void Rendezvous::serve() {
   }
 }
 
-// Lets in up to `dials` of those who have dialled. Where too many say nothing, the one that has for longest has to go: not
-// before it is heard, whose word may have come meanwhile.
+// Accepts up to `dials` waiting connections. If too many strangers are silent, the oldest is dismissed. It is read once
+// more before, because its hello may have arrived meanwhile.
 void Rendezvous::let_in(int dials) {
   for (; dials > 0; --dials) {
     UniqueFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
     if (!socket) {
-      // Who waits would end every sleep. Until the next admit(), which looks by itself.
+      // A waiting dial would end every sleep. The listener stays unwatched until the next admit(), which accepts dials
+      // itself.
       if (errno == EMFILE || errno == ENFILE) unwatch(listener_.get());
       return;
     }
@@ -98,7 +99,8 @@ void Rendezvous::let_in(int dials) {
   }
 }
 
-// Reads a stranger's first message. True: it has come, and who has no connection by it is to be forgotten.
+// Reads a stranger's first message. Returns true if it arrived. The stranger is dropped then, unless the message made
+// it a connection.
 bool Rendezvous::hear(PeerSocket& stranger) {
   Message message;
   Connection::Descriptors descriptors;
@@ -123,7 +125,7 @@ bool Rendezvous::hear(PeerSocket& stranger) {
 
 Result<Invitation> Rendezvous::invite(LinkId link) {
   const auto [entry, fresh] = invited_.try_emplace(link, Invited{Secret::make(), nullptr});
-  if (!fresh) return lane_.error(ErrorCode::kInvalidArgument, "offer", "this link exists");
+  if (!fresh) return lane_.error(ErrorCode::kInvalidArgument, "offer", "a link with this id exists already");
   Invitation invitation{.magic = lane_.magic, .version = lane_.version, .socket = socket_name_};
   std::copy(boot_id_.begin(), boot_id_.end(), invitation.boot_id.begin());
   invitation.secret = entry->second.secret;
@@ -134,8 +136,8 @@ Result<std::unique_ptr<Connection>> Rendezvous::admit(LinkId link) {
   const auto found = invited_.find(link);
   if (found == invited_.end()) return lane_.error(ErrorCode::kInvalidArgument, "complete", "no such offer");
   if (found->second.connection == nullptr) {
-    // It is among those whom the kernel keeps for us, or was let in before it said hello.
-    watch(listener_.get());  // which may have been left alone
+    // The dial waits in the kernel's queue, or it was accepted before its hello arrived.
+    watch(listener_.get());  // may be unwatched since descriptors ran out
     let_in(kMaxDials);
     for (PeerSocket& stranger : std::exchange(strangers_, {})) {
       if (!hear(stranger)) strangers_.push_back(std::move(stranger));

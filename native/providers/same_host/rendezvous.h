@@ -1,8 +1,8 @@
-// Rendezvous: where the peers of a domain find it, and what they find there.
+// Rendezvous: makes the connections between a domain and its peers.
 //
-// It owns the listening socket, those who have dialled and not said who they are, and the board. A link begins with
-// three steps: the offerer invites, the acceptor dials and says hello with the invitation's secret, and the offerer
-// admits it. So a flood of dials, or of peers that dial and say nothing, is the control thread's burden alone.
+// It owns the listening socket, the strangers (accepted dials without a hello), and the board. A link begins with three
+// steps. The offerer invites, the acceptor dials and sends a hello with the invitation's secret, and the offerer admits
+// it. So a flood of dials, or of silent peers, loads the control thread alone.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 
 namespace kvc::same_host {
 
-// The control thread; nothing here waits for a peer.
+// Used on the control thread only; nothing here waits for a peer.
 class Rendezvous {
  public:
   // The lane outlives this.
@@ -34,34 +34,34 @@ class Rendezvous {
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
 
-  // Once, before anything else: makes the board and listens.
+  // Makes the board and listens. Call it once, before anything else.
   Status open();
-  // Our own board, for the domain to write. The memory is this object's.
+  // Our own board, which the domain writes. This object owns the memory.
   template <typename Board>
   Board& board() const noexcept {
     return *reinterpret_cast<Board*>(board_.mapping.data());
   }
 
-  // Readable when somebody has dialled, or said hello; for serve(), which is bounded.
+  // A descriptor that is readable when a peer has dialled or sent a hello. serve() handles that, bounded.
   int fd() const noexcept { return epoll_.get(); }
   void serve();
 
   // --- The offerer.
 
-  // With a new secret, good for one connection over this link.
+  // Returns an invitation with a new secret, valid for one connection over this link.
   Result<Invitation> invite(LinkId link);
-  // The connection of the peer that came with the invitation, which is used up whatever comes of this: a peer says hello
-  // before it answers. kPeerDown: none came.
+  // Returns the connection of the peer that came with the invitation. The invitation is used up in every case, because
+  // a peer sends its hello before it answers. kPeerDown: no peer came.
   Result<std::unique_ptr<Connection>> admit(LinkId link);
-  // The invitation is void.
+  // Voids the invitation.
   void withdraw(LinkId link) { invited_.erase(link); }
 
   // --- The acceptor, in this order.
 
-  // An offer (an Invitation, and what the lane adds to it) from this machine and of our version.
+  // Decodes an offer (an Invitation, and the lane's additions), which must be from this machine and of our version.
   template <typename Offer>
   Result<Offer> read_offer(std::span<const std::byte> bytes) const {
-    // First what an offer of any version begins with: it says which one it is.
+    // An offer of any version begins with an Invitation, which names the version.
     const auto invitation =
         from_bytes<Invitation>(bytes.first(std::min(bytes.size(), sizeof(Invitation))), lane_.magic);
     if (invitation) {
@@ -71,15 +71,16 @@ class Rendezvous {
     if (!offer) return lane_.error(ErrorCode::kInvalidArgument, "accept", "malformed offer");
     return *offer;
   }
-  // Connects, to a process of our own user.
+  // Connects to the inviting process, which must belong to our own user.
   Result<PeerSocket> dial(const Invitation& invitation) const;
-  // Makes the link's segment, and shows it and our board to the peer.
+  // Makes the link's segment, and sends its descriptor and our board's to the peer.
   Result<std::unique_ptr<Connection>> say_hello(PeerSocket peer, const Secret& secret) const;
 
  private:
   struct Invited {
     Secret secret;
-    std::unique_ptr<Connection> connection;  // of who came with the secret: nobody else may after that
+    // of the peer that came with the secret; the secret is used up once this is set
+    std::unique_ptr<Connection> connection;
   };
 
   Status check(const Invitation& invitation) const;
@@ -94,7 +95,7 @@ class Rendezvous {
   SealedMemory board_;
   UniqueFd epoll_;
   UniqueFd listener_;
-  std::deque<PeerSocket> strangers_;  // have dialled and not said who they are, oldest first
+  std::deque<PeerSocket> strangers_;  // accepted dials without a hello, oldest first
   std::map<LinkId, Invited> invited_;
 };
 

@@ -8,19 +8,20 @@
 
 namespace kvc::same_host {
 
-// The domain's thread; nothing here blocks.
+// Used on the domain's thread only; nothing here blocks.
 class Sleep {
  public:
-  // `word`, of our own board, outlives this.
+  // `word` is the first word of our own board, which outlives this.
   explicit Sleep(SharedWord& word) noexcept : word_(word) {}
 
-  // The thread is about to sleep. Look for work after this: a sender either sees it, or we see what it has put.
+  // Announces a sleep. Look for work after this call: either a sender sees the announcement, or the look finds what the
+  // sender has put.
   void announce() noexcept {
     if (asleep_) return;
     asleep_ = true;
     word_.store(word_.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
   }
-  // The thread is awake; at the beginning of each turn.
+  // Ends the announced sleep. Call it at the beginning of each turn.
   void end() noexcept {
     if (!asleep_) return;
     asleep_ = false;
@@ -28,8 +29,8 @@ class Sleep {
     word_.store(word_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 
-  // Whether this turn looks at the descriptors; at the end of each. After a sleep it does, but not before what the
-  // wake-up was about: `happened` says whether the turn has found that.
+  // Whether this turn should look at the descriptors. Call it at the end of each turn; `happened` is whether the turn
+  // found work. The first turn after a sleep looks if it found no work: the wake-up was about a descriptor then.
   bool look_due(bool happened) noexcept {
     ++turns_;
     if ((!just_woken_ || happened) && turns_ % kTurnsPerLook != 0) return false;
@@ -38,7 +39,7 @@ class Sleep {
   }
 
  private:
-  // A system call of 300 ns each turn would be most of an idle turn. 16 busy turns are 2 ms, which the news of a socket
+  // A system call of 300 ns each turn would be most of an idle turn. 16 busy turns are 2 ms, which an event of a socket
   // can wait.
   static constexpr uint32_t kTurnsPerLook = 16;
 

@@ -14,7 +14,7 @@
 
 #include "base/bounds.h"
 
-#ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1, but not in the headers of every distribution that a wheel is built on
+#ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1, but missing in the headers of some distributions that build wheels
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
 
@@ -31,7 +31,7 @@ Error plain_error(ErrorCode code, std::string_view operation, std::string messag
 Error kernel_error(std::string_view operation, std::string_view what, int error_number) {
   Error error = system_error({}, operation, error_number);
   error.message = std::string(what) + ": " + error.message;
-  // Out of descriptors or memory: something that a setting mends, not a defect.
+  // The process is out of descriptors or memory. A setting solves this, so the code is kResources.
   if (error_number == EMFILE || error_number == ENFILE || error_number == ENOMEM) error.code = ErrorCode::kResources;
   return error;
 }
@@ -65,7 +65,7 @@ Result<SealedMemory> create_sealed_memory(const char* name, size_t bytes, Others
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return kernel_error(kOperation, "ftruncate", errno);
   Result<Mapping> mapping = map_shared(fd.get(), bytes, PROT_READ | PROT_WRITE, kOperation);
   if (!mapping) return mapping.error();
-  // Our mapping from above stays writable under F_SEAL_FUTURE_WRITE; nobody gets another one.
+  // Our mapping from above stays writable under F_SEAL_FUTURE_WRITE. No process gets another writable mapping.
   const int seals = F_SEAL_SHRINK | F_SEAL_GROW | (others == Others::kRead ? F_SEAL_FUTURE_WRITE : 0) | F_SEAL_SEAL;
   if (fcntl(fd.get(), F_ADD_SEALS, seals) != 0) {
     return kernel_error(kOperation, "sealing a memfd (Linux 5.1 or later is needed)", errno);
@@ -107,7 +107,7 @@ Result<Mapping> map_peer_memory(int memfd, uint64_t bytes, Others access) {
 
 namespace {
 
-// Abstract: a zero byte, then the name, and the length says where it ends.
+// An abstract address: a zero byte and the name. The length marks the end.
 struct AbstractAddress {
   explicit AbstractAddress(std::string_view name) {
     raw.sun_family = AF_UNIX;
@@ -143,7 +143,7 @@ Result<UniqueFd> connect_to(std::string_view name) {
   }
   if (errno == ECONNREFUSED) {
     return plain_error(ErrorCode::kNotReachable, "accept",
-                       "nobody listens under the peer's name: it is gone, or in another network namespace");
+                       "no process listens under the peer's name: the peer is gone, or in another network namespace");
   }
   return kernel_error("accept", "connect", errno);
 }
@@ -175,7 +175,7 @@ Sent send_message(int socket, const Message& message, std::span<const int> descr
   for (;;) {
     if (sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return Sent::kYes;
     if (errno == EINTR) continue;
-    // ETOOMANYREFS: more descriptors are under way to our peers than this user may have open.
+    // ETOOMANYREFS: this user has more descriptors in flight to peers than it may have open.
     const bool later = errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM || errno == ETOOMANYREFS;
     return later ? Sent::kLater : Sent::kBroken;
   }
@@ -195,7 +195,7 @@ Received receive_message(int socket, Message& message, std::array<UniqueFd, kMax
   } while (length < 0 && errno == EINTR);
   if (length < 0 && errno == EAGAIN) return Received::kNothing;
   if (length <= 0) return Received::kClosed;
-  // First take what came, so that it is closed in every case.
+  // Takes all received descriptors first, so that they are closed in every case.
   size_t taken = 0;
   for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;

@@ -1,5 +1,5 @@
-// The system calls of the lanes of one machine: sealed shared memory, and sockets that carry descriptors. Any thread;
-// nothing here blocks but the end of a large mapping. Errors name no provider: Lane::named() does.
+// The system calls of the same-machine lanes: sealed shared memory, and sockets that carry descriptors. Any thread may
+// use them. Nothing here blocks except unmapping a large mapping. Errors name no provider: Lane::named() adds it.
 #pragma once
 
 #include <sys/types.h>
@@ -17,12 +17,13 @@
 
 namespace kvc::same_host {
 
-// `what` failed with `error_number`.
+// Returns the error of a failed `what` with `error_number`.
 Error kernel_error(std::string_view operation, std::string_view what, int error_number);
 
 // --- Memory
 
-// A mapping that unmaps itself: tens of GiB that were touched take seconds, so a domain leaves it to the control thread.
+// A mapping that unmaps itself. Unmapping tens of GiB that were touched takes seconds, so a domain leaves it to the
+// control thread.
 class Mapping {
  public:
   Mapping() = default;
@@ -42,33 +43,34 @@ class Mapping {
   size_t bytes_ = 0;
 };
 
-// A memfd of ours, mapped writable here and of fixed size for ever.
+// A memfd of this process with a fixed size, mapped writable here.
 struct SealedMemory {
   UniqueFd fd;
   Mapping mapping;
 };
-enum class Others : uint8_t { kWrite, kRead };  // what peers may do with it
+enum class Others : uint8_t { kWrite, kRead };  // the access that peers have
 Result<SealedMemory> create_sealed_memory(const char* name, size_t bytes, Others others);
 
-// Forbids that the caller's memfd shrinks, and checks that [offset, offset+bytes) lies in it.
+// Seals the caller's memfd against shrinking, and checks that it holds [offset, offset+bytes).
 Status seal_against_shrinking(int memfd, uint64_t offset, uint64_t bytes);
 
-// Maps `bytes` of a peer's memfd. Refuses one that is smaller or could shrink: touching it would be SIGBUS.
+// Maps `bytes` of a peer's memfd. Refuses a memfd that is smaller or could shrink: touching it would raise SIGBUS.
 Result<Mapping> map_peer_memory(int memfd, uint64_t bytes, Others access);
 
 // --- Sockets (SOCK_SEQPACKET, close-on-exec, non-blocking)
 
-// Peers that may dial before the first of them is let in; the kernel's own limit, net.core.somaxconn, is the same. To let
-// them all in takes 20 ms.
+// Dials that may wait to be accepted. The kernel's own limit, net.core.somaxconn, is the same. Accepting all of them
+// takes 20 ms.
 constexpr int kMaxDials = 4096;
 
-// Listens on the abstract name: no file that a killed process leaves behind, no directory that two containers must
-// share. It lives in the network namespace: containers that share that (a pod, --network host) find each other.
+// Listens on the abstract name. Such a name leaves no file behind when a process is killed, and containers need no
+// common directory. It belongs to the network namespace: containers that share that namespace (a pod, --network host)
+// find each other.
 Result<UniqueFd> listen_on(std::string_view name);
-// kNotReachable if nobody listens there.
+// Returns kNotReachable if no process listens there.
 Result<UniqueFd> connect_to(std::string_view name);
 
-// Who is at the other end: for a connecting socket the process that listens. `pid` is 0 where that process lies
+// The process at the other end; on the connecting side, the process that listens. `pid` is 0 if that process lies
 // outside our pid namespace.
 struct PeerProcess {
   pid_t pid = 0;
@@ -76,16 +78,16 @@ struct PeerProcess {
 };
 Result<PeerProcess> peer_process(int socket);
 
-constexpr size_t kMaxDescriptors = 2;  // of one message
+constexpr size_t kMaxDescriptors = 2;  // per message
 
 enum class Sent : uint8_t { kYes, kLater, kBroken };
 Sent send_message(int socket, const Message& message, std::span<const int> descriptors);
 
 enum class Received : uint8_t {
   kMessage,
-  kNothing,   // not now
+  kNothing,   // no message is there now
   kClosed,    // the peer has closed its end, or is gone
-  kMalformed  // not one of ours
+  kMalformed  // not a message of this protocol
 };
 Received receive_message(int socket, Message& message, std::array<UniqueFd, kMaxDescriptors>& descriptors);
 

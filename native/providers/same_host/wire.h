@@ -1,5 +1,5 @@
-// What two domains of one machine say to each other whatever their lane: the messages on their socket, and the bytes of
-// a handshake. channel.h has the words in shared memory.
+// The bytes that two domains of one machine exchange, whatever their lane: the messages on their socket, and the
+// handshake. channel.h has the words in shared memory.
 #pragma once
 
 #include <array>
@@ -19,14 +19,15 @@ enum class MessageKind : uint32_t {
   kNone,     // never sent
   kHello,    // acceptor to offerer, first: `secret`; descriptors: segment, board of the acceptor
   kWelcome,  // offerer to acceptor, the answer; descriptor: board of the offerer
-  kMemory,   // host: a memfd that regions lie in: `memory` is its name from now on, `bytes` its size; descriptor: it
-             // nvlink: the next piece of the region's memory that its board has at `memory`, of key `key`: `bytes` its
-             // size; descriptor: it. None and 0 bytes: its owner has failed to get one, and no other piece follows
-  kForget,   // `memory` backs no region any more
-  kWake,     // look at your rings: you were asleep
+  // host: a memfd with regions. `memory` is its name from now on, `bytes` its size; descriptor: the memfd.
+  // nvlink: the next piece of the region that the sender's board has at `memory`, of key `key`. `bytes` is its size;
+  // descriptor: the piece. No descriptor and 0 bytes: the owner failed to export a piece, and no other piece follows.
+  kMemory,
+  kForget,  // `memory` backs no region any more
+  kWake,    // look at the rings: the receiver of this message was asleep
 };
 
-// One packet on the link's socket, with the descriptors that its kind says.
+// One packet on the link's socket, with the descriptors that its kind names.
 struct Message {
   MessageKind kind = MessageKind::kNone;
   uint32_t memory = 0;
@@ -36,14 +37,14 @@ struct Message {
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 40);
 
-// What each lane's offer begins with. The handshake travels in native byte order: whoever reads it with sense runs
-// under the same kernel.
+// The beginning of each lane's offer. The handshake travels in native byte order: a process that can use it runs under
+// the same kernel.
 struct Invitation {
   uint32_t magic = 0;
   uint32_t version = 0;
-  std::array<char, 36> boot_id{};  // /proc/sys/kernel/random/boot_id: which running kernel
-  std::array<char, 28> socket{};   // the abstract name of the listening socket, zero-filled
-  Secret secret{};                 // good for one connection
+  std::array<char, 36> boot_id{};  // /proc/sys/kernel/random/boot_id, which identifies the running kernel
+  std::array<char, 28> socket{};   // the abstract name of the listening socket, filled with zeros
+  Secret secret{};                 // valid for one connection
 };
 static_assert(std::is_trivially_copyable_v<Invitation> && sizeof(Invitation) == 88);
 
@@ -53,7 +54,7 @@ Bytes to_bytes(const T& value) {
   return Bytes(first, first + sizeof(value));
 }
 
-// The bytes of a peer as a T, if they are one by length and mark.
+// Returns the bytes of a peer as a T, or nothing if the length or the magic is wrong.
 template <typename T>
 std::optional<T> from_bytes(std::span<const std::byte> bytes, uint32_t magic) {
   T value;

@@ -1,4 +1,4 @@
-// ShuffleConnector: another lane's connector, under this lane's name.
+// ShuffleConnector: the inner lane's connector under the name of the shuffle lane.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace kvc::shuffle {
 
-// What the inner lane said, in this lane's name.
+// Returns the inner lane's result, with the shuffle lane's name in its error.
 template <typename T>
 T renamed(T result) {
   if (!result.ok()) result.error().provider = "shuffle";

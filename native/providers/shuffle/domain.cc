@@ -10,11 +10,12 @@
 namespace kvc::shuffle {
 namespace {
 
-// Batches without a completion: 64 of 64 pages are enough to mix, and tests meet kBusy.
+// The most batches without a completion. 64 batches of 64 pages are enough to mix, and few enough that tests reach
+// kBusy.
 constexpr size_t kMaxBatches = 64;
-// Pieces posted and immediates told in one poll(): 0.2 us each.
+// The most pieces posted and immediates reported in one poll(). Each takes 0.2 us.
 constexpr int kPiecesPerPoll = 256;
-// A piece that the inner domain has no room for is offered again after this long.
+// Time after which a piece is offered again if the inner domain had no room.
 constexpr std::chrono::microseconds kBusyPause{20};
 
 }  // namespace
@@ -39,7 +40,7 @@ bool ShuffleDomain::fence(LinkId link) {
   drop_all(link, Error{ErrorCode::kPeerDown, "shuffle", {}, "write", "the link was fenced on this side"});
   const bool fenced = inner_->fence(link);
   listen();
-  if (fenced) tell_all(link);  // what the inner domain reported last included
+  if (fenced) tell_all(link);  // includes what the inner domain reported last
   return fenced;
 }
 
@@ -59,11 +60,11 @@ uint64_t ShuffleDomain::own(Work work) {
 
 Posted ShuffleDomain::post(LinkId link, const WriteBatch& batch) {
   if (batches_ >= kMaxBatches) return Posted::kBusy;
-  // An immediate alone stays one: there are no pages that it has to wait for.
+  // An immediate alone is not split: it has no pages to wait for.
   const bool whole = batch.page_bytes == 0;
   const uint64_t owner = own({link, batch.work, whole ? 1 : batch.pages.size()});
   if (whole) {
-    // Nothing of a page is looked at: only how many there are, which the immediate says as well.
+    // The pages themselves are not used. The immediate contains their number.
     pieces_.emplace(draw(), HeldPage{owner, link, batch, {}, {}});
     return Posted::kYes;
   }
@@ -93,7 +94,7 @@ bool ShuffleDomain::post_due(Clock::time_point now) {
     const WorkId id = next_id_++;
     Posted posted = Posted::kYes;
     if (piece.message.empty()) {
-      // An immediate alone has as many pages as it is counted for.
+      // The multiplicity of an immediate alone is the number of its pages.
       const std::vector<PageWrite> pages(
           piece.batch.page_bytes == 0 ? Immediate::decode(piece.batch.immediate).multiplicity : 1, piece.page);
       piece.batch.work = id;
@@ -159,7 +160,7 @@ void ShuffleDomain::hear(Completion& completion) {
       landed_.emplace(draw(), Landed{completion.link, completion.immediate()});
       return;
     case Completion::Kind::kMessage:
-      return completions_.put(std::move(completion));  // shuffled by its sender
+      return completions_.put(std::move(completion));  // its sender has shuffled it
     case Completion::Kind::kLinkDown:
       completion.detail->error.provider = "shuffle";
       drop_all(completion.link, completion.detail->error);
@@ -188,7 +189,7 @@ void ShuffleDomain::tell_all(LinkId link) {
   for (const uint32_t immediate : immediates) completions_.immediate(link, immediate);
 }
 
-// --- The worker's turn
+// --- The thread's turn
 
 bool ShuffleDomain::poll() {
   const Clock::time_point now = Clock::now();

@@ -1,13 +1,13 @@
 // ShuffleDomain: another domain behind a shuffled queue on either side.
 //
-//  - A batch is split into its pages; each is posted to the inner domain by itself, as a write of one page that counts
-//    one, after 0..max_delay_us. So pages of one batch, batches of a link and links among each other are all mixed.
-//  - What the inner domain reports of its own peer's writes waits as long again: immediates are told to the engine in
-//    another order than they landed in, but never before they landed.
-//  - Messages are sent in any order.
-// Nothing is lost, repeated or invented: whatever the inner domain promises holds here, except order.
+// - A batch is split into its pages. Each page is posted to the inner domain as a write of one page that counts one,
+//   after 0..max_delay_us. So pages of one batch, batches of a link and the links are all mixed.
+// - Events that the inner domain reports of its peer's writes wait again for 0..max_delay_us. The transfer engine
+//   receives immediates in another order than they landed in, but never before they landed.
+// - Messages are sent in any order.
+// Nothing is lost, repeated or invented: all promises of the inner domain hold here, except order.
 //
-// One seed gives one sequence of delays; what that makes of the order depends on the inner domain's timing as well.
+// One seed gives one sequence of delays. The resulting order depends on the inner domain's timing as well.
 #pragma once
 
 #include <chrono>
@@ -42,24 +42,24 @@ class ShuffleDomain final : public Domain {
 
  private:
   using Clock = TimerFd::Clock;
-  // When something is due, and a random number that mixes what is due at the same time.
+  // The time at which an item is due, and a random number that mixes items with the same time.
   using Due = std::pair<Clock::time_point, uint64_t>;
 
-  // A batch, or a message, that the engine waits for.
+  // A batch or message whose completion the transfer engine awaits.
   struct Work {
     LinkId link = 0;
     WorkId work = 0;
-    size_t left = 0;  // pages that have not ended
+    size_t left = 0;  // pages that have not completed
     bool message = false;
     std::optional<Error> error{};
   };
-  // One page of a batch, or one message, on its way to the inner domain.
+  // One page of a batch, or one message, that waits to be posted to the inner domain.
   struct HeldPage {
     uint64_t owner = 0;  // key of its Work
     LinkId link = 0;
-    WriteBatch batch;  // without its page
+    WriteBatch batch;  // without its pages
     PageWrite page;
-    Bytes message;  // not empty: a message
+    Bytes message;  // not empty if this is a message
   };
   struct Landed {
     LinkId link = 0;
@@ -74,10 +74,11 @@ class ShuffleDomain final : public Domain {
   void end_piece(uint64_t owner, const Error* error);
   bool post_due(Clock::time_point now);
   bool tell_due(Clock::time_point now);
-  // What the inner domain has to say.
+  // Takes the inner domain's completions.
   bool listen();
   void hear(Completion& completion);
-  // The link has ended: what landed over it is told, and what was not posted yet ends with `error`.
+  // Called when the link has ended. tell_all() reports all that landed over the link. drop_all() completes with `error`
+  // all that was not posted yet.
   void tell_all(LinkId link);
   void drop_all(LinkId link, const Error& error);
 
@@ -88,8 +89,8 @@ class ShuffleDomain final : public Domain {
   const uint32_t max_delay_us_;
   uint64_t next_id_ = 1;
   std::unordered_map<uint64_t, Work> works_;
-  size_t batches_ = 0;                           // of them
-  std::unordered_map<WorkId, uint64_t> posted_;  // the inner domain's works: which of ours a piece belongs to
+  size_t batches_ = 0;                           // how many of `works_` are batches
+  std::unordered_map<WorkId, uint64_t> posted_;  // the key of the Work to which each work of the inner domain belongs
   std::multimap<Due, HeldPage> pieces_;
   std::multimap<Due, Landed> landed_;
 };

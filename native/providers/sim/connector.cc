@@ -35,7 +35,7 @@ Result<Connector::Accepted> SimConnector::accept(LinkId id, std::span<const std:
     return sim_error(ErrorCode::kNotReachable, "accept", "the peer is in another fabric than " + name_);
   }
   std::shared_ptr<Gate> gate = fabric_->take(secret);
-  if (gate == nullptr) return sim_error(ErrorCode::kRefused, "accept", "this offer was used already, or withdrawn");
+  if (gate == nullptr) return sim_error(ErrorCode::kRefused, "accept", "this offer was already used or withdrawn");
   {
     const std::lock_guard lock(gate->mutex);
     gate->inbox[1] = inbox_;

@@ -1,4 +1,4 @@
-// SimConnector: how sim domains of one fabric meet.
+// SimConnector: makes links between sim domains of one fabric.
 #pragma once
 
 #include <map>
@@ -25,14 +25,14 @@ class SimConnector final : public Connector {
 
  private:
   struct Offered {
-    uint64_t secret = 0;  // what the gate waits under in the fabric
+    uint64_t secret = 0;  // the key under which the gate waits in the fabric
     std::unique_ptr<Link> link;
   };
 
-  const std::string name_;  // of the fabric
+  const std::string name_;  // the fabric's name
   const std::shared_ptr<Fabric> fabric_;
   const std::shared_ptr<Nic> nic_;
-  const std::shared_ptr<Inbox> inbox_;  // the domain's
+  const std::shared_ptr<Inbox> inbox_;  // the domain's inbox
   std::map<LinkId, Offered> offers_;
 };
 

@@ -12,7 +12,7 @@ namespace kvc::sim {
 
 namespace {
 
-// What one poll() delivers at most: 1 MiB is 100 us at 10 GB/s, a page's bookkeeping about 0.4 us.
+// The most that one poll() delivers. 1 MiB takes 100 us at 10 GB/s, and a page's bookkeeping about 0.4 us.
 constexpr uint64_t kPollBytes = 1 << 20;
 constexpr uint64_t kPollRuns = 256;
 
@@ -50,7 +50,7 @@ void SimDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
   if (open) {
     if (other != nullptr) other->put(LinkReady{});
   } else {
-    inbox_->put(LinkClosed{id});  // it ended before it was here
+    inbox_->put(LinkClosed{id});  // the link ended before it was attached
   }
 }
 
@@ -63,7 +63,7 @@ bool SimDomain::fence(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return true;
   std::unique_ptr<Link> link = std::move(node.mapped());
-  // Nothing lands once the gate is closed. What the peer has said of works before is still true.
+  // Nothing lands once the gate is closed. Completions that the peer sent before stay valid.
   Fabric::close(*link->gate, link->side);
   end_posted(*link, sim_error(ErrorCode::kPeerDown, "write", "the link was fenced on this side"));
   return true;
@@ -127,7 +127,7 @@ void SimDomain::take(LinkId id, uint32_t slot) {
   link->gate->inbox[other]->put(WorkDone{.link = link->gate->link[other], .slot = slot, .message = true});
 }
 
-// Without delays neither the clock nor the seed is asked: everything is due at once, and receive() reorders it.
+// Without delays neither the clock nor the seed is read: everything is due at once, and receive() reorders it.
 int64_t SimDomain::due_ns() {
   if (max_delay_us_ == 0) return 0;
   return now_ns() + static_cast<int64_t>(random_() % (uint64_t{max_delay_us_} * 1000 + 1));
@@ -163,7 +163,8 @@ void SimDomain::receive(BatchArrival& arrival) {
 
 void SimDomain::receive(WorkDone& done) {
   Link* const link = find(done.link);
-  if (link == nullptr || link->gate->cut.load()) return;  // fenced meanwhile, or lost with the link
+  // the link was fenced meanwhile, or the completion was lost with it
+  if (link == nullptr || link->gate->cut.load()) return;
   const std::optional<WorkId> work = done.message ? link->messages.take(done.slot) : link->posted.take(done.slot);
   if (!work) return;
   if (done.error) {
@@ -183,7 +184,7 @@ void SimDomain::receive(LinkClosed& closed) {
   completions_.link_down(closed.link, down);
 }
 
-// The bytes that it took.
+// Delivers the run. Returns the number of copied bytes.
 uint64_t SimDomain::deliver(const Arrival& arrival) {
   Batch& batch = *arrival.batch;
   Gate& gate = *batch.gate;
@@ -193,7 +194,7 @@ uint64_t SimDomain::deliver(const Arrival& arrival) {
   const uint64_t bytes = run.pages * batch.page_bytes;
   {
     const std::lock_guard lock(gate.mutex);
-    if (!gate.open) return 0;  // its sender was told, or will find LinkClosed
+    if (!gate.open) return 0;  // its sender was notified, or will find LinkClosed
     if (!batch.message.empty()) {
       completions_.message(link, batch.slot, batch.message);
       return batch.message.size();
@@ -203,7 +204,8 @@ uint64_t SimDomain::deliver(const Arrival& arrival) {
     } else if (batch.counted) {
       completions_.immediate(link, Immediate::with_multiplicity(batch.immediate, run.pages));
     }
-    // Under the lock: who closes the gate after this finds it said. The last of its runs: the batch is its sender's then.
+    // The WorkDone is put under the lock, so that a thread that closes the gate later finds it. After the last run the
+    // batch belongs to its sender.
     if (--batch.runs_left == 0) gate.inbox[sender]->put(WorkDone{gate.link[sender], batch.slot, false, batch.error});
   }
   for (const auto& nic : gate.nic) fabric_->carried(*nic, run.pages);

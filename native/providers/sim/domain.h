@@ -1,8 +1,8 @@
 // The sim domain: delivers every run of pages separately, each after a delay that the seed decides.
 //
-// It finds what a kind fabric hides: code that relies on order (pages of a batch, batches of a transfer and links
-// among each other are all reordered), and code that reuses source pages early (the source is read when the page is
-// delivered, not when it is posted).
+// It finds errors that a well-behaved fabric hides. One is code that relies on order: pages of a batch, batches of a
+// transfer and the links are all reordered. The other is code that reuses source pages early: the source is read when
+// the page is delivered, not when it is posted.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +37,10 @@ class SimDomain final : public Domain {
   bool prepare_sleep() override;
 
  private:
-  // A run of a batch, or a message, on its way here.
+  // A run of a batch, or a message, that is in flight to this domain.
   struct Arrival {
     int64_t due_ns = 0;
-    uint64_t tie = 0;  // random: reorders also where the delays are equal (max_delay_us = 0)
+    uint64_t tie = 0;  // random: reorders arrivals with equal delays too (max_delay_us = 0)
     std::shared_ptr<Batch> batch;
     uint32_t run = 0;
     bool later_than(const Arrival& other) const {
@@ -67,8 +67,8 @@ class SimDomain final : public Domain {
   std::mt19937_64 random_;
   RegionTable regions_;
   std::unordered_map<LinkId, std::unique_ptr<Link>> links_;
-  std::vector<Arrival> arrivals_;  // a heap: the next one due is in front
-  std::vector<Message> messages_;  // poll()'s, for its memory
+  std::vector<Arrival> arrivals_;  // a heap: the first element is the next one due
+  std::vector<Message> messages_;  // kept between calls of poll(), which reuses its memory
 };
 
 }  // namespace kvc::sim

@@ -33,7 +33,7 @@ bool Inbox::prepare_sleep() {
 }
 
 void Inbox::close() {
-  std::vector<Message> untaken;  // ends after the lock: the last of them may end this
+  std::vector<Message> untaken;  // destroyed after the lock is released: the last message may end this inbox
   const std::lock_guard lock(mutex_);
   closed_ = true;
   untaken = std::exchange(messages_, {});
@@ -103,7 +103,7 @@ void Fabric::cut(Nic& nic) {
       gate->open = false;
       gate->cut.store(true);
     }
-    // Both ends were set before join().
+    // Both sides of the gate were set before join().
     for (size_t side = 0; side < 2; ++side) gate->inbox[side]->put(LinkClosed{gate->link[side]});
   }
 }

@@ -1,7 +1,8 @@
-// Fabric: where the sim domains of one process meet.
+// Fabric: connects the sim domains of one process.
 //
-// Threads: each domain belongs to one thread, and so does each connector; the fabric is what those threads share. A page is
-// copied by the receiving domain's thread, under the link's gate; completions travel back through the sender's inbox.
+// Threads: each domain belongs to one thread, and so does each connector. The fabric is the state that these threads
+// share. The receiving domain's thread copies a page, under the link's gate. Completions travel back through the
+// sender's inbox.
 #pragma once
 
 #include <array>
@@ -30,34 +31,35 @@ inline Error sim_error(ErrorCode code, std::string operation, std::string messag
 class Inbox;
 class Fabric;
 
-// The NIC behind a domain, as far as it can fail (faults.h).
+// The NIC behind a domain, with the state that faults.h changes.
 struct Nic {
   std::string device;
   std::atomic<bool> up{true};
-  std::atomic<int64_t> pages_to_cut{0};  // pages that it still carries before it is cut; 0: no such plan
+  std::atomic<int64_t> pages_to_cut{0};  // pages until the NIC is cut; 0: no cut is planned
   std::atomic<uint64_t> bits_per_second{0};
-  std::vector<std::weak_ptr<struct Gate>> gates;  // of its links; guarded by the fabric's mutex
+  std::vector<std::weak_ptr<struct Gate>> gates;  // gates of its links; guarded by the fabric's mutex
 };
 
-// Both ends of a link. Whoever holds the gate and finds it open may copy a page; who closes it knows that no page
-// lands after that, in either direction.
+// Both ends of a link. A thread that holds the mutex and finds the gate open may copy a page. After a thread has closed
+// the gate, no page lands in either direction.
 struct Gate {
   std::mutex mutex;
   bool open = true;
-  std::atomic<bool> cut{false};  // by a NIC: what was under way in either direction is lost, completions too
-  // By side: 0 the offerer's, 1 the acceptor's. Set before the other side can send.
+  // set by a NIC's cut: pages in flight in either direction are lost, and completions too
+  std::atomic<bool> cut{false};
+  // By side: 0 is the offering side, 1 the accepting side. Set before the other side can send.
   std::array<std::shared_ptr<Inbox>, 2> inbox;
   std::array<LinkId, 2> link{};
   std::array<std::shared_ptr<Nic>, 2> nic;
-  std::array<std::atomic<bool>, 2> attached{};  // the side's domain has it: it may be written to
+  std::array<std::atomic<bool>, 2> attached{};  // whether the side's domain has the link and may be written to
 };
 
-// One posted batch, or a message: its runs of pages are delivered one by one, in any order; the last one reports. In use
-// by its sender's link again once nobody else holds it.
+// One posted batch, or a message. Its runs of pages are delivered one by one, in any order, and the last one reports.
+// The sender's link uses the object again once no other owner holds it.
 struct Batch {
   std::shared_ptr<Gate> gate;
   int sender = 0;     // the sender's side of the gate
-  uint32_t slot = 0;  // of the sender's link
+  uint32_t slot = 0;  // slot of the sender's link
   uint64_t rkey = 0;
   uint64_t page_bytes = 0;
   bool counted = false;
@@ -67,8 +69,8 @@ struct Batch {
     int64_t due_ns = 0;
   };
   std::vector<Run> runs;
-  Bytes message;  // not empty: a message, whose one run says when it is due
-  // The receiving thread's:
+  Bytes message;  // not empty if this is a message, whose one run contains its due time
+  // Used by the receiving thread:
   size_t runs_left = 0;
   std::optional<Error> error;
 };
@@ -76,7 +78,7 @@ struct Batch {
 struct BatchArrival {
   std::shared_ptr<Batch> batch;
 };
-// To the sender: the batch of this slot has ended, or the message was taken.
+// Sent to the sender: the batch of this slot has ended, or the message was taken.
 struct WorkDone {
   LinkId link = 0;
   uint32_t slot = 0;
@@ -86,7 +88,7 @@ struct WorkDone {
 struct LinkClosed {
   LinkId link = 0;
 };
-// The other side has the link: what was refused as too early may be posted.
+// Sent to this side: the other side has attached the link, so that posts refused as too early may be retried.
 struct LinkReady {};
 using Message = std::variant<BatchArrival, WorkDone, LinkClosed, LinkReady>;
 
@@ -102,11 +104,12 @@ class Inbox {
     messages_.emplace_back(std::in_place_type<Kind>, std::forward<Kind>(message));
     if (sleeping_ && !signalled_) wake();
   }
-  // Into `messages`, which is empty before.
+  // Moves all messages into `messages`, which must be empty.
   void take(std::vector<Message>& messages);
-  // False: something is there.
+  // Returns false if messages wait.
   bool prepare_sleep();
-  // The domain is gone: nobody takes any more. Messages hold their link's gate, and that holds this.
+  // Drops all messages, now and later: the domain is gone. This breaks a cycle, because messages hold their link's
+  // gate, and the gate holds this inbox.
   void close();
   int fd() const { return fd_.get(); }
 
@@ -123,27 +126,28 @@ class Inbox {
 
 class Fabric {
  public:
-  // The fabric of this name in this process; it lives as long as a domain holds it.
+  // Returns the fabric of this name in this process. It lives as long as a domain holds it.
   static std::shared_ptr<Fabric> get(const std::string& name);
 
   Fabric();
-  // Tells fabrics apart, those of other processes included.
+  // A number that identifies the fabric, also among the fabrics of other processes.
   uint64_t token() const { return token_; }
   uint64_t next_domain() { return next_domain_.fetch_add(1); }
 
-  // A gate waits under its secret from offer() until accept() takes it.
+  // publish() keeps a gate under its secret from offer() on. take() removes it for accept().
   void publish(uint64_t secret, std::shared_ptr<Gate> gate);
   std::shared_ptr<Gate> take(uint64_t secret);
 
-  // The NIC of this name, from now on for as long as the fabric.
+  // Returns the NIC of this name. It lives as long as the fabric.
   std::shared_ptr<Nic> nic(const std::string& device);
-  // Both ends of the gate are known. False: one of its NICs is down.
+  // Adds a gate whose ends are both known to its NICs. Returns false if one of the NICs is down.
   bool join(const std::shared_ptr<Gate>& gate);
-  // The NIC is down: its links end on both sides. Not while a gate's mutex is held.
+  // Takes the NIC down and ends its links on both sides. Must not be called while a gate's mutex is held.
   void cut(Nic& nic);
-  // A NIC has carried so many pages; cuts it where that was the plan. Not while a gate's mutex is held.
+  // Counts pages that a NIC has carried, and cuts the NIC if a cut was planned there. Must not be called while a gate's
+  // mutex is held.
   void carried(Nic& nic, uint32_t pages);
-  // One side ends the link: the other is told.
+  // Ends the link for one side and notifies the other side.
   static void close(Gate& gate, int side);
 
  private:

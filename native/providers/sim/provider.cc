@@ -22,7 +22,7 @@ Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& /*control*
   }
   auto inbox = std::make_shared<Inbox>(std::move(event));
   const std::shared_ptr<Fabric> fabric = Fabric::get(config.fabric);
-  // A NIC that has no name is the domain's own, and ends with it.
+  // A NIC without a name belongs to this domain and ends with it.
   const std::shared_ptr<Nic> nic = config.device.empty() ? std::make_shared<Nic>() : fabric->nic(config.device);
   OpenedDomain opened;
   opened.connector = std::make_unique<SimConnector>(config.fabric, fabric, nic, inbox);

@@ -1,4 +1,4 @@
-// The sim provider: create() is all that it exports.
+// The sim provider. It exports create() only.
 #pragma once
 
 #include "lane/domain.h"

@@ -1,5 +1,5 @@
-// Arrivals: the connections of one offered link that have proved themselves, on their way from the connector, which admits
-// them, to the domain. It lives as long as the link has use for them.
+// Arrivals: the queue by which the connector passes the connections of one offered link to the domain. The connector
+// admits only connections that have proved themselves. The queue lives as long as the link needs it.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,30 @@
 
 namespace kvc::tcp {
 
-// Two threads: one puts, one takes. Nothing here blocks.
+// Used by two threads: the connector's puts, the domain's takes. Nothing here blocks.
 class Arrivals {
  public:
   struct Arrival {
-    uint16_t index = 0;  // which of the link's connections it is
+    uint16_t index = 0;  // index of the connection within its link
     UniqueFd socket;
   };
 
   static Result<std::shared_ptr<Arrivals>> create();
   explicit Arrivals(UniqueFd bell) : bell_(std::move(bell)) {}
-  // Ends what nobody has taken.
+  // Ends the connections that the domain has not taken.
   ~Arrivals();
 
-  // Readable while something waits; valid as long as this object.
+  // A descriptor that is readable while a connection waits; valid as long as this object.
   int fd() const noexcept { return bell_.get(); }
 
-  // The connector.
+  // For the connector's thread.
   void put(uint16_t index, UniqueFd socket);
-  // The domain.
+  // For the domain's thread.
   std::vector<Arrival> take();
 
  private:
   const UniqueFd bell_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::vector<Arrival> waiting_;
 };
 

@@ -15,11 +15,11 @@
 namespace kvc::tcp {
 namespace {
 
-// What one system call may gather or scatter (UIO_MAXIOV).
+// The number of buffers that one system call may gather or scatter (UIO_MAXIOV).
 constexpr size_t kMaxIovecs = 1024;
 
-// What a frame costs in a turn's budget beside its bytes: to parse it, and to count what it raises, takes as long as 1 KiB
-// takes to land (0.15 us, measured on a flood of immediates alone).
+// A frame's cost in a turn's budget, beside its bytes. Parsing the frame and counting its immediate takes as long as
+// landing 1 KiB (0.15 us, measured on a flood of immediates alone).
 constexpr uint64_t kFrameCost = 1 << 10;
 
 // Collects up to `room` bytes for one sendmsg or recvmsg.
@@ -29,7 +29,7 @@ class IoList {
   void add(const void* data, uint64_t bytes) {
     const uint64_t taken = std::min(bytes, room_);
     if (taken == 0 || count_ == kMaxIovecs) return;
-    // Pages that follow each other are one piece for the kernel.
+    // Pages that follow each other in memory are one buffer for the kernel.
     if (count_ > 0 && static_cast<std::byte*>(entries_[count_ - 1].iov_base) + entries_[count_ - 1].iov_len == data) {
       entries_[count_ - 1].iov_len += static_cast<size_t>(taken);
     } else {
@@ -97,14 +97,14 @@ Status Connection::adopt(UniqueFd socket) {
 
 void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
   if (state_ != State::kUp || std::exchange(parted_, true)) return;
-  // What has not begun to leave never will.
+  // Frames that have not begun to leave are dropped.
   // Refusals stay: a peer that receives the acknowledgement of later batches must know that an earlier one was refused.
   const auto waits = [&] { return !unsent_.empty() && unsent_.back()->sent == 0 && unsent_.back()->refused == 0; };
   for (; waits(); unsent_.pop_back()) drop_frame(std::move(unsent_.back()));
   if (last_words == nullptr && owes_acknowledgement()) last_words = take_frame(FrameHeader{});
   if (last_words != nullptr) {
-    // Behind the rest of a frame that has begun to leave, whose pages are still ours to read. As much of it as one poll()
-    // may move: a full batch.
+    // The last words go behind the rest of a frame that has begun to leave, whose pages this side may still read. This
+    // sends at most as many bytes as one poll() may move: a full batch.
     unsent_.push_back(std::move(last_words));
     bool room = true;
     for (int i = 0; i < context_.tuning.turns && room && !unsent_.empty(); ++i) {
@@ -112,7 +112,7 @@ void Connection::part_with(std::unique_ptr<OutgoingFrame> last_words) {
       room = sent && sent.value();
     }
   }
-  // Also where a forked child holds the same descriptor.
+  // shutdown() ends the direction even if a forked child holds the same descriptor.
   ::shutdown(socket_.get(), SHUT_WR);
   (void)watch(false);
 }
@@ -124,7 +124,7 @@ void Connection::end() {
   if (std::exchange(in_sendable_, false)) std::erase(context_.sendable, this);
   if (socket_) context_.epoll.remove(socket_.get());
   if (was_up) {
-    // Whoever closes a socket into which the peer still writes takes our last words back.
+    // Closing a socket into which the peer still writes would discard the last words. So the socket lingers.
     context_.control.run([lingering = context_.lingering, socket = std::make_shared<UniqueFd>(std::move(socket_))] {
       lingering->add(std::move(*socket));
     });
@@ -149,7 +149,7 @@ void Connection::complete_all(const Error& error) {
 }
 
 Status Connection::on_events(uint32_t events) {
-  if (state_ == State::kEnded) return {};  // since the event was fetched
+  if (state_ == State::kEnded) return {};  // ended since the event was fetched
   Status status;
   if (state_ == State::kConnecting) {
     status = finish_connecting();
@@ -177,7 +177,7 @@ void Connection::want_turn() {
 
 // --- Sending.
 
-// A frame that is its header alone so far.
+// Returns a frame that is its header alone.
 std::unique_ptr<OutgoingFrame> Connection::take_frame(const FrameHeader& header) {
   std::unique_ptr<OutgoingFrame> frame;
   if (context_.spare_frames.empty()) {
@@ -241,7 +241,8 @@ void Connection::send(uint32_t slot, std::span<const std::byte> message) {
   frame->sources[0] = frame->message.data();
   frame->pages = 1;
   frame->page_bytes = message.size();
-  // Ahead of the writes, which may be megabytes, but not into one that has begun to leave, nor ahead of refusals.
+  // A message goes ahead of the writes, which may be megabytes. It goes neither into a frame that has begun to leave,
+  // nor ahead of refusals.
   auto place = unsent_.begin();
   while (place != unsent_.end() &&
          ((*place)->sent > 0 || (*place)->refused > 0 || (*place)->type == FrameType::kMessage)) {
@@ -254,14 +255,14 @@ void Connection::send(uint32_t slot, std::span<const std::byte> message) {
 Status Connection::send_turn() {
   in_sendable_ = false;
   if (state_ != State::kUp || parted_) return {};
-  // Any frame whose header has not left yet acknowledges as well as an ack would.
+  // Any frame whose header has not left acknowledges as well as an ack would.
   if (owes_acknowledgement() && (unsent_.empty() || unsent_.back()->sent > 0)) {
     unsent_.push_back(take_frame(FrameHeader{}));
   }
   if (!unsent_.empty()) {
     const Result<bool> sent = transmit();
     if (!sent) return sent.error();
-    // Full: epoll will say when it is not.
+    // The socket is full. epoll reports when it is writable again.
     if (!sent.value() && !watching_writable_) return watch(true);
   }
   if (unsent_.empty() && watching_writable_) return watch(false);
@@ -274,7 +275,8 @@ Result<bool> Connection::transmit() {
   for (size_t i = 0; i < unsent_.size() && !list.full(); ++i) {
     const std::unique_ptr<OutgoingFrame>& frame = unsent_[i];
     if (frame->sent == 0) {
-      // Nothing acknowledges a batch whose refusal comes behind it: refusals stand first, by their sequence.
+      // A frame must not acknowledge a batch whose refusal leaves later. So refusals leave first, in the order of their
+      // sequences.
       const uint64_t next_refused = i + 1 < unsent_.size() ? unsent_[i + 1]->refused : 0;
       const uint64_t acknowledged = next_refused > 0 ? next_refused - 1 : received_;
       std::memcpy(frame->head.data() + offsetof(FrameHeader, acknowledged), &acknowledged, sizeof(acknowledged));
@@ -342,7 +344,7 @@ Status Connection::read_turn() {
     }
     if (got < 0) return down("receive", errno);
     if (got == 0) {
-      return down("receive", state_ == State::kGreeting ? "the peer did not welcome us: its offer is no longer valid"
+      return down("receive", state_ == State::kGreeting ? "the peer sent no welcome: its offer is no longer valid"
                                                         : "the peer closed the connection");
     }
     const auto bytes = static_cast<uint64_t>(got);
@@ -353,7 +355,7 @@ Status Connection::read_turn() {
     if (landed > 0) advance_landing(landed);
     if (Status parsed = parse_inbox(budget); !parsed) return parsed;
   }
-  // While more is waiting, one acknowledgement for all of it is enough.
+  // If more is waiting to be read, one acknowledgement for all of it is enough.
   if (owes_acknowledgement() &&
       (drained || untold_bytes_ >= context_.tuning.unacknowledged_bytes || !more_waits(socket_))) {
     want_turn();
@@ -375,7 +377,7 @@ Status Connection::parse_inbox(uint64_t& budget) {
     const size_t size = head_bytes(header);
     const std::byte* const body = head + sizeof(header);
     Status refusal;
-    if (header.type == FrameType::kRefusal) {  // before the acknowledgement, which may be of the same batch
+    if (header.type == FrameType::kRefusal) {  // before the acknowledgement, which may cover the same batch
       if (inbox_bytes() < size) return {};
       refusal = take_refusal(header, {reinterpret_cast<const char*>(body), header.count});
     }
@@ -400,7 +402,7 @@ Status Connection::take_welcome(bool& taken) {
   inbox_begin_ += sizeof(welcome);
   if (welcome.magic != Welcome::kMagic || welcome.version != kVersion || welcome.index != index_ ||
       !welcome.secret.equals(welcome_.secret)) {
-    return down("connect", "whoever listens at the peer's address is not the peer");
+    return down("connect", "another process listens at the peer's address");
   }
   taken = true;
   state_ = State::kUp;
@@ -410,7 +412,7 @@ Status Connection::take_welcome(bool& taken) {
 
 Status Connection::begin_landing(const FrameHeader& header, const std::byte* offsets) {
   if (header.sequence != received_ + 1) {
-    return refuse(header.sequence, ErrorCode::kInvalidArgument, "a write out of step");
+    return refuse(header.sequence, ErrorCode::kInvalidArgument, "a write with an unexpected sequence number");
   }
   if (header.page_bytes == 0) {  // an immediate alone
     ++received_;
@@ -444,11 +446,11 @@ Status Connection::begin_landing(const FrameHeader& header, const std::byte* off
 
 Status Connection::skip(const FrameHeader& header, ErrorCode code, const std::string& why) {
   skipping_ = header.count * header.page_bytes;
-  if (parted_) return {};  // nothing more is sent
-  // Ahead of what acknowledges this batch, as later refusals are of later ones.
+  if (parted_) return {};  // no more frames are sent
+  // The refusal leaves before any frame that acknowledges this batch, and behind the refusals of earlier batches.
   auto place = unsent_.begin();
   while (place != unsent_.end() && ((*place)->sent > 0 || (*place)->refused > 0)) ++place;
-  // A peer of ours has no more batches that are not acknowledged: this one writes and does not read.
+  // A well-behaved peer has no more unacknowledged batches than this. This peer writes and does not read.
   if (static_cast<size_t>(place - unsent_.begin()) > context_.tuning.queue_batches) {
     return refuse(header.sequence, code, why);
   }
@@ -493,7 +495,7 @@ void Connection::advance_landing(uint64_t bytes) {
 
 Status Connection::take_message(uint32_t slot, std::span<const std::byte> message) {
   if (!link_.put(slot, *this)) {
-    return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose last one was not taken");
+    return refuse(0, ErrorCode::kInvalidArgument, "a message in a slot whose previous message was not taken");
   }
   context_.completions.message(link_.id(), slot, message);
   return {};
@@ -508,7 +510,7 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
   const uint64_t acknowledged = header.acknowledged;
   uint32_t messages = header.messages_taken ^ messages_seen_;
   if (acknowledged < acknowledged_ || acknowledged > sent_ || (messages & ~messages_sent_) != 0) {
-    return refuse(0, ErrorCode::kInvalidArgument, "an acknowledgement of what was never sent");
+    return refuse(0, ErrorCode::kInvalidArgument, "an acknowledgement of a write or message that was never sent");
   }
   messages_seen_ ^= messages;
   messages_sent_ ^= messages;
@@ -531,12 +533,12 @@ Status Connection::take_acknowledgement(const FrameHeader& header) {
 Status Connection::take_refusal(const FrameHeader& header, std::string_view text) {
   std::string words = "the peer refused a write: " + printable(text);
   const ErrorCode code = refusal_code(header.value);
-  // It may come while the kernel has not taken all of the batch.
+  // The refusal may arrive before the kernel has taken all of the batch.
   const uint64_t first = 1 + (refused_.empty() ? acknowledged_ : refused_.back().sequence);
   const bool posted = header.sequence >= first && header.sequence <= std::min(posted_, sent_ + 1);
   if (posted) refused_.push_back({header.sequence, tcp_error(code, "write", words)});
   if (code != ErrorCode::kUnknownRegion) return down("write", std::move(words));
-  if (!posted) return refuse(0, ErrorCode::kInvalidArgument, "a refusal of what was never sent");
+  if (!posted) return refuse(0, ErrorCode::kInvalidArgument, "a refusal of a write that was never sent");
   return {};
 }
 

@@ -12,10 +12,10 @@
 namespace kvc::tcp {
 namespace {
 
-// Connections accepted in one serve(): each costs a few microseconds.
+// Connections accepted in one serve(). Each costs a few microseconds.
 constexpr int kAcceptsPerTurn = 16;
-// How long the listener rests when the process has no descriptor left: long enough not to spin, short beside
-// connect_timeout.
+// Pause of the listener after the process has run out of descriptors. It is long enough not to spin, and short compared
+// with connect_timeout.
 constexpr std::chrono::milliseconds kListenerPause{200};
 
 bool out_of_descriptors(int error_number) {
@@ -117,7 +117,7 @@ Result<std::unique_ptr<LinkEnd>> TcpConnector::complete(LinkId link, std::span<c
   Offered& offered = found->second;
   Result<Answer> answer = Answer::decode(bytes);
   if (answer && (answer.value().link != link || answer.value().connections > offered.connections)) {
-    answer = tcp_error(ErrorCode::kInvalidArgument, "complete", "the answer is not one to this link's offer");
+    answer = tcp_error(ErrorCode::kInvalidArgument, "complete", "the answer does not belong to this link's offer");
   }
   if (!answer) {
     offers_.erase(found);
@@ -145,7 +145,7 @@ void TcpConnector::serve() {
     if (kind == Watched::Kind::kLingering) lingering_->serve();
     if (kind == Watched::Kind::kStranger) hear(static_cast<Stranger&>(*watched));
   }
-  // After the events, which name strangers that these dismiss.
+  // After the events, because events name strangers that these calls dismiss.
   if (expired) expire();
   if (knocked) accept_strangers();
 }
@@ -160,7 +160,7 @@ void TcpConnector::accept_strangers() {
       }
       break;
     }
-    // Who has to go is heard first: its Hello may have come meanwhile.
+    // The oldest stranger is read once more before it is dismissed: its Hello may have arrived meanwhile.
     if (strangers_.size() >= tuning_.max_strangers) hear(strangers_.front());
     if (strangers_.size() >= tuning_.max_strangers) dismiss(strangers_.front());
     Stranger& stranger = strangers_.emplace_back(std::move(socket), Clock::now() + tuning_.hello_timeout);
@@ -170,7 +170,7 @@ void TcpConnector::accept_strangers() {
 }
 
 void TcpConnector::hear(Stranger& stranger) {
-  // No byte more than the Hello: what follows is the link's.
+  // Reads no byte beyond the Hello: the following bytes belong to the link.
   const auto room = std::span(stranger.hello).subspan(stranger.received);
   const ssize_t got = ::recv(stranger.socket.get(), room.data(), room.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
@@ -196,7 +196,8 @@ void TcpConnector::admit(const Hello& hello, UniqueFd& socket) {
   Welcome welcome;
   welcome.index = hello.index;
   welcome.secret = offered.listener;
-  // The first bytes of a new connection always fit its send buffer. Where the connection broke, the domain will read so.
+  // The first bytes of a new connection always fit its send buffer. If the connection broke, the domain notices when it
+  // reads.
   (void)::send(socket.get(), &welcome, sizeof(welcome), MSG_DONTWAIT | MSG_NOSIGNAL);
   arrivals->put(hello.index, std::move(socket));
   offered.came |= bit;

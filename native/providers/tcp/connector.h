@@ -1,5 +1,6 @@
-// TcpConnector: the listening socket, the strangers who dial it, offers and their secrets, and dialling. It has an epoll
-// instance of its own, so that a flood of connects costs the control thread and no transfer.
+// TcpConnector: the listening socket, the strangers (accepted connections without proof), the offers with their
+// secrets, and dialling. It has its own epoll instance, so that a flood of connects costs the control thread's time and
+// no transfer's.
 #pragma once
 
 #include <array>
@@ -33,13 +34,13 @@ class TcpConnector final : public Connector {
   int fd() const override { return epoll_.fd(); }
   void serve() override;
 
-  // Where the domain's ended connections go, on the control thread.
+  // The sockets that the domain's connections leave behind when they end. Used on the control thread.
   const std::shared_ptr<LingeringSockets>& lingering() const noexcept { return lingering_; }
 
  private:
   using Clock = TimerFd::Clock;
 
-  // An accepted connection that has not proved whose it is.
+  // An accepted connection that has not proved which link it belongs to.
   struct Stranger : Watched {
     Stranger(UniqueFd accepted, Clock::time_point until)
         : Watched(Kind::kStranger), socket(std::move(accepted)), deadline(until) {}
@@ -49,15 +50,15 @@ class TcpConnector final : public Connector {
     size_t received = 0;
   };
 
-  // A link that peers may dial: until complete() all the connections that were offered, then those that were answered.
+  // A link that peers may dial. `connections` counts the offered ones until complete(), and the answered ones after it.
   struct Offered {
     Secret dialer;
     Secret listener;
     uint16_t connections = 0;
-    uint32_t came = 0;                       // a bit each: the secret opens each connection once
+    uint32_t came = 0;                       // a bit per connection: the secret opens each connection once
     std::unique_ptr<TcpLinkEnd> end;         // null once complete() has handed it over
-    std::weak_ptr<Arrivals> arrivals;        // of that end: gone with the link
-    std::optional<Clock::time_point> until;  // since complete()
+    std::weak_ptr<Arrivals> arrivals;        // of `end`; expires with the link
+    std::optional<Clock::time_point> until;  // set by complete()
 
     bool all_came() const noexcept { return (came | ~0U << connections) == ~0U; }
   };
@@ -69,10 +70,10 @@ class TcpConnector final : public Connector {
   void accept_strangers();
   void hear(Stranger& stranger);
   void dismiss(Stranger& stranger);
-  // Takes the socket if the Hello proves that it is one of an offered link's.
+  // Takes the socket if the Hello proves that it belongs to an offered link.
   void admit(const Hello& hello, UniqueFd& socket);
 
-  // Deadlines: one timer for the earliest.
+  // Deadlines. One timer serves the earliest.
   void arm_timer();
   void expire();
 
@@ -87,7 +88,7 @@ class TcpConnector final : public Connector {
   Watched timer_watched_{Watched::Kind::kTimer};
   std::shared_ptr<LingeringSockets> lingering_;
   Watched lingering_watched_{Watched::Kind::kLingering};
-  std::optional<Clock::time_point> listener_paused_until_;  // out of descriptors
+  std::optional<Clock::time_point> listener_paused_until_;  // set when the process is out of descriptors
   std::map<LinkId, Offered> offers_;
   std::list<Stranger> strangers_;  // oldest first
 };

@@ -58,7 +58,7 @@ void TcpDomain::fail(Link& link, const Error& error) {
 }
 
 void TcpDomain::report(Link& link) {
-  if (!std::exchange(link.deadline, std::nullopt)) return;  // it was
+  if (!std::exchange(link.deadline, std::nullopt)) return;  // reported already
   completions_.link_down(link.id(), *link.failure);
 }
 
@@ -107,14 +107,15 @@ void TcpDomain::take(LinkId id, uint32_t slot) {
 
 bool TcpDomain::poll() {
   bool progress = false;
-  // What was posted leaves before anything else is looked at.
+  // Posted frames leave before any event is handled.
   for (int i = 0; i < context_.tuning.turns && !context_.sendable.empty(); ++i) {
     Connection& connection = *context_.sendable.front();
     context_.sendable.pop_front();
     progress = true;
     if (Status sent = connection.send_turn(); !sent) fail(connection.link(), sent.error());
   }
-  // Few events at a time: epoll rotates its list of ready descriptors, so those left out come first in the next poll().
+  // A poll() handles few events. epoll rotates its list of ready descriptors, so the others come first in the next
+  // poll().
   std::array<epoll_event, 16> room;
   const auto turns = std::min<size_t>(room.size(), static_cast<size_t>(context_.tuning.turns));
   for (const epoll_event& event : context_.epoll.ready(std::span(room).first(turns))) {

@@ -1,4 +1,5 @@
-// TcpDomain: one epoll instance and the links to peers. No thread and no blocking call: everything happens in poll().
+// TcpDomain: one epoll instance and the links to peers. It has no thread and makes no blocking call: everything happens
+// in poll().
 #pragma once
 
 #include <map>
@@ -16,7 +17,7 @@ namespace kvc::tcp {
 
 class TcpDomain final : public Domain {
  public:
-  // `address`: the local one, for errors. `control` outlives the domain.
+  // Opens the domain. `address` is the local address and only used in errors. `control` outlives the domain.
   static Result<std::unique_ptr<TcpDomain>> open(const std::string& address, ControlQueue& control,
                                                  std::shared_ptr<LingeringSockets> lingering, const Tuning& tuning);
 
@@ -36,16 +37,16 @@ class TcpDomain final : public Domain {
             const Tuning& tuning, Epoll epoll, TimerFd timer);
 
   Link* find(LinkId id) noexcept;
-  // Something of the link went wrong: its end begins, and is reported once the peer has been heard out.
+  // Begins the end of a link after an error. report() follows once the peer's last bytes have been read.
   void fail(Link& link, const Error& error);
   void report(Link& link);
 
-  // Deadlines: one timer for the earliest.
+  // Deadlines. One timer serves the earliest.
   void arm_timer();
   void expire();
 
   const std::string address_;
-  LinkContext context_;  // before what uses it
+  LinkContext context_;  // before the members that use it
   TimerFd timer_;
   Watched timer_watched_{Watched::Kind::kTimer};
   std::map<LinkId, std::unique_ptr<Link>> links_;

@@ -1,6 +1,6 @@
-// LingeringSockets: connections that this side has ended and the peer has not. What we said last is lost where a socket is
-// closed while the peer still sends: the kernel answers bytes that nobody reads with a reset, and a reset drops what it has
-// not delivered yet. So they are heard out here, for a while, by a thread whose time nobody waits for.
+// LingeringSockets: connections that this side has ended and the peer has not. If a socket is closed while the peer
+// still sends, the kernel answers the unread bytes with a reset. The reset drops our last words if they are not
+// delivered yet. So these sockets are read for a while longer, on the control thread, where no transfer waits.
 #pragma once
 
 #include <list>
@@ -14,23 +14,24 @@
 
 namespace kvc::tcp {
 
-// The control thread. Nothing here blocks, and nothing that comes is kept.
+// Used on the control thread only. Nothing here blocks. Received bytes are dropped.
 class LingeringSockets {
  public:
   static Result<std::shared_ptr<LingeringSockets>> create(const Tuning& tuning);
   LingeringSockets(const Tuning& tuning, Epoll epoll, TimerFd timer);
   LingeringSockets(const LingeringSockets&) = delete;
   LingeringSockets& operator=(const LingeringSockets&) = delete;
-  // Empties the sockets and leaves them to the kernel, which goes on delivering what we said.
+  // Empties the sockets and leaves them to the kernel, which goes on delivering our last words.
   ~LingeringSockets();
 
-  // A socket whose sending direction is shut. One too many ends the oldest.
+  // Takes a socket whose sending direction is shut. If there are too many, the oldest one ends.
   void add(UniqueFd socket);
   size_t size() const noexcept { return sockets_.size(); }
 
-  // Readable when serve() has something to do.
+  // A descriptor that is readable when serve() has work.
   int fd() const noexcept { return epoll_.fd(); }
-  // Bounded. Lets go of those whose peers have ended their side, and of those whose time is over.
+  // Reads a bounded number of bytes. Closes the sockets whose peers have ended their side and those whose deadline has
+  // passed.
   void serve();
 
  private:

@@ -31,9 +31,9 @@ Status Link::begin(TcpLinkEnd& end) {
 }
 
 Status Link::admit() {
-  if (arrivals_ == nullptr) return {};  // since the event was fetched
+  if (arrivals_ == nullptr) return {};  // released since the event was fetched
   for (Arrivals::Arrival& arrival : arrivals_->take()) {
-    if (arrival.index >= connections_.size()) {  // came before the answer, which named fewer
+    if (arrival.index >= connections_.size()) {  // arrived before the answer, which named fewer connections
       hang_up(arrival.socket);
       continue;
     }

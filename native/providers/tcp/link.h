@@ -1,4 +1,4 @@
-// Link: the connections between this domain and one domain of a peer. They live and break together.
+// Link: the connections between this domain and one domain of a peer. If one of them breaks, all of them end.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ namespace kvc::tcp {
 
 using Clock = TimerFd::Clock;
 
-// The domain's thread. Watched for arrivals.
+// Used on the domain's thread only. epoll watches it for arrivals.
 class Link final : public Watched {
  public:
   Link(LinkContext& context, LinkId id, uint16_t connections);
@@ -26,35 +26,38 @@ class Link final : public Watched {
   ~Link() { refuse_arrivals(); }
 
   LinkId id() const noexcept { return id_; }
-  // All connections are up.
+  // Whether all connections are up.
   bool up() const noexcept;
-  // Nothing more will come over any of them.
+  // Whether every connection has ended, so that nothing more arrives.
   bool ended() const noexcept;
 
-  // Takes what the connector has made.
+  // Takes the connector's LinkEnd.
   Status begin(TcpLinkEnd& end);
-  // Takes the connections that have come. An error ends the link.
+  // Adopts the connections that the connector has admitted. An error ends the link.
   Status admit();
 
-  // Spreads batches: the connection with the fewest unacknowledged bytes takes it. On a link that fails it waits for end().
+  // Posts a batch on the connection with the fewest unacknowledged bytes. On a link that fails, the batch waits for
+  // end().
   Posted post(const WriteBatch& batch);
   Posted send(WorkId work, std::span<const std::byte> message);
-  // Our engine has the message of this slot.
+  // Records that our transfer engine has taken the message of this slot.
   void take(uint32_t slot);
 
-  // For its connections: a message has come into the slot. False: the last one there was not taken.
+  // Called by the connections: a message has arrived in the slot. Returns false if the previous message of the slot was
+  // not taken.
   bool put(uint32_t slot, Connection& bearer);
-  // The same: the peer's engine has taken the message of this slot.
+  // Called by the connections: the peer's transfer engine has taken the message of this slot.
   void taken(uint32_t slot);
 
-  // Says the last words on every connection; those that are not up end.
+  // Sends the last words on every connection. Connections that are not up end.
   void part();
-  // Ends every connection, then completes all that is posted, with its refusal or else with `failure` or `error`.
+  // Ends every connection. Then completes all posted work, with its refusal or else with `failure` or `error`.
   void end(const Error& error);
 
-  // By when all connections have to be up, or, with a failure, to have ended; none: no such wait.
+  // The time by which all connections have to be up. With a failure: by which they have to have ended. Empty: no
+  // deadline.
   std::optional<Clock::time_point> deadline;
-  // Why the link ends by itself.
+  // The reason for which the link ends by itself.
   std::optional<Error> failure;
 
  private:
@@ -65,9 +68,10 @@ class Link final : public Watched {
   LinkContext& context_;
   const LinkId id_;
   std::vector<std::unique_ptr<Connection>> connections_;
-  std::shared_ptr<Arrivals> arrivals_;  // null once all have come
+  std::shared_ptr<Arrivals> arrivals_;  // null once all connections have arrived
   SentMessages messages_;
-  std::array<Connection*, kMessageSlots> bearers_{};  // by slot: over which the peer's message came; null: it was taken
+  // by slot: the connection over which the peer's message came; null: the message was taken
+  std::array<Connection*, kMessageSlots> bearers_{};
 };
 
 }  // namespace kvc::tcp

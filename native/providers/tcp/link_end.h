@@ -1,4 +1,4 @@
-// TcpLinkEnd: what the connector hands to the domain of a new link.
+// TcpLinkEnd: the new link's parts that the connector hands to the domain.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvc::tcp {
 
-// A socket that is connecting, what it says once it has, and what it has to hear then.
+// A socket that is connecting, the Hello to send once it is connected, and the Welcome to expect.
 struct Dialled {
   UniqueFd socket;
   Hello hello;
@@ -21,8 +21,8 @@ struct Dialled {
 
 struct TcpLinkEnd final : LinkEnd {
   uint16_t connections = 0;
-  std::vector<Dialled> dialled;        // where we accepted: all of them, by index
-  std::shared_ptr<Arrivals> arrivals;  // where we offered: by which they come
+  std::vector<Dialled> dialled;        // on the accepting side: all connections, by index
+  std::shared_ptr<Arrivals> arrivals;  // on the offering side: the queue of arriving connections
 };
 
 }  // namespace kvc::tcp

@@ -1,4 +1,4 @@
-// The tcp provider: create() is all that the engine needs of it.
+// The tcp provider. The transfer engine calls create() only.
 #pragma once
 
 #include "lane/domain.h"
@@ -6,9 +6,9 @@
 
 namespace kvc::tcp {
 
-// Opens both halves of one tcp domain; `control` outlives them.
+// Opens both halves of one tcp domain. `control` outlives them.
 Result<OpenedDomain> create(const DomainConfig& config, ControlQueue& control);
-// The same with numbers of the caller's: tests.
+// As create(), with the caller's numbers. For tests.
 Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Tuning& tuning);
 
 }  // namespace kvc::tcp

@@ -17,15 +17,15 @@
 namespace kvc::tcp {
 namespace {
 
-// A host that is gone answers nothing. The control plane's heartbeats notice first (seconds) and fence the link; these
-// are for a link whose control plane is gone as well. Data in flight: 20 s without an acknowledgement, against the
-// kernel's own quarter of an hour. Nothing in flight: a probe after 10 s of silence and then every 5 s, and the third
-// that goes unanswered ends it, 25 s after the last word.
+// A dead host answers nothing. The control plane's heartbeats notice first (seconds) and fence the link. These options
+// serve a link whose control plane is gone as well. Data in flight: the kernel gives up after 20 s without an
+// acknowledgement, while its default is a quarter of an hour. Nothing in flight: it probes after 10 s of silence and
+// then every 5 s. The third unanswered probe ends the connection, 25 s after the last bytes.
 constexpr int kUserTimeoutMs = 20'000;
 constexpr int kKeepIdleS = 10;
 constexpr int kKeepIntervalS = 5;
 constexpr int kKeepCount = 3;
-// Connections that the kernel holds for us between two polls; the kernel caps it at net.core.somaxconn.
+// New connections that the kernel holds for us between two polls. The kernel caps the number at net.core.somaxconn.
 constexpr int kBacklog = 1024;
 
 struct FreeInterfaces {
@@ -50,7 +50,7 @@ Result<Address> parse(const std::string& address, uint16_t port, std::string_vie
   addrinfo* found = nullptr;
   if (const int rc = ::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found); rc != 0) {
     return tcp_error(ErrorCode::kInvalidArgument, operation,
-                     "'" + printable(address) + "' is no numeric IP address: give one that this machine has");
+                     "'" + printable(address) + "' is not a numeric IP address: give an address of this machine");
   }
   return Address(found);
 }
@@ -117,10 +117,10 @@ Result<UniqueFd> dial(const std::string& local, const std::string& address, uint
   if (!to) return to.error();
   Result<UniqueFd> socket = open_socket(*to.value(), "connect", tuning);
   if (!socket) return socket;
-  // From our own configured address, so that the bytes take the network that was chosen for this domain.
+  // Binds to the configured local address, so that the bytes take the network that was chosen for this domain.
   const std::string what = endpoint(address, port) + " from " + local;
-  // Lets connect() choose the port: one reserved by bind() is not shared between destinations. A kernel that does not
-  // know the option has fewer ports, nothing else.
+  // Lets connect() choose the port: a port that bind() reserves is not shared between destinations. On a kernel without
+  // this option fewer ports are available, nothing else changes.
   (void)set(socket.value(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
   if (::bind(socket.value().get(), from.value()->ai_addr, from.value()->ai_addrlen) != 0 ||
       (::connect(socket.value().get(), to.value()->ai_addr, to.value()->ai_addrlen) != 0 && errno != EINPROGRESS)) {
@@ -199,7 +199,7 @@ uint64_t interface_speed(const std::string& address) {
   const std::unique_ptr<ifaddrs, FreeInterfaces> interfaces(list);
   for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {
     if (one->ifa_addr == nullptr || !same_host(*one->ifa_addr, *wanted.value()->ai_addr)) continue;
-    // In megabits; -1, or an error on reading, where the driver does not know (loopback, a link that is down).
+    // In megabits. If the driver does not know the speed (loopback, a link that is down), it is -1 or reading fails.
     int64_t megabits = 0;
     std::ifstream("/sys/class/net/" + std::string(one->ifa_name) + "/speed") >> megabits;
     return megabits > 0 ? static_cast<uint64_t>(megabits) * 1'000'000 : 0;

@@ -1,4 +1,4 @@
-// The system calls of the tcp provider: non-blocking sockets with our options, and the epoll instance.
+// The tcp provider's system calls: non-blocking sockets with our options, and the epoll instance.
 #pragma once
 
 #include <sys/epoll.h>
@@ -13,27 +13,27 @@
 
 namespace kvc::tcp {
 
-// Both return at once; `address` is numeric (IPv4 or IPv6), no name is looked up.
-// Listens on `address` and a port of the kernel's choice.
+// listen_on() and dial() return at once. `address` is numeric (IPv4 or IPv6): no name is looked up.
+// Listens on `address`, on a port that the kernel chooses.
 Result<UniqueFd> listen_on(const std::string& address, const Tuning& tuning);
-// Starts to connect from `local` to `address`:`port`; the socket becomes writable when that ended.
+// Starts to connect from `local` to `address`:`port`. The socket becomes writable when the attempt has ended.
 Result<UniqueFd> dial(const std::string& local, const std::string& address, uint16_t port, const Tuning& tuning);
 
-// "10.0.0.3:41233", "[fd00::3]:41233".
+// Formats an address and a port: "10.0.0.3:41233", "[fd00::3]:41233".
 std::string endpoint(const std::string& address, uint16_t port);
-// What the interface with this address can carry, in bits a second, as its driver says; 0 where it says nothing.
+// Returns the speed of the interface with this address in bits a second, as its driver reports it; 0 if unknown.
 uint64_t interface_speed(const std::string& address);
-// The port that a listening socket got.
+// Returns the port of a listening socket.
 Result<uint16_t> local_port(const UniqueFd& socket);
-// Takes SO_ERROR: 0, or the errno of what happened in the background.
+// Takes SO_ERROR: returns 0, or the errno of the attempt that ended in the background.
 int take_error(const UniqueFd& socket);
-// Received bytes lie in the socket and wait to be read.
+// Whether received bytes wait in the socket.
 bool more_waits(const UniqueFd& socket);
-// Ends the connection now, also where a forked child holds the same descriptor: what the peer's kernel has not received
-// yet is dropped.
+// Ends the connection now, even if a forked child holds the same descriptor. Bytes that the peer's kernel has not
+// received yet are dropped.
 void hang_up(UniqueFd& socket);
 
-// What an epoll event leads to. The object must outlive its registration and the events already fetched.
+// The object behind an epoll event. It must outlive its registration and the events already fetched.
 struct Watched {
   enum class Kind : uint8_t { kListener, kTimer, kStranger, kLingering, kArrivals, kConnection };
   explicit Watched(Kind watched_kind) : kind(watched_kind) {}
@@ -47,9 +47,9 @@ class Epoll {
   int fd() const noexcept { return fd_.get(); }
   Status add(int target, uint32_t events, Watched& watched);
   Status modify(int target, uint32_t events, Watched& watched);
-  // Before a watched descriptor is closed: close() alone leaves it watched where a forked child holds it too.
+  // Call this before a watched descriptor is closed: if a forked child holds it too, close() alone leaves it watched.
   void remove(int target) noexcept;
-  // Ready events, without waiting.
+  // Returns the ready events, without waiting.
   std::span<epoll_event> ready(std::span<epoll_event> room) const noexcept;
 
  private:

@@ -27,7 +27,7 @@ Status check_prefix(ByteReader& reader, uint32_t magic, std::string_view what) {
   const auto version = reader.number<uint16_t>();
   if (reader.failed() || got_magic != magic) {
     return tcp_error(ErrorCode::kInvalidArgument, what,
-                     "these bytes are no " + std::string(what) + " of the tcp provider");
+                     "the bytes are not a valid " + std::string(what) + " of the tcp provider");
   }
   if (version != kVersion) {
     return tcp_error(ErrorCode::kRefused, what,
@@ -104,7 +104,7 @@ size_t head_bytes(const FrameHeader& header) noexcept {
 }
 
 std::optional<std::string> malformed(const FrameHeader& header) {
-  if (header.magic != FrameHeader::kMagic) return "bytes that are no frame";
+  if (header.magic != FrameHeader::kMagic) return "bytes that are not a frame";
   switch (header.type) {
     case FrameType::kWrite:
       if (header.count == 0 || header.count > kMaxPages) {
@@ -115,7 +115,7 @@ std::optional<std::string> malformed(const FrameHeader& header) {
                std::to_string(kMaxPageBytes);
       }
       if (header.counted > 1 || (header.counted == 1 && Immediate::decode(header.value).multiplicity != header.count)) {
-        return "a write whose immediate does not stand for its pages";
+        return "a write whose immediate does not count its pages";
       }
       return std::nullopt;
     case FrameType::kAck:

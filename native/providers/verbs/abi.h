@@ -1,10 +1,11 @@
-// What of libibverbs' binary interface (libibverbs.so.1, rdma-core) this provider uses: our own declarations.
+// The part of libibverbs' binary interface (libibverbs.so.1, rdma-core) that this provider uses, in our own
+// declarations.
 //
-// The library is opened at run time and never linked, and building needs no RDMA package: every wheel carries this
+// The library is opened at run time and never linked, and building needs no RDMA package: every wheel contains this
 // provider. The interface is frozen: distributions' programs built years apart run on one library. Names are the
-// library's own, in a namespace of ours, so that native/tests/verbs_abi_test.cc can hold every size and offset against
-// the real <infiniband/verbs.h> where that is installed. Objects that only the library makes (queue pairs, ...) are
-// declared as far as we read them, or not at all.
+// library's own, in our namespace. So native/tests/verbs_abi_test.cc can compare every size and offset with the real
+// <infiniband/verbs.h> if that is installed. Objects that only the library creates (queue pairs, ...) are declared up
+// to the last member that is read here, or not at all.
 #pragma once
 
 #include <pthread.h>
@@ -95,7 +96,7 @@ struct ibv_device {
   void* ops[2];
   int node_type;
   int transport_type;
-  // more follows
+  // more members follow
 };
 
 struct ibv_device_attr {
@@ -204,7 +205,7 @@ struct ibv_qp {
   ibv_srq* srq;
   uint32_t handle;
   uint32_t qp_num;
-  // more follows
+  // more members follow
 };
 
 struct ibv_qp_cap {
@@ -315,7 +316,7 @@ struct ibv_recv_wr {
   int num_sge;
 };
 
-// After an error only wr_id, status, vendor_err and qp_num mean anything.
+// After an error only wr_id, status, vendor_err and qp_num are valid.
 struct ibv_wc {
   uint64_t wr_id;
   int status;
@@ -342,7 +343,7 @@ struct ibv_async_event {
   int event_type;
 };
 
-// The data path is not exported by the library: it goes through the device's own functions.
+// The library does not export the data path: calls go through the device's own functions.
 struct ibv_context_ops {
   void* before_poll_cq[11];
   int (*poll_cq)(ibv_cq* cq, int num_entries, ibv_wc* wc);
@@ -365,7 +366,7 @@ struct ibv_context {
   void* abi_compat;  // all ones: this is the last member of a verbs_context
 };
 
-// What stands before an ibv_context. It grows at its beginning: `sz` says how much of it there is.
+// The structure that contains an ibv_context at its end. It grows at its beginning: `sz` is its size.
 struct verbs_context {
   ibv_pd* (*alloc_parent_domain)(ibv_context* context, ibv_parent_domain_init_attr* attr);
   int (*dealloc_td)(ibv_td* td);

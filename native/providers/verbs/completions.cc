@@ -7,19 +7,20 @@ namespace kvc::verbs {
 
 namespace {
 
-// Events read before they are acknowledged together, which takes a lock.
+// Number of events that are acknowledged together, because an acknowledgement takes a lock.
 constexpr unsigned kEventsAcknowledged = 1024;
 
 }  // namespace
 
 Completions::~Completions() {
-  // The queue's end waits for it.
+  // The queue's destruction waits for the acknowledgement.
   if (unacknowledged_ > 0) queues_.device->library().ack_cq_events(queues_.completions.get(), unacknowledged_);
 }
 
 std::span<const abi::ibv_wc> Completions::take() noexcept {
   const int polled = queues_.device->context()->ops.poll_cq(queues_.completions.get(), kBatch, batch_.data());
-  const auto count = static_cast<uint32_t>(std::max(polled, 0));  // an error of the queue itself has its own event
+  // an error of the queue itself is reported as an event
+  const auto count = static_cast<uint32_t>(std::max(polled, 0));
   taken_ += count;
   if (count < kBatch) ++found_empty_;
   return {batch_.data(), count};

@@ -9,10 +9,10 @@
 
 namespace kvc::verbs {
 
-// One thread: the domain's.
+// Used on the domain's thread only.
 class Completions {
  public:
-  static constexpr uint32_t kBatch = 32;  // entries taken by one call of the library's
+  static constexpr uint32_t kBatch = 32;  // entries taken by one call of the library
 
   // `queues` outlives it.
   explicit Completions(const Queues& queues) : queues_(queues) {}
@@ -20,11 +20,11 @@ class Completions {
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
-  // The next entries, valid until the next call; none: the queue was empty.
+  // Returns the next entries, valid until the next call; empty if the queue was empty.
   std::span<const abi::ibv_wc> take() noexcept;
 
-  // A moment between two calls of take(). What was in the queue then has been taken once the queue was found empty
-  // since, or as many entries were taken as it can hold.
+  // A point in time between two calls of take(). The entries that were in the queue at that point have been taken in
+  // either of two cases. The queue was found empty since, or as many entries were taken as it can hold.
   class Mark {
     friend Completions;
     uint64_t taken = 0;
@@ -33,8 +33,9 @@ class Completions {
   Mark mark() const noexcept;
   bool passed(const Mark& mark) const noexcept;
 
-  // The thread is about to sleep. False: what woke it up was no completion. Afterwards the next entry makes the channel
-  // readable, but none that is there already: take() once more.
+  // Arms the wake-up before the thread sleeps. Returns false if it is still armed, because no completion has come
+  // since. Otherwise the next new entry makes the channel readable. Entries that are there already do not, so call
+  // take() once more.
   bool arm() noexcept;
 
  private:

@@ -8,7 +8,7 @@ Result<std::unique_ptr<Connection>> Connection::create(const Queues& queues, boo
   Result<std::shared_ptr<QueuePair>> writes =
       QueuePair::create(queues, *queues.write_receives, queues.tuning.write_slots, abi::IBV_ACCESS_REMOTE_WRITE);
   if (!writes) return writes.error();
-  // Nothing can be written over the queue pair for messages: it may outlive the link to say goodbye.
+  // The peer cannot write over the queue pair for messages, so it may outlive the link to send a goodbye.
   Result<std::shared_ptr<QueuePair>> messages =
       QueuePair::create(queues, *queues.message_receives, queues.tuning.message_slots, 0);
   if (!messages) return messages.error();

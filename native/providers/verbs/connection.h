@@ -1,5 +1,5 @@
-// Connection: the two queue pairs between this domain and one domain of a peer, one for writes and one for messages, as
-// the connector hands them over.
+// Connection: the two queue pairs between this domain and one domain of a peer, one for writes and one for messages.
+// The connector passes it to the domain.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,15 @@
 
 namespace kvc::verbs {
 
-// Made, connected and ended on the control thread, all of which blocks; what it holds is the domain's to take.
+// Created, connected and destroyed on the control thread; all three block. The domain takes over its queue pairs.
 class Connection final : public LinkEnd {
  public:
-  // Both in INIT. `offering`: this side says hello, as the other one may not post before.
+  // Creates both queue pairs in INIT. If `offering`, this side sends the hello: the accepting side may not post before
+  // it.
   static Result<std::unique_ptr<Connection>> create(const Queues& queues, bool offering);
-  // Both take in what the peer sends and may send.
+  // Connects both queue pairs: they receive from the peer and may send.
   Status connect(const Path& path, const Endpoint& peer);
-  // Our end, as the peer needs it; `offered` is the offering side's id of the link.
+  // Returns our end, in the form that the peer needs. `offered` is the offering side's id of the link.
   Endpoint endpoint(LinkId offered, const Address& address) const;
 
   bool offering() const noexcept { return offering_; }

@@ -1,8 +1,8 @@
 // VerbsConnector: registers memory with one port of one RDMA NIC and connects queue pairs.
 //
-// They are connected through the offer and answer of the control plane alone, no datagrams. The accepting side's can
-// receive before the offering side learns where to send; it posts nothing itself before the offering side's hello, the
-// first message on the link.
+// Queue pairs are connected through the offer and answer of the control plane alone, without datagrams. The accepting
+// side can receive before the offering side learns where to send. It posts nothing before it receives the offering
+// side's hello, the first message on the link.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@ namespace kvc::verbs {
 
 class VerbsConnector final : public Connector {
  public:
-  // Both halves, on the port that `config.device` names.
+  // Opens both halves, on the port that `config.device` names.
   static Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Library& library,
                                    const Tuning& tuning);
 

@@ -14,7 +14,7 @@ namespace {
 
 Error invalid(std::string message) { return verbs_error(ErrorCode::kInvalidArgument, "open", std::move(message)); }
 
-// A number within 0..max, decimal or with 0x.
+// Parses a number within 0..max, decimal or with 0x.
 std::optional<uint32_t> number(std::string_view text, uint32_t max) {
   const bool hex = text.substr(0, 2) == "0x";
   if (hex) text.remove_prefix(2);
@@ -35,12 +35,12 @@ const char* gid_type_name(uint32_t type) {
   }
 }
 
-// The first 64 bits of a GID: the InfiniBand subnet.
+// Whether the first 64 bits, the InfiniBand subnet, are equal.
 bool same_subnet(const Gid& left, const Gid& right) {
   return std::equal(left.begin(), left.begin() + 8, right.begin());
 }
 
-// What precedes the context of a library that knows thread domains; null in older ones.
+// Returns the structure around the context if the library has thread domains; null in older ones.
 const abi::verbs_context* extended(const abi::ibv_context* context) {
   if (context->abi_compat != reinterpret_cast<void*>(std::numeric_limits<uintptr_t>::max())) return nullptr;
   const auto* const before = reinterpret_cast<const abi::verbs_context*>(reinterpret_cast<const std::byte*>(context) -
@@ -135,7 +135,7 @@ Result<std::unique_ptr<Device>> Device::open(const Library& library, const Devic
   for (int i = 0; i < count && !opened; ++i) {
     const std::string name = library.get_device_name(list[i]);
     if (!spec.name.empty() && spec.name != name) {
-      reasons += (reasons.empty() ? "" : "; ") + name + ": not the one asked for";
+      reasons += (reasons.empty() ? "" : "; ") + name + ": not the configured device";
       continue;
     }
     std::unique_ptr<Device> device(new Device(library));
@@ -201,7 +201,7 @@ Status Device::usable_port(uint8_t number) {
 Status Device::read_gids() {
   for (uint32_t index = 0; std::cmp_less(index, port_.gid_tbl_len); ++index) {
     abi::ibv_gid_entry entry{};
-    // Empty places of the table are errors.
+    // Empty entries of the table are reported as errors.
     if (library_.query_gid_ex(context_.get(), spec_.port, index, &entry, 0, sizeof(entry)) != 0) continue;
     GidEntry& added = gids_.emplace_back(GidEntry{index, entry.gid_type, {}});
     std::copy(std::begin(entry.gid.raw), std::end(entry.gid.raw), added.gid.begin());
@@ -218,7 +218,7 @@ Status Device::read_gids() {
 
 const GidEntry* Device::gid_for(const Address* peer) const noexcept {
   if (!spec_.gid_index) {
-    // InfiniBand: the first one, whose subnet is the port's.
+    // On InfiniBand, the first entry has the port's subnet.
     if (port_.link_layer == abi::IBV_LINK_LAYER_INFINIBAND) return gids_.empty() ? nullptr : gids_.data();
     return choose_gid(gids_, peer);
   }
@@ -241,7 +241,7 @@ Status Device::choose_pkey() {
     uint16_t raw = 0;
     if (library_.query_pkey(context_.get(), spec_.port, index, &raw) != 0) continue;
     const uint16_t pkey = big_endian(raw);
-    // The highest bit marks a full member: limited ones cannot talk to each other.
+    // The highest bit marks a full member. Limited members cannot communicate with each other.
     if (spec_.pkey ? pkey == *spec_.pkey : (pkey & 0x8000) != 0) {
       spec_.pkey = pkey;
       pkey_index_ = index;
@@ -249,7 +249,7 @@ Status Device::choose_pkey() {
     }
   }
   return verbs_error(ErrorCode::kRefused, "open",
-                     spec_.pkey ? "the pkey asked for is not in its table" : "no full-member pkey in its table");
+                     spec_.pkey ? "the configured pkey is not in its table" : "no full-member pkey in its table");
 }
 
 Status Device::make_domains() {
@@ -270,7 +270,7 @@ Status Device::make_domains() {
 // --- Addresses
 
 uint64_t Device::bits_per_second() const noexcept {
-  // Per lane, in units of 100 Mb/s after coding, by the code of the InfiniBand specification; 0: unknown.
+  // The speed of one lane in units of 100 Mb/s after coding, by the code of the InfiniBand specification; 0: unknown.
   const auto lane = [](uint8_t speed) -> uint64_t {
     switch (speed) {
       case 1:
@@ -329,8 +329,8 @@ Result<Address> Device::address_for(const Address& peer) const {
   const GidEntry* const gid = gid_for(&peer);
   if (gid == nullptr) {
     return verbs_error(ErrorCode::kNotReachable, "accept",
-                       spec_.name + " has no " + gid_type_name(peer.gid_type) + " address of the kind of the peer's " +
-                           to_string(peer.gid));
+                       spec_.name + " has no " + gid_type_name(peer.gid_type) +
+                           " address of the same kind as the peer's " + to_string(peer.gid));
   }
   return address_with(gid);
 }

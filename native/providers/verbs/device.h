@@ -1,4 +1,4 @@
-// Device: one port of one NIC, opened: its context, protection domain, address and limits.
+// Device: one opened port of one NIC, with its context, protection domain, address and limits.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 namespace kvc::verbs {
 
-// Which port to use and how: "mlx5_0", "mlx5_0:1", "mlx5_0:1,gid=3,tc=106,sl=3,pkey=0x8001". What is not said is
-// chosen from what the machine has.
+// The port to use, and its options: "mlx5_0", "mlx5_0:1", "mlx5_0:1,gid=3,tc=106,sl=3,pkey=0x8001". Options that are
+// not given are chosen from the machine's state.
 struct DeviceSpec {
-  std::string name;                   // empty: the first usable one
-  uint8_t port = 0;                   // 0: the first active one
+  std::string name;                   // empty: the first usable NIC
+  uint8_t port = 0;                   // 0: the first active port
   std::optional<uint32_t> gid_index;  // RoCE
-  std::optional<uint16_t> pkey;       // else the first full-member one
-  uint8_t traffic_class = 0;          // RoCE: DSCP and ECN bits; what the network's lossless class wants
+  std::optional<uint16_t> pkey;       // empty: the first full-member pkey
+  uint8_t traffic_class = 0;          // RoCE: DSCP and ECN bits, as the network's lossless class requires
   uint8_t service_level = 0;          // InfiniBand
 
   static Result<DeviceSpec> parse(std::string_view text);
@@ -35,23 +35,22 @@ struct GidEntry {
   Gid gid{};
 };
 
-// The entry to use: RoCE v2 before v1, and there IPv4 before IPv6 before link-local addresses. With a `peer`, only
-// entries of its type and family lead to it. Null: none does.
+// Returns the entry to use: RoCE v2 before v1, and within a version IPv4 before IPv6 before link-local addresses. With
+// a `peer`, only entries of its type and family can reach it. Null: there is no such entry.
 const GidEntry* choose_gid(const std::vector<GidEntry>& entries, const Address* peer = nullptr) noexcept;
 
-// How to reach a peer's port from ours.
+// The way from our port to a peer's port.
 struct Path {
   Address peer;
   uint32_t gid_index = 0;
   uint8_t mtu = 0;
-  bool global = false;  // with a routing header: always on Ethernet, between subnets on InfiniBand
+  bool global = false;  // whether packets have a routing header: always on Ethernet, between subnets on InfiniBand
 };
 
 // Immutable once opened.
 class Device {
  public:
-  // Opens the port that `spec` names, or the first that can do the work. An error lists each device with the reason
-  // against it.
+  // Opens the port that `spec` names, or the first usable one. An error lists each device with the reason against it.
   static Result<std::unique_ptr<Device>> open(const Library& library, const DeviceSpec& spec);
   ~Device();
   Device(const Device&) = delete;
@@ -59,9 +58,9 @@ class Device {
 
   const Library& library() const noexcept { return library_; }
   abi::ibv_context* context() const noexcept { return context_.get(); }
-  // Memory regions and shared receive queues belong to the protection domain. Queue pairs belong to the one that is also
-  // bound to a thread domain, where the device has those: its driver takes no locks for what is posted on them. A shared
-  // receive queue needs its lock, as the end of a queue pair on another thread reaches into it (mlx5_free_srq_wqe).
+  // Memory regions and shared receive queues belong to shared_pd(). If the device has thread domains, queue pairs
+  // belong to a protection domain that is bound to one: its driver takes no locks for posts on them. A shared receive
+  // queue needs its lock, because destroying a queue pair on another thread reaches into it (mlx5_free_srq_wqe).
   abi::ibv_pd* shared_pd() const noexcept { return pd_.get(); }
   abi::ibv_pd* queue_pair_pd() const noexcept { return parent_ ? parent_.get() : pd_.get(); }
   const abi::ibv_device_attr& limits() const noexcept { return limits_; }
@@ -71,11 +70,11 @@ class Device {
   uint64_t bits_per_second() const noexcept;
   std::string description() const;  // "rxe0:1 RoCE v2 10.77.0.1 (gid 1)"
 
-  // The port's address for peers in general, and for one that has this address; kNotReachable where its network is
-  // another kind than ours.
+  // address() is the port's address for peers in general, address_for() the address for one peer. kNotReachable: the
+  // peer's network is of another kind.
   const Address& address() const noexcept { return address_; }
   Result<Address> address_for(const Address& peer) const;
-  // The path from the address that address() or address_for() gave to this peer.
+  // Returns the path to this peer from the address that address() or address_for() gave it.
   Result<Path> path_to(const Address& peer) const;
 
  private:

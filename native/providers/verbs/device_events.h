@@ -1,4 +1,4 @@
-// DeviceEvents: what the NIC tells beside its completions.
+// DeviceEvents: the NIC's asynchronous events, which it reports beside completions.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,23 @@ namespace kvc::verbs {
 
 struct DeviceEvent {
   enum class Kind : uint8_t {
-    kQueuePairFailed,  // and is in ERR
+    kQueuePairFailed,  // a queue pair has failed and is in ERR
     kLastReceive,      // a queue pair in ERR has flushed the last receive that it had begun to fill
     kPortDown,
     kPortUp,
-    kDeviceFailed,  // or the completion queue, or the receives: nothing works any more
+    kDeviceFailed,  // the device, the completion queue or the receives have failed: nothing works any more
     kOther,
   };
   Kind kind = Kind::kOther;
-  uint32_t number = 0;  // of a queue pair or port
-  int type = 0;         // the library's own, for its words
+  uint32_t number = 0;  // number of the queue pair or port
+  int type = 0;         // the library's event type, for its text
 };
 
-// The next event, acknowledged: the end of a queue pair waits for that. Nothing: there is none. The domain's thread.
+// Returns the next event, or nothing if there is none. The event is acknowledged, because destroying a queue pair waits
+// for that. Used on the domain's thread only.
 std::optional<DeviceEvent> next_event(const Queues& queues) noexcept;
 
-// The library's words for an event, as the reason why a link is down.
+// Returns the library's text for an event, as the reason why a link is down.
 Error event_error(const Queues& queues, int type);
 
 }  // namespace kvc::verbs

@@ -14,9 +14,9 @@ namespace {
 
 using Kind = WorkRequestId::Kind;
 
-// A domain that never sleeps looks for the device's events every so many polls: some milliseconds.
+// A domain that never sleeps reads the device's events once in this many polls: every few milliseconds.
 constexpr uint32_t kPollsPerLook = 1 << 15;
-// Events read by one poll(): a system call each, so about 25 us.
+// Events read by one poll(). Each takes a system call, so all take about 25 us.
 constexpr uint32_t kEventsPerPoll = 64;
 
 Error peer_down(const char* operation, std::string message) {
@@ -84,7 +84,7 @@ bool VerbsDomain::fence(LinkId id) {
   if (link == nullptr) return true;
   link->down.reset();
   end(*link, peer_down("write", "the link was fenced on this side"), true);
-  // Then its queue pair for writes is destroyed, and over the one for messages nothing can be written.
+  // Then its queue pair for writes is destroyed, and the peer cannot write over the one for messages.
   if (!link->closed()) return false;
   link->fenced = true;
   if (link->over()) links_.erase(*link);
@@ -108,7 +108,7 @@ void VerbsDomain::check(Link& link) {
 bool VerbsDomain::step_ends() {
   if (ending_.empty()) return false;
   bool any = false;
-  bool closed_one = false;  // in which up to 512 batches end: enough for one poll()
+  bool closed_one = false;  // closing one link ends up to 512 batches, which is enough for one poll()
   const Clock::time_point now = Clock::now();
   std::erase_if(ending_, [&](Link* link) {
     if (closed_one) return false;
@@ -200,7 +200,7 @@ bool VerbsDomain::take_completions(uint32_t limit) {
 }
 
 void VerbsDomain::handle(const abi::ibv_wc& completion) {
-  // By our own id alone: after an error the opcode means nothing.
+  // The id is the only valid field to decide by: after an error the opcode means nothing.
   const WorkRequestId request = WorkRequestId::decode(completion.wr_id);
   if (request.kind == Kind::kWrite || request.kind == Kind::kMessage) {
     sent(request, completion);
@@ -221,7 +221,7 @@ void VerbsDomain::sent(const WorkRequestId& request, const abi::ibv_wc& completi
     }
     return;
   }
-  if (link->ending()) {  // what follows the first error, or the end, is flushed
+  if (link->ending()) {  // after the first error, or the link's end, the remaining requests are flushed
     if (request.kind == Kind::kMessage) link->fall_silent();
     return;
   }
@@ -279,7 +279,7 @@ void VerbsDomain::write_arrived(Link& link, const abi::ibv_wc& completion) {
 void VerbsDomain::message_arrived(Link& link, const abi::ibv_wc& completion, std::span<const std::byte> bytes) {
   const bool says = (completion.wc_flags & abi::IBV_WC_WITH_IMM) != 0;
   if (says && hear(link, Control::decode(big_endian(completion.imm_data)), bytes)) return;
-  break_link(link, peer_down("receive", "a message out of place"));
+  break_link(link, peer_down("receive", "the peer sent an unexpected message"));
 }
 
 bool VerbsDomain::hear(Link& link, const Control& control, std::span<const std::byte> bytes) {
@@ -294,7 +294,8 @@ bool VerbsDomain::hear(Link& link, const Control& control, std::span<const std::
       return link.hear_taken(control.value, completions_);
     case Control::Kind::kGoodbye:
       link.hear_goodbye(control.value);
-      break_link(link, peer_down("write", "the peer ended the link"), false);  // it needs no goodbye of ours
+      // without a goodbye, which the peer does not need
+      break_link(link, peer_down("write", "the peer ended the link"), false);
       return true;
   }
   return false;

@@ -1,4 +1,4 @@
-// VerbsDomain: what is posted on and polled from one port of one RDMA NIC, through libibverbs.
+// VerbsDomain: posts on and polls one port of one RDMA NIC, through libibverbs.
 #pragma once
 
 #include <memory>
@@ -18,17 +18,17 @@ namespace kvc::verbs {
 
 class VerbsDomain final : public Domain {
  public:
-  // Both outlive it. Any thread; does not block.
+  // Creates the domain. `queues` and `control` outlive it. Any thread may call it; it does not block.
   static Result<std::unique_ptr<Domain>> create(Queues& queues, ControlQueue& control);
-  // Waits up to close_timeout until the peers of fenced links have heard of it.
+  // Waits up to close_timeout until the peers of fenced links have received the goodbye.
   ~VerbsDomain() override;
 
-  // Peers write by the NIC's own keys: it learns of a region when that is registered, and refuses its key from the
-  // registration's end on (~MemoryRegistration). Here is nothing to know and nothing to wait for.
+  // Peers write with the NIC's own keys. The NIC knows a region once that is registered, and refuses its key once the
+  // registration is destroyed (~MemoryRegistration). So nothing has to be recorded or awaited here.
   void publish(Registration& /*region*/) override {}
   bool withdraw(Registration& /*region*/) override { return true; }
 
-  // Before the peer hears how to reach this end: what comes over an unknown queue pair is nobody's.
+  // Must be called before the peer learns how to reach this end: completions of an unknown queue pair are dropped.
   void attach(LinkId id, std::unique_ptr<LinkEnd> end) override;
   bool fence(LinkId id) override;
   Posted post(LinkId id, const WriteBatch& batch) override;
@@ -38,14 +38,14 @@ class VerbsDomain final : public Domain {
   int fd() const override { return epoll_.get(); }
   bool prepare_sleep() override;
 
-  // What is held at the moment, for tests: nothing may be left of a link that ended.
+  // Counts of what is held at the moment, for tests: nothing may be left of a link that ended.
   struct Held {
     size_t links, credits_used, buffers_used;
   };
   Held held() const noexcept;
 
  private:
-  // An accepted link whose peer has not said hello.
+  // An accepted link whose peer has not sent its hello.
   struct Waiting {
     LinkId link;
     Clock::time_point deadline;
@@ -53,31 +53,31 @@ class VerbsDomain final : public Domain {
 
   VerbsDomain(Queues& queues, ControlQueue& control, UniqueFd epoll, TimerFd timer);
 
-  // A link that the engine has not fenced; null: there is none.
+  // Returns a link that the transfer engine has not fenced, or null.
   Link* find(LinkId id) const noexcept;
 
-  // Takes what is in the completion queue, at most `limit` entries and a few; true if there was anything.
+  // Handles entries of the completion queue: at most `limit`, rounded up to a batch. Returns true if there were any.
   bool take_completions(uint32_t limit);
   void handle(const abi::ibv_wc& completion);
   void sent(const WorkRequestId& request, const abi::ibv_wc& completion);
   void received(const WorkRequestId& request, const abi::ibv_wc& completion);
   void write_arrived(Link& link, const abi::ibv_wc& completion);
   void message_arrived(Link& link, const abi::ibv_wc& completion, std::span<const std::byte> bytes);
-  // False: the peer has no right to say that.
+  // Handles a control message. Returns false if the peer may not send it now.
   bool hear(Link& link, const Control& control, std::span<const std::byte> bytes);
 
-  // The steps of a turn; each is true if anything happened.
-  bool say_owed();        // to peers that have to hear something
-  bool continue_rests();  // of batches that their queues had no room for
-  bool read_events();     // of the device
-  bool step_ends();       // of links that end
-  bool expire();          // deadlines that are the domain's own
-  void ask_peers();       // whether they are there, each ask_interval
+  // The steps of a turn. Each returns true if anything happened.
+  bool say_owed();        // sends the hellos and acknowledgements that are due
+  bool continue_rests();  // posts the rest of batches for which their queues had no room
+  bool read_events();     // reads the device's events
+  bool step_ends();       // continues the ends of links
+  bool expire();          // checks the domain's own deadlines
+  void ask_peers();       // checks whether the peers are alive, each ask_interval
 
-  // Ends a link that broke. The engine is told once all that was posted on it has completed.
+  // Ends a link that broke. The link is reported down once all that was posted on it has completed.
   void break_link(Link& link, const Error& why, bool goodbye = true);
   void end(Link& link, const Error& why, bool goodbye);
-  // If a queue pair took no more, that is the end of its link.
+  // Ends the link if one of its queue pairs refused a post.
   void check(Link& link);
   std::optional<Clock::time_point> next_deadline() const;
 
@@ -86,11 +86,12 @@ class VerbsDomain final : public Domain {
   TimerFd timer_;
   Links links_;
   std::vector<Link*> with_rest_;
-  std::vector<Link*> owing_;   // whose peers have to hear something
+  std::vector<Link*> owing_;   // links with a hello or acknowledgement to send
   std::vector<Link*> ending_;  // until nothing is left of them
   std::vector<Waiting> waiting_;
-  std::optional<Clock::time_point> port_deadline_;  // the port is down: by when it has to be up again
-  Clock::time_point ask_at_;                        // when idle links ask next whether their peers are there
+  // set while the port is down: the time by which it has to be up again
+  std::optional<Clock::time_point> port_deadline_;
+  Clock::time_point ask_at_;  // the time of the next check of idle links' peers
   uint32_t polls_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Owned: an object of libibverbs that is destroyed by the function its library has for it.
+// Owned: an object of libibverbs, destroyed by the library's function for it.
 #pragma once
 
 #include <memory>

@@ -57,8 +57,8 @@ Result<Library> open_library() {
     return verbs_error(ErrorCode::kRefused, "open",
                        "libibverbs.so.1 is older than rdma-core 31 (it lacks " + missing + "): " + kInstall);
   }
-  // A child process (Python's subprocess, a loader's workers) must not take pinned pages along: on kernels before 5.12
-  // the parent's next write would move its page away from under the NIC. On later ones this call does nothing.
+  // A child process (Python's subprocess, a loader's workers) must not inherit pinned pages. On kernels before 5.12,
+  // the parent's next write would move its page away from the NIC's mapping. On later kernels this call does nothing.
   if (const int error = library.fork_init(); error != 0) {
     return verbs_error(ErrorCode::kRefused, "open", "ibv_fork_init", error);
   }

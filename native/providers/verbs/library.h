@@ -6,10 +6,10 @@
 
 namespace kvc::verbs {
 
-// Immutable once opened; the library stays loaded until the process ends. Tests fill a table of their own.
+// Immutable once opened. The library stays loaded until the process ends. Tests fill their own table.
 struct Library {
-  // Opens libibverbs.so.1 once for the process. kRefused where it is absent or too old, with what to install.
-  // Any thread; blocks the first time.
+  // Opens libibverbs.so.1 once for the process. kRefused if it is absent or too old; the error says what to install.
+  // Any thread may call it. The first call blocks.
   static Result<const Library*> load();
 
   abi::ibv_device** (*get_device_list)(int* num_devices);
@@ -43,13 +43,13 @@ struct Library {
   const char* (*event_type_str)(int event_type);
   const char* (*wc_status_str)(int status);
   int (*fork_init)();
-  // Null before rdma-core 34: GPU memory is then registered through the peer memory module only.
+  // Null before rdma-core 34: GPU memory is registered through the peer memory module only then.
   abi::ibv_mr* (*reg_dmabuf_mr)(abi::ibv_pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access);
 };
 
-// An Error of this provider.
+// Returns an Error of this provider.
 Error verbs_error(ErrorCode code, std::string_view operation, std::string message);
-// The same from an errno, whose words end the message.
+// Returns an Error whose message ends with the text of an errno.
 Error verbs_error(ErrorCode code, std::string_view operation, std::string message, int error_number);
 
 }  // namespace kvc::verbs

@@ -10,7 +10,7 @@ using Kind = WorkRequestId::Kind;
 
 namespace {
 
-// Of two counts modulo 2^16 that are never 2^15 apart, as fewer requests fit into a queue.
+// Compares two counts modulo 2^16. They are never 2^15 apart, because fewer requests fit into a queue.
 bool reached(uint16_t count, uint16_t target) { return static_cast<int16_t>(count - target) >= 0; }
 
 }  // namespace
@@ -40,7 +40,8 @@ Posted Link::post(const WriteBatch& batch) {
   if (!up() || has_rest()) return Posted::kBusy;
   Remainder& posting = context_.posting;
   posting.start(batch, context_.queues.device->max_message());
-  // One that can never go at once goes in parts; any other waits until there is room for all of it.
+  // A batch that is too large for the queue is posted in parts. Any other batch waits until there is room for all of
+  // it.
   if (writes_.room() < std::min<uint64_t>(posting.pieces(), writes_.pair()->slots() / 2)) return Posted::kBusy;
   if (Status posted = post_pieces(posting); !posted) fault = posted.error();
   if (posting.pieces() > 0) rest_ = std::make_unique<Remainder>(posting);
@@ -65,7 +66,7 @@ Status Link::post_pieces(Remainder& batch) {
     Sent sent;
     if (batch.pieces() == 0) {
       sent.work = batch.work();
-      sent.landed_at = counted_ + 1;  // of one that raises nothing: with the next that does
+      sent.landed_at = counted_ + 1;  // a batch without an immediate has landed when the next counted one has
     }
     context_.chain.cut(count);
     Result<uint32_t> taken = writes_.post(&context_.chain.request(0), count, sent);
@@ -104,7 +105,7 @@ void Link::fill(Remainder& batch, uint32_t count) {
   }
   abi::ibv_send_wr& last = context_.chain.request(count - 1);
   last.send_flags |= abi::IBV_SEND_SIGNALED;
-  // In order on one queue pair: when this one arrives, all pieces before it have.
+  // Writes on one queue pair stay in order: when this one arrives, all pieces before it have.
   if (batch.counted() && batch.pieces() == 0) {
     last.opcode = abi::IBV_WR_RDMA_WRITE_WITH_IMM;
     last.imm_data = big_endian(batch.immediate());
@@ -177,7 +178,7 @@ bool Link::say_owed() {
   return true;
 }
 
-// --- What the peer says of itself
+// --- The peer's control messages
 
 bool Link::hear_hello() noexcept {
   if (state_ != State::kAccepted) return false;
@@ -209,7 +210,7 @@ void Link::end(const Error& why, bool goodbye, Clock::time_point now) {
     goodbye = goodbye && up() && !(failure_ && failure_->request.kind == Kind::kMessage);
     state_ = State::kEnding;
     why_ = why;
-    why_.code = ErrorCode::kPeerDown;  // the others' fate is the link's
+    why_.code = ErrorCode::kPeerDown;  // all other works end because of the link
     writes_end_.begin(context_.control);
     if (goodbye) goodbye_ = Goodbye::kOwed;
     goodbye_deadline_ = now + context_.queues.tuning.goodbye_timeout;
@@ -226,7 +227,7 @@ void Link::note_last_receive(uint32_t number) noexcept {
 bool Link::step(Clock::time_point now, CompletionQueue& out) {
   const auto flush_timeout = context_.queues.tuning.flush_timeout;
   bool any = writes_end_.step(context_.control, context_.completions, now, flush_timeout);
-  // Once nothing more can land, and the engine has had a turn to take what has come last.
+  // The goodbye is sent once nothing more can land, and the transfer engine has had a turn to take the latest messages.
   if (goodbye_ == Goodbye::kOwed && closed_ && !messages_end_.begun()) any |= say_goodbye();
   if (!messages_end_.begun() &&
       ((goodbye_ == Goodbye::kSaid && messages_.idle()) || goodbye_deadline_ <= now || fault)) {

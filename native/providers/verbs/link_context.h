@@ -1,4 +1,4 @@
-// LinkContext: what the links of one domain share.
+// LinkContext: the state that the links of one domain share.
 #pragma once
 
 #include "lane/control_queue.h"
@@ -10,7 +10,7 @@
 
 namespace kvc::verbs {
 
-// One thread: the domain's.
+// Used on the domain's thread only.
 struct LinkContext {
   LinkContext(Queues& its_queues, ControlQueue& its_control)
       : queues(its_queues), control(its_control), completions(its_queues), credits(its_queues.credits) {}

@@ -10,7 +10,7 @@
 
 namespace kvc::verbs {
 
-// One thread: the domain's.
+// Used on the domain's thread only.
 class Links {
  public:
   Link& add(std::unique_ptr<Link> added) {
@@ -19,7 +19,7 @@ class Links {
     by_id_.emplace(link.id(), std::move(added));
     return link;
   }
-  // Null: no such link, or nothing is left of it.
+  // Returns null for an unknown link, and once nothing is left of it.
   Link* find(LinkId id) const noexcept {
     const auto found = by_id_.find(id);
     return found == by_id_.end() ? nullptr : found->second.get();
@@ -30,12 +30,13 @@ class Links {
   }
   void erase(const Link& link) {
     for (const uint32_t number : link.numbers()) {
-      // A link that is over may be found here longer than its queue pairs: their numbers may be another's by now.
+      // A link that is over may stay here longer than its queue pairs exist. Their numbers may belong to another link
+      // by now.
       if (by_number(number) == &link) by_number_.erase(number);
     }
     by_id_.erase(link.id());
   }
-  // Calls `use(Link&)` for each.
+  // Calls `use(Link&)` for each link.
   template <typename Use>
   void each(Use&& use) const {
     for (const auto& [id, link] : by_id_) use(*link);

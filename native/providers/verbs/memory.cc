@@ -11,14 +11,15 @@ namespace kvc::verbs {
 namespace {
 
 // Relaxed ordering lets the pages of a write reach memory in any order, which PCIe needs for full rate on many hosts.
-// The count still proves visibility in host memory: what the worker acts on is the completion entry of the WriteImm. On
-// one queue pair that comes after all earlier writes of the batch, and the NIC writes it into the completion queue
-// without the relaxed attribute, so PCIe does not let it pass any data written before it. ibv_reg_mr(3) promises the same
-// in its own words: "Relaxed ordering does not change completion semantics, such as data visibility."
+// The count still proves visibility in host memory, because the transfer thread acts on the completion entry of the
+// WriteImm. On one queue pair that entry comes after all earlier writes of the batch. The NIC writes it into the
+// completion queue without the relaxed attribute, so PCIe does not let it pass any data written before it.
+// ibv_reg_mr(3) promises the same: "Relaxed ordering does not change completion semantics, such as data visibility."
 //
-// That holds where data and entry have the same destination. The entry of a write into a GPU's memory goes to the host,
-// and says nothing of what is still on its way into the GPU. A kernel launched after the count sees the data by CUDA's
-// rules; one that runs already does not: for such the engine flushes (GPUDirect RDMA) before it stores a completion word.
+// That holds if data and entry have the same destination. The entry of a write into a GPU's memory goes to the host,
+// and proves nothing about data in flight to the GPU. A kernel launched after the count sees the data by CUDA's rules.
+// A kernel that runs already does not. For such kernels the transfer engine flushes (GPUDirect RDMA) before it stores a
+// completion word.
 constexpr unsigned kAccess =
     abi::IBV_ACCESS_LOCAL_WRITE | abi::IBV_ACCESS_REMOTE_WRITE | abi::IBV_ACCESS_RELAXED_ORDERING;
 
@@ -28,9 +29,9 @@ Error refusal(uint64_t bytes, int error_number, const std::string& tried, const 
                          " bytes: " + system_error({}, {}, error_number).message + hint);
 }
 
-// As a DMA-BUF, or else as the peer memory module (nvidia_peermem) lets it.
+// Registers GPU memory as a DMA-BUF, or else through the peer memory module (nvidia_peermem).
 Result<Owned<abi::ibv_mr>> register_gpu_memory(const Device& device, std::byte* base, uint64_t bytes) {
-  // What the user has copied into it must be there before the NIC reads it.
+  // Copies that the user has issued into it must have ended before the NIC reads it.
   if (Status synchronous = cuda::make_synchronous(base); !synchronous) return synchronous.error();
   const Library& library = device.library();
   const auto address = reinterpret_cast<uint64_t>(base);

@@ -12,7 +12,7 @@ namespace kvc::verbs {
 namespace {
 
 constexpr uint32_t kPsnMask = 0xFFFFFF;
-// Routers on the way: what IP uses.
+// Limit for routers on the path: the value that IP uses.
 constexpr uint8_t kHopLimit = 64;
 
 }  // namespace
@@ -68,7 +68,7 @@ Status QueuePair::connect(const Path& path, const QueueEnd& peer) {
   receive.path_mtu = path.mtu;
   receive.dest_qp_num = peer.number;
   receive.rq_psn = peer.psn;
-  receive.max_dest_rd_atomic = 1;  // we read nothing, but some devices refuse 0
+  receive.max_dest_rd_atomic = 1;  // this side reads nothing, but some devices refuse 0
   receive.min_rnr_timer = queues_.tuning.min_rnr_timer;
   receive.ah_attr.port_num = spec.port;
   receive.ah_attr.dlid = path.peer.lid;
@@ -102,7 +102,7 @@ Status QueuePair::connect(const Path& path, const QueueEnd& peer) {
 void QueuePair::stop() noexcept {
   abi::ibv_qp_attr attr{};
   attr.qp_state = abi::IBV_QPS_ERR;
-  // A refusal changes nothing: what follows is its destruction, which no queue pair survives.
+  // An error here changes nothing: the queue pair is destroyed next, which always stops it.
   (void)queues_.device->library().modify_qp(qp_.get(), &attr, abi::IBV_QP_STATE);
   stopped_.store(true, std::memory_order_release);
 }

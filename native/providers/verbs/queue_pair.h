@@ -1,5 +1,5 @@
-// QueuePair: one reliable connected queue pair. Made, connected and ended on the control thread, where each of these is
-// a command to the device; posted on by the thread that drives the domain.
+// QueuePair: one reliable connected queue pair. It is created, connected and destroyed on the control thread, because
+// each of these is a command to the device. The domain's thread posts on it.
 #pragma once
 
 #include <atomic>
@@ -15,23 +15,24 @@ namespace kvc::verbs {
 
 class QueuePair {
  public:
-  // --- Control thread; all of it blocks.
+  // --- For the control thread. All of these calls block.
 
-  // A queue pair in INIT: it exists, takes nothing in and sends nothing. `access`: what its peer may do to our memory.
+  // Creates a queue pair in INIT, in which it neither receives nor sends. `access` is what its peer may do to our
+  // memory.
   static Result<std::shared_ptr<QueuePair>> create(const Queues& queues, const ReceiveQueue& receives, uint32_t slots,
                                                    unsigned access);
-  // INIT to RTR to RTS: it takes in what the peer sends, numbered from the peer's PSN on, and may send, numbered from its
-  // own. The peer need not be ready as long as nothing is posted.
+  // Moves it from INIT to RTR to RTS. It then receives from the peer, starting at the peer's PSN, and may send,
+  // starting at its own PSN. The peer need not be ready as long as nothing is posted.
   Status connect(const Path& path, const QueueEnd& peer);
-  // To ERR: nothing moves any more in either direction, and what had begun is flushed.
+  // Moves it to ERR: nothing moves any more in either direction, and requests that had begun are flushed.
   void stop() noexcept;
-  // From then on the device touches no memory for it. Waits until all events about it are acknowledged.
+  // Destroys it: the device touches no memory for it afterwards. Waits until all its events are acknowledged.
   void destroy() noexcept;
 
-  // --- Any thread.
+  // --- For any thread.
 
-  // What the peer needs to know; the PSN is random, so that what is left in the network of an earlier queue pair of the
-  // same number is not taken for ours.
+  // Returns the numbers that the peer needs. The PSN is random, so that packets of an earlier queue pair with the same
+  // number, still in the network, are not mistaken for this one's.
   QueueEnd end() const noexcept { return {number_, psn_}; }
   uint32_t number() const noexcept { return number_; }
   uint32_t slots() const noexcept { return slots_; }
@@ -39,9 +40,9 @@ class QueuePair {
   bool stopped() const noexcept { return stopped_.load(std::memory_order_acquire); }
   bool destroyed() const noexcept { return destroyed_.load(std::memory_order_acquire); }
 
-  // --- The driving thread, until it asks for stop().
+  // --- For the domain's thread, until it requests stop().
 
-  // The library's own: 0, or an error, with the first request that was not taken.
+  // Posts through the library. Returns 0, or an error and the first request that was not taken.
   int post(abi::ibv_send_wr* first, abi::ibv_send_wr** refused) noexcept {
     return queues_.device->context()->ops.post_send(qp_.get(), first, refused);
   }
@@ -54,7 +55,7 @@ class QueuePair {
   Owned<abi::ibv_qp> qp_;
   const uint32_t number_;
   const uint32_t psn_;
-  const uint32_t slots_;  // the device rounds up
+  const uint32_t slots_;  // rounded up by the device
   const uint32_t inline_bytes_;
   std::atomic<bool> stopped_{false};
   std::atomic<bool> destroyed_{false};

@@ -1,17 +1,19 @@
-// QueuePairTeardown: the end of one queue pair, so that nobody else loses by it.
+// QueuePairTeardown: the end of one queue pair, without loss for other queue pairs.
 //
-// All queue pairs share their receives. When mlx5 destroys one, it takes that one's entries out of the completion queue
-// and the receives that they stand for into its own free list (__mlx5_cq_clean): which slots those were we would never
-// hear, and once all have gone that way no message of any peer finds one. So a queue pair is
-//   stopped     put into ERR, on the control thread: nothing lands over it any more;
-//   flushed     IBV_EVENT_QP_LAST_WQE_REACHED says that each receive that it had begun to fill has its entry in the
-//               completion queue (InfiniBand's o11-5.2.5);
-//   drained     what was in the queue then has been taken: all that has landed is counted, all receives are back;
-//   destroyed   on the control thread, which waits until events about it are acknowledged;
-//   cleared     once more what was in the queue then: rxe takes nothing out, and its entries must neither be taken for
-//               those of a later queue pair of the same number, nor be in the place of something else's.
-// mlx5 raises the event for every queue pair that goes to ERR, rxe only since 2023 (Linux 6.1 does not), and others may
-// never: so flushing is bounded in time.
+// All queue pairs share their receives. When mlx5 destroys a queue pair, it removes that pair's entries from the
+// completion queue. It puts their receives into its own free list (__mlx5_cq_clean). This provider would never learn
+// which slots those were. Once all slots are lost that way, no peer's message finds a receive. So a queue pair ends in
+// these steps:
+// - Stopped: it is put into ERR, on the control thread. Nothing lands over it any more.
+// - Flushed: IBV_EVENT_QP_LAST_WQE_REACHED reports that each receive that it had begun to fill has its entry in the
+//   completion queue (InfiniBand's o11-5.2.5).
+// - Drained: the entries in the queue at that time are taken. All that has landed is counted, and all receives are
+//   back.
+// - Destroyed: on the control thread, which waits until its events are acknowledged.
+// - Cleared: the entries in the queue are taken once more. rxe removes none. Its entries must neither be mistaken for
+//   entries of a later queue pair with the same number, nor occupy the places of others.
+// mlx5 raises the event for every queue pair that goes to ERR. rxe does so only since 2023 (Linux 6.1 does not), and
+// other devices may never. So flushing is bounded in time.
 #pragma once
 
 #include <chrono>
@@ -28,23 +30,23 @@ namespace kvc::verbs {
 
 using Clock = TimerFd::Clock;
 
-// One thread: the domain's.
+// Used on the domain's thread only.
 class QueuePairTeardown {
  public:
   explicit QueuePairTeardown(std::shared_ptr<QueuePair> pair) : pair_(std::move(pair)) {}
 
-  // The event has come. That may be before the end: a queue pair goes to ERR by itself when something fails.
+  // Records the event. It may come before begin(): a queue pair goes to ERR by itself when something fails.
   void note_last_receive() noexcept { flushed_ = true; }
 
-  // Nothing is posted on it from now on.
+  // Begins the end. No request may be posted on the queue pair from now on.
   void begin(ControlQueue& control);
-  // True if it came any further. Not before begin().
+  // Continues the end. Returns true if there was progress. Call it after begin().
   bool step(ControlQueue& control, const Completions& completions, Clock::time_point now,
             std::chrono::milliseconds flush_timeout);
 
   bool begun() const noexcept { return stage_ != Stage::kNone; }
   bool over() const noexcept { return stage_ == Stage::kOver; }
-  // When step() is to be called although nothing happens.
+  // The time by which step() must be called even if nothing happens.
   std::optional<Clock::time_point> deadline() const noexcept {
     return stage_ == Stage::kFlushing ? std::optional(deadline_) : std::nullopt;
   }

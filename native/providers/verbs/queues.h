@@ -1,5 +1,6 @@
-// Queues: what both halves of a domain work on: the device, the completion queue and the receives that all links share.
-// Made by opening the domain, ended with its connector, which outlives everything that is made of it.
+// Queues: the objects that both halves of a domain use: the device, the completion queue and the receives that all
+// links share. They are created when the domain opens and destroyed with its connector, which outlives everything made
+// from it.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,7 @@
 
 namespace kvc::verbs {
 
-// Control thread to open and end; immutable in between, but for what is said to be the domain's.
+// Opened and destroyed on the control thread. Immutable in between, except for members marked as the domain's.
 struct Queues {
   static Result<std::unique_ptr<Queues>> open(std::unique_ptr<Device> device, const Tuning& tuning);
 
@@ -22,17 +23,18 @@ struct Queues {
   const Tuning tuning;
   const uint32_t key_half;  // the upper half of all keys of this domain
   Owned<abi::ibv_comp_channel> channel{nullptr, nullptr};
-  // One for all links: one call polls it, and one arms the wake-up.
+  // One queue for all links: one call polls it, and one arms the wake-up.
   Owned<abi::ibv_cq> completions{nullptr, nullptr};
-  uint32_t entries = 0;  // of the completion queue
-  uint32_t credits = 0;  // of those, the ones that are not kept for receives
+  uint32_t entries = 0;  // size of the completion queue
+  uint32_t credits = 0;  // entries that are not reserved for receives
 
-  // The domain's. A WriteImm uses up a receive like a message does, so on one queue either could starve the other.
+  // Used by the domain. A WriteImm uses up a receive like a message does. So they have separate queues: on a shared
+  // one, either could starve the other.
   std::unique_ptr<ReceiveQueue> write_receives;
   std::unique_ptr<ReceiveQueue> message_receives;
   std::unique_ptr<SendBuffers> buffers;
 
-  // The event by which the device has failed, as the domain has read it: no link can be made any more.
+  // The event by which the device has failed, written by the domain. If set, no link can be made any more.
   static constexpr int kSound = -1;
   std::atomic<int> failed_by{kSound};
 

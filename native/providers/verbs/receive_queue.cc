@@ -60,7 +60,7 @@ void ReceiveQueue::post() {
     returned_.clear();
     return;
   }
-  // Out of memory or room: those from `refused` on come again with the next batch.
+  // The device is out of memory or room. The slots from `refused` on are posted again with the next batch.
   const auto from =
       std::find_if(returned_.begin(), returned_.end(), [&](uint32_t slot) { return &requests_[slot] == refused; });
   if (from != returned_.end()) returned_.erase(returned_.begin(), from);

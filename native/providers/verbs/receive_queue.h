@@ -12,21 +12,22 @@
 
 namespace kvc::verbs {
 
-// Made and destroyed on the control thread, the domain's in between.
+// Created and destroyed on the control thread. The domain uses it in between.
 class ReceiveQueue {
  public:
-  // `slots` receives of `slot_bytes` each (0: for immediates alone), given back `batch` at a time.
+  // Creates `slots` receives of `slot_bytes` each (0: for immediates alone). Used ones are posted again in groups of
+  // `batch`.
   static Result<std::unique_ptr<ReceiveQueue>> create(const Device& device, WorkRequestId::Kind kind, uint32_t slots,
                                                       uint32_t slot_bytes, uint32_t batch);
 
   abi::ibv_srq* srq() const noexcept { return srq_.get(); }
   uint32_t slots() const noexcept { return static_cast<uint32_t>(requests_.size()); }
-  // The first `bytes` of what arrived in a slot.
+  // Returns the first `bytes` that arrived in a slot.
   std::span<const std::byte> bytes(uint32_t slot, uint32_t bytes) const noexcept;
 
-  // The slot's receive was used up and its bytes are not needed any more.
+  // Returns a slot whose receive is used up. Its bytes may be overwritten from now on.
   void give_back(uint32_t slot) { returned_.push_back(slot); }
-  // Posts what was given back, once it is a batch.
+  // Posts the returned slots, if they make a batch.
   void refill() {
     if (returned_.size() >= batch_) post();
   }

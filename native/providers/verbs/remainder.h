@@ -1,6 +1,6 @@
-// Remainder: what of a batch is not posted yet, in pieces of one work request each.
+// Remainder: the part of a batch that is not posted yet, in pieces of one work request each.
 //
-// Pages that follow each other on both sides are one piece; a page longer than a request may carry is several.
+// Pages that follow each other on both sides are one piece. A page longer than a request may carry is several.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace kvc::verbs {
 
-// What one work request carries.
+// The bytes of one work request.
 struct PageRemainder {
   uint64_t source = 0;
   uint64_t target = 0;
@@ -27,10 +27,10 @@ class Remainder {
   struct Mark {
     uint32_t run = 0;
     uint64_t offset = 0;
-    uint64_t pieces = 0;  // left
+    uint64_t pieces = 0;  // pieces left
   };
 
-  // All of a batch, in pieces of `max_piece` bytes at most.
+  // Starts with all of a batch, in pieces of at most `max_piece` bytes.
   void start(const WriteBatch& batch, uint64_t max_piece) {
     work_ = batch.work;
     source_ = static_cast<const MemoryRegistration*>(batch.source);
@@ -50,7 +50,7 @@ class Remainder {
   }
 
   WorkId work() const noexcept { return work_; }
-  const MemoryRegistration* source() const noexcept { return source_; }  // null for one without bytes
+  const MemoryRegistration* source() const noexcept { return source_; }  // null for a batch without bytes
   uint32_t rkey() const noexcept { return rkey_; }
   bool empty() const noexcept { return page_bytes_ == 0; }  // an immediate alone
   bool counted() const noexcept { return counted_; }
@@ -72,7 +72,7 @@ class Remainder {
     return piece;
   }
 
-  // To go back to where it was, when the queue did not take what next() gave.
+  // mark() and rewind() go back to an earlier position, if the queue did not take the result of next().
   Mark mark() const noexcept { return mark_; }
   void rewind(const Mark& mark) noexcept { mark_ = mark; }
 

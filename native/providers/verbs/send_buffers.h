@@ -1,4 +1,4 @@
-// SendBuffers: registered memory that messages are copied into before they leave.
+// SendBuffers: registered memory into which messages are copied before they leave.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kvc::verbs {
 
-// Made and destroyed on the control thread, the domain's in between.
+// Created and destroyed on the control thread. The domain uses it in between.
 class SendBuffers {
  public:
   static Result<std::unique_ptr<SendBuffers>> create(const Device& device, uint32_t count) {
@@ -25,7 +25,7 @@ class SendBuffers {
     return buffers;
   }
 
-  // One of kMaxMessageBytes; nullopt: all are in use.
+  // Takes a buffer of kMaxMessageBytes. Returns nullopt if all are in use.
   std::optional<uint32_t> take() {
     if (free_.empty()) return std::nullopt;
     const uint32_t buffer = free_.back();

@@ -25,7 +25,7 @@ Result<uint32_t> SendQueue::post(abi::ibv_send_wr* first, uint32_t count, Sent s
     return taken;
   }
   unsignalled_ += taken;
-  // Some libraries return -1 and set errno, some the error itself.
+  // Some libraries return -1 and set errno. Others return the error itself.
   if (const int number = error < 0 ? errno : error; number != ENOMEM && number != EAGAIN) {
     return verbs_error(ErrorCode::kPeerDown, "write", "ibv_post_send", number);
   }

@@ -23,7 +23,7 @@ QueueEnd read_end(ByteReader& reader) {
   QueueEnd end;
   end.number = reader.number<uint32_t>();
   end.psn = reader.number<uint32_t>();
-  // 0 and 1 are every port's queue pairs for management.
+  // Every port uses queue pairs 0 and 1 for management.
   if (end.number <= 1 || end.number > kMax24 || end.psn > kMax24) reader.fail();
   return end;
 }

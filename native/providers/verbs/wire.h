@@ -1,4 +1,5 @@
-// The bytes of the verbs provider: what it hands to the control plane, and what it writes into fields of the wire.
+// The bytes of the verbs provider: the offers and answers of the control plane, and the immediates and ids in work
+// requests.
 #pragma once
 
 #include <array>
@@ -16,16 +17,16 @@ static_assert(std::endian::native == std::endian::little, "immediates are turned
 
 using Gid = std::array<uint8_t, 16>;
 
-// Immediates and pkeys stand in big-endian order in every structure of the library.
+// Immediates and pkeys are big-endian in every structure of the library.
 constexpr uint32_t big_endian(uint32_t value) noexcept { return __builtin_bswap32(value); }
 constexpr uint16_t big_endian(uint16_t value) noexcept { return __builtin_bswap16(value); }
 
-// "10.77.0.1" for an IPv4 address in a GID, else IPv6 notation.
+// Formats a GID: "10.77.0.1" for an IPv4 address in it, else IPv6 notation.
 std::string to_string(const Gid& gid);
 bool is_ipv4(const Gid& gid) noexcept;
 bool is_link_local(const Gid& gid) noexcept;
 
-// A port as its peers have to address it.
+// The address of a port, as its peers need it.
 struct Address {
   uint8_t link_layer = 0;  // IBV_LINK_LAYER_*
   uint8_t mtu = 0;         // IBV_MTU_*
@@ -34,13 +35,13 @@ struct Address {
   Gid gid{};
 };
 
-// One queue pair: its number, and the packet sequence number that its own send queue begins with.
+// One queue pair: its number, and the packet sequence number with which its send queue begins.
 struct QueueEnd {
   uint32_t number = 0;
   uint32_t psn = 0;
 };
 
-// One end of a link: the offer, and in the same form the answer to it.
+// One end of a link: the offer, or the answer, which has the same form.
 struct Endpoint {
   LinkId link = 0;        // the offering side's id of the link, in both
   uint32_t key_half = 0;  // the upper half of all keys of this domain
@@ -49,14 +50,14 @@ struct Endpoint {
   QueueEnd messages;
 
   Bytes encode() const;
-  // kInvalidArgument for anything that no peer of ours can have sent.
+  // Returns kInvalidArgument for bytes that no correct peer sends.
   static Result<Endpoint> decode(std::span<const std::byte> bytes, std::string_view operation);
 };
 
-// The immediate of every send on the queue pair for messages: what it is.
+// The immediate of every send on the queue pair for messages. It contains the kind of the send.
 struct Control {
   enum class Kind : uint16_t {
-    kHello = 0x4b01,    // the offering side takes in what comes
+    kHello = 0x4b01,    // the offering side is ready to receive
     kMessage = 0x4b02,  // value: its slot, 0 to 15; the bytes are the message
     kTaken = 0x4b03,    // value: a bit for each slot whose message was taken
     kGoodbye = 0x4b04,  // this end of the link is gone; value: how many immediates have landed here, modulo 2^16
@@ -66,22 +67,22 @@ struct Control {
   uint16_t value = 0;
 
   constexpr uint32_t encode() const noexcept { return static_cast<uint32_t>(kind) << 16 | value; }
-  // `kind` may be none of the above: it is a peer's word.
+  // `kind` may be an unknown value, because a peer sent it.
   static constexpr Control decode(uint32_t raw) noexcept {
     return {static_cast<Kind>(raw >> 16), static_cast<uint16_t>(raw)};
   }
 };
 
-// Our own id of every work request: whose it is and which one. After an error nothing else of a completion says so.
-// Nothing else has the same id meanwhile: a LinkId is whole in it and never used again, and a queue pair has 2^14 posts
-// under way at most, of the 2^30 that its sequence tells apart.
+// Our own id of every work request. After an error it is the only field of a completion that identifies the request. No
+// two requests have the same id at a time: it contains the whole LinkId, which is never used again. A queue pair has at
+// most 2^14 posts in flight, and the sequence distinguishes 2^30.
 struct WorkRequestId {
   enum class Kind : uint8_t { kWrite, kMessage, kWriteReceive, kMessageReceive };
   static constexpr uint32_t kSequenceBits = 30;
   static constexpr uint32_t kSequenceMask = (1U << kSequenceBits) - 1;
 
   Kind kind = Kind::kWrite;
-  LinkId link = 0;        // sends; receives are shared
+  LinkId link = 0;        // for sends; receives are shared
   uint32_t sequence = 0;  // sends: the number of the post on its queue pair; receives: the slot
 
   constexpr uint64_t encode() const noexcept {

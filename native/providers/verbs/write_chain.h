@@ -1,4 +1,4 @@
-// WriteChain: the work requests of a batch, chained and filled in once; a post changes only what differs.
+// WriteChain: the work requests of a batch, chained and filled in once. A post changes only the fields that differ.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ class WriteChain {
   WriteChain(const WriteChain&) = delete;
   WriteChain& operator=(const WriteChain&) = delete;
 
-  // Ends the chain after `count` requests; mend() undoes it.
+  // Ends the chain after `count` requests. mend() undoes it.
   void cut(uint32_t count) noexcept { requests_[count - 1].next = nullptr; }
   void mend(uint32_t count) noexcept {
     if (count > 0 && count < kLength) requests_[count - 1].next = &requests_[count];

@@ -158,7 +158,8 @@ class Exploration:
         return moves + self._events(rank, state, awaited)
 
     def _events(self, rank: int, state: int, awaited: set[int]) -> list[_Move]:
-        """`awaited` are the ranks that the rank waits for, if it has not stopped."""
+        """Returns the events in the life of a rank. `awaited` are the ranks that it waits for, if it has not
+        stopped."""
         if rank == self._victim:
             return [] if state & self._died else [_event(self._died, rank, "dies")]
         lost = bool(state & self._lost[rank])
@@ -237,7 +238,8 @@ class Exploration:
     def _blocked(self, state: int, moves: list[_Move]) -> bool:
         """Returns whether a rank waits for ever.
 
-        A late store of a rank that ended must not be what it waits for."""
+        A late store of a rank that ended must not be what it waits for.
+        """
         if any(not state & self._stopped[move.rank] for move in moves):
             return False
         return bool(self._unfinished(state))

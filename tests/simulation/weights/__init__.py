@@ -1,6 +1,6 @@
-"""The weights' protocol in virtual time: the workers' Landing and the trainers' Links are those that ship.
+"""The weights' protocol in virtual time, with the shipped Landing of workers and Links of trainers.
 
-What a rank does with its links (``trainer.py``), how a worker carries out what Landing decides
-(``worker.py``) and an engine's controller (``controller.py``) are models of pusher.py, receiver.py and
-controller.py, which block, or run on asyncio.
+Three parts are models: what a rank does with its links (``trainer.py``), how a worker executes what Landing
+decides (``worker.py``), and an engine's controller (``controller.py``). The originals pusher.py, receiver.py
+and controller.py block, or run on asyncio.
 """

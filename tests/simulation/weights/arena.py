@@ -1,4 +1,4 @@
-"""Where a version lands, and a transfer engine whose writes land there."""
+"""The memory where a version lands, and a transfer engine that writes into it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 CELLS = 7
-"""Parts of a worker's share of the model: the least that a rank writes."""
+"""Parts of a worker's share of the model. A rank writes at least one."""
 
 ROUNDS = 4
-"""In which a version lands where there is room for two of them alone: each in the room of the one before its
-last."""
+"""Rounds of a version if the memory holds only two of them. Each round reuses the memory of the round before
+the last."""
 
 TENSORS = (Tensor("w", "float32", (CELLS,)),)
 CELL_BYTES = 4
@@ -31,7 +31,7 @@ def round_of(cell: int, rounds: int) -> int:
 
 
 def geometry(rounds: int) -> Geometry:
-    """Of each round one parameter."""
+    """Returns a geometry with one parameter in each round."""
     parts = [[cell for cell in range(CELLS) if round_of(cell, rounds) == part] for part in range(rounds)]
     return Geometry(
         tuple(Parameter(f"w{part}", "float32", len(cells), round=part) for part, cells in enumerate(parts)),
@@ -41,11 +41,11 @@ def geometry(rounds: int) -> Geometry:
 
 
 Tag = tuple[str, int]
-"""Of one set of weights: a trainer's run, and its step."""
+"""One set of weights: a trainer's run, and its step."""
 
 
 def cells_of(rank: int, ranks: int, worker: int) -> list[int]:
-    """What a rank writes to the worker. Of many ranks some write nothing."""
+    """Returns the cells that a rank writes to the worker. If the ranks are many, some write nothing."""
     writers = min(ranks, 3)
     return [cell for cell in range(CELLS) if (cell + worker) % writers == rank]
 
@@ -59,27 +59,27 @@ class Arena:
         return [cell for cell in range(CELLS) if round_of(cell, self.rounds) == round]
 
     def whole(self, round: int) -> Tag | None:
-        """Whose weights all of the round are; None: it is not one version, or not all of it."""
+        """Returns the weights of which the whole round consists. None: the round is mixed or incomplete."""
         found = {self.content[cell] for cell in self.cells(round)}
         return found.pop() if len(found) == 1 else None
 
     def clear(self, round: int) -> None:
-        """What comes next has its room."""
+        """Empties the memory of a round for the next one."""
         for cell in self.cells(round):
             self.content[cell] = None
 
 
 class WeightsEngine(SimEngine):
-    """A rank's, or a worker's."""
+    """The transfer engine of a rank or a worker."""
 
     slow_fences = 0.5
 
-    # Faults, as budgets: of so many times the worker does not load a checkpoint, or apply a version.
+    # Faults, as budgets: how many times the worker fails to load a checkpoint, or to apply a version.
     not_applied = 0
     not_recorded = 0
 
     def heal(self) -> None:
-        """Nothing goes wrong any more."""
+        """Ends all faults."""
         self.write_errors = self.stuck_writes = self.no_handshakes = self.no_counters = 0
         self.not_applied = self.not_recorded = 0
 
@@ -89,7 +89,7 @@ class WeightsEngine(SimEngine):
         return super().open_transfer(peer)
 
     def write(self, number: int, cells: Sequence[int], immediate: int) -> None:
-        """Each to its place in the peer's arena, in a few batches."""
+        """Writes each cell to its place in the peer's arena, in a few batches."""
         transfer = self._open(number, "write")
         self._refuse("write")
         if transfer.stopped:
@@ -111,7 +111,7 @@ class WeightsEngine(SimEngine):
     def in_flight(self, numbers: Sequence[int]) -> bool:
         return any(number in self._transfers for number in numbers)
 
-    # --- What is in the memory
+    # --- The contents of the memory
 
     def _contents(self, batch: Batch) -> tuple[Any, ...]:
         return (cast("Rank", self.process).tag,) * len(batch.cells)
@@ -121,7 +121,7 @@ class WeightsEngine(SimEngine):
         worker.land([target for _, target in batch.cells], tag, batch.immediate)
 
     def _counted(self, batch: Batch) -> None:
-        """Cells are not awaited one by one."""
+        """Does nothing: cells are not awaited one by one."""
 
     def _stray(self, batch: Batch) -> None:
-        """A void version's page: its counter is freed before its links are fenced."""
+        """Accepts a page of a discarded version: its counter is freed before its links are fenced."""

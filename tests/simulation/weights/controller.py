@@ -1,4 +1,4 @@
-"""A model of an engine's controller, which is asyncio's: it pauses, has all workers apply, and goes on."""
+"""A model of an engine's controller, which runs on asyncio. It pauses, has all workers apply, and resumes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from .worker import Worker
 if TYPE_CHECKING:
     from .world import World
 
-# controller.py's
+# As in controller.py.
 _WORKER_S = 10.0
 
 Work = Generator[float | None, None, None]
-"""What it yields is when it goes on at the latest, by its own clock; None: when something happens."""
+"""A coroutine. It yields the latest time of its continuation, by its own clock; None: it waits for an
+event."""
 
 
 class Controller(Actor):
@@ -47,7 +48,7 @@ class Controller(Actor):
         self.world, self.engine = world, None
         self.port = Port(world, self, CODEC.encode, CODEC.decode)
         self.paused = False
-        self.taking = ""  # for which it is paused, or was last
+        self.taking = ""  # version for which it is paused, or was last
         self.workers = [Worker(world, self, number, life) for number in range(world.scenario.workers)]
         addresses = [world.address(worker.name) for worker in self.workers]
         self._addresses = tuple(WorkerAddress(address.host, address.port) for address in addresses)
@@ -55,7 +56,7 @@ class Controller(Actor):
             self.port.dial(address): deque() for address in addresses
         }
         self._work: deque[Work] = deque()
-        self._trying = 0  # workers
+        self._trying = 0  # workers that are applying
         self._next_ping: float | None = None  # None: nothing is held
 
     def turn(self) -> None:
@@ -93,7 +94,9 @@ class Controller(Actor):
             case Apply():
                 self._work.append(self._told_to_apply(source, message.version))
             case _:
-                self.port.send(source, Refused("this is an engine's controller: that is for its workers"))
+                self.port.send(
+                    source, Refused("this is an engine's controller: send this message to a worker")
+                )
 
     def _told_to_apply(self, source: Source, version: str) -> Work:
         answers: list[WeightMessage] = []
@@ -126,7 +129,7 @@ class Controller(Actor):
             states = []
             yield from self._states(states)
             bad = [state for state in states if state.served != version or state.problem]
-            problem = "; ".join(state.problem or "it did not try" for state in bad)
+            problem = "; ".join(state.problem or "it did not try to apply the version" for state in bad)
             if not problem or last or any(state.landed != version for state in states):
                 break
         torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
@@ -141,7 +144,7 @@ class Controller(Actor):
         self.wake(self.latency())
 
     def _resume(self) -> None:
-        """No token comes from mixed weights."""
+        """Resumes the engine. No token may come from mixed weights."""
         models = {tag for worker in self.workers for tag in worker.model}
         self.world.books.check(len(models) == 1, "%s goes on with %s", self, models)
         self.world.books.ended["applied"] += 1
@@ -170,7 +173,7 @@ class Controller(Actor):
             self.port.send(worker, message)
 
     def die(self, silently: bool = False) -> None:
-        """An engine's processes die together."""
+        """Ends all processes of the engine together."""
         if self.dead:
             return
         super().die(silently)

@@ -1,4 +1,4 @@
-"""Bugs that the simulator has to find in the weights' protocol."""
+"""Bugs in the weights' protocol that the simulator must find."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUGS = (
     Bug(
         "the other links of a void version stay",
         _LANDING,
-        '            actions += self._fence(sender, "the version was dropped")\n',
+        '            actions += self._fence(sender, "the version was discarded")\n',
         "",
     ),
     Bug(

@@ -1,4 +1,4 @@
-"""What shall happen: engines, trainers and faults, as plain data. A seed draws one."""
+"""The plan of a run: engines, trainers and faults, as plain data. A seed draws one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..scenario import Fault
 from .arena import ROUNDS
 
-# A trainer's begin_timeout. An engine may have two versions to take before, with the longest pause (3 s),
+# A trainer's begin_timeout. An engine may have two earlier versions to apply, with the longest pause (3 s),
 # update (5 s) and writes for each. Production's minute would make runs with faults too long.
 BEGIN_S = 20.0
 PATIENCE_S = 30.0  # longer than any update takes
@@ -16,19 +16,19 @@ PATIENCE_S = 30.0  # longer than any update takes
 
 @dataclass(frozen=True)
 class Trainer:
-    """Its ranks push again and again, in step with each other. Seconds."""
+    """A trainer whose ranks push again and again, in step with each other. Times in seconds."""
 
     name: str
     at: float = 0.0
     ranks: int = 2
     pushes: int = 2
-    training: float = 0.2  # typical, between two pushes
-    patience: float = PATIENCE_S  # until an update is taken for one that did not work
-    again: float = 1.0  # after what did not work
-    restart: float = 3.0  # typical, of its launcher
-    gives_up: tuple[int, int] | None = None  # this rank closes in the midst of this push of its first life
-    gone: bool = False  # nobody starts it again when a rank of it has died
-    seeds: bool = False  # it is an engine that seeds the others: beside a trainer, and leaves when it has
+    training: float = 0.2  # typical time between two pushes
+    patience: float = PATIENCE_S  # time after which an update counts as failed
+    again: float = 1.0  # pause after a failed update
+    restart: float = 3.0  # typical time of its launcher
+    gives_up: tuple[int, int] | None = None  # this rank closes during this push of its first life
+    gone: bool = False  # it is not restarted after a rank has died
+    seeds: bool = False  # an engine that seeds the others beside a trainer, and leaves afterwards
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,19 +39,19 @@ class Trainer:
 class Scenario:
     seed: int
     engines: int = 1
-    workers: int = 1  # of each engine
-    chaos: bool = False  # the control network reorders and duplicates, which TCP does not
+    workers: int = 1  # workers of each engine
+    chaos: bool = False  # the control network reorders and duplicates messages, which TCP does not
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
     pausing: float = 0.0  # seconds, at most, until an engine is paused
-    apply: float = 0.2  # seconds, at most, for a worker's update
-    streaming: bool = False  # engines have room for two rounds of a version alone
-    lease: bool = False  # no lane can be revoked by the receiver alone: its fence waits for the writer's own
+    apply: float = 0.2  # seconds, at most, of a worker's update
+    streaming: bool = False  # engines have memory for only two rounds of a version
+    lease: bool = False  # no receiver can revoke a lane alone: its fence waits for the writer's fence
     skew: bool = False  # clocks run at rates that differ by up to 1 %
-    lends: bool = False  # engines seed others that are not here: what they serve is lent now and then
+    lends: bool = False  # engines sometimes lend what they serve to others outside this world
     trainers: tuple[Trainer, ...] = ()
     faults: tuple[Fault, ...] = ()
-    ambushes: tuple[Fault, ...] = ()  # that wait from their ``at`` on for a version to land, or to be applied
+    ambushes: tuple[Fault, ...] = ()  # from ``at`` on they wait until a version lands or is applied
 
     @property
     def rounds(self) -> int:
@@ -63,7 +63,7 @@ class Scenario:
 
     @property
     def untroubled(self) -> bool:
-        """Nothing that anybody does or suffers justifies a failure of a trainer."""
+        """Whether nothing that a process does or suffers justifies a failure of a trainer."""
         patient = not any(one.gives_up or one.patience < PATIENCE_S for one in self.trainers)
         alone = sum(not one.seeds for one in self.trainers) <= 1
         return patient and alone and not self.faults + self.ambushes
@@ -72,14 +72,14 @@ class Scenario:
         return tuple(f"{controller}/{number}" for number in range(self.workers))
 
 
-# Kinds of faults of one process, of one that writes or is written to, and of the way between two.
+# Kinds of faults of one process, of a process that writes or is written to, and of the connection of two.
 ANYBODY = ("crash", "vanish", "leave", "stop", "stall", "slow")
 WORKER = ("error", "stuck", "no handshake", "no counters", "not applied", "not recorded")
 MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover")
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario that a seed stands for."""
+    """Draws the scenario of a seed."""
     rng = random.Random(f"weights {seed}")
     scenario = Scenario(
         seed=seed,

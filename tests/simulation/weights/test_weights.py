@@ -1,4 +1,4 @@
-"""The sample of the campaign that CI runs, and what it is worth."""
+"""The sample of the campaign that CI runs, and the bugs that it must find."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_seed_decides_everything() -> None:
 
 
 def test_ranks_that_write_nothing_somewhere_are_simulated() -> None:
-    """Of four the last writes to nobody; its wait ends all the same."""
+    """The last of four ranks writes to no worker. Its wait ends all the same."""
     world = World(Scenario(1, engines=2, workers=2, trainers=(Trainer("t0", ranks=4),)))
     world.run()
     assert world.books.ended["applied"] == 2 * (
@@ -44,7 +44,8 @@ def test_ranks_that_write_nothing_somewhere_are_simulated() -> None:
 
 
 def test_a_link_that_was_replaced_costs_the_new_one_nothing() -> None:
-    """It breaks while the push looks for another engine, which is dead. The worker is joined anew then."""
+    """The link breaks while the push looks for another engine, which is dead. The worker is then joined
+    again."""
     faults = Fault("vanish", 1.0, ("e0",), lasting=60.0), Fault("cut", 8.0, ("t0/0", "e1/0"))
     trainer = Trainer("t0", ranks=1, pushes=1)
     world = World(Scenario(1, engines=2, trainers=(trainer,), faults=faults), tracing=True)

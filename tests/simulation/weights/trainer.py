@@ -1,4 +1,4 @@
-"""A trainer: its ranks on the Links that ship, and a model of the WeightPusher, whose calls block."""
+"""A trainer: its ranks with the shipped Links, and a model of the WeightPusher, whose calls block."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from .scenario import BEGIN_S, PATIENCE_S, Trainer
 if TYPE_CHECKING:
     from .world import World
 
-# pusher.py's; the second is what a loader of three tensors may take, and not of 37,000.
+# As in pusher.py, except the second: loading takes as long for three tensors, and longer for 37,000.
 _RETRY_S = 0.2
 _RECORD_S = 10.0
 _FENCE_S = 0.05
 _TRIES = 3
 
 Script = Generator[float | None, None, Any]
-"""What it yields is when it goes on at the latest, by its own clock; None: when something happens."""
+"""A coroutine. It yields the latest time of its continuation, by its own clock; None: it waits for an
+event."""
 
 
 class PushError(Exception):
@@ -58,7 +59,7 @@ class _Ended(Exception):
 
 
 class _Immediately:
-    """A Loop whose thread is the caller's."""
+    """A Loop that runs calls on the caller's thread."""
 
     def __init__(self, sockets: Port) -> None:
         self.sockets: Any = sockets
@@ -71,7 +72,7 @@ class _Immediately:
 
 class _Links(Links):
     def __post_init__(self) -> None:
-        """Its loop comes from outside."""
+        """Skips the creation of a loop: the model provides one."""
 
 
 @dataclass(eq=False)
@@ -101,15 +102,15 @@ class _Update:
 
 
 class Job:
-    """All ranks of one life of a trainer, and what they say to each other."""
+    """All ranks of one life of a trainer, and the messages between them."""
 
     def __init__(self, world: World, plan: Trainer, life: int, engines: Sequence[str], at: float) -> None:
         self.world, self.plan, self.life, self.engines = world, plan, life, engines
-        self.last: str = ""  # what is to do when all is quiet: "push" once more and close, or just "close"
-        self.waiting: set[int] = set()  # ranks that have done what they had to
+        self.last: str = ""  # final action once all is quiet: "push" once more and close, or "close"
+        self.waiting: set[int] = set()  # ranks that have finished their work
         self.connected = False
         self.ending = False
-        self.problems: dict[int, dict[str, str]] = {}  # of the last push, by rank
+        self.problems: dict[int, dict[str, str]] = {}  # problems of the last push, by rank
         self._said: dict[Hashable, dict[int, Any]] = {}
         self.ranks = [Rank(world, self, rank, at) for rank in range(plan.ranks)]
 
@@ -121,7 +122,7 @@ class Job:
         return not any(rank.dead for rank in self.ranks)
 
     def gather(self, what: Hashable, rank: int, value: Any) -> Script:
-        """A collective: everybody's, by rank. Where one is dead the others end."""
+        """A collective. Returns the values of all ranks, in order. If one is dead, the others end."""
         said = self._said.setdefault(what, {})
         said[rank] = value
         if len(said) == len(self.ranks):
@@ -161,7 +162,7 @@ class Rank(Actor):
 
     @property
     def tag(self) -> Tag:
-        """Whose weights it has."""
+        """Returns the weights that this rank has."""
         return str(self.job), self.step
 
     def turn(self) -> None:
@@ -191,7 +192,7 @@ class Rank(Actor):
         if deadline is not None:
             self.wake_at(self.clock.true_time(deadline))
 
-    # --- What the training loop does
+    # --- The training loop
 
     def _live(self, at: float) -> Script:
         while self.world.clock.now < at:
@@ -234,12 +235,12 @@ class Rank(Actor):
             job.problems[self.rank] = yield from self._serve(f"{job} step {self.step}", PATIENCE_S)
 
     def _train(self) -> Script:
-        """A step of all ranks together."""
+        """Runs a step of all ranks together."""
         yield from self.job.gather(("trained", self.step), self.rank, None)
         self.step += 1
 
     def _serve(self, version: str, patience: float, gives_up: bool = False) -> Script:
-        """Pushes, and waits. By engine, why it does not serve the version."""
+        """Pushes a version and waits. Returns, by engine, why it does not serve the version."""
         self.world.versions[version] = self.tag
         update = yield from self._push(version, gives_up)
         mine = {engine.name for engine in self._engines if self.rank == 0 or self._writes(engine)}
@@ -248,7 +249,7 @@ class Rank(Actor):
             update.failed[name] = "not applied in time"
         for name in (mine & update.applied) - set(update.failed):
             self.world.served(self, name, version)
-        return dict(update.failed)  # what is lost from now on is no failure of this push
+        return dict(update.failed)  # losses from now on are no failure of this push
 
     # --- WeightPusher
 
@@ -256,7 +257,7 @@ class Rank(Actor):
         for engine in self._engines:
             for link in [engine.link, *(worker.link for worker in engine.workers)]:
                 if link is not None:
-                    self._links.end(link, "it connects anew")
+                    self._links.end(link, "the trainer connects again")
             for worker in engine.workers:
                 self._fence(worker.peer)
         self._engines = []
@@ -292,7 +293,7 @@ class Rank(Actor):
                 asked.append((link, self._links.ask(link, Describe(TENSORS))))
         for link, answer in asked:
             yield from self._answer(answer, link, _RECORD_S)
-            self._links.end(link, "it was only asked")
+            self._links.end(link, "its query was answered")
         return names
 
     def _reach(self, engine: _Engine) -> Script:
@@ -314,7 +315,7 @@ class Rank(Actor):
                 except LinkError as error:
                     raise PushError(f"cannot join {worker.name}: {error}") from error
                 finally:
-                    self._links.end(link, "it was only asked")
+                    self._links.end(link, "its query was answered")
             elif self.clock.now() >= deadline:
                 raise PushError(f"cannot join {worker.name}: {NOT_DESCRIBED}")
             else:
@@ -363,7 +364,7 @@ class Rank(Actor):
             while self._begun:
                 worker, link, begun = self._begun.popleft()
                 if link is not worker.link:
-                    continue  # it has been joined anew since
+                    continue  # it has been joined again since
                 if begun is None:
                     awaited.pop(worker, None)
                     for engine in self._engines:
@@ -392,7 +393,7 @@ class Rank(Actor):
         return update
 
     def _over(self, worker: _Worker, reason: str) -> None:
-        """It is joined anew for the next version."""
+        """Drops a worker, which is joined again for the next version."""
         if worker.link is not None and not worker.link.over:
             self._links.end(worker.link, reason)
             self._lost(worker.link, reason)
@@ -489,7 +490,7 @@ class Rank(Actor):
     # --- Steps
 
     def _next(self, what: str) -> Hashable:
-        """A collective that is called again and again: which of the calls this is."""
+        """Returns which call of a repeated collective this is."""
         self._calls[what] += 1
         return what, self._calls[what]
 
@@ -506,7 +507,7 @@ class Rank(Actor):
         return self._links.wait(answer, link, 0.0)
 
     def _fence(self, peer: int) -> None:
-        """Writer.fence()."""
+        """Stands in for Writer.fence()."""
         try:
             self.engine.fence(peer, 0.0)
         except TransferError as error:
@@ -527,7 +528,7 @@ class Rank(Actor):
         if self.dead:
             return
         for link in list(self._links._links.values()):
-            self._links.end(link, "it is through")
+            self._links.end(link, "it closed the connection")
         self.die()
 
     def die(self, silently: bool = False) -> None:

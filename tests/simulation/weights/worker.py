@@ -1,4 +1,4 @@
-"""A worker: the Landing that ships, and a model of the WeightReceiver that carries it out."""
+"""A worker: the shipped Landing, and a model of the WeightReceiver that executes its decisions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from .controller import Controller
     from .world import World
 
-_FENCE_RETRY_S = 0.05  # receiver.py's
-_RECORD_S = 0.5  # a model's loaders, typically
-_ROUND_S = 60.0  # receiver.py's
-_SLOTS = 2  # arena.py's
-_LENDS_S = 2.0  # typical, between two engines that it seeds
-_LENT_S = 4.0  # at most
+_FENCE_RETRY_S = 0.05  # as in receiver.py
+_RECORD_S = 0.5  # typical time of a model's loaders
+_ROUND_S = 60.0  # as in receiver.py
+_SLOTS = 2  # as in arena.py
+_LENDS_S = 2.0  # typical time between two engines that it seeds
+_LENT_S = 4.0  # maximum
 
 
 class Worker(Actor):
@@ -52,14 +52,14 @@ class Worker(Actor):
         self.engine = WeightsEngine(self, random.Random(f"{world.seed} {self.name} {life} engine"))
         self.landing = Landing(world.times.dead, slots=_SLOTS if world.scenario.streaming else 0)
         self.arena = Arena(world.scenario.rounds)
-        self.model: list[Tag | None] = [None] * CELLS  # what it computes with; None: what it was started with
-        self._counters: dict[int, tuple[int, int]] = {}  # of each open round: its counter and its immediate
+        self.model: list[Tag | None] = [None] * CELLS  # weights in use; None: those of its start
+        self._counters: dict[int, tuple[int, int]] = {}  # counter and immediate of each open round
         self._handed: deque[HandOver | GiveUp] = deque()
         self._reading: set[int] = set()  # rounds that have been handed over
-        self._waits: Callable[[], None] | None = None  # for a round, in an update
+        self._waits: Callable[[], None] | None = None  # continuation of an update that waits for a round
         self._since: object = None
         self._fencing: dict[int, str] = {}
-        self._held: list[Callable[[], None]] = []  # by SIGSTOP
+        self._held: list[Callable[[], None]] = []  # calls held by SIGSTOP
         self.wake(0.0)
         if world.scenario.lends:
             self._lend_later()
@@ -163,7 +163,7 @@ class Worker(Actor):
         del self._fencing[peer]
         self._run(self.landing.fenced(peer))
 
-    # --- What it lends to those whom it seeds
+    # --- Lending to the workers that it seeds
 
     def _lend_later(self) -> None:
         self.world.clock.after(self.rng.expovariate(1 / _LENDS_S), lambda: self._later(self._lend))
@@ -190,10 +190,11 @@ class Worker(Actor):
     # --- The arena
 
     def land(self, cells: Sequence[int], tag: Tag, immediate: int) -> None:
-        """Of a version that is void, too, as long as the arena has not been given to the next."""
+        """Checks a write, and stores it. Cells of a discarded version may land until the arena belongs to the
+        next one."""
         check = self.world.books.check
         rounds = {round_of(cell, self.arena.rounds) for cell in cells}
-        # Of what is taken round by round, nothing is there yet that could be written over.
+        # With rounds, no complete version is in the arena that a write could damage.
         whole = self.landing.phase is Phase.READY or (
             self.landing.phase is Phase.APPLYING and not self.landing.slots
         )
@@ -211,12 +212,12 @@ class Worker(Actor):
     # --- vLLM's side: the engine is paused
 
     def apply(self, version: str, tried: Callable[[], None]) -> None:
-        """Every worker is asked to; ``tried`` whatever came of it."""
+        """Has every worker apply the version. ``tried`` is called with any outcome."""
         self.world.clock.after(self.latency(), lambda: self._later(lambda: self._take(version, tried)))
 
     def _take(self, version: str, tried: Callable[[], None]) -> None:
         self._handed.clear()
-        # Rounds, unlike a whole version, end with those that send them.
+        # Rounds, unlike a whole version, end together with their senders.
         held = self.landing._holder is not None and not self.landing.slots
         self._run(self.landing.take(version))
         there = not any(isinstance(what, GiveUp) for what in self._handed)
@@ -224,7 +225,7 @@ class Worker(Actor):
         self._next(version, self.arena.rounds, False, tried)
 
     def _next(self, version: str, left: int, touched: bool, tried: Callable[[], None]) -> None:
-        """The vLLM worker's main thread: takes what has been handed over, round by round."""
+        """Models the main thread of vLLM's worker: takes what has been handed over, round by round."""
         if not left:
             self._finish("", touched, tried)
             return
@@ -301,7 +302,7 @@ class Worker(Actor):
         self.controller.die(silently)
 
     def left(self) -> dict[str, object]:
-        """What a worker at rest has none of."""
+        """Returns what must be empty in a worker at rest."""
         found = self.engine.leftovers() | {
             "senders": len(self.landing._senders),
             "fencing": len(self._fencing) + len(self.landing._fencing),

@@ -1,4 +1,4 @@
-"""Engines that take weights and trainers that push them, in virtual time, and what befalls them."""
+"""Engines that receive weights, the trainers that push them, and their faults, in virtual time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from .scenario import Scenario, Trainer
 from .trainer import Job, Rank
 from .worker import Worker
 
-# The defaults of production, but for the minute in which others may say BEGIN.
+# The defaults of production, except the minute in which other trainers may send BEGIN.
 TIMES = Timeouts(orphan=8.0)
 
-# What a fence may take in this fabric (fabric.SimEngine._fence), and a little more.
+# The longest fence in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
-# A connect and twelve pushes, of which some tries wait for what never comes: of three workers that do not
-# answer one after the other.
+# A connect and twelve pushes. Some attempts wait in vain, for three workers in turn that do not answer.
 _LONGEST_S = 800.0
-# A whole push where nothing is wrong: a few messages of the slowest, writes, and an update.
+# A whole push without faults: a few of the slowest messages, writes, and an update.
 _PUSH_S = 20.0
 
 
@@ -34,7 +33,7 @@ class World(Surroundings):
 
     def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
         super().__init__(scenario, TIMES, tracing)
-        self.versions: dict[str, Tag] = {}  # by name, what was pushed under it
+        self.versions: dict[str, Tag] = {}  # pushed weights, by version name
         self._jobs: list[Job] = []
         self.quiet = False
         self._ambushes = list(scenario.ambushes)
@@ -50,11 +49,11 @@ class World(Surroundings):
             self.clock.at(fault.at, functools.partial(faults.strike, self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
         self._pass(last)
-        # An ambush that nobody has come to by now is none.
+        # An ambush that was not triggered by now is dropped.
         self.until(self.clock.now + _LONGEST_S + self._pauses, self._at_work)
         self._ambushes = []
         self._pass(max((fault.lasting for fault in self.scenario.ambushes), default=0.0) + self.times.drain)
-        self.quiet = True  # what has died stays dead
+        self.quiet = True  # dead processes are not restarted any more
         for process in self.processes.values():
             if process.engine is not None:
                 process.engine.heal()
@@ -63,7 +62,7 @@ class World(Surroundings):
         self._all_is_well()
 
     def _all_is_well(self) -> None:
-        """Whoever lives is in a state from which the next push succeeds."""
+        """Checks that every live process is in a state from which the next push succeeds."""
         jobs = [job for job in self._jobs if job.lives and job.ranks[0].name in self.processes]
         heir = next((job for job in jobs if job.connected), None)
         for job in jobs:
@@ -107,7 +106,8 @@ class World(Surroundings):
     # --- For the models
 
     def start(self, name: str) -> None:
-        """An engine, by its controller's name or a worker's; a rank is started with all others of its job."""
+        """Starts an engine, by the name of its controller or a worker. A rank is started with all others of
+        its job."""
         name = name.partition("/")[0]
         if name in self.processes or name not in self.scenario.controllers:
             return
@@ -117,7 +117,7 @@ class World(Surroundings):
         self.books.note("%s starts", controller)
 
     def ambush(self, moment: str, seconds: float) -> None:
-        """The next ``seconds`` are such a moment: a fault that waits for it strikes."""
+        """Triggers a fault that waits for this kind of moment, within the next ``seconds``."""
         waiting = (
             fault
             for fault in self._ambushes
@@ -128,20 +128,20 @@ class World(Surroundings):
             self.clock.after(fault.coin % 61 / 61 * seconds, lambda: faults.strike(self, fault))
 
     def served(self, rank: Rank, engine: str, version: str) -> None:
-        """A rank was told that the engine serves the version."""
+        """Checks the engine, after a rank received that the engine serves the version."""
         controller = self.processes.get(engine)
         if controller is None:
-            return  # it was
+            return  # the engine served it and has ended
         models = {tag for worker in controller.workers for tag in worker.model}
         goes_on = not controller.paused or controller.taking != version
         right = self.versions[version] in models and (rank.rank > 0 or goes_on)
         mine = {model for model in models if model is not None and model[0] == rank.tag[0]}
-        # Somebody else's may have come since, or the engine is another.
+        # Another trainer's version may have followed, or the engine was replaced.
         self.books.check(right or not mine, "%s takes %s for served by %s: %s", rank, version, engine, models)
         self.books.ended["told"] += 1
 
     def rank_ended(self, rank: Rank) -> None:
-        """The others of its job end with it, and most times all start again."""
+        """Ends the other ranks of its job. Usually all start again."""
         job = rank.job
         if job.last or job.ending:
             return

@@ -52,7 +52,7 @@ def test_bench_moe_reports_a_rank_that_fails(capsys: pytest.CaptureFixture[str])
     [
         (("--hidden", "100"), "--hidden: every number must be a multiple of 8"),
         (("--tokens", "0"), "--tokens: every number must be a multiple of 1"),
-        (("--tokens", "many"), "'many' is no list of numbers"),
+        (("--tokens", "many"), "'many' is not a list of numbers"),
         (("--top-k", "4", "--experts", "2"), "--top-k: 4 of 2 experts"),
     ],
 )
@@ -66,4 +66,4 @@ def test_bench_moe_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "visible_gpus", lambda: Gpus(2, (), ()))
     status, output = invoke(app, "moe", "--ranks", "4")
     assert status == 2
-    assert "4 ranks need a GPU each" in " ".join(output.replace("│", " ").split())
+    assert "each of 4 ranks needs a GPU" in " ".join(output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""The command line's own part: what it says to wrong input, and what it finds out about a machine."""
+"""The command line itself: its answers to wrong input, and what it detects on a machine."""
 
 import json
 import os
@@ -52,8 +52,8 @@ def test_the_router_needs_both_sides() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--ttft-ms", "400"], "go together"),
-        (["--tbt-ms", "15"], "go together"),
+        (["--ttft-ms", "400"], "belong together"),
+        (["--tbt-ms", "15"], "belong together"),
         (["--ttft-ms", "400", "--tbt-ms", "0"], "more than 0"),
         (["--ttft-ms", "nan", "--tbt-ms", "15"], "more than 0"),
         (["--ttft-ms", "soon", "--tbt-ms", "15"], "--ttft-ms"),
@@ -92,7 +92,7 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
 
 
 @pytest.mark.needs_vllm
-@pytest.mark.parametrize(("lane", "why"), [("pigeon", "it has"), ("nvlink", "not usable here: ")])
+@pytest.mark.parametrize(("lane", "why"), [("pigeon", "Choose one of"), ("nvlink", "not usable here: ")])
 def test_the_demo_refuses_a_lane_before_it_starts_anything(
     lane: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,11 +105,11 @@ def test_the_demo_refuses_a_lane_before_it_starts_anything(
     assert why in output
 
 
-# --- What every command does alike
+# --- Behaviour that every command shares
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command and subcommand, by its words."""
+    """Yields the words of every command and subcommand."""
     for name, command in (group or typer.main.get_group(app)).commands.items():
         yield (*path, name)
         if hasattr(command, "commands"):
@@ -138,7 +138,7 @@ def test_a_machine_on_which_no_engine_can_run_is_told_as_json_too(monkeypatch: p
     assert found["lanes"] == {
         "subject": "lanes",
         "verdict": "FAIL",
-        "words": "none is usable: no engine can start here",
+        "words": "no lane is usable: no engine can start here",
     }
 
 

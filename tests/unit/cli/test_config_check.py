@@ -1,4 +1,4 @@
-"""kv-connector config check: what it reads, and what it finds wrong."""
+"""kv-connector config check: the files that it reads, and the faults that it finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def transfer(role: str = "kv_producer", **settings: Any) -> dict[str, Any]:
 
 
 def vllm(role: str, port: int, options: str = "", **settings: Any) -> str:
-    """A line that starts an engine."""
+    """Returns a command line that starts an engine."""
     config = json.dumps(transfer(role, **settings))
     return f"vllm serve MODEL --port {port} {options} --kv-transfer-config '{config}' &\n"
 
@@ -39,13 +39,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Check:
-    """Files, and what is found wrong with them."""
+    """Writes files and returns the faults that the command finds in them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def __call__(self, **files: str | dict[str, Any]) -> list[str]:
-        """By name, `p_json` for p.json. The words of all that is wrong; the exit status says the same."""
+        """Writes the files, `p_json` as p.json. Returns the texts of all faults; the exit status must
+        match."""
         findings = self.findings(**files)
         return [finding["words"] for finding in findings if finding["verdict"] == "FAIL"]
 
@@ -67,15 +68,31 @@ def check(tmp_path: Path) -> Check:
     return Check(tmp_path)
 
 
-# --- What is read
+# --- The files that are read
 
 
-def test_the_readmes_own_commands_are_fine(check: Check) -> None:
+def readme_commands(router: str) -> str:
+    """The block of README.md that starts a router with this option."""
     blocks = re.findall(r"^(?:(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    commands = [block for block in blocks if "kv-connector router --" in block]
-    assert commands
-    for block in commands:
-        assert all(finding["verdict"] == "ok" for finding in check.findings(start_sh=block))
+    (found,) = [block for block in blocks if f"kv-connector router {router}" in block]
+    return found
+
+
+def test_readme_commands_for_one_host_are_fine(check: Check) -> None:
+    findings = check.findings(start_sh=readme_commands("--prefill"))
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
+
+
+def test_readme_commands_for_two_hosts_are_fine(check: Check, tmp_path: Path) -> None:
+    """Each command is a machine's."""
+    key = tmp_path / "key"
+    assert run("keygen", str(key))[0] == 0
+    prefill, decode, router = (
+        f"export KV_CONNECTOR_KEY_FILE={key}\n{command}"
+        for command in readme_commands("--registration").strip("\n").split("\n\n")
+    )
+    findings = check.findings(prefill_sh=prefill, decode_sh=decode, router_sh=router)
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(
@@ -126,7 +143,7 @@ def test_a_script_of_an_example_is_read_as_a_shell_would(check: Check) -> None:
     assert [finding["verdict"] for finding in found] == ["ok"] * 3
     assert "port 8101" in found[0]["words"]
     moved = check.findings(start_sh=script.replace('$((P + 1))" --decode', '$P" --decode'))
-    assert "--prefill has P's control socket at 127.0.0.1:8100" in moved[-1]["words"]
+    assert "--prefill has the control socket at 127.0.0.1:8100" in moved[-1]["words"]
 
 
 def test_variables_come_from_files_of_variables_too(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +151,14 @@ def test_variables_come_from_files_of_variables_too(check: Check, monkeypatch: p
     compose = json.dumps({"services": {"p": {"command": vllm("kv_both", 1, providers=["${LANE}"])}}})
     unknown, engine = check.findings(compose_yaml=compose)
     assert (unknown["verdict"], engine["verdict"]) == ("note", "ok")
-    assert unknown["words"] == "${LANE} in --kv-transfer-config is known elsewhere"
+    assert unknown["words"] == "${LANE} in --kv-transfer-config is not set here"
     (words,) = check(compose_yaml=compose.replace("providers", "provider"))
     assert words.startswith("unknown field `provider`"), "the rest is looked at"
     for line in ("vllm serve M --kv-transfer-config=$LANE", "kv-connector router --prefill $LANE"):
         assert [one["verdict"] for one in check.findings(start_sh=line)] == ["note"]
     assert check(compose_yaml=compose, cpu_env="LANE=tcp") == []
     (words,) = check(cpu_env="LANE=tpc", compose_yaml=compose)
-    assert words.startswith("providers: no lane 'tpc' in this build: did you mean `tcp`?")
+    assert words.startswith("providers: this build has no lane 'tpc': did you mean `tcp`?")
     monkeypatch.setenv("LANE", "tcp")
     assert check(compose_yaml=compose) == []
 
@@ -172,17 +189,17 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.txt", "hello", "has nothing of ours"),
-        ("x.json", "{", "is no JSON"),
-        ("x.yaml", "a: [", "is no YAML"),
-        ("x.yaml", ALIASES, "its aliases stand for more than"),
-        ("x.yaml", MERGES, "its aliases stand for more than"),
-        ("x.yaml", "a: &a [*a]", "its aliases stand for more than"),
+        ("x.txt", "hello", "has no engine,"),
+        ("x.json", "{", "is not JSON"),
+        ("x.yaml", "a: [", "is not YAML"),
+        ("x.yaml", ALIASES, "its aliases expand to more than"),
+        ("x.yaml", MERGES, "its aliases expand to more than"),
+        ("x.yaml", "a: &a [*a]", "its aliases expand to more than"),
         ("x.yaml", "[" * 100_000, "nested too deeply"),
         ("x.json", "[" * 100_000, "nested too deeply"),
-        ("x.sh", "echo 'open", "is no shell script"),
-        ("x.json", "[1]", "has nothing of ours"),
-        ("x.yaml", "services: {p: {command: vllm 'serve}}", "is no command: No closing quotation"),
+        ("x.sh", "echo 'open", "is not a shell script"),
+        ("x.json", "[1]", "has no engine,"),
+        ("x.yaml", "services: {p: {command: vllm 'serve}}", "is not a command: No closing quotation"),
     ],
 )
 def test_what_cannot_be_read_is_wrong_usage(tmp_path: Path, name: str, content: str, words: str) -> None:
@@ -205,21 +222,21 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     ("config", "words"),
     [
         (transfer(control_port="5600"), "Expected `int`, got `str` - at `$.control_port`"),
-        (transfer() | {"kv_connector": "WriteImConnector"}, "write 'WriteImmConnector'"),
-        (transfer("producer"), "write kv_producer (P), kv_consumer (D) or kv_both"),
-        (transfer() | {"control_port": 1}, "control_port belongs into kv_connector_extra_config"),
+        (transfer() | {"kv_connector": "WriteImConnector"}, "Set 'WriteImmConnector'"),
+        (transfer("producer"), "Set kv_producer (prefill), kv_consumer (decode) or kv_both"),
+        (transfer() | {"control_port": 1}, "control_port is a setting of kv_connector_extra_config"),
         (transfer() | {"kv_rol": "x"}, "unknown field `kv_rol`: did you mean `kv_role`?"),
-        (transfer() | {"kv_load_failure_policy": "retry"}, "write fail or recompute"),
+        (transfer() | {"kv_load_failure_policy": "retry"}, "Set fail or recompute"),
         (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
         (transfer(control_host="10.0.0.1"), "there is no cluster key"),
-        (transfer(providers=["tpc"]), "no lane 'tpc' in this build: did you mean `tcp`?"),
-        (transfer(providers=["host", "nvlink"]), "leave out what this engine does not have"),
+        (transfer(providers=["tpc"]), "this build has no lane 'tpc': did you mean `tcp`?"),
+        (transfer(providers=["host", "nvlink"]), "Leave out the lanes"),
         (transfer(routers=["127.0.0.1:8500"]), "routers needs api_url"),
         (transfer(routers=["127.0.0.1:8500"], api_url="10.0.0.1:8100"), "must look like http://host:port"),
         (
             transfer(routers=["10.0.0.9:8500"], api_url="http://127.0.0.1:8100"),
-            "leads a router at 10.0.0.9:8500 to itself",
+            "a router at 10.0.0.9:8500 cannot reach",
         ),
         (transfer(nics=[["a"], ["b"]]), "nics has 2 entries, and this engine has 1 ranks"),
     ],
@@ -232,7 +249,7 @@ def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], word
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (vllm("kv_both", 5601, "-tp 2"), "port 5601 is a control socket's and the API server's"),
+        (vllm("kv_both", 5601, "-tp 2"), "port 5601 is used twice"),
         (
             vllm("kv_both", 8100, "-tp 2", worker_cpu=[1]),
             "worker_cpu has 1 entries, and this engine has 2 ranks",
@@ -240,10 +257,10 @@ def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], word
         (vllm("kv_both", 8100, "-dp 4", control_port=65533), "control_port 65533 leaves no port for rank 0"),
         ("vllm serve M --kv-transfer-config '{'", "--kv-transfer-config: "),
         ("vllm serve M --kv-transfer-config '[1]'", "it must be a JSON object"),
-        ("sglang serve --disaggregation-mode decode", "write write_imm"),
+        ("sglang serve --disaggregation-mode decode", "Set write_imm"),
         (
             "sglang serve --disaggregation-mode prefil --disaggregation-transfer-backend write_imm",
-            "write prefill or decode",
+            "Set prefill or decode",
         ),
         (
             "KV_CONNECTOR_SETTINGS=[] sglang serve --disaggregation-mode decode "
@@ -278,7 +295,7 @@ def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
     [
         ("--prefill 127.0.0.1:8100 --decode http://h:1", "must look like http://host:port"),
         ("--prefill http://h:1", "at least one prefill engine and one decode engine"),
-        ("--registration 10.0.0.9:8500", "whoever registers there gets prompts"),
+        ("--registration 10.0.0.9:8500", "any process that registers there gets prompts"),
         ("--registration 127.0.0.1", "must be host:port"),
         ("--prefil http://h:1", "No such option: --prefil"),
         ("--registration 127.0.0.1:8500 --port 99999", "65535"),
@@ -295,30 +312,30 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (P + vllm("kv_consumer", 8200, control_port=5600), "port 5600 is a control socket's and a control"),
+        (P + vllm("kv_consumer", 8200, control_port=5600), "port 5600 is used twice"),
         (vllm("kv_producer", 8100, "-tp 2") + vllm("kv_consumer", 8200, control_port=5601), "port 5601"),
-        (P + vllm("kv_consumer", 8100, control_port=5700), "port 8100 is the API server's and the API"),
-        (P + D + ROUTER + " --port 8200", "port 8200 is the API server's and the router's"),
+        (P + vllm("kv_consumer", 8100, control_port=5700), "port 8100 is used twice"),
+        (P + D + ROUTER + " --port 8200", "port 8200 is used twice, by the API server and the router"),
         (P + P.replace("8100", "8101").replace("5600", "5800"), "all are prefill engines"),
-        (P + D.replace("MODEL", "OTHER"), "model is MODEL at P and OTHER at D"),
-        (P + vllm("kv_consumer", 8200, "--kv-cache-dtype fp8", control_port=5700), "is not set at P and fp8"),
+        (P + D.replace("MODEL", "OTHER"), "model is MODEL at the prefill engine and OTHER"),
+        (P + vllm("kv_consumer", 8200, "--kv-cache-dtype fp8", control_port=5700), "not set at the prefill"),
         (
             vllm("kv_producer", 8100, providers=["host"])
             + vllm("kv_consumer", 8200, control_port=1, providers=["tcp"]),
-            "no lane in common: P has host, D has tcp",
+            "no common lane: the prefill engine has host, the decode engine tcp",
         ),
-        (P + vllm("kv_consumer", 8200, control_port=5700, control_key_file="key"), "D has a cluster key"),
+        (P + vllm("kv_consumer", 8200, control_port=5700, control_key_file="key"), "has a cluster key"),
         (
             P
             + vllm("kv_consumer", 8200, control_port=1, control_host="10.0.0.2", allow_unauthenticated=True),
-            "P is to be dialled at 127.0.0.1, which D at 10.0.0.2 does not reach",
+            "the decode engine at 10.0.0.2 cannot reach the prefill engine at 127.0.0.1",
         ),
-        (P + D + ROUTER.replace("5600", "5601"), "--prefill has P's control socket at 127.0.0.1:5601"),
+        (P + D + ROUTER.replace("5600", "5601"), "--prefill has the control socket at 127.0.0.1:5601"),
         (P + D + ROUTER.replace("8200", "8201"), "no --decode names port 8200"),
         (
             vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
             + "kv-connector router --registration 127.0.0.1:8501",
-            "the engine registers at 127.0.0.1:8500, the router listens at 127.0.0.1:8501",
+            "the engine registers at 127.0.0.1:8500, but the router listens at 127.0.0.1:8501",
         ),
         (
             vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
@@ -333,7 +350,7 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
         (
             P + "sglang serve --model-path MODEL --port 1 --disaggregation-mode decode "
             "--disaggregation-transfer-backend write_imm",
-            "P is vLLM's and D is SGLang's",
+            "the prefill engine is vLLM, the decode engine SGLang",
         ),
         (
             "sglang serve --disaggregation-mode prefill --disaggregation-transfer-backend write_imm &\n"
@@ -362,7 +379,7 @@ def test_p_and_d_may_be_two_files(check: Check) -> None:
 def test_containers_have_ports_and_loopback_to_themselves(check: Check) -> None:
     services = {"p": {"command": P}, "d": {"command": D.replace("8200", "8100").replace("5700", "5600")}}
     (words,) = check(compose_yaml=json.dumps({"services": services}))
-    assert "which D from another container does not reach" in words
+    assert "the decode engine from another container cannot reach" in words
     for service in services.values():
         service["network_mode"] = "host"
     assert len([one for one in check(compose_yaml=json.dumps({"services": services})) if "port" in one]) == 2
@@ -374,7 +391,9 @@ def test_what_one_side_leaves_to_the_model_is_no_contradiction(check: Check) -> 
         vllm("kv_producer", 8100, "--dtype float16"),
         vllm("kv_consumer", 8200, "--dtype bfloat16", control_port=1),
     ]
-    assert check(start_sh="".join(both)) == ["--dtype is float16 at P and bfloat16 at D"]
+    assert check(start_sh="".join(both)) == [
+        "--dtype is float16 at the prefill engine and bfloat16 at the decode engine"
+    ]
 
 
 def test_each_pod_has_its_ports(check: Check) -> None:
@@ -403,7 +422,7 @@ def test_each_pod_has_its_ports(check: Check) -> None:
     assert check(p_yaml=two[0], d_yaml=two[1]) == [], "in two files"
     assert check(pods_yaml={"kind": "List", "items": [json.loads(one) for one in two]}) == []
     words = check(pods_yaml=pod("p", "kv_both", router))
-    assert any("port 5600 is a control socket's and the registration's" in one for one in words)
+    assert any("port 5600 is used twice, by a control socket and the registration" in one for one in words)
 
 
 @pytest.mark.parametrize("framework", ["vllm", "sglang"])

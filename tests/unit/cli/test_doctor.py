@@ -1,4 +1,4 @@
-"""kv-connector doctor and topology: what they say about machines that the tests build."""
+"""kv-connector doctor and topology: their findings about machines that the tests simulate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ run = partial(invoke, app)
 
 @pytest.fixture
 def roots(tmp_path: Path) -> Roots:
-    """The kernel of a machine with nothing; a test adds."""
+    """The kernel's files of a machine without devices; tests add devices."""
     found = Roots(tmp_path / "sys", tmp_path / "proc", tmp_path / "dev")
     (found.proc / "self").mkdir(parents=True)
     (found.proc / "self/status").write_text(UNPRIVILEGED)
@@ -71,9 +71,9 @@ def test_a_machine_with_nothing(roots: Roots, monkeypatch: pytest.MonkeyPatch, u
     status, output = run("doctor")
     assert status == 0, output
     assert NO_LIBRARY in output
-    assert "no RDMA device: other machines are reached over tcp" in output
-    assert "none on the PCI bus" in output
-    assert "8192 KiB; it matters to RDMA only" in output
+    assert "no RDMA device: transfers to other machines use tcp" in output
+    assert "no GPU on the PCI bus" in output
+    assert "8192 KiB; only RDMA needs it" in output
 
 
 def test_a_machine_with_libfabric_only(
@@ -102,7 +102,7 @@ def test_a_machine_with_software_nics(
     status, output = run("doctor", "--require", "verbs")
     assert status == 0, output
     assert "2.5 Gb/s, software, for verbs" in output
-    assert "iWARP: it has no writes with immediates" in output
+    assert "iWARP has no writes with immediates" in output
     assert "ulimit -l unlimited" in output
 
 
@@ -118,7 +118,7 @@ def test_a_required_lane_that_is_unknown_fails_with_the_known_ones(monkeypatch: 
     set_lanes(monkeypatch, [("tcp", True, "")])
     status, output = run("doctor", "--require", "pigeon")
     assert status == 1
-    assert "no such lane; it has tcp" in output
+    assert "no such lane. Choose one of tcp" in output
 
 
 # --- Experts
@@ -179,7 +179,7 @@ def test_a_driver_that_does_not_start_is_no_gpu() -> None:
     assert visible_gpus(FakeDriver(Gpus(2, (), ()), init=100)) is None
 
 
-# --- Its parts
+# --- Parts of the command
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_nics_device_file_is_missing_or_forbidden_or_fine(
     (roots.dev / "infiniband").mkdir()
     (roots.dev / "infiniband/uverbs0").touch()
     monkeypatch.setattr("os.access", lambda *_: False)  # root may open anything
-    assert "may not be opened" in nic_words(roots, sys)["NIC mlx5_0"][1]
+    assert "cannot be opened" in nic_words(roots, sys)["NIC mlx5_0"][1]
     monkeypatch.setattr("os.access", lambda *_: True)
     assert nic_words(roots, sys)["NIC mlx5_0"] == (Verdict.OK, "100 Gb/s, mlx5_core, for verbs")
 
@@ -258,12 +258,12 @@ def test_a_nics_device_file_is_missing_or_forbidden_or_fine(
             },
             "no RoCE v2 address",
         ),
-        # An old kernel does not tell types: not this one's fault.
+        # An old kernel does not report types, which is not the device's fault.
         (
             {"link_layer": "Ethernet", "gids": [("0000:0000:0000:0000:0000:ffff:0a00:0001", "", "")]},
-            "uverbs0 is not there",
+            "uverbs0 does not exist",
         ),
-        ({"link_layer": "InfiniBand"}, "uverbs0 is not there"),
+        ({"link_layer": "InfiniBand"}, "uverbs0 does not exist"),
     ],
 )
 def test_what_keeps_a_nic_from_being_used(roots: Roots, nic: dict[str, str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""kv-connector doctor --model: what it says of models and pairs, and to wrong input."""
+"""kv-connector doctor --model: its findings about models and pairs, and its answers to wrong input."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kv_connector.cli.main import app
 from kv_connector.protocol.layout import layout_problem
 
 run = partial(invoke, app)
-BYTES = 4 * 4 * 64 * 2 * 2  # of a token of LLAMA: layers, heads, head size, K and V, bfloat16
+BYTES = 4 * 4 * 64 * 2 * 2  # bytes of a token of LLAMA: layers, heads, head size, K and V, bfloat16
 
 
 def judge(path: Path, config: dict[str, Any], prefill: str = "", decode: str = "", tokens: int = 4096) -> Any:
-    """The report, whose exit status is as it says."""
+    """Returns the report; the exit status must match it."""
     sides = ("--prefill", prefill, "--decode", decode, "--tokens", str(tokens))
     status, output = run("doctor", "--model", str(write(path, config)), *sides, "--json")
     report = json.loads(output)
@@ -33,7 +33,7 @@ def judge(path: Path, config: dict[str, Any], prefill: str = "", decode: str = "
     return report
 
 
-# --- What a pair costs
+# --- The cost of a pair
 
 
 @pytest.mark.parametrize("order", ["tokens", "heads", "planes"])
@@ -49,7 +49,7 @@ def test_every_kind_of_model_has_layouts_as_engines_show_them(tmp_path: Path, ki
 
 
 def test_a_prompt_of_grouped_query_attention(tmp_path: Path) -> None:
-    """All but the last token, in whole blocks: 63 blocks of 64."""
+    """All tokens but the last, in whole blocks: 63 blocks of 64."""
     report = judge(tmp_path, LLAMA, "block=64", "block=64", tokens=4033)
     (cost,) = report["costs"]
     assert report["layers"] == {"full attention": 4}
@@ -59,17 +59,17 @@ def test_a_prompt_of_grouped_query_attention(tmp_path: Path) -> None:
 
 
 def test_of_a_window_only_its_tokens_are_wanted(tmp_path: Path) -> None:
-    """The token after 4,095 attends to itself and 511 before it: from block 224 to block 255."""
+    """The token after 4,095 attends to itself and 511 tokens before it: from block 224 to block 255."""
     report = judge(tmp_path, CONFIGS["gemma3"])
     assert report["layers"] == {"full attention": 1, "sliding window (512 tokens)": 6}
     assert report["costs"][0]["writes"] == 256 + 6 * 32
 
 
 def test_of_a_chunk_only_its_tokens_are_wanted(tmp_path: Path) -> None:
-    """Token 999 is in the chunk that begins at 768; one layer of four attends to all."""
+    """Token 999 is in the chunk that begins at 768. One layer of four attends to all tokens."""
     report = judge(tmp_path, CONFIGS["llama4"], tokens=1000)
     assert report["costs"][0]["writes"] == 63 + 3 * (63 - 48)
-    assert "chunked local attention was never tried" in report["notes"][0]
+    assert "chunked local attention was never tested" in report["notes"][0]
 
 
 def test_a_state_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_layers_that_keep_nothing_are_divided_among_stages_too(tmp_path: Path) -
 
 
 def test_many_writes_are_told_with_what_makes_them_few(tmp_path: Path) -> None:
-    """A slice of the heads of a block whose tokens come first is a run for each token."""
+    """If tokens come first in a block, a slice of the block's heads is one run for each token."""
     report = judge(tmp_path, LLAMA, "tp=2,order=tokens", "tp=1,order=tokens")
     (cost,) = report["costs"]
     assert (cost["page_writes"], cost["least_bytes"], cost["many"]) == (16, 2 * 64 * 2 * 2, True)
@@ -110,7 +110,7 @@ def test_many_writes_are_told_with_what_makes_them_few(tmp_path: Path) -> None:
     assert (cost["page_writes"], cost["many"]) == (1, False)
     _, output = run("doctor", "--model", str(tmp_path), "--prefill", "order=tokens")
     assert "many writes" in output
-    assert "with VLLM_KV_CACHE_LAYOUT=HND on both sides they are few" in output
+    assert "Set VLLM_KV_CACHE_LAYOUT=HND on both sides" in output
 
 
 @pytest.mark.parametrize(
@@ -134,26 +134,31 @@ def test_remedies_are_the_fewest_that_help(
 def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "scattered", lambda _: (9, 1))
     _, output = run("doctor", "--model", str(write(tmp_path, LLAMA)))
-    assert "start both sides with the same parallelism, block size and memory order" in output
+    assert "Start both engines with the same parallelism, block size and memory order" in output
 
 
-# --- What does not fit
+# --- Pairs that do not match
 
 
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode", "words"),
     [
-        ("llama", "dtype=float16", "", "dtype: prefill has float16, decode has bfloat16: start both engines"),
+        (
+            "llama",
+            "dtype=float16",
+            "",
+            "dtype: prefill engine has float16, decode engine has bfloat16: start both engines",
+        ),
         (
             "llama",
             "kv-cache-dtype=fp8",
             "",
-            "format: prefill has 'float8_e4m3fn, 64 + 64 a head', decode has",
+            "format: prefill engine has 'float8_e4m3fn, 64 + 64 a head', decode engine has",
         ),
-        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill has"),
+        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill engine has"),
         ("granite", "conv=DS", "", "a convolution of 3 rows in bfloat16, DS"),
         ("granite", "drafts=2", "", "a convolution of 5 rows"),
-        ("llama", "block=16", "block=4096", "blocks of full_attention are too unlike: 16 tokens and 4096"),
+        ("llama", "block=16", "block=4096", "blocks of full_attention differ too much: 16 tokens and 4096"),
     ],
 )
 def test_what_does_not_fit_is_said_in_the_planners_words(
@@ -171,10 +176,10 @@ def test_what_does_not_fit_is_said_in_the_planners_words(
         ("llama", "dcp=2", "does not support --decode-context-parallel-size 2 yet: set it to 1"),
         ("llama", "pcp=2", "does not support --prefill-context-parallel-size 2 yet"),
         ("llama", "dbo=on", "turn --enable-dbo and --ubatch-size off"),
-        ("llama", "block=24", "block=24: vLLM's kernels take multiples of 16 on a GPU"),
-        ("llama", "block=16,order=planes", "block=16: vLLM's kernels take multiples of 32 on a CPU"),
+        ("llama", "block=24", "block=24: vLLM's kernels need multiples of 16 on a GPU"),
+        ("llama", "block=16,order=planes", "block=16: vLLM's kernels need multiples of 32 on a CPU"),
         ("llama", "tp=3", "tp=3 does not divide 8 attention heads"),
-        ("llama", "pp=5", "pp=5 divides 4 layers: each stage needs one"),
+        ("llama", "pp=5", "pp=5 exceeds 4 layers"),
         ("mamba2", "tp=16", "tp=16 does not divide the 8 heads of a Mamba2 state"),
         ("granite", "tp=4", "tp=4 does not divide the 2 groups of a Mamba2 state"),
     ],
@@ -200,7 +205,7 @@ def test_kv_heads_that_ranks_neither_divide_nor_share(tmp_path: Path) -> None:
             {"architectures": ["BartModel"], "model_type": "bart"},
             "vLLM serves encoder-decoder models with no",
         ),
-        ({**LLAMA, "is_encoder_decoder": True}, "vLLM serves encoder-decoder models with no connector"),
+        ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder models without connectors"),
         ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}, "does not move yet"),
     ],
 )
@@ -209,7 +214,7 @@ def test_models_that_no_pair_can_serve(tmp_path: Path, config: dict[str, Any], w
     assert words in report["problems"][0]
 
 
-# --- What else a side is
+# --- Other properties of a side
 
 
 def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
@@ -218,14 +223,14 @@ def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
     alone = judge(tmp_path, config, "", "drafter=mtp")
     assert both["costs"][0]["writes"] == 5 * 256
     assert alone["costs"][0]["writes"] == 4 * 256
-    assert "prefill lacks layers of decode's drafter" in alone["notes"][0]
+    assert "the prefill engine lacks layers of the decode engine's drafter" in alone["notes"][0]
     assert not both["notes"]
 
 
 def test_a_draft_model_has_a_configuration_of_its_own(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2})
     report = judge(tmp_path, LLAMA, f"drafter={draft}", f"tp=2,drafter={draft}/config.json,order=heads")
-    # Each rank of D has two heads of four layers, and one of the drafter's.
+    # Each rank of the decode engine has two heads of four layers, and one head of the drafter.
     assert {cost["nbytes"] for cost in report["costs"]} == {4096 * (BYTES // 2 + 64 * 2 * 2)}
 
 
@@ -234,12 +239,12 @@ def test_a_kv_cache_in_fp8_is_half_as_long_and_needs_equal_scales(tmp_path: Path
     for config, side in ((LLAMA, "kv-cache-dtype=fp8"), ({**LLAMA, "quantization_config": scheme}, "")):
         report = judge(tmp_path, config, side, side)
         assert report["kv_bytes_per_token"] == BYTES // 2
-        assert "scales of a KV cache in fp8 have to be equal" in report["notes"][0]
+        assert "scales of a KV cache in fp8 must be equal" in report["notes"][0]
         assert report["decode"]["kv_cache_dtype"] == "fp8"
 
 
 def test_a_kernel_that_divides_blocks_makes_more_writes(tmp_path: Path) -> None:
-    """Of every kernel block, the heads that the rank has."""
+    """The rank's heads are a separate run in every kernel block."""
     (cost,) = judge(tmp_path, LLAMA, "tp=2,order=heads,block=64,kernel=16", "order=heads,block=64")["costs"]
     assert cost["page_writes"] == 2 * 4
 
@@ -247,11 +252,11 @@ def test_a_kernel_that_divides_blocks_makes_more_writes(tmp_path: Path) -> None:
 def test_data_parallel_engines_are_alike(tmp_path: Path) -> None:
     report = judge(tmp_path, LLAMA, "dp=4", "dp=2")
     assert (report["prefill"]["engines"], report["decode"]["engines"]) == (4, 2)
-    assert "peers of their own" in report["notes"][0]
+    assert "is a separate peer" in report["notes"][0]
 
 
 def test_mamba1_was_never_tried(tmp_path: Path) -> None:
-    assert judge(tmp_path, CONFIGS["jamba"])["notes"] == ["Mamba1 was never tried: compare tokens first"]
+    assert judge(tmp_path, CONFIGS["jamba"])["notes"] == ["Mamba1 was never tested. Compare tokens first"]
 
 
 def test_the_text_model_of_a_model_of_images_counts(tmp_path: Path) -> None:
@@ -261,7 +266,7 @@ def test_the_text_model_of_a_model_of_images_counts(tmp_path: Path) -> None:
 
 
 def test_hybrid_models_have_blocks_that_hold_their_states(tmp_path: Path) -> None:
-    """Qwen3-Next-80B: vLLM says so in its log."""
+    """The numbers are those of Qwen3-Next-80B in vLLM's log."""
     config = {
         **CONFIGS["qwen3-next"],
         **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048},
@@ -297,7 +302,7 @@ def test_it_needs_no_framework_and_no_native_module(tmp_path: Path) -> None:
         ("conv=ds", "conv is 'ds', not one of SD, DS"),
         ("dbo=1", "dbo is '1', not one of on, off"),
         ("drafter=mtp", "has no layers that predict more tokens (MTP)"),
-        ("drafter=nowhere", "nowhere is not there"),
+        ("drafter=nowhere", "nowhere does not exist"),
     ],
 )
 def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> None:
@@ -310,16 +315,19 @@ def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "config.json is not there: name a model's directory, or its config.json"),
+        (None, "config.json does not exist. Give a model's directory, or its config.json"),
         ("{", "is not JSON"),
         ("[]", "names no `architectures`"),
         ('{"model_type": "llama"}', "names no `architectures`"),
-        ('{"architectures": []}', "(model_type None) is not known here"),
-        (json.dumps({**LLAMA, "model_type": "lamma"}), "(model_type lamma) is not known here"),
+        ('{"architectures": []}', "(model_type None) is unknown"),
+        (json.dumps({**LLAMA, "model_type": "lamma"}), "(model_type lamma) is unknown"),
         (json.dumps({**LLAMA, "architectures": ["LlamaModel"]}), "they decide at the handshake"),
-        (json.dumps({**LLAMA, "num_hidden_layers": None}), "has no num_hidden_layers: it is not complete"),
+        (json.dumps({**LLAMA, "num_hidden_layers": None}), "has no num_hidden_layers: it is incomplete"),
         (json.dumps({**LLAMA, "num_key_value_heads": "2"}), "num_key_value_heads is '2' in llama's"),
-        (json.dumps({**CONFIGS["gpt-oss"], "layer_types": ["full_attention"]}), "what 1 layers are, of 4"),
+        (
+            json.dumps({**CONFIGS["gpt-oss"], "layer_types": ["full_attention"]}),
+            "types of 1 layers, but 4 layers",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_read(tmp_path: Path, text: str | None, words: str) -> None:
@@ -351,5 +359,5 @@ def test_help_names_every_key() -> None:
 
 
 def one_line(output: str) -> str:
-    """A message without the frame that it is in."""
+    """Removes the frame from a message."""
     return " ".join(output.replace("│", " ").split())

@@ -1,8 +1,9 @@
-"""Pictures of what was measured: readable on bright and dark pages, and of the numbers in the documents."""
+"""Pictures of measurements: readable on bright and dark pages, and equal to the documents' numbers."""
 
 from __future__ import annotations
 
 import builtins
+import hashlib
 import importlib.util
 import json
 import re
@@ -25,6 +26,7 @@ from kv_connector.lab import demonstration, plots
 run = partial(invoke, app)
 
 COMMANDS = [("bench",), ("bench", "pd"), pytest.param(("demo",), marks=pytest.mark.needs_vllm)]
+NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 DOCS = Path(__file__).parents[3] / "docs"
 drawing = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: pip install 'kv-connector[plot]'"
@@ -47,7 +49,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def throughputs() -> list[Throughput]:
-    """Of the first two contestants in two workloads."""
+    """Returns throughputs of the first two contestants in two workloads."""
     return [
         Throughput(
             round=1,
@@ -124,7 +126,7 @@ def test_the_same_numbers_make_the_same_file(tmp_path: Path) -> None:
 
 @drawing
 def test_a_trace_without_prefill_is_refused_with_what_to_ask(tmp_path: Path) -> None:
-    with pytest.raises(plots.PlotError, match="ask its engine too"):
+    with pytest.raises(plots.PlotError, match="no step of a prefill engine"):
         plots.timeline(tmp_path / "picture.svg", {"traceEvents": []})
 
 
@@ -156,28 +158,46 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert "kv-connector[plot]" in output
 
 
-# --- The documents' pictures
+# --- Pictures in the documents
 
 
-@pytest.mark.parametrize("data", sorted((DOCS / "data").glob("*.json")), ids=lambda file: file.stem)
-def test_a_document_shows_the_picture_of_each_recorded_run(data: Path) -> None:
-    assert (DOCS / "pictures" / f"{data.stem}.svg").is_file()
-    shown = f"pictures/{data.stem}.svg"
-    documents = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
-    assert any(shown in document.read_text() for document in documents)
+RUNS = sorted((DOCS / "data").glob("*.json"))
+DOCUMENTS = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
 
 
-@pytest.mark.parametrize("name", ["throughput", "ttft"])
-def test_each_number_of_a_picture_stands_in_the_tables(name: str) -> None:
-    data = json.loads((DOCS / "data" / f"{name}.json").read_text())
-    page = (DOCS / "performance.md").read_text()
-    assert data["date"] in page
-    assert data["command"] in page
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    for panel in data["panels"]:
-        for place, column in enumerate(panel["columns"]):
-            for series in panel["series"]:
-                value = series["values"][place]
-                digits = f"{value:.2f}" if name == "throughput" else f"+{value}"
-                key = series["name"] if name == "throughput" else column
-                assert any(key in row and digits in row for row in rows), (series["name"], column, digits)
+@pytest.mark.parametrize("data", RUNS, ids=lambda file: file.stem)
+def test_a_document_shows_each_recorded_run(data: Path) -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    recorded = json.loads(data.read_text())
+    if "kind" in recorded or "traceEvents" in recorded:
+        assert any(f"pictures/{data.stem}.svg" in text for text in texts)
+    if "traceEvents" not in recorded:
+        assert any(f"<!-- generated: run {data.stem} -->" in text for text in texts)
+
+
+@pytest.mark.parametrize("data", RUNS, ids=lambda file: file.stem)
+def test_a_picture_is_of_its_data_as_it_is_now(data: Path) -> None:
+    recorded = json.loads(data.read_text())
+    if "kind" not in recorded and "traceEvents" not in recorded:
+        return
+    picture = (DOCS / "pictures" / f"{data.stem}.svg").read_text()
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    assert f"<!-- data: {digest} -->" in picture, f"{data.stem}.svg is older than its data: scripts/pictures"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [data for data in RUNS if "traceEvents" not in json.loads(data.read_text())],
+    ids=lambda file: file.stem,
+)
+def test_each_number_of_a_recorded_run_stands_in_its_log(data: Path) -> None:
+    recorded = json.loads(data.read_text())
+    log = (DOCS / recorded["log"].partition("#")[0]).read_text()
+    assert recorded["date"] in log
+    cells = {number for line in log.splitlines() if line.startswith("|") for number in NUMBER.findall(line)}
+    expected = {number for row in recorded.get("rows", ()) for number in NUMBER.findall(" ".join(row[1:]))}
+    for panel in recorded.get("panels", ()):
+        for series in [*panel.get("beside", ()), *panel["series"]]:
+            form = series.get("format", panel["format"])
+            expected |= {format(value, form).lstrip("+") for value in series["values"]}
+    assert expected - cells == set()

@@ -1,5 +1,5 @@
-"""A plugin of SGLang's, for tests: on a CPU without AMX it takes a path for latent attention (MLA) that its
-plain backend cannot compute. The absorbed one it can."""
+"""A plugin of SGLang for tests. On a CPU without AMX, SGLang selects a path for latent attention (MLA) that
+its plain backend cannot compute. The plugin selects the absorbed path, which it can."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Our engine over libfabric, as the yardstick for our own tcp and host lanes.
 
-With the library of the system, and with the newer one of MPICH's wheel. Each module here can be imported only
-where its contestant can take part: that is how the tables leave one out.
+It is measured with the system's library, and with the newer library of MPICH's wheel. Each module of this
+package can be imported only if its contestant is available. The tables leave a contestant out by that import
+error.
 """
 
 import os
@@ -12,11 +13,11 @@ from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 
 WHEEL_LIBRARY = str(Path(sys.prefix, "lib", "mpich", "libfabric.so.1"))
-"""Where `pip install mpich` puts it."""
+"""The path at which `pip install mpich` puts the library."""
 
 
 def require(device: str, library: str | None = None) -> None:
-    """Raises ImportError where this libfabric provider cannot be opened."""
+    """Raises ImportError if this libfabric provider cannot be opened."""
     if library is not None:
         os.environ["KV_CONNECTOR_LIBFABRIC"] = library
     try:

@@ -1,5 +1,5 @@
-"""In place of SGLang's kernels, of which there is no build for CPUs: on one without AMX every operator goes
-to torch, and nothing here is ever called."""
+"""A stand-in for SGLang's kernels, which have no build for CPUs. Without AMX every operator uses torch, and
+no function of this module is called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __version__ = "0.0.0"
 
 
 class _Absent:
-    """Whatever is looked for. It can be named, and not called."""
+    """Stands for any looked-up object. It can be named, but not called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> _Absent:
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        # Where this one is missing, SGLang has its own.
+        # SGLang has a replacement if this module is missing.
         if name.startswith("sgl_kernel.") and name != "sgl_kernel.scalar_type":
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None

@@ -1,5 +1,5 @@
-"""In place of torchvision, whose wheel is linked against CUDA. SGLang imports it for models that see; text
-models call nothing of it."""
+"""A stand-in for torchvision, whose wheel is linked against CUDA. SGLang imports it for vision models; text
+models call none of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InterpolationMode:
 
 
 class _Module(types.ModuleType):
-    """Any name in it is a class."""
+    """A module in which every name is a class."""
 
     __path__: Any = ()
 

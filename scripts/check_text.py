@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Checks the wording of the project's texts: CONTRIBUTING.md, "How we write".
+
+    scripts/check_text.py [PATH ...]          prints each violation as `file:line: rule: text [hint]`
+    scripts/check_text.py --check [PATH ...]  fails if violations exceed the baseline
+    scripts/check_text.py --update            writes the present counts to scripts/text_baseline.json
+    scripts/check_text.py --counts [PATH ...] prints totals by rule and document
+
+It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
+metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
+quotations, generated tables and URLs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from prose import (
+    CELL,
+    COMMIT,
+    DOCSTRING,
+    DOCUMENT,
+    HELP,
+    PAGES,
+    STRINGS,
+    Prose,
+    masked,
+    read,
+    sentences,
+    words,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = ROOT / "scripts/text_baseline.json"
+
+OPERATOR_PAGES = re.compile(
+    r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
+    r"|integration/(helm|observability)/.*)\.md"
+)
+LONG, LONG_STRING, SUBJECT = 30, 25, 72
+"""Words of a sentence, words of a sentence in a string that operators see, columns of a commit subject."""
+MEAN, MEAN_OF_BENCHMARKS = 18, 22
+"""Words of a document's mean sentence, and of a benchmark log's."""
+
+
+class Finding(NamedTuple):
+    path: str
+    line: int
+    rule: str
+    excerpt: str
+    hint: str
+    times: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.excerpt} [{self.hint}]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern that no text of some kinds may contain."""
+
+    name: str
+    hint: str
+    pattern: re.Pattern[str]
+    applies: Callable[[Prose], bool]
+
+
+def _all(prose: Prose) -> bool:
+    return True
+
+
+def _operator(prose: Prose) -> bool:
+    return prose.kind in STRINGS or (prose.kind in PAGES and bool(OPERATOR_PAGES.fullmatch(prose.path)))
+
+
+def _kinds(*kinds: str) -> Callable[[Prose], bool]:
+    return lambda prose: prose.kind in kinds
+
+
+def _rules() -> Iterator[Rule]:
+    def rule(
+        name: str, pattern: str, hint: str, applies: Callable[[Prose], bool] = _all, flags: int = 0
+    ) -> Rule:
+        return Rule(name, hint, re.compile(pattern, flags), applies)
+
+    yield rule(
+        "relative-subject",
+        r"(?:^|[.;:!?] )(?:Who|Whose|Whom|Whoever)\b(?![^.]*\?)",
+        "name the subject",
+    )
+    yield rule(
+        "fragment",
+        r"^(?:What|Who|Whose|Of|Where|By|As|Those|That|Until|Behind)\b",
+        "say what the object is or does: a noun phrase, or a verb in the third person",
+        lambda prose: prose.kind in (DOCSTRING, HELP) and prose.first,
+    )
+    yield rule(
+        "told", r"\b(?:is|are|was|were|be|been) told\b|\btells? of\b|\btold of\b", "report, notify, send"
+    )
+    yield rule("to-be-had", r"\b(?:to|can|could|may) be had\b", "available")
+    yield rule("come-of", r"\b(?:come|comes|came|become|becomes|became) of\b", "outcome, result")
+    yield rule("of-no-use", r"\bof no (?:use|interest|matter)\b|\bno matter of\b", "say what happens instead")
+    yield rule("the-other", r"\b(?:that|those) of the others?\b|\bthe other one'?s?\b", "repeat the noun")
+    yield rule(
+        "says-so",
+        r"\b(?:say|says|said) so\b|\bin (?:its|their|our) (?:own )?words\b|\bin words\b",
+        "report, or quote the text",
+    )
+    yield rule("hear", r"\bhear[sd]? (?:of|from)\b|\bdeaf\b", "receive")
+    yield rule("let-go-of", r"\blet(?:s|ting)? go of\b", "release, deregister")
+    yield rule(
+        "nobody",
+        r"\b(?:[Nn]obody|[Aa]nybody|[Ee]verybody|[Ss]omebody)\b",
+        "name the component",
+        lambda prose: prose.kind == DOCSTRING or _operator(prose),
+    )
+    yield rule("of-ours", r"\bof (?:ours|theirs|its own|his)\b", "repeat the noun")
+    yield rule("he", r"\b(?:he|him|his|He|His)\b", "it or they: software and attackers are no persons")
+    yield rule(
+        "p-and-d",
+        r"(?<![/:+\w-])[PD](?:'s)?\b(?![/:+-])",
+        "prefill engine, decode engine",
+        lambda prose: prose.kind == COMMIT or _operator(prose),
+    )
+    yield rule(
+        "semicolons", r";[^.;]*;", "two or more sentences, or a list", lambda prose: prose.kind != CELL
+    )
+    yield rule(
+        "ask", r"\b(?:ask|asks|asked|meets?|met|owes?|owed)\b", "request, connect, hold", _kinds(*STRINGS)
+    )
+    yield rule(
+        "filler",
+        r"\b(?:simply|just|obviously|of course|easy|easily)\b",
+        "leave it out",
+        _kinds(*PAGES),
+        re.IGNORECASE,
+    )
+    yield rule(
+        "subject-form",
+        r"^(?!Merge |Revert |[A-Za-z][\w./ -]*: )",
+        "<area>: <imperative verb> <object>",
+        _kinds(COMMIT),
+    )
+    yield rule("empty-subject", r"^(?:Lint|Fixes|WIP)$", "say what the commit changes", _kinds(COMMIT))
+
+
+RULES = tuple(_rules())
+THRESHOLDS = ("long-sentence", "long-string", "long-subject", "mean")
+
+
+def write(line: object) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+# Findings.
+
+_DEFINES_P = re.compile(r"\(`?P`?\)|\bP`? (?:is|means|stands for|=|\()|\bP`? and `?D`? (?:are|mean|stand)")
+
+
+def _defines_p(pieces: list[Prose]) -> bool:
+    """Whether a document's first two paragraphs say what P is."""
+    opening = [one.text for one in pieces if one.kind == DOCUMENT][:2]
+    return any(_DEFINES_P.search(text) for text in opening)
+
+
+def _excerpt(text: str, begin: int, end: int) -> str:
+    left, right = max(0, begin - 30), min(len(text), end + 50)
+    return ("..." if left else "") + text[left:right].strip() + ("..." if right < len(text) else "")
+
+
+def check(pieces: Iterable[Prose]) -> Iterator[Finding]:
+    """The violations of one file, or of the commits."""
+    pieces = list(pieces)
+    lengths: list[int] = []
+    undefined = bool(pieces) and pieces[0].kind in PAGES and not _defines_p(pieces)
+    for prose in pieces:
+        lined = masked(prose)
+        text = lined.replace("\n", " ")
+        for rule in RULES:
+            if not rule.applies(prose) and not (undefined and rule.name == "p-and-d"):
+                continue
+            for match in rule.pattern.finditer(text):
+                line = prose.line + lined.count("\n", 0, match.start())
+                yield Finding(prose.path, line, rule.name, _excerpt(text, *match.span()), rule.hint)
+        if prose.kind == COMMIT:
+            if len(prose.text) > SUBJECT:
+                yield Finding(prose.path, 1, "long-subject", prose.text, f"at most {SUBJECT} characters")
+            continue
+        limit, name = (LONG_STRING, "long-string") if prose.kind in STRINGS else (LONG, "long-sentence")
+        for position, sentence in sentences(text):
+            length = words(sentence)
+            if prose.kind == DOCUMENT and length:
+                lengths.append(length)
+            if length > limit:
+                line = prose.line + lined.count("\n", 0, position)
+                yield Finding(prose.path, line, name, sentence[:60] + "...", f"{length} words, limit {limit}")
+    if lengths:
+        limit = MEAN_OF_BENCHMARKS if pieces[0].path.startswith("docs/benchmarks/") else MEAN
+        mean = sum(lengths) / len(lengths)
+        if mean > limit:
+            excess = int(mean - limit) + 1
+            hint = f"limit {limit}"
+            yield Finding(pieces[0].path, 1, "mean", f"{mean:.1f} words per sentence", hint, excess)
+
+
+def files(paths: list[Path]) -> Iterator[str]:
+    """Names of the text files of the project, or of those under the paths."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *map(str, paths)]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    yield from sorted({name for name in listed.split("\0") if name and (ROOT / name).is_file()})
+
+
+def subjects(base: str) -> Iterator[Prose]:
+    """Subjects of the commits that are not in `base`. Merges are left out."""
+    command = ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    for row in done.stdout.splitlines():  # none where the checkout has no such branch
+        commit, _, subject = row.partition(" ")
+        yield Prose(f"commit {commit}", 1, COMMIT, subject)
+
+
+def findings(paths: list[Path], base: str | None) -> list[Finding]:
+    found = [one for name in files(paths) for one in check(read(ROOT, name))]
+    if base is not None and not paths:
+        found += check(subjects(base))
+    return sorted(found)
+
+
+# The baseline.
+
+Counts = dict[str, dict[str, int]]
+
+
+def counted(found: Iterable[Finding]) -> Counts:
+    """{file: {rule: violations}}"""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in found:
+        counts[one.path][one.rule] += one.times
+    return {path: dict(sorted(rules.items())) for path, rules in sorted(counts.items())}
+
+
+def write_baseline(counts: Counts) -> None:
+    """One line for each file, so that branches that improve different files merge."""
+    rows = [f" {json.dumps(path)}: {json.dumps(rules)}" for path, rules in counts.items()]
+    BASELINE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def compare(found: list[Finding], baseline: Counts, paths: list[Path]) -> bool:
+    """Prints what exceeds the baseline, and returns whether nothing does."""
+    counts = counted(found)
+    worse = 0
+    for path, rules in counts.items():
+        for rule, count in rules.items():
+            allowed = baseline.get(path, {}).get(rule, 0)
+            if count > allowed:
+                worse += 1
+                write(f"{path}: {rule}: {count} violations, {allowed} in the baseline")
+                for one in found:
+                    if (one.path, one.rule) == (path, rule):
+                        write(f"  {one}")
+    scope = set(files(paths)) if paths else baseline.keys()
+    lower = [
+        path
+        for path in scope
+        if any(
+            counts.get(path, {}).get(rule, 0) < allowed for rule, allowed in baseline.get(path, {}).items()
+        )
+    ]
+    if lower:
+        write(
+            f"{len(lower)} files have fewer violations than the baseline: run scripts/check_text.py --update"
+        )
+    if worse:
+        write("Texts must not get worse: see CONTRIBUTING.md, How we write.")
+    return not worse
+
+
+def print_counts(found: list[Finding], paths: list[Path]) -> None:
+    totals: Counter[str] = Counter()
+    for one in found:
+        totals[one.rule] += one.times
+    for rule in (*(rule.name for rule in RULES), *THRESHOLDS):
+        write(f"{rule:18}{totals[rule]:6}")
+    write("\nwords per sentence:")
+    for name in files(paths):
+        lengths = [
+            words(sentence)
+            for one in read(ROOT, name)
+            if one.kind == DOCUMENT
+            for _, sentence in sentences(masked(one).replace("\n", " "))
+        ]
+        if lengths:
+            write(f"  {name:40}{sum(lengths) / len(lengths):6.1f}  in {len(lengths)} sentences")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Checks the wording of the project's texts.")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="Files and folders; default: all."
+    )
+    parser.add_argument("--base", default="main", help="Branch whose commits are not checked; default: main.")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="Fail where the baseline is exceeded.")
+    mode.add_argument("--update", action="store_true", help="Write the baseline.")
+    mode.add_argument("--counts", action="store_true", help="Print totals by rule.")
+    options = parser.parse_args(arguments)
+    paths = [path.resolve() for path in options.paths]
+    if options.update:
+        write_baseline(counted(findings([], None)))
+        return 0
+    found = findings(paths, options.base)
+    if options.check:
+        baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+        return 0 if compare(found, baseline, paths) else 1
+    if options.counts:
+        print_counts(found, paths)
+        return 0
+    for one in found:
+        write(one)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

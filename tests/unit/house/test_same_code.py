@@ -1,0 +1,89 @@
+"""scripts/same_code.py: texts may differ, code may not."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from same_code import cpp_code, main, python_code
+
+PYTHON = '''"""Module."""
+X = 1  # one
+"""Field."""
+
+
+def f() -> str:
+    """Does it."""
+    return "text"
+'''
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("Module.", "Another.", True),
+        ("Field.", "Another.", True),
+        ("Does it.", "Does\n    more.", True),
+        ("  # one", "", True),
+        ('    """Does it."""\n', "", True),
+        ('"text"', '"other"', False),
+        ("X = 1", "X = 2", False),
+        ("def f", "def g", False),
+    ],
+)
+def test_python_differs_only_by_its_code(before: str, after: str, same: bool) -> None:
+    assert before in PYTHON
+    assert (python_code(PYTHON) == python_code(PYTHON.replace(before, after))) is same
+
+
+CPP = """// Text.
+#define A 1  // one
+int a = f(1'000,
+          'x');  /* more */
+const char* b = "// no comment";
+int c = a - -b;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("// Text.\n", "", True),
+        ("// one", "", True),
+        ("/* more */", "// less", True),
+        ("1'000,\n          ", "1'000, ", True),
+        ("// no comment", "// a string", False),
+        ("1'000", "1'001", False),
+        ("'x'", "'y'", False),
+        ("- -b", "--b", False),
+        ("A 1  // one\n", "A 1 ", False),
+    ],
+)
+def test_cpp_differs_only_by_its_code(before: str, after: str, same: bool) -> None:
+    assert before in CPP
+    assert (cpp_code(CPP) == cpp_code(CPP.replace(before, after))) is same
+
+
+def test_main_prints_the_files_whose_code_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    for name, text in (("text.py", PYTHON), ("code.py", PYTHON), ("text.h", CPP), ("code.h", CPP)):
+        (tmp_path / name).write_text(text)
+    git("add", ".")
+    git("commit", "-m", "files")
+    (tmp_path / "text.py").write_text(PYTHON.replace("Does it.", "Another."))
+    (tmp_path / "text.h").write_text(CPP.replace("Text.", "Another."))
+    monkeypatch.chdir(tmp_path)
+    assert main(["HEAD"]) == 0
+    assert capsys.readouterr().out == ""
+    (tmp_path / "code.py").write_text(PYTHON.replace("X = 1", "X = 2"))
+    (tmp_path / "code.h").write_text(CPP.replace("int c", "long c"))
+    assert main(["HEAD"]) == 1
+    assert capsys.readouterr().out == "code.h: its code changed\ncode.py: its code changed\n"
+    assert main(["HEAD", "text.py", "text.h"]) == 0
