@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BASELINE = ROOT / "scripts/text_baseline.json"
 
 OPERATOR_PAGES = re.compile(
-    r"(README|SECURITY|docs/operations|docs/reference|examples/.*|integration/(helm|observability)/.*)\.md"
+    r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
+    r"|integration/(helm|observability)/.*)\.md"
 )
 LONG, LONG_STRING, SUBJECT = 30, 25, 72
 """Words of a sentence, words of a sentence in a string that operators see, columns of a commit subject."""

@@ -65,11 +65,11 @@ NOT_APPLICABLE = {
         "again in any case, to vLLM. test_full_block_prompt takes the same steps",
     ),
     "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba": (
-        "WriteImmConnector cannot move KV cache group 1 yet (MambaSpec)",
+        "WriteImmConnector cannot transfer KV cache group 1 (MambaSpec)",
         "state-space layers: such an engine does not start, and says why",
     ),
     "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks": (
-        "WriteImmConnector cannot move KV cache group 1 yet (MambaSpec)",
+        "WriteImmConnector cannot transfer KV cache group 1 (MambaSpec)",
         "state-space layers: such an engine does not start, and says why",
     ),
 }

@@ -1,6 +1,6 @@
 """The Grafana board, as code. Run `make board` after a change.
 
-Four rows: the clients' requests, the engines, the transfers between them, and the peers.
+It has four rows: what clients get, the state of the engines, the transfers between them, and their peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
 
-# Selects one model's engines; if the board shows several models, the engines of all of them.
+# Selects the engines of one model; all engines if the board shows several models.
 ENGINES = '{model_name=~"$model"}'
 
 
@@ -48,7 +48,7 @@ class Chart:
     title: str
     says: str
     unit: str
-    """Grafana's name for the unit."""
+    """Grafana's name of the unit."""
     queries: Sequence[Query]
     stacked: bool = False
     highest: float | None = None
@@ -56,7 +56,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of the present values."""
+    """A table of current values."""
 
     title: str
     says: str
@@ -83,7 +83,7 @@ def quantile(q: float, metric: str, by: str = "", selector: str = ENGINES) -> st
 
 
 def median_and_tail(metric: str) -> list[Query]:
-    """Queries for the median and the tail of a time, by lane."""
+    """Returns queries for the median and the 99th percentile of a time, by lane."""
     return [
         Query(quantile(0.5, metric, "lane"), "{{lane}} median"),
         Query(quantile(0.99, metric, "lane"), "{{lane}} 99th percentile"),
@@ -104,22 +104,22 @@ ROWS = (
                 ],
             ),
             Chart(
-                "Requests a second, by status",
-                "499: the client went away first.",
+                "Requests per second, by status",
+                "499: the client disconnected first.",
                 "reqps",
                 [Query(rate("kv_connector_router_requests_total", "status", ""), "{{status}}")],
                 stacked=True,
             ),
             Chart(
                 "In flight",
-                "Completion requests that a router holds.",
+                "Completion requests in flight at each router.",
                 "short",
                 [Query("sum by (instance) (kv_connector_router_in_flight)", "{{instance}}")],
                 stacked=True,
             ),
             Chart(
-                "Failures and retries a second",
-                "Failures of engines. A retry sends a failed request to another engine.",
+                "Failures and retries per second",
+                "A failure is an engine's. A retry sends a request to another engine after a failure.",
                 "reqps",
                 [
                     Query(
@@ -131,8 +131,8 @@ ROWS = (
                 ],
             ),
             Chart(
-                "Prefilled by the decode engine, a second",
-                "Requests without a prefill engine, by reason.",
+                "Local prefills per second",
+                "Requests whose prompt the decode engine computes itself, by reason.",
                 "reqps",
                 [Query(rate("kv_connector_router_local_prefills_total", "reason", ""), "{{reason}}")],
                 stacked=True,
@@ -144,7 +144,7 @@ ROWS = (
         (
             Chart(
                 "Engines by state",
-                "Status of engines as seen by routers. With several routers, each router counts an engine.",
+                "Engines as the routers see them. Each router counts an engine once.",
                 "short",
                 [
                     Query(
@@ -178,7 +178,7 @@ ROWS = (
             ),
             Chart(
                 "KV cache in use",
-                "A prefill engine holds finished prompts until a decode engine has fetched them.",
+                "A prefill engine holds finished prompts until the decode engine has received their pages.",
                 "percentunit",
                 [
                     Query(
@@ -195,7 +195,7 @@ ROWS = (
         (
             Chart(
                 "KV pushed",
-                "Bytes a second from each prefill engine.",
+                "Bytes per second that each prefill engine pushes.",
                 "Bps",
                 [
                     Query(
@@ -205,8 +205,9 @@ ROWS = (
                 stacked=True,
             ),
             Chart(
-                "Pushed before prefill ended",
-                "The part of the bytes that costs no time. Near 0: the router dispatches serially.",
+                "Pushed before the prefill ended",
+                "Part of the KV that leaves before prefill ends. Near 0: the decode engine gets requests "
+                "only after prefill (serial dispatch).",
                 "percentunit",
                 [
                     Query(
@@ -219,7 +220,7 @@ ROWS = (
             ),
             Chart(
                 "Transfer time at the prefill engine",
-                "From the reservation to the end of its writes. The wait for the first pages is shown too.",
+                "From the reservation to the end of the writes, and the wait for the first pages.",
                 "s",
                 [
                     *median_and_tail("kv_connector_send_duration_seconds"),
@@ -239,7 +240,7 @@ ROWS = (
             ),
             Chart(
                 "Transfers in flight, by phase",
-                "docs/operations.md explains the phases.",
+                "What transfers wait for. docs/operate/slow-request.md explains the phases.",
                 "short",
                 [
                     Query(
@@ -250,7 +251,7 @@ ROWS = (
                 stacked=True,
             ),
             Chart(
-                "Transfers a second, by outcome",
+                "Transfers per second, by outcome",
                 "",
                 "ops",
                 [Query(rate("kv_connector_transfers_total", "role, outcome"), "{{role}} {{outcome}}")],
@@ -261,15 +262,15 @@ ROWS = (
         "Peers",
         (
             Listing(
-                "Peers by lane",
-                "If tcp or bounce appears beside a faster lane, a pair has fallen back.",
+                "Connected peers by lane",
+                "tcp or bounce beside a faster lane: at least one pair has fallen back to it.",
                 f"sum by (instance, engine, rank, lane) (kv_connector_peers{ENGINES}) > 0",
                 hidden=("Time",),
                 value="peers",
             ),
             Chart(
                 "Fences in progress",
-                "Ended sessions whose peers may still write. Each should last a moment only.",
+                "Ended sessions whose writes may still land. A fence takes only a moment.",
                 "short",
                 [
                     Query(
@@ -280,14 +281,14 @@ ROWS = (
                 ],
             ),
             Chart(
-                "Malformed messages a second",
-                "A process that is no engine, or of another release, connects to the control sockets.",
+                "Malformed messages per second",
+                "A sender at the control sockets is not a kv-connector engine, or has another release.",
                 "ops",
                 [Query(rate("kv_connector_malformed_messages_total", "instance"), "{{instance}}")],
             ),
             Chart(
                 "With a cluster key",
-                "0: any process that reaches the engine's control port may write its KV cache.",
+                "0: any host that reaches the engine's control port can write its KV cache.",
                 "short",
                 [Query(f"min by (instance) (kv_connector_authenticated{ENGINES})", "{{instance}}")],
                 highest=1,
@@ -324,7 +325,7 @@ def board() -> dashboard_builders.Dashboard:
     numbers = itertools.count(1)
     for row in ROWS:
         made.with_row(dashboard_builders.Row(row.title).id(next(numbers)))
-        # Four panels beside each other, or a number that divides a line without a gap.
+        # Up to four panels share a line; with more panels, three do, which leaves no gap.
         width = COLUMNS // (len(row.panels) if len(row.panels) < 5 else 3)
         for panel in row.panels:
             made.with_panel(_panel(panel).id(next(numbers)).span(width).height(8))
@@ -382,7 +383,7 @@ def _listing(listing: Listing) -> table.Panel:
 
 
 def render() -> str:
-    """Returns the board in Grafana's format."""
+    """Returns the board as Grafana reads it."""
     return json.dumps(board().build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""One worker's agent: the thread that owns sockets, engine events and deadlines, and what it tells."""
+"""One worker's agent: the thread that owns sockets, engine events and deadlines, and the reports it makes."""

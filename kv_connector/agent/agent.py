@@ -1,7 +1,7 @@
 """The agent of a worker, for engine adapters: every method of ``Agent`` may be called from any thread.
 
-One thread (kv_connector.agent.thread) owns its sockets, its engine's events and its deadlines. What it
-decides is decided in kv_connector.protocol, how that is done stands in kv_connector.agent.effects.
+One thread (kv_connector.agent.thread) owns the sockets, the events of the transfer engine and the deadlines.
+The decisions are made in kv_connector.protocol and carried out in kv_connector.agent.effects.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Agent:
     def __init__(
         self, config: AgentConfig, memory: Sequence[MemoryRange], engine: TransferEngine | None = None
     ) -> None:
-        """Opens the engine and registers the memory; raises AgentError. ``engine``: one that is open
-        already, which the agent then owns."""
+        """Opens the transfer engine and registers the memory. Raises AgentError. ``engine``: a transfer
+        engine that is already open. The agent owns it from then on."""
         problem = memory_problem(config.layout, [part.nbytes for part in memory])
         if problem is not None:
             raise AgentError(f"{config.engine_id}: {problem}")
@@ -100,7 +100,7 @@ class Agent:
         self._preemption = Preemption(
             self._engine, self.signal, self._effects, self._thread, config.timeouts.drain
         )
-        self._block_bytes = tuple(  # of each group, in all its layers
+        self._block_bytes = tuple(  # bytes of one block in all its layers, by group
             sum(layer.page_bytes for layer in config.layout.layers if layer.group == group)
             for group in range(len(config.layout.groups))
         )
@@ -121,16 +121,16 @@ class Agent:
 
     @property
     def authenticated(self) -> bool:
-        """Whether only who has the cluster key may speak to this agent."""
+        """Whether only holders of the cluster key may connect to this agent."""
         return self._config.key is not None
 
     def described(self, address: Address) -> Rank:
-        """This worker, which listens there, as others of its engine and their peers know it."""
+        """This worker at ``address``, as the other workers of its engine and their peers know it."""
         return Rank(address.host, address.port, self._config.stage, self._config.layout)
 
     def set_ranks(self, ranks: Sequence[Rank]) -> None:
-        """All workers of this engine, by rank: each of them has to know, before the first request. Peers find
-        them by the address of the first."""
+        """Sets all workers of this engine, by rank. Each worker needs the list before the first request.
+        Peers find the workers through the address of the first one."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.peers.set_ranks(ranks)
@@ -139,13 +139,14 @@ class Agent:
 
         self._thread.submit(command)
 
-    def tell_ends(self, transfer_over: Callable[[Ended, Timing], None]) -> None:
-        """Calls this, on the agent's thread, with each transfer that is over, however it ended."""
+    def report_ends(self, transfer_over: Callable[[Ended, Timing], None]) -> None:
+        """Registers a callback for each transfer that is over, whatever its outcome. It runs on the agent's
+        thread."""
         self._effects.transfer_over = transfer_over
 
     def set_weights(self, version: str) -> None:
-        """The engine computes with this version from now on. In order with the other commands: to be called
-        between two steps."""
+        """The engine computes with this version from now on. The call keeps its order with the other
+        commands: call it between two steps."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.decode.set_weights(version)
@@ -155,23 +156,24 @@ class Agent:
 
     # --- Decode
 
-    def tell_failures(self, load_failed: Callable[[str, str], None]) -> None:
-        """Calls this, on the agent's thread, with each transfer whose pages will not come, and the reason."""
+    def report_failures(self, load_failed: Callable[[str, str], None]) -> None:
+        """Registers a callback for each transfer whose pages will not arrive, with the reason. It runs on the
+        agent's thread."""
         self._effects.load_failed = load_failed
 
     def set_waiting(self, waiting: Collection[tuple[str, Address]]) -> None:
-        """Transfers whose requests still queue here, and the engines that compute their prompts: sessions are
-        made with these, and they are told to hold the blocks."""
+        """Transfers whose requests still queue here, with the engines that compute their prompts. The agent
+        opens sessions with these engines and requests that they hold the blocks."""
         transfers = tuple(waiting)
         self._thread.submit(lambda now: self._effects.peers.set_waiting(now, transfers))
 
     def note_step(self) -> None:
-        """The engine takes a step: it is not paused, and what it waits for is worth holding."""
+        """The engine takes a step. So it is not paused, and prompts that it waits for are worth holding."""
         self._effects.peers.note_step(time.monotonic())
 
     def reserve(self, request: DecodeRequest) -> None:
-        """Asks for the prompt's pages. Ends in one finished_recving report, and failed_recving if it
-        failed."""
+        """Requests the prompt's pages. Ends in one finished_recving report, and also in failed_recving if the
+        transfer failed."""
 
         def command(now: float) -> Sequence[Action]:
             try:
@@ -188,11 +190,11 @@ class Agent:
         self._thread.submit(command)
 
     def cancel(self, request_id: str) -> None:
-        """Aborts a reserved request: ends in finished_recving once nothing can land in its blocks."""
+        """Aborts a reserved request. Ends in finished_recving once nothing can land in its blocks."""
         self._thread.submit(lambda now: self._effects.decode.cancel(now, request_id))
 
     def release(self, transfer_id: str, engine: Address) -> None:
-        """Tells P that nothing of the transfer is needed; best effort."""
+        """Reports to P that nothing of the transfer is needed. Best effort."""
         self._thread.submit(lambda now: self._effects.decode.release(now, transfer_id, engine))
 
     # --- Prefill
@@ -202,8 +204,9 @@ class Agent:
         self._thread.submit(lambda now: self._effects.prefill.expect(now, request))
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
-        """From this step on the signal reaches ``signal_base + k`` when the first k of these layers are
-        computed; without it, in the layout's order. To be called before the step's computed()."""
+        """Sets the order in which layers are computed, from this step on. The signal reaches ``signal_base +
+        k`` when the first k of these layers are computed. Without a call, the order is the layout's. Call it
+        before the step's pages_computed()."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.order_layers(signal_base, ordinals)
@@ -213,7 +216,8 @@ class Agent:
         self._thread.submit(command)
 
     def no_prompt_ends(self, signal_base: int) -> None:
-        """In this step: its pages may wait for a later one. To be called before the step's computed()."""
+        """No prompt ends in this step, so its pages may wait for a later step. Call it before the step's
+        pages_computed()."""
 
         def command(now: float) -> Sequence[Action]:
             self._effects.writes.no_prompt_ends(signal_base)
@@ -221,44 +225,48 @@ class Agent:
 
         self._thread.submit(command)
 
-    def computed(self, pages: ComputedPages) -> None:
-        """These pages become valid in this step, or are already; each is pushed once, when D wants it."""
+    def pages_computed(self, pages: ComputedPages) -> None:
+        """These pages become valid in this step, or are valid already. Each page is pushed once, when D wants
+        it."""
 
-        # By this thread's clock: the layers may be computed before the agent's thread hears of it.
+        # Measured here, because the layers may be computed before the agent's thread executes the command.
         named = time.monotonic_ns() if self.timelines.on else 0
 
         def command(now: float) -> Sequence[Action]:
             if self.timelines.on:
                 self.timelines.named(pages.signal_base, named)
-            return self._effects.prefill.computed(now, pages)
+            return self._effects.prefill.pages_computed(now, pages)
 
         self._thread.submit(command)
 
     def begin_launch(self) -> None:
-        """A step that computes prompts is about to be prepared and launched by this thread.
+        """This thread is about to prepare and launch a step that computes prompts.
 
-        A GPU waits for launches where a prompt is short, or has just begun, and Python runs one thread at a
-        time: on lanes where pages wait for a prompt's end anyway, what comes meanwhile is looked at behind
-        end_launch()."""
+        A GPU waits for launches where a prompt is short or has just begun, and Python runs one thread at a
+        time. On lanes where pages wait for a prompt's end anyway, the agent handles new events only after
+        end_launch().
+        """
         if self._effects.gathered:
             self._thread.hold_off()
 
     def leaves_by_layer(self, pages: Iterable[GroupPages]) -> bool:
-        """Whether some of these, of one step, may leave before its end, and its single layers are to be
-        signalled; before their computed()."""
+        """Whether some of these pages of one step may be sent before its end, so that its single layers must
+        be signalled. Call it before their pages_computed()."""
         blocks = zip(pages, itertools.cycle(self._block_bytes))
         most = self._effects.gathered
         return not most or sum(len(group.blocks) * nbytes for group, nbytes in blocks) > most
 
     def end_launch(self) -> None:
-        """The step is launched."""
+        """The step is launched, so the agent's thread may run again."""
         self._thread.go_on()
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
-        """The requests lose their blocks. On return nothing reads these any more; BLOCKS, about
-        ``timeouts.drain`` at most while the transfer engine's worker runs. Pages that were not pushed are
-        forgotten until computed() names them again."""
-        self._thread.go_on()  # the engine waits
+        """The requests lose their blocks. On return nothing reads these blocks any more.
+
+        BLOCKS for about ``timeouts.drain`` at most, while the transfer thread runs. Pages that were not
+        pushed are forgotten until pages_computed() names them again.
+        """
+        self._thread.go_on()  # the engine is waiting for this call
         self._preemption.preempt(transfer_ids)
 
     def request_finished(
@@ -269,32 +277,36 @@ class Agent:
         sampled: int | None = None,
         aborted: bool = False,
     ) -> None:
-        """The request left the scheduler, its prompt computed or not, with the token that was sampled behind
-        it. Ends in one finished_sending report. A computed one that is still being sent may be given up by a
+        """The request left the scheduler, with its prompt computed or not. ``sampled`` is the token behind
+        the prompt.
+
+        Ends in one finished_sending report. A computed prompt that is still being sent can be given up by a
         second call, with ``ok`` False.
 
-        ``aborted``: it is not ``ok`` because its client left. The transfer counts as cancelled then, on both
-        sides; without it, as failed."""
+        ``aborted``: the request is not ``ok`` because its client left. The transfer then counts as cancelled
+        on both sides. Without ``aborted`` it counts as failed.
+        """
         if sampled is not None:
-            self._thread.go_on()  # D waits for the token, and not for another prompt's launch
+            self._thread.go_on()  # D waits for the token, which must not wait for another prompt's launch
         prefill = self._effects.prefill
         self._thread.submit(
             lambda now: prefill.request_finished(now, transfer_id, ok, reason, sampled, aborted=aborted)
         )
 
     def cache_cleared(self) -> None:
-        """What was computed before is worthless: transfers of which a part has been pushed fail."""
+        """KV computed before is worthless. Transfers of which a part has been pushed fail."""
         self._thread.submit(lambda now: self._effects.prefill.cache_cleared(now))
 
     def note_prefill_end(self, transfer_ids: Sequence[str]) -> None:
-        """The last layer of the last chunk is about to be signalled: notes, for stats(), what has arrived."""
+        """The last layer of the last chunk is about to be signalled. Records for stats() how much has
+        arrived."""
         for outgoing in self._effects.writes.of(transfer_ids):
-            with contextlib.suppress(TransferError):  # it has ended
+            with contextlib.suppress(TransferError):  # the transfer has ended
                 outgoing.at_prefill_end = self._engine.progress(outgoing.number)
 
     def catch_up(self, seconds: float) -> bool:
-        """BLOCKS until the thread has looked at all that was handed over before, and at what had arrived: for
-        an adapter that is about to ask for states. At most for so long; returns whether it has."""
+        """BLOCKS until the thread has handled all earlier commands and arrived messages, at most ``seconds``.
+        For an adapter that is about to read states. Returns whether the thread has caught up."""
         done = threading.Event()
 
         def command(now: float) -> Sequence[Action]:
@@ -304,19 +316,19 @@ class Agent:
         self._thread.submit(command)
         return done.wait(seconds)
 
-    def tell_reached(self, reached: Callable[[Reached], None]) -> None:
-        """Calls this, on the agent's thread, as soon as state() has something new to say of a prompt: for
-        adapters that do not ask."""
+    def report_reached(self, reached: Callable[[Reached], None]) -> None:
+        """Registers a callback for each change of a prompt's state(), for adapters that do not poll. It runs
+        on the agent's thread."""
         self._effects.reached = reached
 
     # --- Both
 
     def take_reserved(self) -> set[str]:
-        """Transfers for which both the request and D's RESERVE have come since the last call."""
+        """Transfers for which both the request and D's RESERVE have arrived since the last call."""
         return self._ledger.take_reserved()
 
     def await_news(self, timeout: float) -> None:
-        """Blocks until take_reports() or take_reserved() has something, or for ``timeout`` seconds."""
+        """Blocks until take_reports() or take_reserved() has something, at most ``timeout`` seconds."""
         self._ledger.await_news(timeout)
 
     def take_reports(self) -> Reports:
@@ -324,25 +336,30 @@ class Agent:
         return self._ledger.take_reports()
 
     def state(self, request_id: str) -> State | None:
-        """How far a request has come, in one look-up: for adapters that ask of each one, in each turn. None:
-        it waits for the other side, or is not known. What is DONE or FAILED nobody reads or writes for any
-        more; a prompt that has FAILED may still be under way in its engine, which request_finished() ends.
+        """The state of a request, in one look-up: for adapters that query each request in each turn.
 
-        An end is kept until take_reports() or forget(): an adapter uses one of them."""
+        None: the request waits for the other side, or is unknown. Nothing reads or writes the pages of a DONE
+        or FAILED request any more. A FAILED prompt may still be computed by its engine until
+        request_finished().
+
+        An end is kept until take_reports() or forget(). An adapter uses one of the two.
+        """
         return self._ledger.state(request_id)
 
     def failure(self, request_id: str) -> str:
-        """Why a request is FAILED."""
+        """The reason why a request is FAILED."""
         return self._ledger.failure(request_id)
 
     def first_token(self, request_id: str) -> int:
-        """Of a prompt that is MOVING: decode has the tokens before this one, and will not ask for them."""
+        """For a MOVING prompt: decode has the tokens before this one and does not request them."""
         return self._ledger.first_token(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drops all that is kept of a request for its adapter, in order with the other commands: to be called
-        for a prompt after request_finished(), and for a load when it is DONE or FAILED, or cancelled. What
-        still moves stays until it is over, and nobody is told of its end."""
+        """Drops everything that is kept of a request for its adapter, in order with the other commands.
+
+        Call it for a prompt after request_finished(), and for a load when it is DONE, FAILED or cancelled. A
+        transfer in flight stays until it is over, and its end is not reported.
+        """
 
         def command(now: float) -> Sequence[Action]:
             self._ledger.forget(request_id)
@@ -356,17 +373,17 @@ class Agent:
 
     @property
     def turns(self) -> int | None:
-        """Grows when the thread has acted on something: until then stats() and phases() say the same. None
-        while it does: reports may be out, and numbers not."""
+        """A number that grows when the thread has acted on something. Until then stats() and phases() return
+        the same values. None while the thread acts: reports may already be out, and numbers not."""
         return None if self._thread.in_turn else self._thread.turns
 
     def take_timings(self) -> list[Timing]:
-        """How long the transfers took that completed since the last call."""
+        """Durations of the transfers that completed since the last call."""
         return self._ledger.take_timings()
 
     def live(self) -> LiveState:
-        """What is under way right now."""
-        # Read in the order in which a request goes through them, so that none slips by between two.
+        """The transfers and resources that are in use right now."""
+        # Read in the order in which a request passes through them, so that no request is missed between two.
         commands = self._thread.commands
         engine = self._engine.stats() if not self._thread.closed else None
         return LiveState(
@@ -381,24 +398,31 @@ class Agent:
         )
 
     def unregister_memory(self) -> None:
-        """Ends all sessions and lets go of the memory, which may be unmapped then; peers that dial meanwhile
-        are told that this engine is asleep. BLOCKS until nothing can be written to the memory, or read from
-        it. The second call does nothing; raises AgentError where the memory must stay mapped."""
+        """Ends all sessions and deregisters the memory, which may then be unmapped. Peers that connect
+        meanwhile are refused with the reason that this engine is asleep.
+
+        BLOCKS until nothing can be written to the memory or read from it. A second call does nothing. Raises
+        AgentError if the memory must stay mapped.
+        """
         self._memory.unregister(self._effects, self._thread)
 
     def register_memory(self) -> None:
-        """After unregister_memory(), once the same addresses are mapped again: sessions are made anew as they
-        are needed, and their peers get the new descriptors. BLOCKS. The second call does nothing; raises
-        AgentError where the memory cannot be registered, and stays asleep."""
+        """Registers the memory again after unregister_memory(), once the same addresses are mapped. Sessions
+        are opened as they are needed, and their peers get the new descriptors.
+
+        BLOCKS. A second call does nothing. Raises AgentError if the memory cannot be registered. The agent
+        then stays asleep.
+        """
         self._memory.register(self._effects, self._thread)
 
     def phases(self) -> dict[str, int]:
-        """Transfers, by side and phase ("decode reserved"): where requests are waiting. Looks at each one."""
+        """Transfers by side and phase ("decode reserved"), which shows where requests wait. Visits every
+        transfer."""
         return self._effects.phases()
 
     def close(self) -> None:
-        """Ends everything, tells the peers and frees the memory. BLOCKS, at most about ``timeouts.drain``
-        when peers do not answer. The second call does nothing."""
+        """Ends all transfers, reports the end to the peers and frees the memory. BLOCKS for about
+        ``timeouts.drain`` at most when peers do not answer. A second call does nothing."""
         with self._closing:
             if self._thread.closed:
                 return

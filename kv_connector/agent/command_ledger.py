@@ -1,6 +1,6 @@
-"""A worker's books over its Agent: the scheduler's commands go in, what has ended comes out.
+"""CommandLedger: executes the scheduler's commands on a worker's Agent and returns what has ended.
 
-Called on one thread, the framework's. Nothing here waits, except for ``await_news``.
+Called on one thread, the framework's. Nothing here blocks, except ``await_news``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 class CommandLedger:
-    """Each request that the scheduler waits for is reported once, whatever the agent refuses."""
+    """Reports each request that the scheduler waits for exactly once, even if the agent refuses a command."""
 
     def __init__(self, agent: Agent) -> None:
-        """``agent`` is started."""
+        """``agent`` must be started."""
         self._agent = agent
-        # Finished by the scheduler: only these may be reported sent, and only then it expects that.
+        # Requests that the scheduler has finished. Only these may be reported as sent, because only then does
+        # the scheduler expect the report.
         self._finished: set[str] = set()
         self._sent: set[str] = set()
         self._failed_here: set[str] = set()
 
     def execute(self, commands: Iterable[Command]) -> None:
-        """In their order. Raises nothing."""
+        """Executes the commands in their order. Raises nothing."""
         for command in commands:
             try:
                 self._execute(command)
@@ -47,24 +48,25 @@ class CommandLedger:
                 self._give_up(command)
 
     def waiting(self, transfers: tuple[tuple[str, Address], ...]) -> None:
-        """The transfers whose requests still queue at D, with their P."""
+        """Sets the transfers whose requests still queue at D, with the address of each P."""
         self._agent.set_waiting(transfers)
 
-    def computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
-        """Pages of the step whose layers take the signal from ``signal_base`` up. Raises nothing."""
+    def pages_computed(self, pages: Iterable[NewPages], signal_base: int) -> None:
+        """Reports the pages of a step whose layers use the signal's values above ``signal_base``. Raises
+        nothing."""
         for new in pages:
             try:
-                self._agent.computed(ComputedPages(new.transfer_id, signal_base, new.groups))
+                self._agent.pages_computed(ComputedPages(new.transfer_id, signal_base, new.groups))
             except Exception:
-                logger.exception("transfer %s: pages are lost", new.transfer_id)
+                logger.exception("transfer %s: computed pages cannot be handed to the agent", new.transfer_id)
 
     def await_news(self, seconds: float) -> None:
-        """Blocks until there is something to take, or for so long."""
+        """Blocks until there is something to take, at most ``seconds``."""
         if not (self._failed_here or self._sent & self._finished):
             self._agent.await_news(seconds)
 
     def take_reports(self) -> Reports:
-        """What has ended since the last call."""
+        """The requests that have ended since the last call."""
         reports = self._agent.take_reports()
         self._sent |= reports.finished_sending
         sent = self._sent & self._finished
@@ -102,7 +104,8 @@ class CommandLedger:
                 self._agent.cache_cleared()
 
     def _give_up(self, command: Command) -> None:
-        """The scheduler waits for a report on these; the agent that refused the command will not make one."""
+        """Reports the request of a refused command, because the agent will not. The scheduler waits for a
+        report."""
         match command:
             case PrefillRequest() | FinishPrefill():
                 self._sent.add(command.request_id)

@@ -1,6 +1,7 @@
-"""What the scheduler of an engine tells its workers, as values: a framework carries them there as it likes.
+"""The commands that an engine's scheduler sends to its workers. Each framework transports them in its own
+way.
 
-An engine's address is that of its rank 0, which knows all of its workers.
+An engine's address is that of its rank 0, which knows all workers of the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillReq
 
 @dataclass(frozen=True)
 class FinishPrefill:
-    """The request has left P's scheduler; its blocks are held until the workers report it sent."""
+    """The request has left P's scheduler. Its blocks are held until the workers report it as sent."""
 
     request_id: str
     transfer_id: str
@@ -23,19 +24,19 @@ class FinishPrefill:
     sampled: int | None = None
     """The token behind the prompt."""
     aborted: bool = False
-    """Not ok because its client left, or its router gave the request up."""
+    """Whether the request failed because its client left, or because its router gave it up."""
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """D's request was aborted while its pages were on their way."""
+    """D's request was aborted while its pages were in flight."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Release:
-    """D needs nothing of this transfer."""
+    """D needs no pages of this transfer."""
 
     transfer_id: str
     engine: Address
@@ -43,7 +44,7 @@ class Release:
 
 @dataclass(frozen=True)
 class FailLoad:
-    """D's scheduler could not even build the reservation: the load is to be reported as failed."""
+    """D's scheduler could not build the reservation. The load is to be reported as failed."""
 
     request_id: str
 
@@ -57,7 +58,7 @@ class SetRanks:
 
 @dataclass(frozen=True)
 class CacheCleared:
-    """All KV of before is worthless, as after a change of weights: no prompt may be part old, part new."""
+    """All KV computed before is worthless, as after a change of weights. No prompt may mix old and new KV."""
 
 
 Command = (
@@ -67,8 +68,8 @@ Command = (
 
 @dataclass(frozen=True)
 class NewPages:
-    """Pages of one prompt that are valid after this step: cached ones, and those that the step computes."""
+    """Pages of one prompt that are valid after this step: cached pages and those that the step computes."""
 
     transfer_id: str
     groups: tuple[GroupPages, ...]
-    last: bool  # with these, the whole prompt is computed
+    last: bool  # the whole prompt is computed with these pages

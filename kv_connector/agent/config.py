@@ -28,37 +28,39 @@ class AgentConfig:
     engine_id: str
     role: Role
     rank: int
-    ranks: int  # number of this engine's ranks; with 1, set_ranks() need not be called
+    ranks: int  # number of this engine's ranks; if it is 1, set_ranks() need not be called
     stage: int = field(default=0, kw_only=True)  # of the pipeline
-    address: Address  # of the control socket; port 0 takes a free one
+    address: Address  # of the control socket; port 0 takes a free port
     fingerprint: Fingerprint
     layout: KvLayout
-    advice: Mapping[str, str] = field(default_factory=dict)  # by the name of a pair of the fingerprint
+    # what to do about a difference, by the name of a pair of the fingerprint
+    advice: Mapping[str, str] = field(default_factory=dict)
     providers: tuple[str, ...] = ("host", "tcp")  # in order of preference
     allow_fallback: bool = False
     data_host: str = ""  # address that the providers' listeners bind; empty: the control socket's
-    spin_us: int | None = None  # how long the engine's idle worker polls; None: the engine's default
-    on_gpu: bool = False  # a CUDA stream computes the pages; its context is current where the agent is made
+    spin_us: int | None = None  # how long an idle transfer thread polls; None: the transfer engine's default
+    # whether a CUDA stream computes the pages; its context must be current where the agent is created
+    on_gpu: bool = False
     nics: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
-    )  # of a provider; without: its own choice
-    worker_cpu: int | None = None  # the core that the engine's worker is pinned to
+    )  # of a provider; a provider without an entry chooses by itself
+    worker_cpu: int | None = None  # the core that the transfer thread is pinned to
     timeouts: Timeouts = field(default_factory=Timeouts)
-    key: ClusterKey | None = None  # of the cluster; None: anybody who reaches the port is listened to
-    timelines: int = 0  # of how many transfers they are kept
+    key: ClusterKey | None = None  # the cluster key; None: any process that reaches the port is accepted
+    timelines: int = 0  # number of transfers whose timelines are kept
 
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Memory that holds KV pages, one for each region of the layout. It must stay mapped until close(), but
-    between unregister_memory() and register_memory()."""
+    """Memory that holds KV pages, one range for each region of the layout. It must stay mapped until close(),
+    except between unregister_memory() and register_memory()."""
 
     address: int
     nbytes: int
 
 
 def open_engine(config: AgentConfig) -> TransferEngine:
-    """The transfer engine with the configured lanes. Raises AgentError."""
+    """Opens the transfer engine with the configured lanes. Raises AgentError."""
     address = config.data_host or config.address.host
     domains = tuple(
         DomainConfig(provider=provider, address=address, device=device)
@@ -84,7 +86,7 @@ def open_engine(config: AgentConfig) -> TransferEngine:
 
 
 def bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
-    """Why the control socket cannot be bound, and which setting to change."""
+    """The reason why the control socket cannot be bound, and the setting to change."""
     where = f"{config.engine_id}/{config.rank}: cannot listen on {config.address}"
     if error.errno == errno.EADDRINUSE:
         return (
@@ -92,7 +94,8 @@ def bind_problem(config: AgentConfig, error: zmq.ZMQError) -> str:
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return (
-            f"{where}: that is no address of this machine. Set control_host to one of its own; for an engine "
-            f"on several machines leave it out, and set VLLM_HOST_IP, or SGLANG_HOST_IP, on each."
+            f"{where}: this machine has no such address. Set control_host to one that it has. If the engine "
+            f"spans several machines, leave control_host out and set VLLM_HOST_IP, or SGLANG_HOST_IP, on "
+            f"each."
         )
     return f"{where}: {error}. Check control_host and control_port."

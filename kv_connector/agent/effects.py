@@ -1,7 +1,7 @@
-"""Carries out what the state machines decide: on the sockets, on the TransferEngine and in the reports.
+"""Carries out the decisions of the state machines: on the sockets, on the TransferEngine and in the reports.
 
-Owned by the agent's thread. An action that fails becomes the event that tells its machine; nothing that one
-request or one peer does reaches another.
+Owned by the agent's thread. An action that fails becomes an event for its machine. A fault of one request or
+one peer affects no other.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ logger = logging.getLogger("kv_connector")
 
 Action = PrefillAction | DecodeAction | PeersAction
 
-# A fence usually takes one turn of the engine's worker. The agent waits this long for it, then goes on with
-# everybody else and asks again: fences make progress while they are asked for. The interval grows with the
-# wait, so that a fence takes at most half as long again as it must. 300 that are stuck then cost the agent
-# 0.3 s in each second (while somebody waits for a fence, the worker turns every millisecond), and sessions
-# live on heartbeats of 1 s.
+# A fence usually takes one turn of the transfer thread. The agent waits this long for it, then serves all
+# other peers and tries again, because a fence makes progress only while it is called. The interval grows with
+# the wait, so that a fence takes at most half as long again as it must. With 300 stuck fences the agent then
+# spends 0.3 s of each second on retries of 1 ms. The transfer thread turns every millisecond during a retry.
+# Sessions survive that with heartbeats of 1 s.
 _FENCE_TIMEOUT_S = 0.005
 _FENCE_RETRY_TIMEOUT_S = 0.001
 _FENCE_RETRY_S = 0.02
 _FENCE_LONGEST_RETRY_S = 1.0
-# How often a fence that does not succeed is reported: the blocks behind it stay taken.
+# Interval of the log lines about a fence that does not succeed. The blocks behind the fence stay reserved.
 _FENCE_LOG_S = 10.0
-# A transfer that is not over by then gets a line in the log: far longer than a prefill of 100,000 tokens'
-# pages takes on a lane that works, and shorter than any deadline.
+# A transfer that is not over after this time gets a line in the log. That is far longer than the pages of a
+# prefill of 100,000 tokens take on a working lane, and shorter than any deadline.
 _SLOW_S = 10.0
-# Events taken from the engine in one turn.
+# Events taken from the transfer engine at once.
 _EVENTS = 256
 
 _WRITES_END = {
@@ -108,12 +108,12 @@ _WRITES_END = {
 
 @dataclass
 class _Link:
-    """What the engine knows of one session's peer."""
+    """The transfer engine's view of one session's peer."""
 
     name: str
     lane: str = ""
     engine_peer: int | None = None
-    target: Target | None = None  # where pages go
+    target: Target | None = None  # where the peer's pages lie
 
 
 @dataclass
@@ -125,7 +125,7 @@ class _Fencing:
 
 
 class Effects:
-    """The machines of one agent, and the world they act on."""
+    """Connects the state machines of one agent with its sockets, transfer engine and reports."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class Effects:
         timelines: Timelines | None = None,
         allow_fallback: bool = False,
     ) -> None:
-        """``regions``: as Writes has them. ``timelines``: None where no operator asks for any.
-        ``allow_fallback``: as the engine has it."""
+        """``regions``: as for Writes. ``timelines``: None if no operator may query timelines.
+        ``allow_fallback``: as in the transfer engine's configuration."""
         self.peers = peers
         self.prefill = prefill
         self.decode = decode
@@ -157,25 +157,25 @@ class Effects:
         self._actions: deque[Action] = deque()
         self._links: dict[PeerId, _Link] = {}
         self._over: list[PeerId] = []  # links whose last log lines may still be in _actions
-        self._counters: dict[str, tuple[int, int]] = {}  # request id -> the engine's set, writes expected
-        self._counting: dict[int, str] = {}  # the engine's set -> request id
+        self._counters: dict[str, tuple[int, int]] = {}  # request id -> counter set, writes expected
+        self._counting: dict[int, str] = {}  # counter set -> request id
         self._fencing: dict[PeerId, _Fencing] = {}
         self._when_fenced: list[Callable[[], None]] = []
-        # Transfers that were written and not yet reported: seconds since the first push, pages, bytes.
+        # Unreported transfers whose writes have ended: seconds since the first push, pages, bytes.
         self._sent: dict[Share, tuple[float, int, int]] = {}
-        self._arrived: dict[str, int] = {}  # requests that are here and not yet reported: pages
+        self._arrived: dict[str, int] = {}  # unreported requests whose pages have all arrived: pages
         self.load_failed: Callable[[str, str], None] = lambda transfer_id, reason: None
         self.reached: Callable[[Reached], None] = lambda reached: None
         self.transfer_over: Callable[[Ended, Timing], None] = lambda ended, timing: None
         self.gathered: int | None = None
-        """Up to so many bytes the pages of one step leave at its end, whoever of the peers so far wants them;
-        None: there has been none. Any thread may read it."""
+        """Bytes up to which the pages of one step are sent only at its end, whichever of the known peers
+        wants them. None: no peer has connected yet. Any thread may read it."""
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
     @property
     def fences(self) -> int:
-        """Sessions that are over, but whose writes may still land."""
+        """Number of sessions that are over but whose writes may still land."""
         return len(self._fencing)
 
     @property
@@ -183,7 +183,7 @@ class Effects:
         return len(self._counters)
 
     def run(self, now: float, actions: Sequence[Action]) -> None:
-        """Executes the actions, and all that follow from them."""
+        """Executes the actions, and all actions that follow from them."""
         self._actions.extend(actions)
         while self._actions:
             action = self._actions.popleft()
@@ -192,19 +192,19 @@ class Effects:
             except TransferError as error:
                 self._actions.extend(self._failed(now, action, str(error)))
             except Exception as error:
-                logger.exception("%s failed", type(action).__name__)
+                logger.exception("action %s failed", type(action).__name__)
                 self._actions.extend(self._failed(now, action, f"{type(error).__name__}: {error}"))
         for peer in self._over:
             self._links.pop(peer, None)
         self._over.clear()
 
     def receive(self, now: float) -> None:
-        """Handles the messages that the last wait() of the control plane found."""
+        """Handles the messages that the control plane's last wait() found."""
         for received in self._control.receive():
             try:
                 self.run(now, self._received(now, received))
-            except Exception:  # those behind it are others'
-                logger.exception("a message of %s was not acted on", received.source)
+            except Exception:  # the messages behind it come from other peers
+                logger.exception("message from %s was not acted on", received.source)
 
     def _received(self, now: float, received: Received) -> Sequence[Action]:
         if received.message is None:
@@ -215,12 +215,12 @@ class Effects:
         return self.peers.receive(now, received.source, received.message)
 
     def engine_events(self, now: float) -> None:
-        """Handles what the engine reports."""
+        """Handles the events of the transfer engine."""
         self.run(now, self._engine_events(now))
 
     def tick(self, now: float) -> None:
-        """Acts on every deadline that has come. After receive(), so that nobody is called silent who
-        spoke."""
+        """Acts on every deadline that has passed. Call it after receive(), so that a peer that has just sent
+        something is not called silent."""
         self.run(now, self.peers.tick(now))
         self.run(now, self.prefill.tick(now))
         self.run(now, self.decode.tick(now))
@@ -237,17 +237,17 @@ class Effects:
         return [*self.prefill.under_way(), *self.decode.under_way()]
 
     def phases(self) -> dict[str, int]:
-        """How many transfers are in each phase. Any thread may call it."""
+        """Number of transfers in each phase. Any thread may call it."""
         return dict(Counter(f"{one.side.value} {one.phase}" for one in self.under_way()))
 
     def next_deadline(self) -> float | None:
-        """When tick() is due, if nothing happens before."""
+        """The time at which tick() is due if nothing happens before."""
         deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
         deadlines += [fencing.retry for fencing in self._fencing.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def when_fenced(self, done: Callable[[], None]) -> None:
-        """Calls ``done`` once nothing of a session that is over can be written here or read here."""
+        """Calls ``done`` once no session that is over can write or read this memory any more."""
         if self._fencing:
             self._when_fenced.append(done)
         else:
@@ -285,11 +285,11 @@ class Effects:
             case Reply(source, message):
                 if not self._control.send(source, message):
                     hint = (
-                        " (has only one of the two a cluster key?)"
+                        " (does only one of the two engines have a cluster key?)"
                         if isinstance(message, Hello | Locate)
                         else ""
                     )
-                    return self.peers.lost(now, source, f"its control connection takes no messages{hint}")
+                    return self.peers.lost(now, source, f"its control connection accepts no messages{hint}")
             case Deliver(peer, message):
                 return self._deliver(now, peer, message)
             case FindEngine(engine):
@@ -325,15 +325,15 @@ class Effects:
         return []
 
     def _failed(self, now: float, action: Action, reason: str) -> Sequence[Action]:
-        """The event that tells a machine what became of its action."""
+        """The event that reports a failed action to its machine."""
         match action:
             case Push(_, share) | Seal(share):
                 if share in self.writes.open:
                     return self.prefill.push_failed(now, share, reason)
                 return self.prefill.writes_ended(now, share, WritesEnd.FAILED, True, reason)
             case CancelWrites(share):
-                # It has ended already: its event is on the way.
-                logger.debug("transfer %s is not cancelled: %s", share, reason)
+                # The transfer has ended already, and its event will follow.
+                logger.debug("transfer %s: not cancelled, it has already ended: %s", share, reason)
             case OpenCounter(_, request_id):
                 return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
@@ -341,7 +341,7 @@ class Effects:
                 fail = Fail(transfer_id, attempt, FailCode.INCOMPATIBLE, reason, quiesced=True)
                 return self.decode.fail(now, peer, fail)
             case Deliver(peer, Reserve(transfer_id, attempt)):
-                # Whatever it has begun, D shall not wait for it.
+                # Part of the reservation may be in flight. D must not wait for it.
                 fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
                 return [Send(peer, fail)]
             case Connect(peer) | Inquire(peer) | Complete(peer):
@@ -349,7 +349,7 @@ class Effects:
             case Accept(peer):
                 return self.peers.refused(now, peer, NakReason.NO_LANE, reason)
             case _:
-                logger.error("%s failed: %s", type(action).__name__, reason)
+                logger.error("action %s failed: %s", type(action).__name__, reason)
         return []
 
     def _deliver(
@@ -393,7 +393,7 @@ class Effects:
         )
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
-            logger.info("decode peer %s takes lane %s, not %s", action.name, link.lane, lane)
+            logger.info("decode peer %s: uses lane %s, passed over lane %s", action.name, link.lane, lane)
         plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
@@ -409,7 +409,8 @@ class Effects:
         try:
             self._engine.complete(link.engine_peer, action.answer)
         except TransferError as error:
-            # By the rules of accept(). Of a peer that is down another lane would say the same.
+            # The same rules as in the transfer engine's accept(). If the peer is down, every other lane would
+            # fail too.
             forgiven = self._allow_fallback and error.code not in (ErrorCode.PEER_DOWN, ErrorCode.CLOSED)
             if error.provider and (error.code is ErrorCode.NOT_REACHABLE or forgiven):
                 return self.peers.pass_over(now, action.peer, error.provider, str(error))
@@ -440,7 +441,7 @@ class Effects:
                 if now >= fencing.log:
                     fencing.log = now + _FENCE_LOG_S
                     logger.warning(
-                        "peer %s, lane %s: not fenced after %.0f s, its transfers' blocks stay taken: %s",
+                        "peer %s, lane %s: not fenced after %.0f s, its transfers' blocks stay reserved: %s",
                         link.name,
                         link.lane,
                         now - fencing.since,
@@ -450,7 +451,7 @@ class Effects:
         return [
             *self._engine_events(now),
             *self._fenced(now, peer),
-        ]  # first the last words about its transfers
+        ]  # first the final events of its transfers
 
     def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
         self._over.append(peer)
@@ -472,7 +473,7 @@ class Effects:
             self._trace.pushed(push.share, self.writes.open[push.share].number, push.signal_base)
 
     def release(self, now: float, share: Share) -> Sequence[Action]:
-        """Pages that wait for a later step wait no longer, as that may not come."""
+        """Sends pages that wait for a later step, because that step may not come."""
         try:
             self.writes.release(share)
         except TransferError as error:
@@ -493,7 +494,7 @@ class Effects:
             self._trace.counter_opened(request_id, counters.immediates[0], writes)
         return counters.immediates[0]
 
-    # --- What comes back
+    # --- Results
 
     def _engine_events(self, now: float) -> Sequence[Action]:
         actions: list[Action] = []
@@ -501,8 +502,8 @@ class Effects:
             for event in events:
                 try:
                     actions += self._event(now, event)
-                except Exception:  # the engine tells each once: the others' would be lost with it
-                    logger.exception("an event of the engine was not acted on: %s", event)
+                except Exception:  # each event is reported once, so the remaining events must not be lost
+                    logger.exception("event of the transfer engine was not acted on: %s", event)
         return actions
 
     def _event(self, now: float, event: Event) -> Sequence[Action]:
@@ -531,7 +532,7 @@ class Effects:
         return self.prefill.writes_ended(now, share, _WRITES_END[event.kind], event.quiesced, reason)
 
     def _report_slow(self, now: float) -> None:
-        """A line for each transfer that takes long, once: which peer, lane and phase it is in."""
+        """Logs one line for each transfer that takes long, once: its peer, lane and phase."""
         slow = {Share(one.transfer_id, one.share): one for one in self.under_way() if _slow(now, one)}
         for share in slow.keys() - self._reported_slow:
             one = slow[share]
@@ -553,13 +554,13 @@ class Effects:
         try:
             if one.side is Role.DECODE and one.request_id in self._counters:
                 number, pages = self._counters[one.request_id]
-                return f"{sum(self._engine.counter_values(number))} of {pages} pages are here"
+                return f"{sum(self._engine.counter_values(number))} of {pages} pages have arrived"
             share = Share(one.transfer_id, one.share)
             if one.side is Role.PREFILL and share in self.writes.open:
                 done = self._engine.progress(self.writes.open[share].number)
-                return f"{done.pages_done} of {done.pages_posted} posted pages are there"
+                return f"{done.pages_done} of {done.pages_posted} posted pages have arrived"
         except TransferError:
-            pass  # it has just ended
+            pass  # the transfer has just ended
         return "no page yet"
 
     def _ended(self, now: float, ended: Ended) -> None:
@@ -573,12 +574,13 @@ class Effects:
         self.transfer_over(ended, timing)
         if ended.outcome in (Outcome.COMPLETED, Outcome.RELEASED):
             return
-        where = "which no peer asked for" if ended.side is Role.PREFILL else "without a session with its peer"
+        where = "that no decode engine requested" if ended.side is Role.PREFILL else "without a session"
         if link is not None:
             where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
         share, outcome = Share(ended.transfer_id, ended.share), ended.outcome.value
         reason = ended.reason or "the decode engine aborted its request"
-        # There are many where clients leave or a fleet is updated, and nothing is wrong with the transfer.
+        # Many of these occur where clients leave or a fleet is updated, and nothing is wrong with the
+        # transfers.
         usual = ended.outcome in (Outcome.STALE, Outcome.CANCELLED)
         level = logging.INFO if usual else logging.WARNING
         logger.log(level, "transfer %s %s: %s: %s", share, where, outcome, reason)

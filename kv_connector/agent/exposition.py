@@ -1,8 +1,8 @@
-"""Intervals as Prometheus metrics, in the process that shows them.
+"""Shows Intervals as Prometheus metrics, in the process that serves the metrics.
 
-Where several processes show the metrics of one engine, their gauges are merged by the latest value of each
-series: a series has one rank as its source, and who is not told of it leaves it alone. No series can be
-removed there, so no label names what comes and goes.
+Several processes may show the metrics of one engine. Their gauges are merged by the latest value of each
+series. So each series has one rank as its source, and a process that got no new value leaves the series
+alone. No series can be removed there, so no label may name an object that comes and goes.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ NAMES = {
     for key in (*COUNTERS, *GAUGES, *HISTOGRAMS, "transfers", "transfers_under_way", "peers")
 }
 
-# From a cached prompt over NVLink to one of 100,000 tokens behind a queue.
+# From a cached prompt over NVLink to a prompt of 100,000 tokens that waited in a queue.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # From one page of a small model to 128 GiB.
 _BYTES = tuple(float(1 << exponent) for exponent in range(14, 38, 2))
 
 
 class Exposition:
-    """The metrics of some engines. They are registered when it is made."""
+    """The metrics of some engines. Creating the object registers them."""
 
     def __init__(
         self, types: Mapping[Any, Any], labels: Sequence[str], engines: Mapping[int, Sequence[object]]
     ) -> None:
-        """``types``: what makes a metric, by prometheus_client's Counter, Gauge and Histogram. ``labels``
-        name an engine, ``engines`` has their values."""
+        """``types``: constructors of metrics, by prometheus_client's Counter, Gauge and Histogram.
+        ``labels``: label names that identify an engine. ``engines``: the values of these labels, by engine
+        number."""
         self._types, self._labels, self._engines = types, labels, engines
         self._counters = {
             key: types[Counter](f"kv_connector_{key}", text, labels) for key, text in COUNTERS.items()
         }
         self._gauges = {key: self._gauge(key, text) for key, text in GAUGES.items()}
-        self._lanes = self._gauge(
-            "peers", "Peers that are connected, by the lane that their pages take", "lane"
-        )
+        self._lanes = self._gauge("peers", "Connected peers, by the lane that their pages take", "lane")
         self._under_way = self._gauge(
             "transfers_under_way",
-            "Transfers that are not over, by this engine's role and what they wait for",
+            "Transfers that are not over, by this engine's role and by phase",
             "role",
             "phase",
         )
         self._transfers = types[Counter](
             "kv_connector_transfers",
-            "Transfers that ended, by this engine's role and outcome (cancelled: an engine aborted its "
-            "request, as its client left)",
+            "Ended transfers, by this engine's role and by outcome (cancelled: an engine aborted the request "
+            "because its client left)",
             [*labels, "role", "outcome"],
         )
         self._histograms = {
@@ -63,7 +62,7 @@ class Exposition:
             )
             for key, text in HISTOGRAMS.items()
         }
-        for values in engines.values():  # what only grows is there from the start
+        for values in engines.values():  # counters are shown from the start
             for counter in self._counters.values():
                 counter.labels(*values)
             for role in ("prefill", "decode"):
@@ -71,12 +70,12 @@ class Exposition:
                     self._transfers.labels(*values, role, outcome.value)
 
     def _gauge(self, key: str, text: str, *labels: str) -> Any:
-        """One of which each series belongs to one rank."""
+        """A gauge of which each series belongs to one rank."""
         names = [*self._labels, "rank", *labels]
         return self._types[Gauge](f"kv_connector_{key}", text, names, multiprocess_mode="mostrecent")
 
     def observe(self, interval: Interval, engine: int = 0) -> None:
-        """``engine``: key of ``engines``."""
+        """Adds an interval to the metrics of an engine. ``engine``: key of ``engines``."""
         labels = self._engines[engine]
         for key, increment in interval.counters.items():
             self._counters[key].labels(*labels).inc(increment)

@@ -1,6 +1,7 @@
-"""What the agent tells its engine adapter: ended requests, counters for metrics, and what is still alive.
+"""Reports of the agent to its engine adapter: ended requests, counters for metrics, and what is in flight.
 
-Written by the agent's thread, read by any: everything here is behind one lock, but for a look at a state.
+The agent's thread writes them and any thread may read them. One lock protects everything, except the look-up
+of a state.
 """
 
 from __future__ import annotations
@@ -13,35 +14,37 @@ from kv_connector.protocol.actions import Ended, Outcome, Reached, State
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.sessions import PeerInfo
 
-# Kept for an adapter that does not ask: more than end in one step of an engine.
+# Kept for an adapter that does not take them: more than the transfers that end in one step of an engine.
 _TIMINGS = 10_000
 
 
 @dataclass
 class Reports:
-    """Request ids, each exactly once over the agent's life."""
+    """Request ids. Each is reported exactly once over the agent's life."""
 
     finished_sending: set[str] = field(default_factory=set)  # nothing reads their blocks any more
     finished_recving: set[str] = field(default_factory=set)  # nothing can land in their blocks any more
-    failed_recving: set[str] = field(default_factory=set)  # of finished_recving: those without their pages
-    stale: set[str] = field(default_factory=set)  # of failed_recving: as Outcome.STALE says
-    sampled: dict[str, int] = field(default_factory=dict)  # of finished_recving: what prefill sampled
+    failed_recving: set[str] = field(default_factory=set)  # those of finished_recving that failed
+    stale: set[str] = field(default_factory=set)  # those of failed_recving that ended with Outcome.STALE
+    # the token that P sampled, for requests of finished_recving
+    sampled: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AgentStats:
-    """Counts since the agent began; they only grow."""
+    """Counters since the agent started. They only grow."""
 
-    # Sent by this agent, of transfers that are over.
+    # Of transfers that this agent has sent and that are over.
     pages_pushed: int
     bytes_pushed: int
     layers_pushed: int
-    # Of these, what had arrived when note_prefill_end() was called. A layer counts once all its pages had.
+    # The part of them that had arrived when note_prefill_end() was called. A layer counts once all its pages
+    # had arrived.
     pages_before_prefill_end: int
     bytes_before_prefill_end: int
     layers_before_prefill_end: int
-    sent: dict[Outcome, int]  # transfers, as prefill
-    received: dict[Outcome, int]  # transfers, as decode
+    sent: dict[Outcome, int]  # transfers by outcome, as prefill engine
+    received: dict[Outcome, int]  # transfers by outcome, as decode engine
     sent_seconds: float  # from RESERVE to the end, summed over completed transfers
     received_seconds: float
     received_pages: int
@@ -51,34 +54,35 @@ class AgentStats:
 
 @dataclass(frozen=True)
 class Timing:
-    """One transfer that is over."""
+    """The duration and size of one transfer that is over."""
 
     side: Role
     lane: str
-    seconds: float  # from RESERVE to the end: all pages written, or all pages here
-    # Of a transfer that was sent:
-    first_push_seconds: float = 0.0  # from RESERVE until its first pages could go
+    seconds: float  # from RESERVE to the end: all pages written, or all pages received
+    # Of a sent transfer:
+    first_push_seconds: float = 0.0  # from RESERVE until its first pages could be written
     nbytes: int = 0
-    # Of either side, where it has completed:
+    # Of either side, if the transfer completed:
     pages: int = 0
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """What is not over. An idle agent has ``idle``; its sessions with peers live on."""
+    """The transfers and resources that are in use. If none is, the agent is ``idle``. Its sessions live
+    on."""
 
     prefill_requests: int
     decode_requests: int
     engine_transfers: int
     counter_sets: int
     fences: int  # sessions that are over and not fenced yet
-    commands: int  # handed to the agent, not yet looked at
-    acting: bool  # the agent's thread acts on what it heard: a request's end may not be reported yet
+    commands: int  # handed to the agent, not executed yet
+    acting: bool  # the agent's thread is acting on events: a request's end may not be reported yet
     peers: int
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way, and nothing is held."""
+        """Whether nothing is in flight and nothing is held."""
         return not any(
             (
                 self.prefill_requests,
@@ -93,16 +97,16 @@ class LiveState:
 
 
 class Ledger:
-    """Where the agent's thread writes what the adapter will read."""
+    """The reports and counters that the agent's thread writes and the adapter reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # a report, or a reservation
         self._reports = Reports()
         self._reserved: set[str] = set()
-        # How far each request has come, until its end was taken. Changed behind the lock, looked up without.
+        # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
-        self._disowned: set[str] = set()  # requests that are under way, and whose end nobody will ask for
+        self._disowned: set[str] = set()  # requests in flight whose end the adapter no longer wants
         self._ended: dict[Role, Counter[Outcome]] = {Role.PREFILL: Counter(), Role.DECODE: Counter()}
         self._seconds = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
         self._pushed = [0, 0, 0]  # pages, bytes, layers
@@ -119,7 +123,7 @@ class Ledger:
 
     @property
     def states(self) -> int:
-        """Requests of which a state is kept."""
+        """Number of requests whose state is kept."""
         return len(self._reached)
 
     def reached(self, reached: Reached) -> None:
@@ -142,7 +146,7 @@ class Ledger:
         return 0 if reached is None else reached.first_token
 
     def forget(self, request_id: str) -> None:
-        """Now, or with its report."""
+        """Forgets a request now, or when its report is due."""
         with self._lock:
             reached = self._reached.get(request_id)
             if reached is None:
@@ -193,8 +197,8 @@ class Ledger:
                 self._seconds[ended.side] += ended.seconds
 
     def pushed(self, pages: int, nbytes: int, layers: int, before_end: tuple[int, int, int]) -> None:
-        """One transfer's writes are over; ``before_end``: pages, bytes and layers that beat the prefill's
-        end."""
+        """Counts the writes of a transfer that is over. ``before_end``: the pages, bytes and layers that
+        arrived before the prefill's end."""
         with self._lock:
             for totals, counts in ((self._pushed, (pages, nbytes, layers)), (self._before_end, before_end)):
                 for index, count in enumerate(counts):
@@ -220,7 +224,7 @@ class Ledger:
             return reserved
 
     def await_news(self, timeout: float) -> None:
-        """Blocks until there is something to take, or for ``timeout`` seconds."""
+        """Blocks until there is something to take, at most ``timeout`` seconds."""
         with self._news:
             self._news.wait_for(
                 lambda: self._reserved or self._reports.finished_sending or self._reports.finished_recving,

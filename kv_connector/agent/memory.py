@@ -1,4 +1,5 @@
-"""The KV cache's memory, as the transfer engine has it registered; an engine that sleeps takes it away."""
+"""The KV cache's memory, as the transfer engine has it registered. It is deregistered while an engine
+sleeps."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class KvMemory:
 
 
 def _fall_asleep(now: float, effects: Effects, future: Future[None]) -> Sequence[Action]:
-    # Executed before the next command, so that all sessions are being fenced when that is asked for.
+    # Executed before the next command, so that every session is being fenced when when_fenced() is called.
     effects.run(now, effects.peers.suspend())
     effects.run(now, effects.prefill.forget_pages(now))
     effects.writes.regions = ()

@@ -1,7 +1,8 @@
-"""What a worker's agent counts, an interval at a time: each is added to others on its way to the metrics.
+"""The counters of a worker's agent, taken an interval at a time. Intervals are added up on their way to the
+metrics.
 
-Whoever is sent intervals may miss those of before (of several API servers any one gets a step's). So counters
-go as increments, and a rank's state is sent whole.
+A receiver of intervals may miss earlier ones: of several API servers, any one gets a step's interval. So
+counters are sent as increments, and a rank's state is sent whole.
 """
 
 from __future__ import annotations
@@ -17,43 +18,44 @@ from kv_connector.agent.ledger import AgentStats, LiveState, Timing
 from kv_connector.control.membership import Activity
 from kv_connector.protocol.messages import Role
 
-# What grows. The metric's name is kv_connector_<key>_total.
+# Counters. The metric's name is kv_connector_<key>_total.
 COUNTERS = {
     "pages_pushed": "KV pages written into decode engines",
     "bytes_pushed": "Bytes of KV pages written into decode engines",
     "layers_pushed": "Layers of prompts written into decode engines",
-    "pages_pushed_before_prefill_end": "Pages that had arrived before the prompt's last layer was computed",
-    "bytes_pushed_before_prefill_end": "Bytes that had arrived before the prompt's last layer was computed",
-    "layers_pushed_before_prefill_end": "Layers that had arrived before the prompt's last layer was computed",
-    "pages_received": "KV pages that arrived from prefill engines",
-    "send_seconds": "Time from a reservation to the end of its transfer, summed over those that completed",
-    "receive_seconds": "Time from a reservation to its last page, summed over those that completed",
-    "malformed_messages": "Control messages that were refused",
+    "pages_pushed_before_prefill_end": "Pages that arrived before their prompt's last layer was computed",
+    "bytes_pushed_before_prefill_end": "Bytes that arrived before their prompt's last layer was computed",
+    "layers_pushed_before_prefill_end": "Layers that arrived before their prompt's last layer was computed",
+    "pages_received": "KV pages received from prefill engines",
+    "send_seconds": "Seconds from a reservation to the end of its transfer, summed over completed transfers",
+    "receive_seconds": "Seconds from a reservation to its last page, summed over completed transfers",
+    "malformed_messages": "Control messages rejected as malformed",
 }
 
-# What rises and falls. The metric's name is kv_connector_<key>.
+# Gauges. The metric's name is kv_connector_<key>.
 GAUGES = {
-    "live_prefill_requests": "Prompts that are being computed, or held, for a decode engine",
-    "live_decode_requests": "Requests whose pages are under way to this engine",
-    "live_transfers": "Transfers that are open in the transfer engine",
+    "live_prefill_requests": "Prompts being computed or held for a decode engine",
+    "live_decode_requests": "Requests with an open transfer to this engine",
+    "live_transfers": "Native transfers open in the transfer engine",
     "live_counter_sets": "Sets of immediate counters in use",
-    "authenticated": "1: only who has the cluster key may speak to this engine; 0: everybody who reaches it",
+    "authenticated": "1: only peers with the cluster key may connect. 0: any peer may connect",
 }
 
-# Of each completed transfer, by lane. The metric's name is kv_connector_<key>.
+# Histograms over completed transfers, by lane. The metric's name is kv_connector_<key>.
 HISTOGRAMS = {
-    "send_duration_seconds": "From a reservation to the end of its writes",
-    "send_first_push_seconds": "From a reservation until its first pages could be written",
+    "send_duration_seconds": "Seconds from a reservation to the end of its writes",
+    "send_first_push_seconds": "Seconds from a reservation until its first pages could be written",
     "send_size_bytes": "Bytes written for one reservation",
-    "receive_duration_seconds": "From a reservation to its last page",
+    "receive_duration_seconds": "Seconds from a reservation to its last page",
 }
 
-# Steps in a row that may leave their numbers to a later one.
+# Steps in a row that may leave their numbers to a later step.
 _LATER = 16
 
-# Phases are counted on the forward thread, some 2 us a transfer: in each step up to this many,
+# Phases are counted on the forward thread, at about 2 us a transfer. Up to this many transfers they are
+# counted in each step,
 _FEW_TRANSFERS = 16
-# and every so often beyond.
+# and with more transfers at this interval.
 _COUNT_S = 1.0
 
 
@@ -63,18 +65,18 @@ class Interval(msgspec.Struct):
     counters: dict[str, int | float] = {}
     """{key of COUNTERS: increment}"""
     transfers: dict[str, int | float] = {}
-    """{"prefill completed": increment, ...}: transfers that ended, by role and outcome"""
+    """{"prefill completed": increment, ...}: ended transfers, by role and outcome"""
     gauges: dict[str, dict[str, int]] = {}
     """{rank: {key of GAUGES: value}}"""
     lanes: dict[str, dict[str, int]] = {}
-    """{rank: {lane: peers that are connected over it}}"""
+    """{rank: {lane: peers connected over it}}"""
     phases: dict[str, dict[str, int]] = {}
-    """{rank: {"decode reserved": transfers that are in it}}"""
+    """{rank: {"decode reserved": transfers in this phase}}"""
     timings: list[tuple[str, str, float]] = []
     """(key of HISTOGRAMS, lane, value)"""
 
     def add(self, other: Interval) -> None:
-        """Another rank's interval, or a later one of the same rank."""
+        """Adds the interval of another rank, or a later interval of the same rank."""
         for ours, theirs in ((self.counters, other.counters), (self.transfers, other.transfers)):
             for name, increment in theirs.items():
                 ours[name] = ours.get(name, 0) + increment
@@ -85,7 +87,7 @@ class Interval(msgspec.Struct):
 
 
 class AgentReporter:
-    """Takes one agent's numbers, once per engine step."""
+    """Takes the numbers of one agent, once per engine step."""
 
     def __init__(self, agent: Agent, rank: int) -> None:
         self._agent = agent
@@ -99,17 +101,17 @@ class AgentReporter:
         self._later = 0
 
     def take(self, *, later: bool = False) -> Interval | None:
-        """What has changed since the last call, or None. ``later``: this call is waited for, and another one
-        follows; it returns None, if not too many have."""
+        """The changes since the last call, or None. ``later``: the caller waits, and another call follows.
+        Returns None then, unless too many calls in a row were ``later``."""
         self._later = self._later + 1 if later else 0
-        # A look at the rest takes 0.15 ms of the thread that launches the step (H200).
+        # Collecting the numbers takes 0.15 ms of the thread that launches the step (H200).
         if self._later % _LATER:
             return None
         turns = self._agent.turns
         if turns is not None and turns == self._turns:
             return None
         self._turns = turns
-        # In this order: a transfer that ends in between is counted now or next time, but never shown as live
+        # In this order, a transfer that ends in between is counted now or next time, but never shown as live
         # for good.
         live, stats = self._agent.live(), self._agent.stats()
         counters, transfers = _counters(stats), _transfers(stats)
@@ -129,8 +131,8 @@ class AgentReporter:
         return interval if any(msgspec.structs.astuple(interval)) else None
 
     def _changed(self, kind: str, now: dict[str, int]) -> dict[str, dict[str, int]]:
-        """This rank's state, where it is another than the one shown. Whoever gets it does not know what was
-        shown before: what is gone is told as 0.
+        """This rank's state, if it differs from the state that was shown. The receiver may not know the
+        earlier state, so entries that are gone are sent as 0.
         """
         state = dict.fromkeys(self._shown[kind], 0) | now
         if state == self._shown[kind]:
@@ -146,7 +148,7 @@ class AgentReporter:
 
 
 def activity(agent: Agent) -> Activity:
-    """What the routers are told. Any thread."""
+    """The connector's activity for the routers. Any thread may call it."""
     live, stats = agent.live(), agent.stats()
     return Activity(
         lanes=_lanes(stats),
@@ -156,7 +158,7 @@ def activity(agent: Agent) -> Activity:
 
 
 def _lanes(stats: AgentStats) -> Counter[str]:
-    """Peers that are connected, by the lane that their pages take."""
+    """Number of connected peers, by the lane that their pages take."""
     return Counter(peer.lane for peer in stats.peers if peer.lane)
 
 
@@ -188,7 +190,7 @@ def _transfers(stats: AgentStats) -> dict[str, int | float]:
 
 
 def _values(timing: Timing) -> Iterator[tuple[str, float]]:
-    """By key of HISTOGRAMS."""
+    """The values of a transfer, by key of HISTOGRAMS."""
     if timing.side is Role.DECODE:
         yield "receive_duration_seconds", timing.seconds
         return

@@ -1,6 +1,7 @@
-"""What the agent acts on, as far as it needs it: a transfer engine and control sockets.
+"""The interfaces that the agent needs of a transfer engine and of control sockets.
 
-TransferEngine and ControlPlane are such, and say what each method does; the simulator has its own.
+TransferEngine and ControlPlane implement them and describe each method. The simulator has its own
+implementations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kv_connector.protocol.messages import AnyMessage
 
 
 class TransferPort(Protocol):
-    """Raises TransferError."""
+    """The part of TransferEngine that the agent uses. Methods raise TransferError."""
 
     def offer(self, name: str, without: Sequence[str] = ()) -> Handshake: ...
 
@@ -30,7 +31,7 @@ class TransferPort(Protocol):
 
     def open_transfer(self, peer: int) -> int: ...
 
-    # `signal` is of the engine's own making.
+    # `signal` must be created by the same engine.
     def arm(self, transfer: int, signal: Any, write: PagedWrite, layers: Sequence[ArmedLayer]) -> None: ...
 
     def seal(self, transfer: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Preemption: the engine takes blocks away that writes may still read."""
+"""Preemption: the engine takes away blocks that writes may still read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine
 from kv_connector.protocol.actions import Share
 
-# How often preempt() looks whether the forward pass it follows has signalled its last layer. On a CPU
-# engine it always has; on a GPU the stream runs behind by some milliseconds.
+# Interval at which preempt() checks whether the forward pass before it has signalled its last layer. On a CPU
+# engine it always has. On a GPU the stream lags by some milliseconds.
 _SIGNAL_POLL_S = 0.0002
 
 
@@ -28,7 +28,7 @@ class _Draining:
 
 
 class Preemption:
-    """Waits, on its caller's thread, until nothing reads the blocks that preempted requests lose."""
+    """Waits, on the caller's thread, until nothing reads the blocks that preempted requests lose."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Preemption:
         thread: AgentThread,
         drain_s: float,
     ) -> None:
-        """``drain_s``: how long the writes may take before their sessions are ended."""
+        """``drain_s``: how long the writes may take before their sessions are ended, in seconds."""
         self._engine = engine
         self._signal = signal
         self._effects = effects
@@ -69,7 +69,7 @@ class Preemption:
         return actions
 
     def _drained(self, writes: _Draining, deadline: float) -> bool:
-        """Waits until nothing of the transfer is in flight; False at the deadline."""
+        """Waits until nothing of the transfer is in flight. Returns False at the deadline."""
         while self._signal.load() < writes.last_signal:
             if time.monotonic() >= deadline:
                 return False
@@ -77,11 +77,11 @@ class Preemption:
         try:
             self._engine.quiesce(writes.number, max(deadline - time.monotonic(), 0.0))
         except TransferError as error:
-            return error.code is not ErrorCode.TIMEOUT  # anything else: it has ended
+            return error.code is not ErrorCode.TIMEOUT  # any other error: the transfer has ended
         return True
 
     def _fence_preempted(self, stuck: Sequence[_Draining]) -> None:
-        """Ends the sessions of these writes, which ends the writes."""
+        """Ends the sessions of these writes, and so the writes."""
         future: Future[None] = Future()
 
         def command(now: float) -> Sequence[Action]:

@@ -1,4 +1,4 @@
-"""How far the forward pass of a step has come, as the transfer engine's LayerSignal has it."""
+"""The progress of a step's forward pass, as the transfer engine's LayerSignal shows it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from kv_connector.engine.transfer_engine import LayerSignal, StreamSignal
 
 
 class LayerProgress:
-    """Tells the engine's LayerSignal how far the forward pass has come.
+    """Reports the progress of the forward pass to the transfer engine's LayerSignal.
 
-    The signal only grows: step s of an engine with L layers takes the values s*L+1 to s*L+L, and reaches
-    s*L+k once the first k layers of ``order`` are computed. Names do not say in which order layers are
-    computed (a drafter's come after the model's), or which have no hook (an indexer's cache). So the order is
-    that of the last step's hooks, and layers whose hooks did not come are behind them. A step that goes
-    another way is late, never early: no layer is signalled before its hook, or the end of the step.
+    The signal only grows. Step s of an engine with L layers takes the values s*L+1 to s*L+L, and reaches
+    s*L+k once the first k layers of ``order`` are computed. Layer names show neither the order of computation
+    (a drafter's layers come after the model's) nor which layers have no hook (an indexer's cache). So the
+    order is that of the last step's hooks, followed by the layers without a hook call. If a step takes
+    another order, layers are signalled late, but never early: no layer is signalled before its hook or the
+    end of the step.
 
-    Where nobody waits for single layers, only the last one is signalled: with a store for each layer a hook
-    takes 28 us of the thread that launches the step (H200).
+    If no transfer waits for single layers, only the last layer is signalled. A store for each layer takes 28
+    us a hook on the thread that launches the step (H200).
     """
 
     def __init__(self, layer_names: tuple[str, ...], store: Callable[[int], None]) -> None:
@@ -25,17 +26,17 @@ class LayerProgress:
         self._store = store
         self._steps = 0
         self._done = len(layer_names)
-        self._hooked: dict[int, None] = {}  # the ordinals of this step's hooks, in their order
+        self._hooked: dict[int, None] = {}  # the ordinals of this step's hooks, in call order
         self._before_last: Callable[[], None] = lambda: None
         self._by_layer = True
         self._abandoned = False
         self.base = 0
         self.order = tuple(range(len(layer_names)))
-        """The layers' ordinals, as this step's signal counts them."""
+        """The layers' ordinals, in the order in which this step's signal counts them."""
 
     def begin_step(self, before_last: Callable[[], None], *, by_layer: bool) -> bool:
-        """Whether ``order`` is another from this step on. ``before_last`` is called once, just before the
-        step's last layer is signalled. ``by_layer``: somebody waits for the single layers."""
+        """Returns whether ``order`` differs from this step on. ``before_last`` is called once, just before
+        the step's last layer is signalled. ``by_layer``: whether a transfer waits for the single layers."""
         came = tuple(self._hooked)
         changed = came != self.order[: len(came)]
         if changed:
@@ -61,7 +62,7 @@ class LayerProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether all layers of the last step that began are signalled, or abandoned."""
+        """Whether all layers of the last begun step are signalled or abandoned."""
         return self._done == len(self.order)
 
     def end_step(self) -> None:
@@ -69,9 +70,9 @@ class LayerProgress:
             self._advance(len(self.order))
 
     def abandon(self) -> None:
-        """Signals nothing from now on, because a forward pass raised.
+        """Stops all signalling, because a forward pass raised.
 
-        Its remaining layers are not computed, and any later value would release their pages. The framework
+        The remaining layers are not computed, and any later value would release their pages. The framework
         ends such an engine.
         """
         self._abandoned = True
@@ -91,10 +92,10 @@ class LayerProgress:
 def signal_writer(
     signal: LayerSignal, current_stream: Callable[[], int], note: Callable[[int], None] | None = None
 ) -> Callable[[int], None]:
-    """What a layer hook calls with the signal's next value.
+    """The function that a layer hook calls with the signal's next value.
 
-    On a CPU engine the layer is computed when its hook is called. On a GPU it is only enqueued: there the
-    value is enqueued behind it, on the stream that the forward pass uses at that moment, and nobody waits.
+    On a CPU engine the layer is computed when its hook is called. On a GPU it is only enqueued. The value is
+    then enqueued behind it, on the stream that the forward pass uses at that moment, and nothing waits.
     ``note``: called with each value at which a layer is computed, on a CPU engine.
     """
     if not isinstance(signal, StreamSignal):

@@ -1,4 +1,4 @@
-"""What an operator may set for an engine's agents, and what follows from it for each rank."""
+"""The settings of an engine's agents, and the values that follow from them for each rank."""
 
 from __future__ import annotations
 
@@ -18,73 +18,78 @@ from kv_connector.protocol.timeline import MAX_TIMELINES
 from kv_connector.protocol.timers import Timeouts
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
-"""Where a framework has no place for a connector's settings: SGLang's."""
+"""The environment variable for frameworks without a place for a connector's settings, such as SGLang."""
 
 DEFAULT_PROVIDERS = {"cpu": ("host", "tcp"), "cuda": ("nvlink",)}
 """Lanes in order of preference, by the device that holds the KV cache."""
 
 
 class SettingsError(ValueError):
-    """The configuration cannot be used; the message says what to write instead. Where it is written the
-    adapter knows, and puts it before the message."""
+    """A setting that cannot be used. The message says which value to set. The adapter puts the place of the
+    setting in front of the message."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's settings. Every rank of an engine gets the same; ports are counted up from
-    ``control_port``.
+    """The settings of one engine. Every rank of an engine gets the same settings, with consecutive ports from
+    ``control_port`` on.
     """
 
     control_host: str | None = None
-    """The one address that the control sockets bind, and that peers dial. An engine on several hosts leaves
-    it out, and each host has its `VLLM_HOST_IP`. Default: with a key this host's own address
-    (`VLLM_HOST_IP`, where it is set), without one 127.0.0.1.
+    """Address that the control sockets bind and that peers connect to. If an engine spans several hosts,
+    leave it out: each host then uses its `VLLM_HOST_IP`. Default: with a cluster key this host's own address
+    (`VLLM_HOST_IP`, where it is set), without a key 127.0.0.1.
     """
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 5600
-    """Port of the first rank; the other ranks' follow (data-parallel rank times ranks, plus rank), so two
-    engines on one host need two ranges. Routers name the first rank's, peers ask it for the others. 0,
-    SGLang's default: free ones of the kernel's choice.
+    """Port of the first rank. Another rank's port is `control_port` plus data-parallel rank times ranks, plus
+    rank. Two engines on one host therefore need separate ranges. Routers need only the first rank's port;
+    peers request the other ports there. With 0, SGLang's default, the kernel chooses free ports.
     """
     control_key_file: str | None = None
-    """File of the cluster key (`kv-connector keygen FILE`): who does not have it gets nothing. Default:
-    what `KV_CONNECTOR_KEY_FILE` names.
+    """File of the cluster key (`kv-connector keygen FILE`). Peers without the key are rejected. Default: the
+    file that `KV_CONNECTOR_KEY_FILE` names.
     """
     allow_unauthenticated: bool = False
-    """Whether to serve other machines without a key: all of them can read and write the KV cache then."""
+    """Whether to serve other machines without a cluster key. Every machine that reaches the port can then
+    read and write the KV cache."""
     routers: tuple[str, ...] = ()
-    """Routers to join, as `host:port`; each data-parallel rank joins by itself. Default: none."""
+    """Routers to register with, as `host:port`. Each data-parallel rank registers by itself. Default:
+    none."""
     api_url: str | None = None
-    """Where routers reach this engine's API server; needed with `routers` and `announce`. Default: none."""
+    """URL at which routers reach this engine's API server. Required with `routers` or `announce`. Default:
+    none."""
     announce: tuple[str, ...] = ()
-    """Discovery addresses of vllm-routers in moriio mode, as `host:port`, to which this engine is announced
-    until it drains, sleeps or ends. It is their protocol, without a key: see docs/compatibility.md. Default:
-    none.
+    """Discovery addresses of vllm-routers in moriio mode, as `host:port`. This engine is announced there
+    until it drains, sleeps or ends. The protocol is vllm-router's and uses no key: see docs/compatibility.md.
+    Default: none.
     """
     providers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ()
-    """Lanes in order of preference. For GPUs that neither NVLink nor a NIC connects there is `bounce`: over
-    tcp, through host memory on both sides. Default: `["host", "tcp"]`, for a KV cache in a GPU
-    `["nvlink"]`.
+    """Lanes in order of preference. For GPUs that neither NVLink nor a NIC connects, use `bounce`: tcp,
+    through host memory on both sides. Default: `["host", "tcp"]`; for a KV cache in GPU memory `["nvlink"]`.
     """
     allow_fallback: bool = False
-    """Whether a peer may be served over a later lane where an earlier one that both have does not work."""
+    """Whether a peer may use a later lane if an earlier lane that both engines have does not work."""
     data_host: str | None = None
-    """Address that the data plane's listeners bind. Default: `control_host`."""
+    """Address that the listeners of the lanes bind. Default: `control_host`."""
     spin_us: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Microseconds for which an idle transfer worker polls before it sleeps. Default: the engine's (20)."""
+    """Time for which an idle transfer thread polls before it sleeps, in microseconds. Default: the transfer
+    engine's (20)."""
     worker_cpu: Literal["auto", "none"] | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = "auto"
-    """The core that each rank's transfer worker is pinned to: a list with one for each rank; `"none"`; or
-    `"auto"`, a spare one on the GPU's NUMA node, where there is one (the log says which, or why none).
+    """CPU core to which each rank's transfer thread is pinned: a list with one core for each rank, `"none"`,
+    or `"auto"`. `"auto"` takes a spare core on the GPU's NUMA node, if one is free. The log names the core,
+    or the reason for none.
     """
     nics: tuple[tuple[str, ...], ...] = ()
-    """For each rank the NICs that its transfers take, as `[["mlx5_0"], ["mlx5_1"]]`; for `libfabric` as
-    `"efa:rdmap79s0-rdm"`. Default: those nearest to its GPU.
+    """NICs for the transfers of each rank, such as `[["mlx5_0"], ["mlx5_1"]]`. For `libfabric` the names have
+    the form `"efa:rdmap79s0-rdm"`. Default: the NICs nearest to the rank's GPU.
     """
     timelines: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
-    """Of how many transfers each worker keeps the timelines, for `kv-connector trace`. 0: none is noted."""
+    """Number of transfers whose timelines each worker keeps for `kv-connector trace`. 0 records no
+    timelines."""
     timeouts: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
-    """Seconds by name, as `{"transfer": 60}`. Default: those of the table of timeouts."""
+    """Timeouts in seconds by name, such as `{"transfer": 60}`. Default: see the table of timeouts."""
 
     def for_device(self, device_type: str) -> Settings:
-        """These settings for a KV cache on such a device ("cpu", "cuda"): with providers, all of which move
+        """These settings for a KV cache on such a device ("cpu", "cuda"), with providers that can all move
         it. Raises SettingsError.
         """
         if not self.providers:
@@ -100,15 +105,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
     def worker_cpu_of(self, rank: int) -> int | Literal["auto", "none"]:
-        """The core of one rank's worker where the operator names them."""
+        """The core of one rank's transfer thread, if the operator has set one."""
         return self.worker_cpu[rank] if isinstance(self.worker_cpu, tuple) else self.worker_cpu
 
     def nics_of(self, rank: int) -> tuple[str, ...]:
-        """The NICs of one rank where the operator names them."""
+        """The NICs of one rank, if the operator has set them."""
         return self.nics[rank] if self.nics else ()
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises SettingsError where a list has an entry for fewer or more ranks than the engine has."""
+        """Raises SettingsError if a list has more or fewer entries than the engine has ranks."""
         for key, entries in (("worker_cpu", self.worker_cpu), ("nics", self.nics)):
             if isinstance(entries, tuple) and entries and len(entries) != ranks:
                 raise SettingsError(
@@ -127,20 +132,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SettingsError(f"control_key_file: {error}") from None
 
     def host(self, own: str, key: ClusterKey | None) -> str:
-        """The address to bind. ``own``: this host's. Raises SettingsError for a name,
-        and where strangers could reach it.
+        """The address to bind. ``own``: this host's address. Raises SettingsError for a host name, and for an
+        address that other machines can reach without a key.
 
-        The refusal is for the peer's sake too: RESERVE and HELLO say how to write into a KV cache.
+        The refusal also protects the peer: RESERVE and HELLO contain what is needed to write into a KV cache.
         """
         host = self.control_host or (LOOPBACK if key is None else own)
         if problem := _wrong_interface("VLLM_HOST_IP, or SGLANG_HOST_IP,", host):
             raise SettingsError(f"control_host is not set, and {problem}")
         if key is None and not self.allow_unauthenticated and not is_loopback(host):
             raise SettingsError(
-                f"other machines reach control_host {host!r}, and there is no cluster key. "
-                f"Make one (kv-connector keygen FILE) and name it in control_key_file, or in "
-                f"{KEY_FILE_VARIABLE}, of every engine. Where everybody on the network may use the "
-                f'KV cache, say "allow_unauthenticated": true instead.'
+                f"control_host {host!r} is reachable from other machines, and no cluster key is set. "
+                f"Create one (kv-connector keygen FILE) and set control_key_file, or {KEY_FILE_VARIABLE}, "
+                f"on every engine. If every machine on the network may use the KV cache, set "
+                f'"allow_unauthenticated": true instead.'
             )
         return host
 
@@ -151,20 +156,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(parse_address(router) for router in self.announce)
 
     def port(self, *, data_parallel_index: int, ranks: int, rank: int) -> int:
-        """The control port of one rank of one data-parallel engine of ``ranks`` ranks."""
+        """The control port of one rank of one data-parallel engine with ``ranks`` ranks."""
         if self.control_port == 0:
             return 0
         port = self.control_port + data_parallel_index * ranks + rank
         if port > 65535:
             raise SettingsError(
                 f"control_port {self.control_port} leaves no port for rank {rank} "
-                f"of data-parallel rank {data_parallel_index} (it would be {port}). Choose a lower one."
+                f"of data-parallel rank {data_parallel_index} (it would be {port}). Set a lower one."
             )
         return port
 
 
 def parse_settings(config: Mapping[str, Any]) -> Settings:
-    """Raises SettingsError that names the first wrong key or value, and what is valid."""
+    """Parses the settings. Raises SettingsError, which names the first wrong key or value and the valid
+    ones."""
     settings, problems = examine_settings(config)
     if problems:
         raise SettingsError(problems[0])
@@ -174,8 +180,9 @@ def parse_settings(config: Mapping[str, Any]) -> Settings:
 def settings_in_environment(
     environment: Mapping[str, str], variable: str = SETTINGS_VARIABLE, control_port: int = 0
 ) -> dict[str, Any]:
-    """What a variable says, a JSON object, with a port where it names none: SGLang's peers learn free ones
-    from its bootstrap server. Raises SettingsError where it is none.
+    """The settings in an environment variable, a JSON object. ``control_port`` is the default for the port,
+    because SGLang's peers learn free ports from its bootstrap server. Raises SettingsError for anything but a
+    JSON object.
     """
     text = environment.get(variable) or "{}"
     try:
@@ -188,7 +195,7 @@ def settings_in_environment(
 
 
 def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """The settings without those that cannot be used, and what is wrong with each of these."""
+    """The usable settings, and the problem with each of the others."""
     usable, problems = dict[str, Any](), list[str]()
     for key, value in config.items():
         problem = _problem(key, value)
@@ -200,14 +207,13 @@ def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     for key in ("routers", "announce"):
         if getattr(settings, key) and not settings.api_url:
             problems.append(
-                f"{key} needs api_url, the address at which they reach this engine's API server, "
-                "such as http://10.0.0.5:8100"
+                f"{key} needs api_url, the URL of this engine's API server, such as http://10.0.0.5:8100"
             )
     return settings, problems
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """What goes behind a wrong word: the one that is meant, or all that there are."""
+    """The end of a message about an unknown word: the word that is probably meant, or all valid words."""
     found = difflib.get_close_matches(word, known, 1)
     return f": did you mean `{found[0]}`?" if found else f". Valid: {', '.join(known)}."
 
@@ -217,7 +223,7 @@ TIMEOUTS = tuple(field.name for field in dataclasses.fields(Timeouts))
 
 
 def _problem(key: str, value: object) -> str | None:
-    """What is wrong with one setting by itself."""
+    """The problem with one setting by itself, or None."""
     if key not in SETTINGS:
         return f"unknown field `{key}`{nearest(key, SETTINGS)}"
     try:
@@ -248,7 +254,8 @@ def _wrong_address(key: str, routers: Sequence[str]) -> str | None:
 
 
 def _wrong_interface(key: str, host: str | None) -> str | None:
-    """Returns the problem with an address to bind: peers dial it, and the lanes' listeners take no names."""
+    """The problem with an address to bind, or None. Peers connect to it, and the lanes' listeners accept no
+    names."""
     if host is None:
         return None
     try:

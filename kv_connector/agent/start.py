@@ -1,4 +1,4 @@
-"""One worker's agent and what goes with it: from the operator's settings to all of it running."""
+"""Starts one worker's agent with its placement, metrics and registration, from the operator's settings."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class WorkerInfo:
     role: Role
     rank: int
     ranks: int
-    """Workers of this engine."""
+    """Number of workers of this engine."""
     stage: int
-    """Of the pipeline, that the worker has a part of."""
+    """Pipeline stage of the worker."""
     data_parallel_index: int
-    """Counts the engines that share ``control_port``."""
+    """Index of this engine among those that share ``control_port``."""
     data_parallel_rank: int
-    """By which this engine's API server calls it."""
+    """Rank by which this engine's API server addresses it."""
     host: str
-    """The framework's own address here."""
+    """The framework's own address on this host."""
     device: Device
     compute_threads: int
-    """With which this process computes where its device is a CPU."""
+    """Threads with which this process computes, if its device is a CPU."""
     layout: KvLayout
     memory: Sequence[MemoryRange]
     fingerprint: Fingerprint
     advice: Mapping[str, str]
-    """What an operator is to do about a pair that differs."""
+    """Advice to the operator about a differing pair of the fingerprint."""
     early_tokens: bool = False
-    """As Register's, like the next."""
+    """Same meaning as in Register, like the next field."""
     load: WorkloadReport | None = None
 
 
@@ -58,38 +58,42 @@ class WorkerInfo:
 class Running:
     agent: Agent
     address: Address
-    """Where the agent listens."""
+    """The address at which the agent listens."""
     reporter: AgentReporter
     registrar: Registrar | None
-    """On rank 0, where there are routers."""
+    """The registration with the routers, on rank 0 and if routers are configured."""
     _resources: ExitStack
 
     def sleep(self) -> None:
-        """The memory is about to be unmapped. BLOCKS; raises AgentError where it must stay mapped."""
+        """Prepares for the memory to be unmapped. BLOCKS. Raises AgentError if it must stay mapped."""
         self.agent.unregister_memory()
         if self.registrar is not None:
             self.registrar.set_asleep(True)
 
     def wake(self) -> None:
-        """The memory is mapped again, at its old addresses. BLOCKS; raises AgentError."""
+        """Uses the memory again, which is mapped at its old addresses. BLOCKS. Raises AgentError."""
         self.agent.register_memory()
         if self.registrar is not None:
             self.registrar.set_asleep(False)
 
     def set_weights(self, version: str) -> None:
-        """As Agent.set_weights(); the routers hear of it."""
+        """Does the same as Agent.set_weights(), and reports the version to the routers."""
         self.agent.set_weights(version)
         if self.registrar is not None:
             self.registrar.set_weights(version)
 
     def close(self) -> None:
-        """The routers first, then the peers. BLOCKS as Agent.close(); the second call does nothing."""
+        """Ends the sessions with the routers, then those with the peers. BLOCKS as Agent.close(). A second
+        call does nothing."""
         self._resources.close()
 
 
 def start(settings: Settings, worker: WorkerInfo) -> Running:
-    """Opens the lanes and the control socket, and tells the routers. Raises SettingsError, or AgentError,
-    with a message that says what to change, and leaves nothing open then."""
+    """Opens the lanes and the control socket, and registers with the routers.
+
+    Raises SettingsError or AgentError, with a message that says what to change. Nothing is left open in that
+    case.
+    """
     settings = settings.for_device(worker.device.kind)
     settings.check_ranks(worker.ranks)
     key = settings.key()
@@ -97,8 +101,8 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
     port = settings.port(data_parallel_index=worker.data_parallel_index, ranks=worker.ranks, rank=worker.rank)
     if key is None:
         logger.warning(
-            "NO CLUSTER KEY: everybody who reaches the control socket on %s can read and write this "
-            "engine's KV cache (set control_key_file)",
+            "NO CLUSTER KEY: any process that reaches the control socket on %s can read and write this "
+            "engine's KV cache. Set control_key_file.",
             host,
         )
     with ExitStack() as resources:
@@ -139,7 +143,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
         registrar = None
         if worker.rank == 0 and (settings.routers or settings.announce):
             registrar = _register(settings, worker, address, key, lambda: activity(agent))
-            agent.tell_failures(registrar.load_failed)
+            agent.report_failures(registrar.load_failed)
             resources.callback(registrar.close)
         return Running(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
 
@@ -151,7 +155,7 @@ def _register(
     key: ClusterKey | None,
     activity: Callable[[], Activity],
 ) -> Registrar:
-    """Tells the routers where this engine is, until it is closed."""
+    """Registers this engine with the routers, until the Registrar is closed."""
     assert settings.api_url is not None
     registration = Register(
         engine_id=worker.engine_id,
@@ -174,8 +178,8 @@ def _announcer(settings: Settings, registration: Register) -> Announcer:
     except AnnouncementError as error:
         raise SettingsError(f"announce: {error}") from None
     logger.warning(
-        "ANNOUNCED WITHOUT A KEY to %s: vllm-router takes whoever reaches that port for an engine and sends "
-        "him prompts. The KV cache stays behind the cluster key",
+        "ANNOUNCED WITHOUT A KEY to %s: vllm-router accepts any process that reaches that port as an engine "
+        "and sends it prompts. The cluster key still protects the KV cache.",
         ", ".join(settings.announce),
     )
     return Announcer(announcement, settings.announce_addresses())

@@ -1,4 +1,4 @@
-"""The agent's thread: turns over sockets, engine events, commands and deadlines, until it leaves."""
+"""The agent's thread: handles sockets, engine events, commands and deadlines in turns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kv_connector.control.sockets import ControlPlane
 
 logger = logging.getLogger("kv_connector")
 
-# How long the thread holds off at most while a step is prepared and launched. A prompt's step takes 10 to 35
-# ms for that (32 layers, H200), and nothing that a peer waits for has a deadline below a second.
+# How long the thread waits at most while a step is prepared and launched. A prompt's step takes 10 to 35 ms
+# for that (32 layers, H200), and no deadline of a peer is shorter than a second.
 _HOLD_OFF_S = 0.05
 
 _T = TypeVar("_T")
 
 
 class AgentThread:
-    """The one thread that acts on an agent's state machines; any thread may hand it commands."""
+    """The one thread that acts on an agent's state machines. Any thread may hand it commands."""
 
     def __init__(self, engine_id: str, control: ControlPlane, effects: Effects, drain_s: float) -> None:
-        """``drain_s``: how long the end may take, and how often insist() logs that it waits."""
+        """``drain_s``: how long end() may take, and how often insist() logs that it waits, in seconds."""
         self._control = control
         self._effects = effects
         self._drain_s = drain_s
@@ -39,12 +39,12 @@ class AgentThread:
         self.in_turn = False
         """True while the thread acts on messages, events and commands."""
         self.turns = 0
-        self._launched = threading.Event()  # the thread need not hold off
+        self._launched = threading.Event()  # set: the thread need not wait
         self._launched.set()
         self._hold_until = 0.0
-        self._leave_by: float | None = None  # end() was called: when to leave at the latest
+        self._leave_by: float | None = None  # set by end(): when the thread leaves at the latest
         self.closed = False
-        self._wake_lock = threading.Lock()  # of closed, and of _wake's life
+        self._wake_lock = threading.Lock()  # protects closed, and the life of _wake
 
     def start(self) -> None:
         """Starts the thread. The control socket must be bound."""
@@ -55,7 +55,7 @@ class AgentThread:
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Ends all transfers and sessions, and takes no more commands. Blocks as Agent.close() does."""
+        """Ends all transfers and sessions, and accepts no more commands. Blocks as Agent.close() does."""
         if self._thread.is_alive():
             self.submit(self._begin_close)
             self._thread.join()
@@ -65,7 +65,7 @@ class AgentThread:
 
     @property
     def commands(self) -> int:
-        """The number of commands that are not executed yet."""
+        """Number of commands that are not executed yet."""
         return len(self._commands)
 
     def hold_off(self) -> None:
@@ -78,14 +78,14 @@ class AgentThread:
         self._launched.set()
 
     def submit(self, command: Callable[[float], Sequence[Action]]) -> None:
-        """Hands the thread something to do; commands are executed in order."""
+        """Hands the thread a command. Commands are executed in order."""
         with self._wake_lock:
             if not self.closed:
                 self._commands.append(command)
                 os.eventfd_write(self._wake, 1)
 
     def ask(self, command: Callable[[float], Sequence[Action]], future: Future[Any]) -> None:
-        """Like submit(); an exception goes to ``future``."""
+        """Does the same as submit(). An exception goes to ``future``."""
 
         def guarded(now: float) -> Sequence[Action]:
             try:
@@ -100,8 +100,11 @@ class AgentThread:
             guarded(time.monotonic())
 
     def insist(self, future: Future[_T], what: str) -> _T:
-        """Waits for the agent's thread however long it takes: to go on would let another request's pages be
-        written into blocks that are still being read for this one, and nobody would ever notice."""
+        """Waits for the agent's thread, however long it takes.
+
+        Without this wait another request's pages would be written into blocks that are still being read for
+        this one, and the error would stay unnoticed.
+        """
         waited = 0.0
         while True:
             try:
@@ -110,7 +113,7 @@ class AgentThread:
                 if not self._thread.is_alive() and not future.done():
                     raise AgentError(f"{what}: the agent was closed meanwhile") from None
                 waited += self._drain_s
-                logger.error("%s waits for the agent's thread, for %g s so far", what, waited)
+                logger.error("%s: still waiting for the agent's thread, %g s so far", what, waited)
 
     def _begin_close(self, now: float) -> Sequence[Action]:
         self._leave_by = now + self._drain_s
@@ -122,14 +125,14 @@ class AgentThread:
             try:
                 self._turn()
             except Exception:
-                logger.exception("the agent's thread goes on after an error that it did not expect")
-                time.sleep(0.01)  # it may come again at once
+                logger.exception("agent: unexpected error, its thread continues")
+                time.sleep(0.01)  # the error may repeat at once
         try:
             self._effects.run(time.monotonic(), self._effects.peers.goodbyes())
-            self._control.close()  # the BYEs are out before the data links end
+            self._control.close()  # the BYEs must be sent before the data links end
             self._effects.run(time.monotonic(), self._effects.peers.leave(time.monotonic()))
         except Exception:
-            logger.exception("the agent could not take its leave")
+            logger.exception("agent: cannot end its sessions with a BYE")
 
     def _turn(self) -> None:
         readable = self._control.wait(self._timeout())
@@ -145,7 +148,7 @@ class AgentThread:
     def _act(self, readable: Collection[int]) -> None:
         if self._wake in readable:
             os.eventfd_read(self._wake)
-        # The time is taken anew for each step: what one transfer took is measured with it.
+        # The time is read anew before each step, because the duration of transfers is measured with it.
         self._effects.receive(time.monotonic())
         self._effects.engine_events(time.monotonic())
         while self._commands:
@@ -153,9 +156,9 @@ class AgentThread:
             try:
                 self._effects.run(now, self._commands[0](now))
             except Exception:
-                logger.exception("a command failed")
+                logger.exception("agent: a command failed")
             finally:
-                self._commands.popleft()  # only now: live() counts it as long as it is under way
+                self._commands.popleft()  # not earlier: live() counts a command until it is executed
         self._effects.tick(time.monotonic())
 
     def _timeout(self) -> float | None:

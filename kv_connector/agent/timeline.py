@@ -1,7 +1,7 @@
 """The timelines of an agent's last transfers: when each layer was computed, posted and landed.
 
-Off unless it is told to keep some. What only the transfer engine's worker sees (batches, immediates) it notes
-as steps (TransferEngine.start_trace), which are put together here; of the rest the agent tells.
+Off unless the setting ``timelines`` is above 0. The transfer thread records what only it sees (batches,
+immediates) as steps (TransferEngine.start_trace). This module joins these steps with the agent's own events.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Recall, Recalled, Role, clip
 from kv_connector.protocol.timeline import MAX_COUNTS, MAX_SPANS, About, LayerSpan, Receiving, Sending
 
-# Between two turns of the agent: of a burst of a thousand pages a step is 64 of them, twice.
+# Steps between two turns of the agent. In a burst of a thousand pages, each batch of 64 pages makes two
+# steps.
 _STEPS = 1 << 16
-# Layers whose signals are remembered: of 80 layers those of the last 100 steps of the engine.
+# Layers whose signals are remembered: with 80 layers those of the engine's last 100 steps.
 _SIGNALS = 1 << 13
-# Of a message that carries timelines.
+# Bytes of a message that timelines may use.
 _ROOM = MAX_MESSAGE_BYTES * 3 // 4
 
 
 class Tracer(Protocol):
-    """A transfer engine."""
+    """The part of a transfer engine that records steps."""
 
     def start_trace(self, steps: int) -> None: ...
 
@@ -50,18 +51,18 @@ class _Span:
 
 @dataclass
 class _ShareTimes:
-    """A share that is being written."""
+    """The times of a share that is being written."""
 
-    number: int  # the engine's
-    steps: dict[int, int] = field(default_factory=dict)  # when they were named, by signal base
+    number: int  # the transfer engine's number
+    steps: dict[int, int] = field(default_factory=dict)  # when the step's pages were named, by signal base
     pushes: int = 0
     spans: dict[tuple[int, int], _Span] = field(default_factory=dict)  # by step and layer
-    requests: dict[int, _Span] = field(default_factory=dict)  # the engine's
+    requests: dict[int, _Span] = field(default_factory=dict)  # by the transfer engine's request
 
 
 @dataclass
 class _Incoming:
-    """A request that waits for its pages."""
+    """The arrivals of a request that waits for its pages."""
 
     immediate: int
     pages: int
@@ -69,7 +70,7 @@ class _Incoming:
 
 
 class Timelines:
-    """Owned by the agent's thread, but for signalled()."""
+    """The timelines of one agent. Owned by its thread, except signalled()."""
 
     def __init__(
         self,
@@ -84,8 +85,9 @@ class Timelines:
         host: str,
         on_gpu: bool,
     ) -> None:
-        """``addresses``: of the layout's regions. ``keep``: of how many transfers; 0 switches all of it off.
-        ``host``: see Recalled. ``on_gpu``: a signal is stored when a layer is enqueued, not computed."""
+        """``addresses``: of the layout's regions. ``keep``: number of transfers; 0 switches everything off.
+        ``host``: see Recalled. ``on_gpu``: a signal is stored when a layer is enqueued, not when it is
+        computed."""
         self.on = keep > 0
         self._engine = engine
         self._about = engine_id, rank, role, host
@@ -104,46 +106,47 @@ class Timelines:
         self._lost = 0
         self._signals: list[tuple[int, int]] = [(0, 0)] * _SIGNALS  # value and time
         self._on_gpu = on_gpu
-        self._named: dict[int, int] = {}  # when the steps were named, by signal base
+        self._named: dict[int, int] = {}  # when a step's pages were named, by signal base
         self._outgoing: dict[Share, _ShareTimes] = {}
-        self._shares: dict[int, Share] = {}  # by the engine's number
-        self._live: dict[int, _Span] = {}  # by the engine's request
+        self._shares: dict[int, Share] = {}  # by the transfer engine's number
+        self._live: dict[int, _Span] = {}  # by the transfer engine's request
         self._incoming: dict[str, _Incoming] = {}  # by request id
         self._counting: dict[int, _Incoming] = {}  # by immediate
         if self.on:
             engine.start_trace(_STEPS)
 
-    # --- What happens
+    # --- Events
 
     def signalled(self, value: int) -> None:
-        """The layer whose signal this is has been computed. Called on the forward pass's thread."""
+        """The layer with this signal value has been computed. Called on the thread of the forward pass."""
         self._signals[value % _SIGNALS] = value, time.monotonic_ns()
 
     def named(self, signal_base: int | None, when: int) -> None:
-        """The pages of a step were told of, at that time."""
+        """The pages of a step were named at this time."""
         if signal_base is not None and signal_base not in self._named:
             self._named[signal_base] = when
             while len(self._named) > _SIGNALS:
                 del self._named[next(iter(self._named))]
 
     def pushed(self, share: Share, number: int, signal_base: int | None) -> None:
-        """Pages of a step were armed, for the engine's transfer ``number``."""
+        """Pages of a step were armed, for the native transfer ``number``."""
         outgoing = self._outgoing.get(share)
         if outgoing is None:
             outgoing = self._outgoing[share] = _ShareTimes(number)
             self._shares[number] = share
         outgoing.pushes += 1
-        # What has no signal is a step by itself.
+        # Pages without a signal are a step by themselves.
         step = -outgoing.pushes if signal_base is None else signal_base
         outgoing.steps.setdefault(step, self._named.get(step, time.monotonic_ns()))
 
     def counter_opened(self, request_id: str, immediate: int, pages: int) -> None:
-        """A request waits for so many pages, counted by this immediate."""
+        """A request waits for this number of pages, which this immediate counts."""
         incoming = self._incoming[request_id] = _Incoming(immediate, pages)
         self._counting[immediate] = incoming
 
     def look(self) -> None:
-        """Takes what the engine's worker has noted. To be called more often than it runs out of room."""
+        """Takes the steps that the transfer thread has recorded. Call it often enough that its buffer does
+        not overflow."""
         steps, lost = self._engine.take_trace()
         self._lost += lost
         for step in steps:
@@ -163,7 +166,7 @@ class Timelines:
                     span.landed = step.nanoseconds
 
     def ended(self, now: float, ended: Ended, peer: str, timing: Timing) -> None:
-        """A transfer is over. ``peer``: empty where there was no session."""
+        """A transfer is over. ``peer``: empty if there was no session."""
         self.look()
         end = round(now * 1e9)
         about = About(
@@ -185,10 +188,10 @@ class Timelines:
             del self._counting[incoming.immediate]
             self._kept.append(Receiving(about, incoming.pages, _thinned(incoming.counts)))
 
-    # --- Who asks
+    # --- Queries
 
     def recalled(self, recall: Recall, others: Sequence[tuple[str, int]]) -> Recalled:
-        """The answer. ``others``: where the other workers of this engine listen."""
+        """The answer to a RECALL. ``others``: addresses of the other workers of this engine."""
         sent: list[Sending] = []
         received: list[Receiving] = []
         room = _ROOM
@@ -235,16 +238,18 @@ class Timelines:
         self._live[step.request] = outgoing.requests[step.request] = span
 
     def _layer(self, step: TraceStep) -> int:
-        """The layer of that address, where layers share pages the one of the signal's value."""
+        """The layer at the step's source address. Of layers that share pages, the one of the signal's
+        value."""
         last = max(0, bisect_right(self._starts, step.source) - 1)
         there = self._ordinals[bisect_left(self._starts, self._starts[last]) : last + 1]
         signalled = self.order[(step.signal_value - 1) % len(self.order)]
         return signalled if signalled in there else there[-1]
 
     def _computed(self, step: TraceStep) -> int:
-        """When the layer was: as its hook says, else when the worker saw the signal."""
+        """When the layer was computed: by its hook, else by the time at which the transfer thread saw the
+        signal."""
         if step.signal_value and not self._on_gpu:
-            # Several layers at once have the signal of the last of them.
+            # Layers that are signalled together have the signal value of the last one.
             for value in range(step.signal_value, step.signal_value + len(self._names)):
                 signalled, when = self._signals[value % _SIGNALS]
                 if signalled == value:
@@ -252,10 +257,10 @@ class Timelines:
         return step.nanoseconds
 
     def _forget(self, outgoing: _ShareTimes) -> tuple[tuple[int, ...], tuple[LayerSpan, ...]]:
-        """Its steps and spans, in their order."""
+        """Removes the share from the tables and returns its steps and spans, in their order."""
         del self._shares[outgoing.number]
         for request, span in outgoing.requests.items():
-            if self._live.get(request) is span:  # and not one that has its place since
+            if self._live.get(request) is span:  # its place may belong to a newer request
                 del self._live[request]
         spans = sorted(outgoing.spans.values(), key=lambda span: (span.computed, span.layer))
         return (
@@ -268,7 +273,7 @@ class Timelines:
 
 
 def _thinned(counts: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """At most MAX_COUNTS of them, and the last."""
+    """At most MAX_COUNTS of the counts, including the last one."""
     every = -(-len(counts) // (MAX_COUNTS - 1)) or 1
     chosen = counts[::every]
     return tuple(chosen if not counts or chosen[-1] == counts[-1] else [*chosen, counts[-1]])

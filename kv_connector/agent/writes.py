@@ -1,4 +1,4 @@
-"""The shares that are open in the transfer engine: what of them is armed, and who waits for their end."""
+"""The shares that are open in the transfer engine: which pages are armed, and what waits for their end."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from kv_connector.protocol.plan import LayerRun, Plan
 
 @dataclass(frozen=True)
 class Bursts:
-    """Up to how many bytes of a prompt wait for its end, and go at once then. With more of them, those of the
-    steps before go while it is computed, so many at a time, and the last step's layer by layer where they
-    alone are too many."""
+    """Limits for sending the pages of a prompt in bursts, in bytes.
+
+    Up to this many bytes of a prompt wait for its end and are then sent at once. With more bytes, the pages
+    of earlier steps are sent during the prefill, in parts of this size. The last step is sent layer by layer
+    if its pages alone exceed the limit.
+    """
 
     most: int
     early_token: int
-    """Where the client is to have its first token from P: they delay its second."""
+    """The limit if the client gets its first token from P. The burst delays the second token."""
 
 
-# By lane. NVLink takes power from the prefill, and 2 to 3 % of its speed, for 50 ms after each write: 7 ms of
-# 8,192 tokens of an 8B model. 320 MiB are gone in 1 ms; 2 GiB, the pages of twice those tokens, in 6.5, which
-# is 1.4 % of the time that they take to compute.
+# Limits by lane. NVLink takes power from the prefill: 2 to 3 % of its speed for 50 ms after each write, which
+# is 7 ms of 8,192 tokens of an 8B model. A write of 320 MiB takes 1 ms. With 2 GiB, the pages of twice those
+# tokens, it takes 6.5 ms. That is 1.4 % of the time to compute them.
 BURSTS = {"nvlink": Bursts(320 << 20, early_token=2 << 30)}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a peer's pages lie, as the engine knows them."""
+    """The place of a peer's pages, in the transfer engine's numbers."""
 
-    peer: int  # the engine's
-    regions: tuple[int, ...]  # its memory, imported
+    peer: int  # the transfer engine's number
+    regions: tuple[int, ...]  # the peer's memory, imported
     plan: Plan
-    bursts: Bursts | None  # None: layer by layer
+    bursts: Bursts | None  # None: pages are sent layer by layer
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,24 @@ class _Pages:
 
 @dataclass
 class Outgoing:
-    """A share that is open in the engine, as a transfer of its own."""
+    """A share that is open in the transfer engine, as one native transfer."""
 
-    number: int  # the engine's
+    number: int  # the transfer engine's number
     opened: float
     target: Target
-    held: list[_Pages] = field(default_factory=list)  # of earlier steps, for a later one
-    last_signal: int = 0  # the highest value that a layer of it waits for
+    held: list[_Pages] = field(default_factory=list)  # pages of earlier steps that wait for a later one
+    last_signal: int = 0  # the highest signal value that a layer of the share waits for
     step: int | None = None  # the signal base of the last step's pages; None: they were computed already
-    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)  # of a signal value and its layer
+    # number of pages, by signal value and layer
+    step_pages: dict[tuple[int, int], int] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     at_prefill_end: TransferProgress | None = None
-    done: list[Callable[[], None]] = field(default_factory=list)  # to be called at its end
+    done: list[Callable[[], None]] = field(default_factory=list)  # called at the share's end
 
     def before_end(self, event: Event) -> tuple[int, int, int]:
-        """Pages, bytes and layers that had arrived when the prefill ended, by the event of the end.
+        """Pages, bytes and layers that had arrived when the prefill ended, computed from the final event.
 
-        Pages arrive in the order of the steps, and about in the order of the layers: what was missing then
+        Pages arrive in the order of the steps, and roughly in the order of the layers. So the missing pages
         were the last layers of the last step.
         """
         then = self.at_prefill_end
@@ -90,43 +94,48 @@ class Outgoing:
 
 
 class Writes:
-    """Owned by the agent's thread. Others may look a share up in ``open``, never change it."""
+    """All open shares of one agent. Owned by the agent's thread. Other threads may look a share up in
+    ``open``, never change it."""
 
     def __init__(self, engine: TransferPort, signal: Any, regions: Sequence[int], layers: int) -> None:
-        """``regions``: the engine's numbers of the memory regions of our layout; none while it is asleep."""
+        """``regions``: the transfer engine's ids of the layout's memory regions. Empty while the engine is
+        asleep."""
         self.open: dict[Share, Outgoing] = {}
         self.regions = tuple(regions)
         self._engine = engine
         self._signal = signal
-        self._positions: Sequence[int] = range(1, layers + 1)  # in the signal's order, by ordinal
+        # position of each layer in the signal's order, by ordinal
+        self._positions: Sequence[int] = range(1, layers + 1)
         self._ordered_since = 0
-        # Signal bases: of the last step in which no prompt ends, and of the last with bytes that wait for its
-        # end, so many.
+        # Signal bases of two steps: the last one in which no prompt ends, and the last one with bytes that
+        # wait for its end. The number of these bytes stands beside it.
         self._leisurely: int | None = None
         self._burst: tuple[int | None, int] = None, 0
-        self._shares: dict[int, Share] = {}  # by the engine's number
+        self._shares: dict[int, Share] = {}  # by the transfer engine's number
 
     def __len__(self) -> int:
         return len(self._shares)
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
-        """From the step of ``signal_base`` on the signal counts the layers in this order. Before the pages of
-        that step are named."""
+        """Sets the order in which the signal counts the layers, from the step of ``signal_base`` on. Call it
+        before the pages of that step are named."""
         self._ordered_since = signal_base
         self._positions = [ordinals.index(ordinal) + 1 for ordinal in range(len(ordinals))]
 
     def no_prompt_ends(self, signal_base: int) -> None:
-        """In the step of ``signal_base``: nobody waits for its single layers. Before its pages are named."""
+        """No prompt ends in the step of ``signal_base``, so its single layers are not urgent. Call it before
+        its pages are named."""
         self._leisurely = signal_base
 
     def push(self, now: float, push: Push, target: Target) -> None:
-        """Adds the pages to the share, which the first of them opens. Raises what the engine raises."""
+        """Adds the pages to the share. The first push opens the share. Raises TransferError."""
         outgoing = self.open.get(push.share)
         if outgoing is None:
             outgoing = Outgoing(self._engine.open_transfer(target.peer), now, target)
             self.open[push.share] = outgoing
             self._shares[outgoing.number] = push.share
-        if outgoing.step is None or outgoing.step != push.signal_base:  # what has no base is a step by itself
+        # pages without a base are a step by themselves
+        if outgoing.step is None or outgoing.step != push.signal_base:
             outgoing.step, outgoing.step_pages = push.signal_base, {}
         batches = [
             (pages, run) for pages in push.groups for run in target.plan.runs(*pages.groups, pages.places)
@@ -139,28 +148,29 @@ class Writes:
             self._gather(outgoing, pushed, push.signal_base, most)
 
     def release(self, share: Share) -> None:
-        """What waits for a later step waits no longer. What is not open has ended."""
+        """Sends pages that wait for a later step. Does nothing if the share has ended."""
         if share in self.open:
             self._release(self.open[share])
 
     def seal(self, share: Share) -> None:
-        """Nothing follows. What is not open has ended."""
+        """No pages follow. Does nothing if the share has ended."""
         self.release(share)
         if share in self.open:
             self._engine.seal(self.open[share].number)
 
     def cancel(self, share: Share) -> None:
-        """Nothing more is to be written. What is not open has ended."""
+        """Writes nothing more of the share. Does nothing if it has ended."""
         if share in self.open:
             self.open[share].held.clear()
             self._engine.cancel(self.open[share].number)
 
     def of(self, transfer_ids: Collection[str]) -> list[Outgoing]:
-        """What is open of these transfers. Any thread may call it."""
+        """The open shares of these transfers. Any thread may call it."""
         return [outgoing for share, outgoing in list(self.open.items()) if share.transfer_id in transfer_ids]
 
     def ended(self, number: int) -> tuple[Share, Outgoing] | None:
-        """The engine's last word on one of its transfers: which it was, unless it is another's."""
+        """Removes the share of a native transfer that has ended. Returns None if the transfer belongs to no
+        share."""
         share = self._shares.pop(number, None)
         if share is None:
             return None
@@ -170,7 +180,7 @@ class Writes:
         return share, outgoing
 
     def when_over(self, shares: Sequence[Share], done: Callable[[], None]) -> None:
-        """Calls ``done`` once none of these is open: nothing reads their pages any more."""
+        """Calls ``done`` once none of these shares is open, so that nothing reads their pages any more."""
         waiting = {share for share in shares if share in self.open}
 
         def ended(share: Share) -> None:
@@ -184,7 +194,7 @@ class Writes:
             done()
 
     def _release(self, outgoing: Outgoing, signal_base: int | None = None) -> None:
-        """What waits goes at the end of that step, or else of its own."""
+        """Arms the waiting pages for the end of that step, or else of their own step."""
         held, outgoing.held = outgoing.held, []
         for one in held:
             self._arm(
@@ -192,7 +202,8 @@ class Writes:
             )
 
     def _gather(self, outgoing: Outgoing, pushed: _Pages, signal_base: int, most: int) -> None:
-        """Arms what is not to wait for a later step, of which at most so many bytes go at once at its end."""
+        """Arms the pages that must not wait for a later step. At most ``most`` bytes are sent at once at its
+        end."""
         step, waiting = self._burst
         waiting = pushed.nbytes + (waiting if step == signal_base else 0)
         held = sum(one.nbytes for one in outgoing.held)
@@ -252,9 +263,11 @@ class Writes:
             outgoing.last_signal = max(outgoing.last_signal, signal_value)
 
     def _signal_value(self, signal_base: int | None, ordinal: int, at_end: bool) -> int:
-        """At which the layer's pages of that step go: they are valid by then. For a step before the last
-        change of order, whose signal may still be on its way, that is the step's end; 0, where all signals
-        begin, for what is computed already."""
+        """The signal value at which the layer's pages of that step are valid and can be sent.
+
+        For a step before the last change of order, whose signal may still be on its way, it is the step's
+        end. For pages that are computed already it is 0, where all signals begin.
+        """
         if signal_base is None:
             return 0
         by_layer = signal_base >= self._ordered_since and not at_end

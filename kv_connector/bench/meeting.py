@@ -148,7 +148,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
         told = way.recv()
         if role is Role.PREFILL:
             agent.expect(PrefillRequest("p", "t", _TOKENS, None))
-            agent.computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
+            agent.pages_computed(ComputedPages("t", None, (GroupPages(0, (1,)),)))
             agent.request_finished("t", ok=True)
             way.send(None)
         else:

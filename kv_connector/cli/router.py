@@ -14,15 +14,15 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
-# ALB and nginx keep idle connections 60 s. The side that sends requests must close first: a proxy does not
-# repeat a POST whose connection has ended.
+# ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
+# not repeat a POST that meets the end of its connection.
 KEEP_ALIVE_S = 75
 
-STARTUP_FAILURE = 3  # uvicorn's value
+STARTUP_FAILURE = 3  # uvicorn's exit status
 
 
 def endpoint(text: str) -> Endpoint:
-    """Parses an engine's address for typer, which shows the reason if it is wrong."""
+    """Reads an engine's address for typer, which shows the reason if the address is invalid."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -30,7 +30,7 @@ def endpoint(text: str) -> Endpoint:
 
 
 def address(text: str) -> Address:
-    """Parses host:port for typer."""
+    """Reads host:port for typer."""
     try:
         return parse_address(text)
     except ValueError as error:
@@ -38,7 +38,7 @@ def address(text: str) -> Address:
 
 
 def cluster_key(path: Path | None) -> ClusterKey | None:
-    """Returns the key in the file of an option or of the environment, for typer."""
+    """Returns the key that an option or the environment names, for typer."""
     try:
         return find_key(None if path is None else str(path))
     except KeyFileError as error:
@@ -46,11 +46,11 @@ def cluster_key(path: Path | None) -> ClusterKey | None:
 
 
 def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None:
-    """Converts the options' milliseconds, for typer."""
+    """Returns the objectives, which the options give in milliseconds, for typer."""
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
-        raise typer.BadParameter("--ttft-ms and --tbt-ms belong together: set both, or neither")
+        raise typer.BadParameter("--ttft-ms and --tbt-ms go together: give both, or neither")
     try:
         return Objectives(ttft_ms / 1e3, tbt_ms / 1e3)
     except ValueError as error:
@@ -59,7 +59,7 @@ def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None
 
 KeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help=f"File of the cluster key. Default: the file in {KEY_FILE_VARIABLE}."),
+    typer.Option(metavar="FILE", help=f"File with the cluster key (default: {KEY_FILE_VARIABLE})."),
 ]
 
 
@@ -69,9 +69,9 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL[@HOST:PORT]",
-            help="URL of a prefill engine, and after the @ its connector's control address "
-            "(default: the same host, port 5600). Repeat for each engine, and for each data-parallel rank "
-            "in order.",
+            help="Prefill engine; after the @ the control address of its connector "
+            "(default: same host, port 5600). Repeat for each engine, and in order for each data-parallel "
+            "rank.",
         ),
     ] = None,
     decode: Annotated[
@@ -79,7 +79,7 @@ def router(
         typer.Option(
             parser=endpoint,
             metavar="URL",
-            help="URL of a decode engine. Repeat for each engine, and for each data-parallel rank.",
+            help="Decode engine. Repeat for each engine, and for each data-parallel rank.",
         ),
     ] = None,
     registration: Annotated[
@@ -87,7 +87,7 @@ def router(
         typer.Option(
             parser=address,
             metavar="HOST:PORT",
-            help="Address at which engines register (their setting `routers`).",
+            help="Address where engines register by themselves (engine setting `routers`).",
         ),
     ] = None,
     key_file: KeyFile = None,
@@ -101,71 +101,67 @@ def router(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     serial: Annotated[
         bool,
-        typer.Option(
-            "--serial", help="Send a request to decode after prefill (NIXL's flow). Default: to both at once."
-        ),
+        typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
     ] = False,
     ttft_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds to the first token. Needs --tbt-ms. A prompt goes to the "
-            "engine with "
-            "the earliest first token, decode engines included. Default: always to a prefill engine.",
+            help="Objective for the time to the first token, in milliseconds. With --tbt-ms a prompt is "
+            "computed where its first token comes soonest, also by a decode engine. Default: always by a "
+            "prefill engine.",
         ),
     ] = None,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
             metavar="MS",
-            help="Objective: milliseconds between two tokens. A decode engine gets no prompt whose chunks "
-            "would delay its streams for longer. Needs --ttft-ms.",
+            help="Objective for the time between two tokens, in milliseconds. A decode engine computes no "
+            "prompt whose chunks would delay its streams for longer.",
         ),
     ] = None,
     require_prefill: Annotated[
         bool,
         typer.Option(
             "--require-prefill",
-            help="Answer 503 if no prefill engine takes requests. Default: decode engines compute the "
-            "prompts.",
+            help="Answer 503 while no prefill engine takes requests. Default: decode engines compute the "
+            "prompts meanwhile.",
         ),
     ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
             "--rebalance",
-            help="Move the youngest stream of a decode engine to one with at most half as many "
-            "streams and at "
-            "least four fewer, once a second. For engines of role kv_both.",
+            help="Every second, move the youngest stream from a decode engine with at least twice as many "
+            "streams as another, and at least 4 more. For engines of role kv_both.",
         ),
     ] = False,
     status_details: Annotated[
         bool,
         typer.Option(
             "--status-details",
-            help="Show engines' addresses and their own failure messages on the status page. Use it only if "
-            "no untrusted client reaches this port.",
+            help="Show engines' addresses and error messages on the status page. Use only where no stranger "
+            "reaches this port.",
         ),
     ] = False,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="URL for OpenTelemetry spans, like vLLM's option of this name (also with "
+            help="Endpoint for OpenTelemetry spans, as vLLM's option of this name (with the same "
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: no spans.",
         ),
     ] = None,
     body_limit: Annotated[
         int,
-        typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Larger bodies get 413."),
+        typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Longer bodies get 413."),
     ] = 64,
     body_budget: Annotated[
         int,
         typer.Option(
             metavar="MIB",
             min=1,
-            help="Largest sum of the bodies of all requests in flight, in MiB. Beyond it, new "
-            "requests get 503.",
+            help="Largest sum of the bodies of all requests in flight, in MiB. Requests beyond it get 503.",
         ),
     ] = 128,
     keep_alive: Annotated[
@@ -173,7 +169,7 @@ def router(
         typer.Option(
             metavar="S",
             min=1,
-            help="Seconds until an idle connection is closed. Set it longer than the timeout of the proxy in "
+            help="Seconds until an idle connection is closed. Must exceed the idle timeout of a proxy in "
             "front of the router.",
         ),
     ] = KEEP_ALIVE_S,
@@ -182,13 +178,13 @@ def router(
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds after SIGTERM for running requests to end. The remaining ones get an error event. "
+            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event. "
             "Default: no limit.",
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
-    """Dispatches each completion to a prefill engine and a decode engine at the same time."""
+    """Dispatches each completion to a prefill and a decode engine at the same time."""
     try:
         import httptools  # noqa: F401
         import uvicorn
@@ -198,7 +194,7 @@ def router(
         from kv_connector.router.front.server import ServerConfig
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
-        raise typer.BadParameter(f"{error}. Install it: pip install 'kv-connector[router]'") from None
+        raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -224,13 +220,13 @@ def router(
             requests=requests,
         )
     except ValueError as error:
-        raise typer.BadParameter(f"{error} (--prefill, --decode, --registration, --body-budget)") from None
+        raise typer.BadParameter(str(error)) from None
     logging.getLogger(__name__).info(
-        "%s dispatch over prefill %s and decode %s%s; listening on http://%s:%d",
+        "%s dispatch; prefill engines: %s; decode engines: %s%s; listening on http://%s:%d",
         settings.dispatch,
         ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
         ", ".join(engine.url for engine in settings.decode) or "-",
-        f", and engines that register at {registration}" if registration else "",
+        f"; engines register at {registration}" if registration else "",
         host,
         port,
     )
@@ -245,7 +241,7 @@ def router(
             stall=settings.stall,
             host=host,
             port=port,
-            # named, because uvicorn would otherwise silently use a slower loop if it is missing
+            # named: without this name and without uvloop, uvicorn would silently take a slower loop
             loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
@@ -258,11 +254,10 @@ def router(
 
 
 def refuse_strangers(registration: Address) -> None:
-    """Requires a key for registrations from other machines, because registered engines get prompts."""
+    """Refuses an address that other machines reach: any process that registers there gets prompts."""
     if not is_loopback(registration.host):
         raise typer.BadParameter(
-            f"other machines reach {registration}, and no cluster key is set: any process that "
-            "registers there "
-            "gets prompts. Create a key (kv-connector keygen FILE) and set --key-file, or set "
+            f"no cluster key: any machine that reaches {registration} could register as an engine and "
+            "receive prompts. Create a key (kv-connector keygen FILE) and name it in --key-file, or give "
             "--allow-unauthenticated"
         )

@@ -1,1 +1,1 @@
-"""The control plane's sockets, who is let in with which key, and the registration with routers."""
+"""The sockets of the control plane, their authentication, and the registration with routers."""

@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def parse_address(text: str) -> Address:
-    """Reads ``host:port`` or ``[host]:port``; ValueError says what is wrong."""
+    """Reads ``host:port`` or ``[host]:port``. Raises ValueError, which explains the problem."""
     parts = urlsplit(f"//{text.strip()}")
     try:
         port = parts.port
@@ -24,7 +24,8 @@ def parse_address(text: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``. A name that nobody knows is taken for another machine's."""
+    """Whether only this machine reaches ``host``. A name that cannot be resolved counts as another
+    machine's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

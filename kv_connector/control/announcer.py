@@ -1,7 +1,8 @@
-"""Announcer: tells vllm-router, in its moriio mode, of an engine: where its API server is, and where its P.
+"""Announcer: announces an engine to vllm-router in its moriio mode, with the addresses of its API server and
+of P.
 
-The protocol is that router's own: plain MessagePack over plain ZMQ, one way, said again and again, forgotten
-after five seconds of silence. It has no key and no goodbye. What P says of itself comes back to D in a
+The protocol is that router's: plain MessagePack over plain ZMQ, in one direction, repeated, and forgotten
+after five seconds of silence. It has no key and no goodbye. P's announced address comes back to D in a
 request's id (vllm/dialects.py).
 """
 
@@ -18,16 +19,16 @@ from kv_connector.control.membership import Register
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 
-# Of a router that is away, announcements are dropped: the next one says the same.
+# If a router is away, announcements are dropped, because the next one has the same content.
 _QUEUE = 1
 
 
 class AnnouncementError(ValueError):
-    """Such an engine cannot be announced; the message says what to change."""
+    """The engine cannot be announced. The message says what to change."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """As vllm-router 0.1.17 reads it: a map with these names."""
+    """An announcement as vllm-router 0.1.17 reads it: a map with these names."""
 
     type: Literal["P", "D"]
     http_address: str
@@ -35,22 +36,22 @@ class Announcement(msgspec.Struct, frozen=True):
     dp_size: int = 1
     tp_size: int = 1
     transfer_mode: Literal["WRITE"] = "WRITE"
-    """P and D get a request at once."""
+    """The router sends a request to P and D at once."""
 
     @classmethod
     def of(cls, registration: Register) -> Announcement:
-        """What our own routers are told, in vllm-router's words. Raises AnnouncementError."""
+        """The announcement with the content of a registration. Raises AnnouncementError."""
         server = urlsplit(registration.url)
         if registration.role is Role.BOTH:
             raise AnnouncementError(
-                "vllm-router knows engines for prefill and engines for decode, none for both"
+                "vllm-router accepts prefill engines and decode engines, but no engine with both roles"
             )
         if registration.rank:
             raise AnnouncementError(
-                "vllm-router's moriio mode tells no data-parallel ranks apart: give each rank an API server"
+                "vllm-router's moriio mode supports no data-parallel ranks. Give each rank its own API server"
             )
         if server.scheme != "http":
-            raise AnnouncementError(f"vllm-router reaches engines over http, not at {registration.url}")
+            raise AnnouncementError(f"vllm-router needs an api_url with http, not {registration.url}")
         port = registration.control_port
         return cls(
             type="P" if registration.role is Role.PREFILL else "D",
@@ -60,7 +61,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class Announcer:
-    """Not for several threads at a time."""
+    """Sends an engine's announcement to routers. Not thread-safe."""
 
     def __init__(self, announcement: Announcement, routers: Sequence[Address]) -> None:
         self._frame = msgspec.msgpack.encode(announcement)
@@ -68,7 +69,7 @@ class Announcer:
         self._links = [self._dial(router) for router in routers]
 
     def announce(self) -> None:
-        """Once, to each router. Never blocks."""
+        """Sends one announcement to each router. Never blocks."""
         for link in self._links:
             try:
                 link.send(self._frame, zmq.DONTWAIT)
@@ -76,7 +77,7 @@ class Announcer:
                 continue
 
     def close(self) -> None:
-        """The routers notice by the silence."""
+        """Closes the sockets. The routers notice the end by the silence."""
         self._context.destroy(linger=0)
 
     def _dial(self, router: Address) -> zmq.Socket[bytes]:

@@ -1,7 +1,7 @@
-"""ClusterKey: the one secret that the engines and routers of a cluster share, and the file that it lives in.
+"""ClusterKey: the secret that the engines and routers of a cluster share, and its file.
 
-It is a CURVE key pair. Both ends of every control connection use the same pair: who dials proves that it
-holds the secret, and so does who is dialled.
+It is a CURVE key pair. Both ends of every control connection use the same pair. So the connecting side proves
+that it has the secret, and so does the accepting side.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
-# Names the key file where no setting does.
+# Names the key file if no setting does.
 KEY_FILE_VARIABLE = "KV_CONNECTOR_KEY_FILE"
 
 _SECRET_BYTES = 32
-# More than a key and its line end: whatever else was named by mistake is not read into memory.
+# More than a key and its line end. A larger file that was named by mistake is not read into memory.
 _LONGEST_FILE = 256
-# A group may read it: that is how Kubernetes mounts a secret for a pod that is not root.
+# A group may read the file, because Kubernetes mounts a secret that way for a pod that is not root.
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
 
 class KeyFileError(ValueError):
-    """There is no usable key in the file; the message says what to do."""
+    """The file holds no usable key. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """A CURVE key pair, in Z85 as ZMQ takes it. The public half is not shown to anybody either."""
+    """A CURVE key pair, in Z85 as ZMQ takes it. The public half is not shown either."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key; no two are alike."""
+        """A new random key."""
         public, secret = zmq.curve_keypair()
         return cls(public, secret)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The key in a file that ``write`` made; raises KeyFileError."""
+        """The key in a file that ``write`` made. Raises KeyFileError."""
         advice = f"Make one with: kv-connector keygen {path}"
         try:
             with path.open("rb") as file:
@@ -57,7 +57,7 @@ class ClusterKey:
             raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
         if mode & _FORBIDDEN_MODE:
             raise KeyFileError(
-                f"the key file {path} has mode {mode:04o}: others can get at it. Run: chmod 600 {path}"
+                f"the key file {path} has mode {mode:04o}, which is open to others. Run: chmod 600 {path}"
             )
         try:
             secret = binascii.unhexlify(text.strip())
@@ -69,13 +69,13 @@ class ClusterKey:
         return cls(zmq.curve_public(encoded), encoded)
 
     def write(self, path: Path) -> None:
-        """Makes a file that its owner alone can read; raises FileExistsError rather than replace a key."""
+        """Creates a file that only its owner can read. Raises FileExistsError instead of replacing a key."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(z85.decode(self.secret).hex() + "\n")
 
 
 def find_key(path: str | None) -> ClusterKey | None:
-    """The key in the file that a setting names, else the one that the environment names, else None."""
+    """The key in the file that a setting names, or else in the file that the environment names, or None."""
     name = path or os.environ.get(KEY_FILE_VARIABLE)
     return ClusterKey.read(Path(name)) if name else None

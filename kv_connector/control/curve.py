@@ -1,7 +1,8 @@
-"""CURVE on ZMQ sockets: both ends hold the cluster key; whoever does not gets no further than the greeting.
+"""CURVE on ZMQ sockets: both ends hold the cluster key. A peer without the key is rejected after the
+greeting.
 
-libzmq encrypts and authenticates; it asks a ZAP handler, over an inproc socket of the same context, whether a
-client's public key may come in. The answer is one comparison, so the thread that owns the sockets gives it.
+libzmq encrypts and authenticates. It asks a ZAP handler, over an inproc socket of the same context, whether a
+client's public key is allowed. The answer is one comparison, so the thread that owns the sockets gives it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7  # version, request id, domain, address, identity, mechanism, credentials
 _DOMAIN = b"kv-connector"
 
-# Before this release a client without the key could keep those with it from being heard (CVE-2020-15166).
+# Before this release a client without the key could block the messages of clients with the key
+# (CVE-2020-15166).
 _LEAST_LIBZMQ = (4, 3, 3)
 
 
@@ -37,27 +39,27 @@ class Gate:
         self._key = key
         self._allowed = z85.decode(key.public)
         self.socket = context.socket(zmq.REP)
-        """Readable when somebody asks to be let in."""
-        # A handshake that is over before it was answered leaves nobody to answer to.
+        """Readable when a ZAP request is waiting."""
+        # A handshake that ends before its answer leaves no receiver for it.
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
 
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Before bind(): only clients with the key are heard."""
+        """Accepts only clients with the key. Call it before bind()."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        # Without an answer from here nobody comes in.
+        # Without an answer of this handler no client is accepted.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def protect_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Before connect(): only a server with the key is spoken to."""
+        """Connects only to a server with the key. Call it before connect()."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._key.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
 
     def answer(self) -> None:
-        """Answers everybody who asked since the last call; does not block."""
+        """Answers all ZAP requests that arrived since the last call. Does not block."""
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)

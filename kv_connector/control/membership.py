@@ -1,8 +1,8 @@
-"""What engines and routers tell each other about who is there: MessagePack over the control plane's sockets.
+"""The messages between engines and routers about membership: MessagePack over the control plane's sockets.
 
-Engines dial routers. An engine says REGISTER again and again, and LEAVE when it stops; so a router that comes
-back, or comes new, knows everybody within one heartbeat, and keeps nothing on disk. A drain is asked of any
-router, and kept by the engine, which says so in each REGISTER until a router passes on its end.
+Engines connect to routers. An engine repeats REGISTER, and sends LEAVE when it stops. So a restarted or new
+router knows every engine within one heartbeat, and keeps nothing on disk. A drain is requested of any router
+and kept by the engine, which reports it in each REGISTER until a router passes on its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
 from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text, Version
 
-# Seconds between two REGISTERs of an engine. A router calls one silent after three of them.
+# Seconds between two REGISTERs of an engine. A router calls an engine silent after three of them.
 HEARTBEAT_S = 1.0
 
 _MAX_BYTES = 16 << 10
@@ -28,64 +28,66 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine c
 
 
 class Activity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an engine's connector is doing, as its first worker sees it: for whoever looks at a router."""
+    """The activity of an engine's connector, as its first worker sees it. Routers show it to operators."""
 
     lanes: Annotated[dict[Lane, Natural], msgspec.Meta(max_length=16)] = {}
-    """Peers that are connected, by the lane that their pages take."""
+    """Connected peers, by the lane that their pages take."""
     transfers: Natural = 0
-    """Prompts that are under way, to this engine or from it."""
+    """Prompts in flight or held, to this engine or from it."""
     bytes_pushed: Natural = 0
-    """Since its start."""
+    """Bytes sent since the connector's start."""
 
 
 class PromptCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What computing a prompt costs an engine, by its own steps: a step of ``n`` of its tokens behind
-    ``c`` others takes ``step + token * n + pair * n * (c + n / 2)``."""
+    """The cost of computing a prompt, from the engine's own steps.
+
+    A step of ``n`` of its tokens behind ``c`` others takes ``step + token * n + pair * n * (c + n / 2)``.
+    """
 
     step_ns: Natural
     token_ns: Natural
     pair_ps: Natural
-    """Picoseconds for each pair of a token and one that it attends to."""
+    """Picoseconds for each pair of a token and a token that it attends to."""
 
 
 class WorkloadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an engine's scheduler has to do, and how fast it is: for a router that chooses by it."""
+    """The workload of an engine's scheduler and its speed, for routers that choose engines by it."""
 
     step_tokens: Positive
-    """That one step computes at most, of all its requests."""
+    """Most tokens that one step computes, over all its requests."""
     prompt_tokens: Positive
-    """Of them, of one prompt."""
+    """Most tokens of one prompt that one step computes."""
     cache_tokens: Natural
-    """That its prefix cache has room for."""
+    """Tokens that the prefix cache has room for."""
     waiting: Natural = 0
-    """Tokens of prompts that it has still to compute."""
+    """Tokens of prompts that are still to be computed."""
     running: Natural = 0
     """Requests whose prompt is computed."""
     decode_ns: Natural | None = None
-    """Of a step that computes no prompt, lately; None: there was none."""
+    """Recent duration of a step that computes no prompt. None: there was no such step."""
     prompt: PromptCost | None = None
-    """None: it has computed too few."""
+    """None: the engine has computed too few prompts."""
 
 
 class Register(Message, frozen=True, tag="register"):
-    """An engine is there: a data-parallel deployment is one for each rank."""
+    """An engine is available. In a data-parallel deployment each rank registers as an engine."""
 
     engine_id: Id
     incarnation: Id  # new at each start
     role: Role
-    url: Url  # of its API server
-    control_host: Host  # of its connector's rank 0
+    url: Url  # URL of its API server
+    control_host: Host  # address of its connector's rank 0
     control_port: Port
-    draining: bool = False  # finishes what it has, wants nothing new
-    asleep: bool = False  # its KV cache is not mapped; it will be back
-    early_tokens: bool = False  # P says what it sampled behind a prompt, and D goes on with that
-    rank: Rank = 0  # among those that the API server serves, as X-data-parallel-rank counts
+    draining: bool = False  # it finishes its requests and accepts no new ones
+    asleep: bool = False  # its KV cache is not mapped; the engine will wake up
+    early_tokens: bool = False  # P sends the token that it sampled behind a prompt, and D continues with it
+    rank: Rank = 0  # among the ranks of the API server, in the numbering of X-data-parallel-rank
     activity: Activity | None = None
-    load: WorkloadReport | None = None  # None: it does not say
+    load: WorkloadReport | None = None  # None: not reported
     weights: Version = ""
-    """The version that it serves."""
+    """The weight version that it serves."""
     torn: Text = ""
-    """Why it stays paused, where a new version was not applied by all its workers."""
+    """Why it stays paused after some of its workers did not apply a new version."""
 
 
 class Leave(Message, frozen=True, tag="leave"):
@@ -96,30 +98,31 @@ class Leave(Message, frozen=True, tag="leave"):
 
 
 class LoadFailed(Message, frozen=True, tag="load_failed"):
-    """A decode engine did not get what it was to load, and why: its API server answers without the reason."""
+    """A decode engine did not receive a transfer, for this reason, which its API server's answer does not
+    contain."""
 
     transfer_id: Id
     reason: Text
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """To a router: send this API server nothing more. Repeated until DRAINING says that it is idle."""
+    """To a router: send this API server nothing more. Repeated until DRAINING reports that it is idle."""
 
     url: Url
-    move: bool = False  # what it has goes to other engines, where it can
-    unless_last: bool = False  # refused if no other engine of its side takes requests
+    move: bool = False  # its streams move to other engines where possible
+    unless_last: bool = False  # refused if no other engine of its role accepts requests
 
 
 class Draining(Message, frozen=True, tag="draining"):
-    """The answer. ``outstanding``: requests of the router's that the engine still has, or owes pages
-    to; None: no such engine."""
+    """The answer. ``outstanding``: requests of the router that the engine still has, or whose pages it still
+    holds. None: the router knows no such engine."""
 
     outstanding: Natural | None
-    moved: Natural = 0  # streams, to other engines
+    moved: Natural = 0  # streams that moved to other engines
     staying: Annotated[dict[Why, Natural], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
-    """Of the outstanding, those that end there, by why they are not moved."""
+    """Outstanding requests that end on this engine, by the reason why they are not moved."""
     last: Role | None = None
-    """The drain is refused: no other engine of this role takes requests."""
+    """The drain is refused, because no other engine of this role accepts requests."""
 
 
 class BeginDrain(Message, frozen=True, tag="begin_drain"):
@@ -127,13 +130,14 @@ class BeginDrain(Message, frozen=True, tag="begin_drain"):
 
 
 class Undrain(Message, frozen=True, tag="undrain"):
-    """To a router: this API server takes requests again. Repeated until UNDRAINED says that it does."""
+    """To a router: this API server accepts requests again. Repeated until UNDRAINED confirms it."""
 
     url: Url
 
 
 class Undrained(Message, frozen=True, tag="undrained"):
-    """The answer. ``draining``: an engine there still reports its drain; None: no such engine."""
+    """The answer. ``draining``: an engine there still reports its drain. None: the router knows no such
+    engine."""
 
     draining: bool | None
 

@@ -1,4 +1,4 @@
-"""Registrar: keeps an engine known to its routers, on a thread of its own, until it is closed."""
+"""Registrar: keeps an engine registered with its routers, on a separate thread, until it is closed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from kv_connector.protocol.messages import clip
 logger = logging.getLogger("kv_connector")
 
 
-# A router that could not be told is tried this many times as often, and after so many attempts dialled anew.
+# A router that could not be reached is tried this many times as often. After this many attempts the
+# connection is made anew.
 _SOONER = 4
 _REDIAL = 8
-# Failed loads that are still to be told of: as many requests as a large engine runs at a time.
+# Failed loads that are still to be reported: as many as the requests of a large engine at a time.
 _FAILURES = 1024
 
 
@@ -42,13 +43,14 @@ _FAILURES = 1024
 class _Router:
     address: Address
     link: Source
-    missed: int = 0  # attempts in a row to tell it
+    missed: int = 0  # failed attempts in a row
 
 
 class Registrar:
-    """Says REGISTER to every router each heartbeat. A router that is away is not waited for.
+    """Sends REGISTER to every router at each heartbeat. It does not wait for a router that is away.
 
-    In the process of the engine's first worker: one that is stopped or dead falls silent.
+    It runs in the process of the engine's first worker. If that process stops or dies, the registration falls
+    silent.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Registrar:
         activity: Callable[[], Activity | None] = lambda: None,
         announcer: Announcer | None = None,
     ) -> None:
-        """``activity`` is called before each REGISTER, on this one's thread. ``announcer``: its routers are
-        told as often, as long as the engine takes requests.
+        """``activity`` is called before each REGISTER, on this thread. ``announcer``: announces at the same
+        interval, as long as the engine accepts requests.
         """
         self._registration = registration
         self._activity = activity
@@ -69,7 +71,7 @@ class Registrar:
         self._routers = [_Router(address, self._dial(address)) for address in routers]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sockets.watch(self._wake)
-        self._waking = threading.Lock()  # of _closing, and of _wake's life
+        self._waking = threading.Lock()  # protects _closing, and the life of _wake
         self._closing = False
         self._asleep = False
         self._weights, self._torn = registration.weights, registration.torn
@@ -79,32 +81,34 @@ class Registrar:
         self._thread.start()
 
     def set_asleep(self, asleep: bool) -> None:
-        """From now on the routers are told that the engine sleeps, or that it is awake. At once."""
+        """Reports to the routers, at once and from now on, whether the engine is asleep."""
         self._asleep = asleep
         self._notify()
 
     def set_weights(self, version: str) -> None:
-        """From now on the routers are told that the engine serves this version. At once; any thread."""
+        """Reports to the routers, at once and from now on, that the engine serves this version. Any thread
+        may call it."""
         self._weights = version
         self._notify()
 
     def set_torn(self, reason: str) -> None:
-        """From now on the routers are told that the engine stays paused, as not all its workers have applied
-        a version, and why; empty: that it does not. At once; any thread."""
+        """Reports to the routers, at once and from now on, why the engine stays paused: not all its workers
+        have applied a version. Empty: it does not. Any thread may call it."""
         self._torn = clip(reason)
         self._notify()
 
     def set_load(self, load: WorkloadReport) -> None:
-        """The routers are told so with the next heartbeat."""
+        """Reports the workload to the routers with the next heartbeat."""
         self._load = load
 
     def load_failed(self, transfer_id: str, reason: str) -> None:
-        """The routers are told why this engine did not get a transfer's pages. At once; any thread."""
+        """Reports to the routers, at once, why this engine did not receive a transfer's pages. Any thread may
+        call it."""
         self._failures.append(LoadFailed(transfer_id, clip(reason)))
         self._notify()
 
     def close(self) -> None:
-        """Says LEAVE and ends the thread; blocks for a fraction of a second. The second call does nothing."""
+        """Sends LEAVE and ends the thread. Blocks for a fraction of a second. A second call does nothing."""
         with self._waking:
             if self._closing:
                 return
@@ -126,7 +130,7 @@ class Registrar:
             try:
                 self._beat()
             except Exception:
-                logger.exception("the registration with the routers goes on after an error")
+                logger.exception("registration with the routers: unexpected error, it continues")
                 time.sleep(HEARTBEAT_S)
         leave = Leave(self._registration.engine_id, self._registration.incarnation)
         for router in self._routers:
@@ -136,7 +140,8 @@ class Registrar:
         return self._sockets.dial(address, patient=False)
 
     def _beat(self) -> None:
-        """One REGISTER to each router, with the news, and then a heartbeat's time for what they say."""
+        """Sends one REGISTER and the failures to each router, then receives their messages for one
+        heartbeat."""
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
@@ -157,7 +162,8 @@ class Registrar:
                 continue
             router.missed += 1
             if router.missed % _REDIAL == 0:
-                # ZMQ gives a connection up for good where only one side has a key: it may have one by now.
+                # If only one side has a key, ZMQ abandons the connection for good. The other side may have a
+                # key by now.
                 self._sockets.hang_up(router.link)
                 router.link = self._dial(router.address)
         missed = any(router.missed for router in self._routers)
@@ -165,16 +171,16 @@ class Registrar:
         while not self._closing and (left := deadline - time.monotonic()) > 0:
             if self._wake in self._sockets.wait(left) and not self._closing:
                 os.eventfd_read(self._wake)
-                return  # something has changed: say so at once
+                return  # a change is reported at once
             draining = self._registration.draining
             for received in self._sockets.receive():
                 if isinstance(received.message, (BeginDrain, EndDrain)):
                     draining = isinstance(received.message, BeginDrain)
             if draining is not self._registration.draining:
                 logger.info(
-                    "DRAINING: a router requests it; no new requests come from now on"
+                    "DRAINING: requested by a router. This engine gets no new requests."
                     if draining
-                    else "DRAINING ends: a router requests it; new requests may come from now on"
+                    else "DRAINING ends: requested by a router. This engine gets new requests again."
                 )
                 self._registration = msgspec.structs.replace(self._registration, draining=draining)
-                return  # say so at once
+                return  # a change is reported at once

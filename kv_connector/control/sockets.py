@@ -1,9 +1,10 @@
-"""The control plane's sockets: one ROUTER that peers dial, one DEALER for each peer that we dial.
+"""The control plane's sockets: one ROUTER that peers connect to, one DEALER for each peer that this side
+dials.
 
-Owned by one thread (ZMQ sockets are not thread-safe). Nothing here knows what messages mean; everything
-that comes out of it is a valid message. A frame that is not one, or too many of them at once, cost their
-connection the standing: what follows on it is dropped unread. With a cluster key nobody without it gets as
-far as sending a frame.
+Owned by one thread, because ZMQ sockets are not thread-safe. Nothing here depends on the meaning of messages.
+Everything that is received is a valid message. A connection that sends an invalid frame, or too many frames
+at once, is distrusted: its later frames are dropped unread. With a cluster key, a peer without the key cannot
+send any frame.
 """
 
 from __future__ import annotations
@@ -25,29 +26,31 @@ from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Malfor
 
 logger = logging.getLogger("kv_connector")
 
-# Messages queued for one peer before it counts as not taking any: several times the requests that one
-# engine runs at once (vLLM's default is 1,024).
+# Messages queued for one peer before its queue counts as full: several times the requests that one engine
+# runs at once (vLLM's default is 1,024).
 _QUEUE = 4096
-# How long a closed connection may still send what is queued, so that a BYE gets out.
+# Time for which a closed connection may still send queued messages, so that a BYE is sent.
 _LINGER_MS = 200
-# Messages taken from one socket before the others, and the timers, have their turn.
+# Messages taken from one socket before the other sockets and the timers have their turn.
 _BATCH = 256
-# Connections without standing, and hosts whose malformed messages were logged, that are remembered.
+# Distrusted connections, and hosts whose malformed messages were logged, that are remembered.
 _REMEMBERED = 4096
 _LOG_INTERVAL_S = 60.0
 _LONGEST_WAIT_S = 3600.0
-# Who has not finished ZMQ's handshake by then is thrown out. A handshake with a key needs an answer of the
-# thread that owns the sockets, and an agent's was seen to stand still for 5 s on a machine at load 20.
+# A connection whose ZMQ handshake has not finished by then is closed. A handshake with a key needs an answer
+# of the thread that owns the sockets. An agent's thread was seen to stall for 5 s on a machine at load 20.
 _HANDSHAKE_MS = 10_000
-# A connection whose host vanished without a word is closed by then: nothing is kept of it. Longer than any
-# silence after which the protocol gives up a peer, so that this never decides who is dead.
+# A connection whose host vanished without closing it is closed by then, and nothing is kept of it. The time
+# is longer than any silence after which the protocol gives up a peer, so it never decides that a peer is
+# dead.
 _HEARTBEAT_MS, _VANISHED_MS = 15_000, 90_000
-# Between two attempts to connect: at once after a hiccup, seldom to who stays away (or has another key).
+# Interval between two attempts to connect: short after a brief failure, long for a peer that stays away (or
+# has another key).
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 100, 1000
 
-# What one connection may send: a message costs one unit, and one more for each 16 KiB. vLLM runs 1,024
-# requests at once, each of at most four messages here, so a burst of all of them is a fifth of _BURST; a
-# thousand requests a second, more than a vLLM engine starts, are under _UNITS_PER_S.
+# Limits of one connection. A message costs one unit, and one more for each 16 KiB. An engine runs 1,024
+# requests at once, each with at most four messages here. A burst of all of them is a fifth of _BURST. A
+# thousand requests a second, more than a vLLM engine starts, stay under _UNITS_PER_S.
 _UNIT_BYTES = 16 << 10
 _UNITS_PER_S = 5000.0
 _BURST = 20_000.0
@@ -58,16 +61,16 @@ _M = TypeVar("_M")
 
 @dataclass(frozen=True)
 class Codec(Generic[_M]):
-    """One kind of messages on the wire."""
+    """The encoding of one kind of messages."""
 
     max_bytes: int
     encode: Callable[[_M], bytes]
     decode: Callable[[bytes | memoryview], _M]
-    """Raises MalformedMessage, whatever the bytes are."""
+    """Raises MalformedMessage for all invalid bytes."""
 
 
 def codec_of(messages: Any, max_bytes: int) -> Codec[Any]:
-    """Of a union of msgspec's structs, in MessagePack."""
+    """The codec of a union of msgspec structs, in MessagePack."""
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(messages)
 
@@ -82,18 +85,18 @@ def codec_of(messages: Any, max_bytes: int) -> Codec[Any]:
 
 @dataclass(frozen=True)
 class Received(Generic[_M]):
-    """What came over one connection; ``message`` is None where the connection just lost its standing."""
+    """A message that arrived over a connection. ``message`` is None if the connection was just distrusted."""
 
     source: Source
     message: _M | None
 
 
 class MessageSockets(Generic[_M]):
-    """Sockets in, messages out. No method blocks but wait() and close()."""
+    """Sockets that send and receive messages. Only wait() and close() block."""
 
     def __init__(self, codec: Codec[_M], key: ClusterKey | None) -> None:
-        """``key``: only who has it too is listened and spoken to. None: everybody."""
-        self.malformed = 0  # frames that were no message, or one too many
+        """``key``: only peers with the same key are connected. None: any peer is."""
+        self.malformed = 0  # frames that were no message, or exceeded the limits
         self._codec = codec
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -109,10 +112,10 @@ class MessageSockets(Generic[_M]):
         self._dialled = 0
 
     def bind(self, address: Address) -> Address:
-        """Listens on the one address (port 0: a free one) and returns it; raises zmq.ZMQError."""
+        """Listens on this one address and returns it. Port 0 takes a free port. Raises zmq.ZMQError."""
         router = self._open(zmq.ROUTER, address)
         try:
-            # An unknown or full connection is an error to see, not a message to lose silently.
+            # Sending to an unknown or full connection raises an error instead of losing the message silently.
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.bind(_endpoint(address))
         except zmq.ZMQError:
@@ -124,9 +127,10 @@ class MessageSockets(Generic[_M]):
         return Address(address.host, int(endpoint.rpartition(":")[2]))
 
     def dial(self, address: Address, *, patient: bool = True) -> Source:
-        """A connection to ``address``; made in the background, again and again until it is there.
+        """Opens a connection to ``address``, in the background and repeatedly until it succeeds.
 
-        Patient: what is sent before, or while it is broken, waits for it. Else send() is False meanwhile.
+        ``patient``: messages sent before, or while the connection is broken, wait for it. Otherwise send()
+        returns False meanwhile.
         """
         dealer = self._open(zmq.DEALER, address)
         try:
@@ -142,14 +146,15 @@ class MessageSockets(Generic[_M]):
         return source
 
     def hang_up(self, source: Source) -> None:
-        """Closes a connection that we dialled."""
+        """Closes a connection that this side dialled."""
         dealer = self._dealers.pop(source, None)
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close(linger=_LINGER_MS)
 
     def send(self, source: Source, message: _M) -> bool:
-        """False: the connection is gone, or its queue is full; nothing was sent."""
+        """Sends a message. Returns False if the connection is gone or its queue is full. Nothing was sent
+        then."""
         frame = self._codec.encode(message)
         try:
             if source in self._dealers:
@@ -165,18 +170,18 @@ class MessageSockets(Generic[_M]):
         return True
 
     def distrust(self, source: Source) -> None:
-        """Drops unread whatever still comes over this connection."""
+        """Drops all later frames of this connection unread."""
         _remember(self._distrusted, source, None)
 
     def watch(self, fd: int) -> None:
-        """wait() returns when this descriptor is readable, too."""
+        """Lets wait() also return when this descriptor is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout: float | None) -> set[int]:
-        """Blocks until something came in, at most ``timeout`` seconds. Returns the watched descriptors that
+        """Blocks until a message arrives, at most ``timeout`` seconds. Returns the watched descriptors that
         are readable."""
-        # Rounded up, or a deadline that is 0.4 ms away would be polled for in a busy loop. Capped, because
-        # ZMQ counts in 32 bits.
+        # Rounded up, because a deadline 0.4 ms away would otherwise be polled for in a busy loop. Capped,
+        # because ZMQ counts in 32 bits.
         milliseconds = (
             None if timeout is None else int(min(max(timeout, 0.0), _LONGEST_WAIT_S) * 1000 + 0.999)
         )
@@ -209,7 +214,7 @@ class MessageSockets(Generic[_M]):
         return received
 
     def close(self) -> None:
-        """Closes all sockets; blocks until the last messages are out, at most a fraction of a second."""
+        """Closes all sockets. Blocks until the last messages are sent, for a fraction of a second at most."""
         for source in list(self._dealers):
             self.hang_up(source)
         if self._router is not None:
@@ -221,7 +226,7 @@ class MessageSockets(Generic[_M]):
         self._context.term()
 
     def _open(self, kind: int, address: Address) -> zmq.Socket[bytes]:
-        """Every socket comes from here, so limits and keys are set in one place."""
+        """Creates every socket, so that limits and keys are set in one place."""
         socket = self._context.socket(kind)
         for option, value in (
             (zmq.MAXMSGSIZE, self._codec.max_bytes),
@@ -248,7 +253,7 @@ class MessageSockets(Generic[_M]):
         try:
             if not self._affordable(now, source, frames):
                 raise MalformedMessage(
-                    f"more than {_BURST:g} messages at once, or {_UNITS_PER_S:g} a second for long"
+                    f"more than {_BURST:g} messages at once, or more than {_UNITS_PER_S:g} a second"
                 )
             if len(frames) != 1:
                 raise MalformedMessage(f"{len(frames)} frames instead of one")
@@ -275,7 +280,7 @@ class MessageSockets(Generic[_M]):
         if now - self._logged.get(host, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             return
         _remember(self._logged, host, now)
-        # The reason may quote what was sent.
+        # The reason may quote the received bytes.
         text = f"{error!s:.200}"
         logger.warning("malformed message from %s, its connection is ignored from now on: %s", host, text)
 
@@ -289,7 +294,7 @@ class ControlPlane(MessageSockets[AnyMessage]):
 
 @dataclass
 class _Allowance:
-    """What one connection may still send."""
+    """The remaining allowance of one connection."""
 
     units: float
     since: float
@@ -300,7 +305,7 @@ class _Allowance:
         return self.units >= 0
 
 
-# In front of what the ROUTER calls a connection, so that it can never be taken for one that we dialled.
+# Prefix of the ROUTER's connection names, so that none of them equals the name of a dialled connection.
 _ROUTER = b"router "
 
 

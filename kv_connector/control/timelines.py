@@ -1,4 +1,4 @@
-"""Asks the workers of some engines for the timelines that they keep, and what their clocks say meanwhile."""
+"""Queries the workers of some engines for the timelines that they keep, and for their clocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import Recall, Recalled
 
 ROUND_TRIPS = 16
-"""Of which the shortest says best what a worker's clock shows."""
+"""The shortest of them shows a worker's clock best."""
 
 
 class Unanswered(RuntimeError):
@@ -23,7 +23,8 @@ class Unanswered(RuntimeError):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker's timelines. ``to_ours`` nanoseconds make its times ours, wrong by at most ``error``."""
+    """One worker's timelines. Adding ``to_ours`` nanoseconds converts its times to the local clock, with an
+    error of at most ``error``."""
 
     recalled: Recalled
     to_ours: int
@@ -35,20 +36,20 @@ class Worker:
 
 
 def boot_id() -> str:
-    """What processes have alike that share CLOCK_MONOTONIC."""
+    """A text that is equal for processes that share CLOCK_MONOTONIC."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def ask_workers(
     engines: Sequence[Address], key: ClusterKey | None, text: str, limit: int, timeout: float
 ) -> list[Worker]:
-    """All workers of the engines at these addresses. Raises Unanswered; blocks up to ``timeout`` seconds a
-    worker."""
+    """Queries all workers of the engines at these addresses. Raises Unanswered. Blocks up to ``timeout``
+    seconds a worker."""
     sockets = ControlPlane(key)
     try:
         workers: list[Worker] = []
         asked = list(dict.fromkeys(engines))
-        for address in asked:  # grows
+        for address in asked:  # the list grows in the loop
             with _connection(sockets, address) as source:
                 worker = _ask(sockets, address, source, Recall(text, limit), timeout)
             workers.append(worker)
@@ -73,7 +74,7 @@ def _ask(sockets: ControlPlane, address: Address, source: Source, recall: Recall
     best: tuple[int, int] | None = None
     for _ in range(ROUND_TRIPS):
         answer, sent, came = _round_trip(sockets, address, source, Recall(), timeout)
-        # Its clock was read somewhere between the two.
+        # The worker's clock was read between the two times.
         error, offset = (came - sent + 1) // 2, (sent + came) // 2 - answer.now
         best = min(best, (error, offset)) if best is not None else (error, offset)
     assert best is not None
@@ -83,7 +84,7 @@ def _ask(sockets: ControlPlane, address: Address, source: Source, recall: Recall
 def _round_trip(
     sockets: ControlPlane, address: Address, source: Source, recall: Recall, timeout: float
 ) -> tuple[Recalled, int, int]:
-    """The answer, and when the question left and the answer came."""
+    """The answer, with the times at which the query was sent and the answer arrived."""
     sent = time.monotonic_ns()
     sockets.send(source, recall)
     deadline = time.monotonic() + timeout
@@ -93,19 +94,20 @@ def _round_trip(
             if received.source == source and isinstance(received.message, Recalled):
                 return received.message, sent, time.monotonic_ns()
     raise Unanswered(
-        f"no answer from {address} within {timeout:g} s: is a worker's agent of this release listening there "
+        f"no answer from {address} within {timeout:g} s. Is a worker's agent of this release listening there "
         f"(control_host and control_port of an engine), with the same cluster key?"
     )
 
 
 def _aligned(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that share a clock by their best round trip; those that share ours by none."""
+    """Aligns workers that share a clock by their best round trip. Workers that share the local clock need
+    none."""
     best: dict[str, tuple[int, int]] = {}
     for worker in workers:
         host, measured = worker.recalled.host, (worker.error, worker.to_ours)
         best[host] = min(best.get(host, measured), measured)
     ours = boot_id()
-    if ours in best and abs(best[ours][1]) <= best[ours][0]:  # else it is in another time namespace
+    if ours in best and abs(best[ours][1]) <= best[ours][0]:  # otherwise it is in another time namespace
         best[ours] = (0, 0)
     return [
         Worker(worker.recalled, to_ours=best[worker.recalled.host][1], error=best[worker.recalled.host][0])

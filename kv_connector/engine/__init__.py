@@ -1,7 +1,8 @@
-"""The transfer engine's words: what it takes, gives and raises. The engine itself is in transfer_engine.py.
+"""The types of the transfer engine: its arguments, results and errors. The engine itself is in
+transfer_engine.py.
 
-Nothing here needs the native module or numpy when it runs, so that who only speaks of transfers, as Effects
-and the simulator do, works without them.
+Nothing here needs the native module or numpy at run time. So code that only handles these types, such as
+Effects and the simulator, works without them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(Enum):
-    """What kind of failure it was; the values are the stable names that logs show."""
+    """The kind of a failure. The values are the stable names that logs show."""
 
-    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # something that can never work
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # can never succeed
     UNKNOWN_PEER = "UNKNOWN_PEER"  # no such peer, or it was fenced
     UNKNOWN_REGION = "UNKNOWN_REGION"  # no such memory region, or its key was revoked
     OUT_OF_RANGE = "OUT_OF_RANGE"  # bytes outside a registered region
@@ -29,12 +30,12 @@ class ErrorCode(Enum):
     RESOURCES = "RESOURCES"  # a bounded resource is used up
     TIMEOUT = "TIMEOUT"
     CANCELLED = "CANCELLED"
-    CLOSED = "CLOSED"  # the engine is closed
-    SYSTEM = "SYSTEM"  # a system call failed in a way that has no better code
+    CLOSED = "CLOSED"  # the transfer engine is closed
+    SYSTEM = "SYSTEM"  # a system call failed with an error that has no better code
 
 
 class TransferError(Exception):
-    """An operation of the engine failed: who (provider, peer), in what, and the library's own words."""
+    """An operation of the transfer engine failed: provider, peer, operation, and the library's message."""
 
     def __init__(self, code: ErrorCode, provider: str, peer: str, operation: str, message: str) -> None:
         super().__init__(code, provider, peer, operation, message)
@@ -53,7 +54,7 @@ class TransferError(Exception):
 
     @classmethod
     def _from_native(cls, code: str, provider: str, peer: str, operation: str, message: str) -> Self:
-        """What the native side raises through."""
+        """Called by the native side to raise its errors."""
         return cls(ErrorCode(code), provider, peer, operation, message)
 
 
@@ -63,33 +64,33 @@ class EventKind(Enum):
     TRANSFER_CANCELLED = 2  # cancelled and drained: nothing is in flight any more
     COUNTERS_REACHED = 3  # every counter of the set reached its target; the pages are visible
     PEER_DOWN = 4  # the peer's links broke; its transfers end with their own events
-    PEER_LEFT = 5  # the peer disconnected in good order: all is drained both ways, its id is forgotten
+    PEER_LEFT = 5  # the peer disconnected in good order: both directions are drained, and its id is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     kind: EventKind
     id: int  # the transfer, the counter set, or the peer
-    # Of a failed or cancelled transfer: nothing of it can land at the peer any more. False: only the peer's
-    # own fence() can say so.
+    # For a failed or cancelled transfer: nothing of it can land at the peer any more. False: only the peer's
+    # own fence() can guarantee that.
     quiesced: bool
-    pages: int  # of a transfer: what is known to have arrived
+    pages: int  # of a transfer: pages known to have arrived
     nbytes: int
     error: TransferError | None
     failures: tuple[
         tuple[int, TransferError], ...
-    ] = ()  # scatter, barrier: (peer, error) of each that failed
+    ] = ()  # scatter, barrier: (peer, error) of each member that failed
 
 
 @dataclass(frozen=True, slots=True)
 class DomainConfig:
-    """One NIC, or one stand-in for a NIC. Fields that a provider does not use are ignored by it."""
+    """One NIC, or one substitute for a NIC. A provider ignores the fields that it does not use."""
 
     provider: str  # "host", "tcp", "sim", ...: see providers()
-    device: str = ""  # which NIC or GPU, as the provider names them; empty: the provider's choice
+    device: str = ""  # which NIC or GPU, in the provider's names; empty: the provider's choice
     address: str = "127.0.0.1"  # tcp: the one local address to listen on
     connections: int = 2  # tcp: connections to each peer
-    fabric: str = "default"  # sim: domains meet in the fabric of this name in this process
+    fabric: str = "default"  # sim: domains in this process with the same fabric name are connected
     seed: int = 1  # sim: decides every delay and reorder
     max_delay_us: int = 50  # sim: each page is delivered after 0..max_delay_us
     copy_blocks: int = 16  # nvlink, bounce: how many of the GPU's SMs a copy may occupy
@@ -97,21 +98,21 @@ class DomainConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    name: str  # how logs and peers call this engine
+    name: str  # the name of this transfer engine in logs and at peers
     domains: Sequence[DomainConfig]  # in order of preference; all domains of one provider form one lane
-    # Where a preferred provider is not usable here, or reaches the peer's machine but does not work: go on to
-    # the next one instead of refusing.
+    # If a preferred provider is not usable here, or reaches the peer's machine but does not work, use the
+    # next one instead of refusing the peer.
     allow_fallback: bool = False
-    spin_us: int = 20  # how long an idle worker polls before it sleeps
-    # Threads: of several the first schedules, and the domains are dealt out among the others. For several
-    # NICs whose small pages are more than one thread can post.
+    spin_us: int = 20  # how long an idle transfer thread polls before it sleeps
+    # Number of transfer threads. Of several, the first one schedules, and the domains are distributed among
+    # the others. Use several if one thread cannot post the small pages of several NICs.
     workers: int = 1
-    worker_cpu: int | None = None  # pin the workers to this core and those after it
+    worker_cpu: int | None = None  # pin the transfer threads to this core and the following ones
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of one region: page i begins at offset + indices[i] * stride."""
+    """Pages of one region. Page i begins at offset + indices[i] * stride."""
 
     indices: Sequence[int] | npt.NDArray[np.integer[Any]]
     stride: int
@@ -120,9 +121,9 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class PagedWrite:
-    """page_bytes bytes from each source page to the target page of the same position.
+    """Copies of page_bytes bytes, from each source page to the target page at the same position.
 
-    `immediate` (one of the peer's counters) is raised by exactly the number of pages; None: not counted.
+    `immediate` (one of the peer's counters) is raised by exactly the number of pages. None: not counted.
     """
 
     page_bytes: int
@@ -145,23 +146,23 @@ class ArmedLayer:
 
 @dataclass(frozen=True, slots=True)
 class ScatterSlice:
-    """What one member of a peer group gets: `nbytes` from the source region, counted as one page.
+    """One member's part of a scatter: `nbytes` from the source region, counted as one page.
 
     0 bytes: the immediate alone, if there is one.
     """
 
     source_offset: int
-    target: int  # imported region of that member's
+    target: int  # imported region of that member
     target_offset: int
     nbytes: int
-    immediate: int | None = None  # a counter of that member's
+    immediate: int | None = None  # a counter of that member
 
 
 @dataclass(frozen=True, slots=True)
 class ArmedSlice:
-    """One slice of a list that a sender releases as it goes.
+    """One slice of a list that a sender releases step by step.
 
-    Written when the signal reaches `signal_value`, counted as one page.
+    It is written when the signal reaches `signal_value`, and counted as one page.
     """
 
     signal_value: int
@@ -175,23 +176,24 @@ class ArmedSlice:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSlice:
-    """What may go to one member of a peer group in one slice of a prepared scatter.
+    """The limits of one slice of a prepared scatter, for one member of a peer group.
 
-    Up to `nbytes`, from and to places within the `nbytes` that begin at the two offsets. 0 bytes: never more
-    than the immediate.
+    A submission may write up to `nbytes`, from and to places within the `nbytes` that begin at the two
+    offsets. 0 bytes: the immediate alone.
     """
 
     member: int  # its place in the group
     source: int = 0  # local region
     source_offset: int = 0
-    target: int = 0  # imported region of that member's
+    target: int = 0  # imported region of that member
     target_offset: int = 0
     nbytes: int = 0
-    immediate: int | None = None  # a counter of that member's
+    immediate: int | None = None  # a counter of that member
 
 
 class ScatterUpdate(NamedTuple):
-    """What goes in a prepared slice this time, beyond its prepared offsets. 0 bytes: the immediate alone."""
+    """The part of a prepared slice that one submission writes, beyond its prepared offsets. 0 bytes: the
+    immediate alone."""
 
     source_offset: int = 0
     target_offset: int = 0
@@ -199,7 +201,7 @@ class ScatterUpdate(NamedTuple):
 
 
 class MemoryRange(NamedTuple):
-    """[address, address + nbytes). `memfd`: what backs it from `memfd_offset` on, if anything."""
+    """[address, address + nbytes). `memfd`: the memfd behind it from `memfd_offset` on, if there is one."""
 
     address: int
     nbytes: int
@@ -229,11 +231,12 @@ class CounterSet:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """A peer as seen after offer() or accept(): its id here, and the bytes to hand to it."""
+    """The state of a peer after offer() or accept(): its id here, and the bytes to send to it."""
 
     peer: int
     data: bytes
-    passed_over: tuple[str, ...] = ()  # accept(): the lanes passed over before the one in use, and why
+    # accept(): the lanes passed over before the one in use, with the reason
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +244,15 @@ class EngineStats:
     pages_written: int
     bytes_written: int
     batches_posted: int
-    immediates_received: int  # pages counted, stale ones included
+    immediates_received: int  # pages counted, including stale ones
     immediates_stale: int  # of an older generation, or of no counter at all
-    immediates_foreign: int  # of a counter that is another peer's: its link was ended
-    links: int  # up now, of all peers
-    links_lost: int  # taken out while their peer has others; up again: links_restored
+    immediates_foreign: int  # of a counter that belongs to another peer; the link was closed
+    links: int  # links that are up now, of all peers
+    # links taken out of use while their peer had others; links_restored counts those up again
+    links_lost: int
     links_restored: int
-    pages_rewritten: int  # after their link broke, over another one
-    sleeps: int  # times the worker went to sleep
+    pages_rewritten: int  # pages written again over another link, after their link broke
+    sleeps: int  # how often a transfer thread went to sleep
     callback_errors: int
     transfers_open: int
     counters_allocated: int
@@ -257,7 +261,7 @@ class EngineStats:
 
 
 class StepKind(Enum):
-    """What the worker did. Of armed writes and counters alone."""
+    """The actions of the transfer thread, for armed writes and counters only."""
 
     RELEASED = 0  # it saw that the signal has reached the layer's value
     POSTED = 1  # a batch of a layer's pages was given to a lane
@@ -268,10 +272,10 @@ class StepKind(Enum):
 class TraceStep(NamedTuple):
     kind: StepKind
     nanoseconds: int  # CLOCK_MONOTONIC
-    request: int  # tells an armed layer from others while it lives, from RELEASED on; COUNTED: the immediate
+    request: int  # id of a live armed layer, from RELEASED on; for COUNTED: the immediate
     transfer: int  # RELEASED
-    signal_value: int  # RELEASED: what the layer waited for
-    source: int  # RELEASED: the address that its source pages count from
+    signal_value: int  # RELEASED: the value that the layer waited for
+    source: int  # RELEASED: the address from which its source pages count
     pages: int  # POSTED, LANDED, COUNTED
 
 

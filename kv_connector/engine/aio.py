@@ -1,4 +1,4 @@
-"""Awaiting a TransferEngine's events and messages in an asyncio loop, woken by the engine's descriptors.
+"""Awaits a TransferEngine's events and messages in an asyncio loop, woken by the engine's descriptors.
 
 No thread and no callback: the loop watches two descriptors that the native side makes readable.
 """
@@ -26,10 +26,11 @@ _Key = tuple[str, int]
 
 
 class AsyncEvents:
-    """Takes all of one engine's events that have no callback; for one event loop, in which it is made.
+    """Takes all events of one transfer engine that have no callback. It serves the event loop in which it is
+    created.
 
-    An event that comes before anybody awaits it is kept, as the engine's own queue would. A cancelled await
-    loses nothing: the event stays to be awaited again.
+    An event that arrives before it is awaited is kept, as in the engine's own queue. A cancelled await loses
+    nothing: the event stays to be awaited again.
     """
 
     def __init__(self, engine: TransferEngine) -> None:
@@ -44,7 +45,8 @@ class AsyncEvents:
         self._loop.add_reader(self._event_fd, self._take_events)
 
     def close(self) -> None:
-        """Stops watching; before the engine's close(). What has arrived and nobody awaited is gone."""
+        """Stops watching. Call it before the engine's close(). Events that arrived and were not awaited are
+        lost."""
         self._loop.remove_reader(self._event_fd)
         self._loop.remove_reader(self._message_fd)
 
@@ -57,15 +59,15 @@ class AsyncEvents:
         self.close()
 
     async def transfer(self, transfer: int) -> Event:
-        """The final event of a transfer (send, scatter and barrier too) that was given no callback."""
+        """The final event of a transfer without a callback (also of a send, scatter or barrier)."""
         return await self._event(("transfer", transfer))
 
     async def counters(self, counters: int) -> Event:
-        """The event of a counter set that was given targets and no callback."""
+        """The event of a counter set with targets and without a callback."""
         return await self._event(("counters", counters))
 
     async def other(self) -> Event:
-        """The oldest event that nobody awaits by its id: a peer that went down or left, mostly."""
+        """The oldest event that is not awaited by its id: usually a peer that went down or left."""
         while True:
             self._take_events()
             for key in self._arrived:
@@ -74,9 +76,10 @@ class AsyncEvents:
             await self._wake_up(self._others)
 
     async def message(self) -> Message:
-        """The next message. Messages that nobody awaits stay in the engine, which holds its peers back."""
+        """The next message. Messages that are not awaited stay in the engine, which holds its peers back."""
         while not (messages := self._engine.receive(1)):
-            # Watched only while somebody waits: the descriptor stays readable as long as a message is there.
+            # Watched only while a task waits, because the descriptor stays readable as long as a message is
+            # there.
             if not self._readers:
                 self._loop.add_reader(self._message_fd, self._wake, self._readers)
             try:
@@ -95,7 +98,7 @@ class AsyncEvents:
         finally:
             if not waiting:
                 self._waiting.pop(key, None)
-                if key in self._arrived:  # cancelled just after it had come
+                if key in self._arrived:  # cancelled just after the event arrived
                     self._wake(self._others)
 
     async def _wake_up(self, waiting: deque[asyncio.Future[None]]) -> None:

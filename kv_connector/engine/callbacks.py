@@ -1,4 +1,4 @@
-"""Calls Python for what the transfer engine reports, on threads of its own.
+"""Calls Python callbacks for events and messages of the transfer engine, on separate threads.
 
 The engine's native threads never take the GIL: they only put events and messages into queues.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kv_connector.engine.transfer_engine import TransferEngine
 
 EventCallback = Callable[[Event], object]
-"""Called on the engine's callback thread with the one event. What it raises is logged and stops nothing."""
+"""Called on the callback thread with the one event. Its exceptions are logged and stop nothing."""
 
 MessageCallback = Callable[[Message], object]
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 class MessageReader:
-    """A thread that takes messages one by one, each after the last one's callback, so the bound holds."""
+    """A thread that takes messages one by one. It takes the next one after the callback returns, so the
+    engine's bound holds."""
 
     def __init__(self, engine: TransferEngine, callback: MessageCallback) -> None:
         self._engine = engine
@@ -39,7 +40,7 @@ class MessageReader:
         self._poller = select.poll()
         self._poller.register(self._stopped, select.POLLIN)
         self._poller.register(engine.message_fd(), select.POLLIN)
-        # A daemon: a process that ends without close() must not hang on it.
+        # A daemon, so that a process that ends without close() does not wait for it.
         self._thread = threading.Thread(target=self._run, name="kvc-messages", daemon=True)
         self._thread.start()
 
@@ -59,21 +60,22 @@ class MessageReader:
 
 
 class EventCallbacks:
-    """Runs Python callbacks on one thread of their own, which is started with the first of them.
+    """Runs Python callbacks on one separate thread, which is started with the first callback.
 
-    The worker only puts the event into a native queue: a slow callback delays other callbacks, nothing else.
+    The transfer thread only puts the event into a native queue. A slow callback delays other callbacks,
+    nothing else.
     """
 
     def __init__(self, engine: _native.TransferEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._waiting: dict[int, EventCallback] = {}  # for one event
-        self._kept: dict[int, EventCallback] = {}  # for any number
+        self._kept: dict[int, EventCallback] = {}  # for any number of events
         self._last_token = 0
         self._thread: threading.Thread | None = None
 
     def give(self, callback: EventCallback | None, call: Callable[[int], T]) -> T:
-        """Calls `call` with the token under which the native side is to report the event; 0: no callback."""
+        """Calls `call` with the token under which the native side reports the event. Token 0: no callback."""
         if callback is None:
             return call(0)
         with self._lock:
@@ -89,7 +91,7 @@ class EventCallbacks:
             raise
 
     def keep(self, callback: EventCallback | None) -> int:
-        """The token under which the native side is to report events, any number of them, until drop()."""
+        """The token under which the native side reports any number of events until drop()."""
         if callback is None:
             return 0
         with self._lock:
@@ -104,7 +106,7 @@ class EventCallbacks:
 
     def _start(self) -> None:
         if self._thread is None:
-            # A daemon: a process that ends without close() must not hang on it.
+            # A daemon, so that a process that ends without close() does not wait for it.
             self._thread = threading.Thread(target=self._run, name="kvc-callbacks", daemon=True)
             self._thread.start()
 
@@ -119,7 +121,7 @@ class EventCallbacks:
             with self._lock:
                 callback = self._waiting.pop(token, None) or self._kept.get(token)
             if callback is None:
-                continue  # of a scatter that was released
+                continue  # the event of a released scatter
             try:
                 callback(event_of(event))
             except BaseException:  # whatever it is, the other callbacks still have to run

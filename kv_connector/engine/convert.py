@@ -41,7 +41,8 @@ def handshake_of(native: tuple[int, bytes, list[str]]) -> Handshake:
 
 
 def buffer_range(buffer: bytearray | memoryview | npt.NDArray[Any] | _native.SharedMemory) -> MemoryRange:
-    """Where a writable, contiguous buffer lies. Whoever registers it keeps it alive."""
+    """The memory range of a writable, contiguous buffer. The caller keeps the buffer alive while it is
+    registered."""
     if isinstance(buffer, _native.SharedMemory):
         return MemoryRange(buffer.address, buffer.nbytes, buffer.fd)
     view = np.frombuffer(buffer, dtype=np.uint8)
@@ -58,7 +59,7 @@ def _indices(pages: Pages) -> _Indices:
     array = np.asarray(pages.indices)
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
-    # same_kind: floats are refused rather than cut.
+    # same_kind: floats are refused instead of truncated.
     return np.ascontiguousarray(array.astype(np.int64, casting="same_kind", copy=False))
 
 

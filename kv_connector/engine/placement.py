@@ -1,11 +1,11 @@
-"""Which NICs serve a device, and which core its transfer worker is pinned to. ``place`` puts it together.
+"""Chooses the NICs of a device and the core of its transfer thread. ``place`` makes both choices.
 
-NICs: those that share the deepest PCI ancestor with the device, else those of its NUMA node, else all;
-divided evenly among the devices that have the same ones nearest.
+NICs: those that share the deepest PCI ancestor with the device, otherwise those of its NUMA node, otherwise
+all. They are divided evenly among the devices with the same nearest NICs.
 
-Core: on the device's NUMA node, never one that an engine on this machine is bound to, nor its sibling. Where
-nothing says that a core is spare the worker stays unpinned: the kernel then finds it a place, and a worker
-pinned onto an engine's core costs far more than one that moves.
+Core: on the device's NUMA node, but never a core that an engine on this machine is bound to, nor its sibling.
+If no core is known to be spare, the transfer thread stays unpinned, and the kernel places it. A thread pinned
+onto an engine's core costs far more than a thread that moves.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from kv_connector.engine.topology import (
 logger = logging.getLogger(__name__)
 
 MAX_NICS = 8
-"""Domains of a group: the engine takes no more."""
+"""Most domains of a group that the transfer engine accepts."""
 
 NIC_PROVIDERS = {"verbs": "rc", "libfabric": "efa"}
-"""The providers that run over NICs, and the kind of NIC that each takes here."""
+"""The providers that run over NICs, with the kind of NIC that each uses here."""
 
-# A NIC slower than this share of the fastest is there for management or storage, not for data.
+# A NIC slower than this share of the fastest one is meant for management or storage, not for data.
 _SLOWEST_SHARE = 0.5
-# What an engine keeps busy beside its compute threads: the API server, EngineCore's loop, our agent's thread.
+# Busy threads of an engine beside its compute threads: the API server, EngineCore's loop, the agent's thread.
 _OTHER_BUSY_THREADS = 3
 
 
 def device_name(provider: str, nic: str) -> str:
-    """What DomainConfig.device calls this NIC."""
+    """The name of this NIC in DomainConfig.device."""
     # libfabric's efa provider makes two domains of each NIC, for datagrams ("-dgrm") and for reliable writes.
     return f"efa:{nic}-rdm" if provider == "libfabric" else nic
 
@@ -65,26 +65,27 @@ class NicChoice(msgspec.Struct, frozen=True):
     nics: tuple[str, ...]
     nearness: Nearness
     shared: bool
-    """Other devices have been given some of these NICs too."""
+    """Whether other devices were given some of these NICs too."""
 
 
 class CoreChoice(msgspec.Struct, frozen=True):
     cores: tuple[int, ...]
-    """Spare ones, the best first; empty: do not pin."""
+    """Spare cores, the best first. Empty: do not pin."""
     reason: str
 
 
 class CoresInUse(msgspec.Struct, frozen=True):
-    """What is known about who computes where."""
+    """The cores on which engines and other processes compute."""
 
     allowed: frozenset[int]
-    """Where this process may run: its affinity mask, which the kernel keeps within its cgroup's cpuset."""
+    """The cores where this process may run: its affinity mask, which the kernel keeps within its cgroup's
+    cpuset."""
     bound: frozenset[int] | None
-    """Cores that engines (and whoever else) are bound to; None: bound, but nobody can tell where."""
+    """Cores that engines and other processes are bound to. None: bound to cores that cannot be determined."""
 
 
 def choose_nics(machine: Machine, gpus: Sequence[Gpu], provider: str) -> dict[str, NicChoice]:
-    """For each of `gpus`, by address, the NICs that `provider` is to open for it."""
+    """For each of `gpus`, by address, the NICs that `provider` opens for it."""
     usable = usable_nics(machine, provider)
     nearest = {gpu.address: _nearest(gpu.location, usable) for gpu in gpus}
     own = {}
@@ -106,7 +107,7 @@ def choose_nics_without_device(machine: Machine, provider: str, numa_node: int |
 
 
 def usable_nics(machine: Machine, provider: str) -> list[Nic]:
-    """NICs of the kind that `provider` takes, with a port that is up, fast enough to be meant for data."""
+    """NICs of the kind that `provider` uses, with a port that is up, and fast enough to be meant for data."""
     up = [nic for nic in machine.nics if nic.active and nic.kind == NIC_PROVIDERS[provider]]
     fastest = max((nic.gbit_per_second for nic in up), default=0.0)
     return [nic for nic in up if nic.gbit_per_second >= fastest * _SLOWEST_SHARE]
@@ -120,17 +121,19 @@ def choose_core(
     engine_threads: int,
     turn: tuple[int, int] = (0, 1),
 ) -> CoreChoice:
-    """Spare cores for the worker of a device on `numa_node` (None: unknown).
+    """Spare cores for the transfer thread of a device on `numa_node` (None: unknown).
 
     `engine_threads`: compute threads of the engine that are bound to no core. `turn` (i, n): this is the i-th
-    of n devices of that node; each begins its search at another core.
+    of n devices of that node. Each begins its search at another core.
     """
     if in_use.bound is None:
-        return CoreChoice((), "not pinned: the engine's threads are bound, in a way that cannot be read")
+        return CoreChoice(
+            (), "not pinned: the engine's threads are bound to cores by a setting that cannot be read"
+        )
     if numa_node is None:
         numa_node = _only_node(machine, in_use.bound & in_use.allowed or in_use.allowed)
         if numa_node is None:
-            return CoreChoice((), "not pinned: nothing says which NUMA node the memory is on")
+            return CoreChoice((), "not pinned: the NUMA node of the memory is unknown")
     spare = []
     for core in machine.cores_of(numa_node):
         siblings = machine.siblings.get(core, (core,))
@@ -144,7 +147,7 @@ def choose_core(
             f"not pinned: {len(spare)} cores of NUMA node {numa_node} are free, and the engine's unbound "
             f"threads may need {needed}",
         )
-    # From the end: interrupts and whoever counts from 0 are at the beginning.
+    # From the end, because interrupts and programs that count cores from 0 use the first ones.
     spare.reverse()
     position, count = turn
     begin = position * len(spare) // count
@@ -154,10 +157,11 @@ def choose_core(
 
 
 class CoreClaim:
-    """Keeps the workers of other engines off a core for as long as it lives.
+    """Keeps the transfer threads of other engines off a core while this object lives.
 
-    An abstract socket's name: taken by one process at a time, and free again when that process is gone. It is
-    seen by the processes of one network namespace, which engines that use the host's NICs share.
+    It holds an abstract socket's name, which one process at a time can take and which is free again when that
+    process ends. Processes of one network namespace see it. Engines that use the host's NICs share that
+    namespace.
     """
 
     def __init__(self, core: int, holder: socket.socket) -> None:
@@ -182,22 +186,23 @@ class CoreClaim:
 
 @dataclass(frozen=True)
 class Device:
-    """Where the memory is that is written and read."""
+    """The device whose memory is written and read."""
 
     kind: Literal["cpu", "cuda"]
     index: int = 0
-    """As this process counts."""
+    """Index in this process's numbering."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """release() it when the worker has ended."""
+    """The chosen NICs and core. Call release() when the transfer thread has ended."""
 
     nics: Mapping[str, tuple[str, ...]]
-    """By provider, as DomainConfig.device names them; a provider without any makes its own choice."""
+    """The NICs of each provider, in the names of DomainConfig.device. A provider without NICs makes its own
+    choice."""
     claim: CoreClaim | None
     worker_cpu: int | None
-    """The core to pin the transfer worker to."""
+    """The core to pin the transfer thread to."""
 
     def release(self) -> None:
         if self.claim is not None:
@@ -212,8 +217,10 @@ def place(
     worker_cpu: int | Literal["auto", "none"],
     compute_threads: int,
 ) -> Placement:
-    """Chooses what the operator's ``nics`` (empty) and ``worker_cpu`` ("auto") leave open, and logs what, and
-    why. ``compute_threads``: with which this process computes where its device is a CPU.
+    """Chooses what the operator leaves open with ``nics`` (empty) and ``worker_cpu`` ("auto"), and logs each
+    choice with its reason.
+
+    ``compute_threads``: threads with which this process computes if its device is a CPU.
     """
     machine = read_machine()
     gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
@@ -222,7 +229,7 @@ def place(
     }
     for provider, names in chosen.items():
         logger.info(
-            "%s takes NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
+            "%s: uses NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
         )
     if worker_cpu != "auto":
         return Placement(chosen, None, None if worker_cpu == "none" else worker_cpu)
@@ -230,17 +237,21 @@ def place(
     claim = CoreClaim.first_free(choice.cores)
     if claim is None:
         reason = (
-            "not pinned: other engines' workers are on every free core" if choice.cores else choice.reason
+            "not pinned: transfer threads of other engines use every free core"
+            if choice.cores
+            else choice.reason
         )
-        logger.info("transfer worker: %s", reason)
+        logger.info("transfer thread: %s", reason)
         return Placement(chosen, None, None)
-    logger.info("transfer worker: pinned to core %d, %s", claim.core, choice.reason)
+    logger.info("transfer thread: pinned to core %d, %s", claim.core, choice.reason)
     return Placement(chosen, claim, claim.core)
 
 
 def cores_in_use(environment: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> CoresInUse:
-    """What the environment and the threads of this machine say. Some milliseconds, more where many run."""
-    # An OpenMP runtime binds the main thread too: only all threads together show where we may run.
+    """The cores in use, from the environment and the threads of this machine. Takes some milliseconds, more
+    with many threads."""
+    # An OpenMP runtime binds the main thread too, so only all threads together show where this process may
+    # run.
     allowed = frozenset().union(*_masks(proc / "self/task"))
     asked = bound_by_environment(environment)
     if asked is None:
@@ -248,14 +259,15 @@ def cores_in_use(environment: Mapping[str, str] = os.environ, proc: Path = Path(
     bound = set(asked)
     for process in proc.glob("[0-9]*"):
         for mask in _masks(process / "task"):
-            # Whoever may run wherever we may run is bound to nothing.
+            # A thread that may run on all allowed cores is not bound.
             if not allowed <= mask:
                 bound |= mask & allowed
     return CoresInUse(allowed, frozenset(bound))
 
 
 def bound_by_environment(environment: Mapping[str, str]) -> frozenset[int] | None:
-    """The cores that OpenMP and vLLM are told to bind their threads to. None: told in words unknown here."""
+    """The cores to which OpenMP and vLLM are configured to bind their threads. None: the configuration cannot
+    be parsed."""
     vllm = environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
     cores: set[int] = set()
     try:
@@ -288,15 +300,15 @@ def _core(machine: Machine, address: str | None, engine_threads: int) -> CoreCho
 def _unbound_threads(device: Device, compute_threads: int) -> int:
     """Threads of this process that compute all the time and are bound to no core."""
     if device.kind == "cuda":
-        return 1  # the one that launches kernels
-    # What binds them is also where cores_in_use() reads which cores they have.
+        return 1  # the thread that launches kernels
+    # The variables that bind threads also let cores_in_use() read which cores they use.
     if os.environ.get("OMP_PLACES") or os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("KMP_AFFINITY"):
         return 0
     return compute_threads
 
 
 def _gomp_cores(text: str) -> set[int]:
-    """ "0 3 1-2 4-15:2"."""
+    """Parses GOMP_CPU_AFFINITY, such as "0 3 1-2 4-15:2"."""
     cores: set[int] = set()
     for part in re.split(r"[\s,]+", text.strip()):
         span, _, stride = part.partition(":")
@@ -307,7 +319,8 @@ def _gomp_cores(text: str) -> set[int]:
 
 
 def _omp_places(text: str) -> set[int]:
-    """ "{0,1,2}", "{0},{1}", "{0:4}", "{0:4:2}"; an abstract name ("cores") says nothing about which ones."""
+    """Parses OMP_PLACES: "{0,1,2}", "{0},{1}", "{0:4}", "{0:4:2}". An abstract name ("cores") names no
+    particular cores."""
     if not text or text.partition("(")[0] in ("threads", "cores", "sockets", "ll_caches", "numa_domains"):
         return set()
     cores: set[int] = set()
@@ -322,16 +335,17 @@ def _omp_places(text: str) -> set[int]:
 
 
 def _kmp_cores(text: str) -> set[int]:
-    """ "granularity=fine,explicit,proclist=[0,1,4-7]"; without a list the runtime decides."""
+    """Parses KMP_AFFINITY: "granularity=fine,explicit,proclist=[0,1,4-7]". Without a list, the runtime
+    decides."""
     match = re.search(r"proclist=\[([^\]]*)\]", text)
     return set(parse_cores(match.group(1))) if match else set()
 
 
 def _masks(tasks: Path) -> Iterator[frozenset[int]]:
-    """Where each thread of a process may run. Threads come and go meanwhile."""
+    """The allowed cores of each thread of a process. Threads may start and end meanwhile."""
     for task in tasks.glob("[0-9]*"):
         status = _status(task)
-        # The kernel's own threads, bound to every core there is, have no address space.
+        # The kernel's own threads are bound to every core and have no address space.
         if "\nVmSize:" in status and (match := re.search(r"\nCpus_allowed_list:\s*(\S+)", status)):
             yield parse_cores(match.group(1))
 
@@ -354,7 +368,7 @@ def _nearest(location: Location, nics: Sequence[Nic]) -> tuple[list[Nic], Nearne
     depths = [location.common_depth(nic.location) for nic in nics]
     if deepest := max(depths):
         nearest = [nic for nic, depth in zip(nics, depths, strict=True) if depth == deepest]
-        # The first common component is the root itself, what follows are its bridges.
+        # The first common component is the root itself. The following ones are its bridges.
         return nearest, Nearness.SWITCH if deepest > 1 else Nearness.ROOT
     if location.numa_node is not None:
         nearest = [nic for nic in nics if nic.location.numa_node == location.numa_node]
@@ -364,7 +378,7 @@ def _nearest(location: Location, nics: Sequence[Nic]) -> tuple[list[Nic], Nearne
 
 
 def _share(nics: Sequence[Nic], position: int, count: int) -> Sequence[Nic]:
-    """The position-th of `count` even parts; where there are fewer NICs than parts, one that is shared."""
+    """The position-th of `count` even parts. With fewer NICs than parts, one shared NIC."""
     if len(nics) >= count:
         return nics[position * len(nics) // count : (position + 1) * len(nics) // count]
     return nics[position * len(nics) // count :][:1]

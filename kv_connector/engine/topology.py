@@ -1,6 +1,6 @@
-"""What this machine is made of, as sysfs tells it: GPUs, NICs, NUMA nodes and cores, and where each hangs.
+"""The parts of this machine, from sysfs: GPUs, NICs, NUMA nodes and cores, and their places in it.
 
-Reading never fails: what is not there, or is not to be read, is left out. Nothing is opened or started.
+Reading never fails: missing or unreadable entries are left out. Nothing is opened or started.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _IWARP_NODE = "4:"  # node_type "4: RNIC"
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a device hangs."""
+    """The place of a device in the machine."""
 
     path: tuple[str, ...] = ()
-    """From the PCI root ("pci0000:10") by bridges and switches down to the device; empty: not on PCI."""
+    """From the PCI root ("pci0000:10") through bridges and switches to the device. Empty: not on PCI."""
     numa_node: int | None = None
 
     def common_depth(self, other: Location) -> int:
-        """How many ancestors the two paths share, from the root down. 0: not even the root."""
+        """Number of ancestors that the two paths share, from the root down. 0: not even the root."""
         depth = 0
         for ours, theirs in zip(self.path[:-1], other.path[:-1], strict=False):
             if ours != theirs:
@@ -39,9 +39,9 @@ class Location(msgspec.Struct, frozen=True):
 
 class Gpu(msgspec.Struct, frozen=True):
     address: str
-    """PCI address, "0000:18:00.0": what NVML and CUDA call it too."""
+    """PCI address such as "0000:18:00.0", the same as in NVML and CUDA."""
     model: str
-    """Vendor and device, "10de:2335"."""
+    """Vendor and device, such as "10de:2335"."""
     location: Location
 
 
@@ -51,9 +51,9 @@ class Gid(msgspec.Struct, frozen=True):
     index: int
     address: str
     kind: str
-    """"RoCE v2", "IB/RoCE v1", or nothing where the kernel does not say."""
+    """"RoCE v2", "IB/RoCE v1", or empty if the kernel does not report it."""
     interface: str
-    """The network interface behind it, where there is one."""
+    """The network interface behind it, or empty."""
 
     @property
     def ipv4(self) -> ipaddress.IPv4Address | None:
@@ -82,19 +82,21 @@ class Nic(msgspec.Struct, frozen=True):
     """An RDMA device."""
 
     name: str
-    """As in /sys/class/infiniband: "mlx5_0", "rdmap79s0", "rxe0"."""
+    """Name in /sys/class/infiniband: "mlx5_0", "rdmap79s0", "rxe0"."""
     driver: str
-    """The kernel's ("mlx5_core", "efa"); nothing where the NIC is software."""
+    """The kernel's driver ("mlx5_core", "efa"). Empty if the NIC is software."""
     kind: str
-    """"rc": reliable connections (verbs); "efa": SRD (libfabric); "iwarp": no immediates, of no use here."""
+    """"rc": reliable connections (verbs). "efa": SRD (libfabric). "iwarp": no immediates, so it cannot be
+    used."""
     location: Location
     ports: tuple[Port, ...]
     device_file: str | None
-    """What a process opens, "/dev/infiniband/uverbs0"; None: the kernel has none (ib_uverbs not loaded)."""
+    """The file that a process opens, "/dev/infiniband/uverbs0". None: the kernel has none (ib_uverbs is not
+    loaded)."""
 
     @property
     def gbit_per_second(self) -> float:
-        """Of the fastest port that is up; 0: none is."""
+        """Rate of the fastest port that is up. 0: no port is up."""
         return max((port.gbit_per_second for port in self.ports if port.active), default=0.0)
 
     @property
@@ -105,7 +107,7 @@ class Nic(msgspec.Struct, frozen=True):
 class NumaNode(msgspec.Struct, frozen=True):
     number: int
     cores: tuple[int, ...]
-    """Logical ones, online."""
+    """Logical cores that are online."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -113,14 +115,14 @@ class Machine(msgspec.Struct, frozen=True):
     nics: tuple[Nic, ...]
     numa_nodes: tuple[NumaNode, ...]
     siblings: dict[int, tuple[int, ...]]
-    """For each logical core those of the same physical one, itself among them."""
+    """For each logical core, all logical cores of the same physical core, including itself."""
 
     def cores_of(self, numa_node: int) -> tuple[int, ...]:
         return next((node.cores for node in self.numa_nodes if node.number == numa_node), ())
 
 
 def read_machine(sys: Path = Path("/sys")) -> Machine:
-    """Reads `sys`, which a test may have built. Milliseconds."""
+    """Reads `sys`, which may be a test's directory. Takes milliseconds."""
     return Machine(
         gpus=tuple(_gpus(sys)),
         nics=tuple(_nics(sys)),
@@ -130,12 +132,13 @@ def read_machine(sys: Path = Path("/sys")) -> Machine:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """The kernel's list format, "0-3,8". ValueError where it is none; an empty text is an empty list."""
+    """Parses the kernel's list format, "0-3,8". Raises ValueError for other texts. An empty text is an empty
+    list."""
     cores: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if span is None:
-            raise ValueError(f"no list of cores: {text!r}")
+            raise ValueError(f"not a list of cores: {text!r}")
         first, last = span.groups()
         cores.update(range(int(first), int(last or first) + 1))
     return frozenset(cores)
@@ -196,7 +199,7 @@ def _gids(port: Path) -> Iterator[Gid]:
             yield Gid(
                 index,
                 str(address),
-                # An entry without a type or an interface cannot be read: the kernel says EINVAL.
+                # An entry without a type or an interface cannot be read: the kernel returns EINVAL.
                 kind=_text(port / "gid_attrs/types" / entry.name),
                 interface=_text(port / "gid_attrs/ndevs" / entry.name),
             )
@@ -224,7 +227,7 @@ def _location(device: Path) -> Location:
     except (OSError, RuntimeError):
         return Location()
     node = _text(device / "numa_node")
-    # -1: the firmware does not say.
+    # -1: the firmware reports no node.
     return Location(path, int(node) if node.isdecimal() else None)
 
 
@@ -243,7 +246,7 @@ def _number(text: str) -> float:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """In the order in which people count: mlx5_2 before mlx5_10."""
+    """The entries in numeric order: mlx5_2 before mlx5_10."""
     try:
         entries = list(directory.iterdir())
     except OSError:
@@ -259,9 +262,9 @@ def _text(path: Path) -> str:
 
 
 def cuda_gpu_address(ordinal: int) -> str | None:
-    """The PCI address of the CUDA device that this process calls `ordinal`; None where there is no driver.
+    """The PCI address of the CUDA device that this process calls `ordinal`. None if there is no driver.
 
-    CUDA numbers devices by CUDA_VISIBLE_DEVICES and its own idea of order: only the driver knows.
+    CUDA numbers devices by CUDA_VISIBLE_DEVICES and its own order, which only the driver knows.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

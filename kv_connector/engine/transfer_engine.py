@@ -1,9 +1,9 @@
-"""The typed face of the native TransferEngine: counted one-sided writes between registered memory, and small
+"""The typed interface of the native TransferEngine: counted one-sided writes between registered memory, and
 messages.
 
-Threads: every method may be called from any thread. Those that can block say so; they release the GIL and
-give way to Ctrl-C. The engine's own workers never take the GIL, so Python is never on the path of a page
-or its completion.
+Threads: every method may be called from any thread. The docstrings of methods that can block mention it.
+These methods release the GIL and can be interrupted with Ctrl-C. The engine's own threads never take the GIL,
+so Python is never on the path of a page or its completion.
 
 Units: sizes and offsets in bytes, timeouts in seconds. Failures raise `TransferError`.
 """
@@ -61,7 +61,7 @@ def providers() -> list[ProviderStatus]:
 
 
 def close_or_log(engine: TransferEngine, name: str) -> None:
-    """Closes the transfer engine of a worker that ends, and logs its error: the worker ends all the same."""
+    """Closes the transfer engine of a worker that ends, and logs an error instead of raising it."""
     try:
         engine.close()
     except TransferError as error:
@@ -69,10 +69,10 @@ def close_or_log(engine: TransferEngine, name: str) -> None:
 
 
 class TransferEngine:
-    """Domains and their workers, registered memory and peers. As a context manager it closes at the end."""
+    """Domains and their threads, registered memory and peers. As a context manager it closes at the end."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Opens the domains and starts the workers. Blocks until they are open.
+        """Opens the domains and starts the transfer threads. Blocks until they are open.
 
         TransferError: a configured provider is not usable here (with its reason), unless `allow_fallback`.
         """
@@ -99,14 +99,16 @@ class TransferEngine:
         )
         self._callbacks = EventCallbacks(self._native)
         self._reader: MessageReader | None = None
-        self._scatters: dict[int, int] = {}  # prepared ones, and the tokens of their callbacks
+        self._scatters: dict[int, int] = {}  # prepared scatters, with the tokens of their callbacks
 
     def close(self) -> None:
-        """Ends open transfers with CLOSED, fences every peer, and stops the worker. Blocks; idempotent.
+        """Ends open transfers with CLOSED, fences every peer, and stops the transfer thread. Blocks.
+        Idempotent.
 
         Afterwards nothing reads or writes registered memory any more, and every method raises CLOSED.
+
         TIMEOUT: the engine is closed, but this process's GPU hangs. Its copies may still read registered
-        memory: do not free or reuse that memory before the process ends.
+        memory. Do not free or reuse that memory before the process ends.
         """
         self.on_message(None)
         try:
@@ -122,16 +124,16 @@ class TransferEngine:
     ) -> None:
         if error is None:
             self.close()
-        else:  # an error of close() would take the place of the one that ended the block
+        else:  # an error of close() would replace the error that ended the block
             close_or_log(self, self.config.name)
 
     # --- Memory
 
     def register_memory(self, address: int, nbytes: int, memfd: int = -1, memfd_offset: int = 0) -> int:
-        """Registers [address, address+nbytes) and returns the region. Blocks; writes go on meanwhile.
+        """Registers [address, address+nbytes) and returns the region. Blocks; writes continue meanwhile.
 
-        The memory must stay mapped until deregister_memory() or close() returned. `memfd`: the memfd behind
-        it, if any (the host lane then maps it at the peer; make it with os.MFD_ALLOW_SEALING).
+        The memory must stay mapped until deregister_memory() or close() has returned. `memfd`: the memfd
+        behind it, if any. The host lane then maps it at the peer. Create it with os.MFD_ALLOW_SEALING.
         """
         return self.register_ranges([MemoryRange(address, nbytes, memfd, memfd_offset)])[0]
 
@@ -140,27 +142,29 @@ class TransferEngine:
         return self.register_ranges([buffer_range(buffer)])[0]
 
     def register_ranges(self, ranges: Sequence[MemoryRange]) -> list[int]:
-        """Registers each range, all or none, and returns their regions. Blocks.
+        """Registers all ranges or none, and returns their regions. Blocks.
 
-        Those that lie in one GPU allocation, or touch each other in host memory, are registered in one piece,
-        from the first byte to the last, and share its keys. `buffer_range()` makes a range of a buffer.
+        Ranges in one GPU allocation, or adjacent ranges in host memory, are registered in one piece and share
+        its keys. The piece reaches from the first byte to the last. `buffer_range()` makes a range of a
+        buffer.
         """
         return self._native.register_memory(list(ranges))
 
     def deregister_memory(self, regions: int | Sequence[int], timeout: float) -> None:
         """Revokes the regions' keys and waits until no write can land there any more. Blocks up to `timeout`.
 
-        TIMEOUT: they stay registered; fence the peer that is stuck, then try again. Regions that share keys
-        go together: INVALID_ARGUMENT where one is missing.
+        TIMEOUT: the regions stay registered. Fence the peer that is stuck, and call again. Regions that share
+        keys must be deregistered together: INVALID_ARGUMENT if one is missing.
         """
         self._native.deregister_memory(region_list(regions), timeout)
 
     def region_descriptor(self, regions: int | Sequence[int]) -> bytes:
-        """What a peer needs to write into the regions: for its import_region() or import_regions()."""
+        """The bytes that a peer needs to write into the regions, for its import_region() or
+        import_regions()."""
         return self._native.region_descriptor(region_list(regions))
 
     def import_region(self, peer: int, descriptor: bytes) -> int:
-        """The region of a descriptor that has one."""
+        """The region of a descriptor with exactly one region."""
         (region,) = self._native.import_regions(peer, descriptor)
         return region
 
@@ -171,9 +175,10 @@ class TransferEngine:
     # --- Peers: offer() here -> accept() there -> complete() here, over an authenticated control plane.
 
     def offer(self, name: str, without: Sequence[str] = ()) -> Handshake:
-        """Blocks for what it takes to make a link (milliseconds on a NIC), as accept() and complete() do.
+        """Makes an offer for a peer. Blocks as long as making a link takes (milliseconds on a NIC), as
+        accept() and complete() do.
 
-        ``without``: providers that complete() of an earlier offer has found not to lead to this peer.
+        ``without``: providers that were found, by complete() of an earlier offer, not to lead to this peer.
         """
         return handshake_of(self._native.offer(name, list(without)))
 
@@ -181,33 +186,38 @@ class TransferEngine:
         return handshake_of(self._native.accept(name, offer))
 
     def complete(self, peer: int, answer: bytes) -> None:
-        """A refused answer uses the offer up: the peer's id is forgotten."""
+        """Completes an offer with the peer's answer. A refused answer uses up the offer: the peer's id is
+        forgotten."""
         self._native.complete(peer, answer)
 
     def fence(self, peer: int, timeout: float) -> None:
-        """Ends the peer both ways: then none of its writes can land here any more, and its id is forgotten.
+        """Ends the peer in both directions. Then none of its writes can land here any more, and its id is
+        forgotten.
 
-        Blocks up to `timeout`; TIMEOUT: call again.
+        Blocks up to `timeout`. TIMEOUT: call again.
         """
         self._native.fence(peer, timeout)
 
     def disconnect(self, peer: int, timeout: float) -> None:
-        """Parts from the peer in good order: what is open on both sides ends, then both let go of each other.
+        """Disconnects from the peer in good order: both sides end their open work, then release each other.
 
-        Nothing new can be opened towards the peer from now on. No error event on either side; the peer's side
-        gets PEER_LEFT. Blocks up to `timeout`; TIMEOUT: transfers are still open on one of the sides, or
-        messages unread: seal or cancel them and call again, or fence().
+        Nothing new can be opened towards the peer from now on. Neither side gets an error event. The peer's
+        side gets PEER_LEFT. Blocks up to `timeout`.
+
+        TIMEOUT: transfers are still open on one side, or messages are unread. Seal or cancel the transfers
+        and call again, or call fence().
         """
         self._native.disconnect(peer, timeout)
 
     def lane(self, peer: int) -> str:
-        """The provider that this peer's writes take."""
+        """The provider of this peer's writes."""
         return self._native.lane(peer)
 
     # --- Writing
 
     def open_transfer(self, peer: int, callback: EventCallback | None = None) -> int:
-        """A growing set of writes with exactly one final event: for `callback`, or to wait or poll for."""
+        """Opens a growing set of writes with exactly one final event, for `callback` or to wait or poll
+        for."""
         return self._callbacks.give(callback, lambda token: self._native.open_transfer(peer, token))
 
     def write(
@@ -223,13 +233,13 @@ class TransferEngine:
     ) -> None:
         """Adds one contiguous write of any size. It counts as one page.
 
-        A large one is split over the domains of the peer's lane, unless `domain` (a number in the order of
-        EngineConfig.domains) pins it to one; while that one is broken, the others carry it.
+        A large write is split over the domains of the peer's lane, unless `domain` pins it to one (a number
+        in the order of EngineConfig.domains). While that domain is broken, the others carry it.
         """
         self._native.write(transfer, source, source_offset, target, target_offset, nbytes, immediate, domain)
 
     def write_pages(self, transfer: int, write: PagedWrite) -> None:
-        """Adds pages. OUT_OF_RANGE adds nothing. An empty list is fine."""
+        """Adds pages. OUT_OF_RANGE adds nothing. The list may be empty."""
         self._native.write_pages(transfer, *paged_arguments(write), write.immediate)
 
     def arm(
@@ -237,7 +247,7 @@ class TransferEngine:
     ) -> None:
         """Adds the pages of each layer, posted when `signal` (of this engine) reaches that layer's value.
 
-        `pages.immediate` is ignored: each layer has its own. OUT_OF_RANGE adds nothing.
+        `pages.immediate` is ignored, because each layer has its own. OUT_OF_RANGE adds nothing.
         """
         self._native.arm(
             transfer,
@@ -252,8 +262,8 @@ class TransferEngine:
     def arm_slices(self, transfer: int, signal: LayerSignal, slices: Sequence[ArmedSlice]) -> None:
         """Adds slices of any regions of the two sides, each posted when `signal` reaches its value.
 
-        For a sender that packs into its source memory as it goes. One that is wrong adds nothing. RESOURCES:
-        65,536 slices of the transfer wait or are in flight; wait_drained() first.
+        It serves senders that fill their source memory step by step. If one slice is invalid, nothing is
+        added. RESOURCES: 65,536 slices of the transfer wait or are in flight. Call wait_drained() first.
         """
         self._native.arm_slices(
             transfer,
@@ -267,18 +277,19 @@ class TransferEngine:
     def wait_drained(self, transfer: int, signal_value: int, timeout: float) -> None:
         """Blocks until all slices with values up to `signal_value` are in the peer's memory.
 
-        Their source bytes may be packed anew then. Raises the transfer's error where it fails meanwhile.
+        Their source bytes may then be overwritten. Raises the transfer's error if it fails meanwhile.
         """
         self._native.wait_drained(transfer, signal_value, timeout)
 
     def seal(self, transfer: int) -> None:
-        """No more writes follow: the transfer ends when all have completed."""
+        """No more writes follow. The transfer ends when all have completed."""
         self._native.seal(transfer)
 
     def cancel(self, transfer: int) -> None:
-        """When this returns nothing more is posted; TRANSFER_CANCELLED follows once it has drained.
+        """Cancels a transfer. After the return nothing more is posted. TRANSFER_CANCELLED follows once it has
+        drained.
 
-        Blocks for one turn of the worker.
+        Blocks for one turn of the transfer thread.
         """
         self._native.cancel(transfer)
 
@@ -301,7 +312,7 @@ class TransferEngine:
         callback: EventCallback | None = None,
         domain: int | None = None,
     ) -> int:
-        """open_transfer, one write, seal."""
+        """Does open_transfer(), one write and seal() in one call."""
         return self._callbacks.give(
             callback,
             lambda token: self._native.write_one(
@@ -309,11 +320,12 @@ class TransferEngine:
             ),
         )
 
-    # --- Peer groups: one call for many peers. Whoever is down or fails is named in the event's `failures`,
-    # and stops none of the others.
+    # --- Peer groups: one call for many peers. The event's `failures` name the peers that are down or fail.
+    # They do not stop the others.
 
     def add_peer_group(self, members: Sequence[int]) -> int:
-        """Connected peers, each once. A member that is fenced later stays one that fails."""
+        """Makes a group of connected peers, each once. A member that is fenced later stays in the group and
+        fails."""
         return self._native.add_peer_group(list(members))
 
     def remove_peer_group(self, group: int) -> None:
@@ -333,7 +345,7 @@ class TransferEngine:
         )
 
     def barrier(self, group: int, immediates: Sequence[int], callback: EventCallback | None = None) -> int:
-        """Raises immediates[i], a counter of member i's, by one: a transfer with one final event."""
+        """Raises immediates[i], a counter of member i, by one: a transfer with one final event."""
         return self._callbacks.give(
             callback, lambda token: self._native.barrier(group, list(immediates), token)
         )
@@ -341,9 +353,10 @@ class TransferEngine:
     def prepare_scatter(
         self, group: int, slices: Sequence[PreparedSlice], callback: EventCallback | None = None
     ) -> int:
-        """A scatter that is checked once and submitted often: several slices a member, in the members' order.
+        """Prepares a scatter that is checked once and submitted often: several slices a member, in the
+        members' order.
 
-        `callback` gets each submission's event. A barrier is one whose slices have no bytes.
+        `callback` gets each submission's event. A barrier is a scatter whose slices have no bytes.
         """
         native = [
             (s.member, s.source, s.source_offset, s.target, s.target_offset, s.nbytes, s.immediate)
@@ -359,28 +372,30 @@ class TransferEngine:
         return scatter
 
     def submit_scatter(self, scatter: int, updates: Sequence[ScatterUpdate] | npt.NDArray[np.uint64]) -> int:
-        """Slice i goes as updates[i] says (an array: rows of source offset, target offset, bytes).
+        """Submits a prepared scatter: slice i as in updates[i] (an array: rows of source offset, target
+        offset, bytes).
 
-        A transfer with one final event. OUT_OF_RANGE, beyond what was prepared, sends nothing. RESOURCES: 16
-        submissions are in flight; wait for one.
+        It is a transfer with one final event. OUT_OF_RANGE, beyond the prepared limits, sends nothing.
+        RESOURCES: 16 submissions are in flight. Wait for one of them.
         """
         rows = np.ascontiguousarray(updates, dtype=np.uint64).reshape(-1, 3)
         return self._native.submit_scatter(scatter, rows)
 
     def release_scatter(self, scatter: int) -> None:
-        """Submissions in flight end as they would, but their events find no callback any more."""
+        """Releases a prepared scatter. Submissions in flight end normally, but their events reach no callback
+        any more."""
         self._native.release_scatter(scatter)
         self._callbacks.drop(self._scatters.pop(scatter))
 
-    # --- Messages: small, reliable, in no order. What the peer's user does not read waits here.
+    # --- Messages: small, reliable, unordered. Messages that the peer's user does not read wait here.
 
     def send(
         self, peer: int, message: bytes | bytearray | memoryview, callback: EventCallback | None = None
     ) -> int:
-        """Sends 1 to MAX_MESSAGE_BYTES bytes, copied before this returns: a transfer with one final event.
+        """Sends 1 to MAX_MESSAGE_BYTES bytes, copied before the return: a transfer with one final event.
 
-        TRANSFER_DONE once the peer's engine has taken the message. RESOURCES: too many sends to this peer
-        have not ended, because it does not read.
+        TRANSFER_DONE: the peer's engine has taken the message. RESOURCES: too many sends to this peer have
+        not ended, because it does not read.
         """
         return self._callbacks.give(callback, lambda token: self._native.send(peer, bytes(message), token))
 
@@ -393,14 +408,16 @@ class TransferEngine:
         return Message(*self._native.wait_message(timeout))
 
     def message_fd(self) -> int:
-        """A descriptor that is readable while receive() would return something. Not yours to close."""
+        """A descriptor that is readable while receive() would return something. The caller must not close
+        it."""
         return self._native.message_fd()
 
     def on_message(self, callback: MessageCallback | None) -> None:
-        """From now on each message goes to `callback`, on a thread of its own; None: to receive() again.
+        """Passes each message to `callback` from now on, on a separate thread. None: messages go to receive()
+        again.
 
-        A slow callback holds up its peers and no more than that. What it raises is logged. Called from within
-        the callback, it takes effect after it; else no callback is running any more when it returns.
+        A slow callback delays its peers and nothing else. Its exceptions are logged. A call from within the
+        callback takes effect after it. Otherwise no callback is running any more when the call returns.
         """
         if self._reader is not None:
             self._reader.stop()
@@ -409,10 +426,12 @@ class TransferEngine:
     # --- Counting
 
     def alloc_counters(self, count: int, raisers: Sequence[int] = ()) -> CounterSet:
-        """`count` counters at zero. They exist from now on: what arrives before expect() is not lost.
+        """Allocates `count` counters at zero. They count from now on, so an arrival before expect() is not
+        lost.
 
-        `raisers`: the peers that the immediates are given to. Anybody else who raises one of these counters
-        loses his link, and it is not raised. Empty: any connected peer may, for peers that trust each other.
+        `raisers`: the peers that receive the immediates. Another peer that raises one of these counters loses
+        its link, and the counter is not raised. Empty: any connected peer may raise them, for peers that
+        trust each other.
         """
         set_id, immediates = self._native.alloc_counters(count, list(raisers))
         return CounterSet(set_id, tuple(immediates))
@@ -425,22 +444,24 @@ class TransferEngine:
         word: CompletionWord | None = None,
         value: int = 0,
     ) -> None:
-        """One event when each counter has reached its target (at once if they have).
+        """Reports one event when each counter has reached its target (at once if they have).
 
-        Counts only grow: once that event has come, new targets may be set, above the last ones. Pages of a
-        later target are to be written only after the one before was reached. Where a link of several breaks
-        then, pages that may have been used since are not written again: their transfer fails. `value`
-        is stored into `word` before the event is told (one in a GPU's memory: on a stream, and may still be
-        on its way), for a kernel that polls it; where it could not be stored, the event carries the error.
+        Counts only grow. After that event, new targets may be set, above the last ones. Pages of a later
+        target must be written only after the earlier target was reached. If a link of several then breaks,
+        pages that may have been used since are not written again: their transfer fails.
+
+        `value` is stored into `word` before the event is reported, for a kernel that polls the word. A word
+        in a GPU's memory is stored on a stream, and may still be on its way. If it could not be stored, the
+        event carries the error.
         """
         self._callbacks.give(
             callback, lambda token: self._native.expect(counters, list(targets), token, word, value)
         )
 
     def counter_reader(self, counters: int) -> CounterReader:
-        """The set's counters without a lock: for who polls. A released set's are 0.
+        """The set's counters without a lock, for polling. A released set's counters are 0.
 
-        Pages may be used as a count is read, so a link that breaks can fail transfers: see `expect`.
+        Pages may be used as soon as a count is read, so a link that breaks can fail transfers: see `expect`.
         """
         return self._native.counter_reader(counters)
 
@@ -448,7 +469,7 @@ class TransferEngine:
         return self._native.counter_values(counters)
 
     def release_counters(self, counters: int) -> None:
-        """Frees the set: later immediates count as stale. No event follows."""
+        """Frees the set. Later immediates count as stale. No event follows."""
         self._native.release_counters(counters)
 
     # --- Waiting
@@ -462,33 +483,38 @@ class TransferEngine:
         return event_of(self._native.wait_counters(counters, timeout))
 
     def poll_events(self, limit: int = 256) -> list[Event]:
-        """Takes up to `limit` events that nobody waits for. Never blocks."""
+        """Takes up to `limit` events that no call waits for. Never blocks."""
         return [event_of(event) for event in self._native.poll_events(limit)]
 
     def event_fd(self) -> int:
-        """A descriptor that is readable while poll_events() would return something. Not yours to close."""
+        """A descriptor that is readable while poll_events() would return something. The caller must not close
+        it."""
         return self._native.event_fd()
 
-    # --- The rest
+    # --- Signals, statistics and traces
 
     def create_signal(self) -> LayerSignal:
         return self._native.create_signal()
 
     def create_stream_signal(self) -> StreamSignal:
-        """A signal that a CUDA stream writes. Call it where the forward runs, with its device current."""
+        """Creates a signal that a CUDA stream writes. Call it where the forward pass runs, with its device
+        current."""
         return self._native.create_stream_signal()
 
     def stats(self) -> EngineStats:
         return EngineStats(*self._native.stats())
 
     def start_trace(self, steps: int) -> None:
-        """From now on the worker notes what it does with armed writes and counters, up to `steps` steps
-        between two calls of take_trace(). Costs nothing until then. Blocks for one turn of the worker.
+        """Starts recording steps of the transfer thread for armed writes and counters. Costs nothing before
+        the call.
+
+        At most `steps` steps are recorded between two calls of take_trace(). Blocks for one turn of the
+        transfer thread.
         """
         self._native.start_trace(steps)
 
     def take_trace(self) -> tuple[list[TraceStep], int]:
-        """The steps since the last call, and how many more there were than it had room for."""
+        """The steps since the last call, and the number of steps that were lost for lack of room."""
         steps, lost = self._native.take_trace()
         return [TraceStep(_STEP_KINDS[kind], *rest) for kind, *rest in steps], lost
 
@@ -497,5 +523,5 @@ class TransferEngine:
         return self._native.domains()
 
     def unusable(self) -> list[str]:
-        """With allow_fallback: why configured domains could not be opened."""
+        """The reasons why configured domains could not be opened. Only with allow_fallback."""
         return self._native.unusable()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 GREY = "#737b85"  # contrast 4.3 to white, 4.4 to GitHub's black
 COLOURS = ("#2f81d0", "#d9622b", "#2b9a5b", "#9a6ad6", "#b07d12", "#c2528b", "#1e8f99")
 
+_ONE_MOMENT_MS = 0.02  # an agent notes layers that are computed already within 1 to 2 us of each other
+
 _STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -88,7 +90,7 @@ def lines(file: Path, panels: Sequence[Panel], caption: str = "") -> None:
                 one.plot(places, _gaps(series.values), marker="o", color=colour, label=series.name)
             if panel.at is not None:
                 one.set_xscale("log", base=2)
-                one.set_xticks(panel.at, panel.columns)
+                one.set_xticks(panel.at, panel.columns, rotation=30)
                 one.minorticks_off()
             _label(one, panel)
 
@@ -203,12 +205,14 @@ class _Drawn:
         spans = [(ms(step["ts"]), ms(step["ts"] + step["dur"])) for step in steps]
         computed = named("computed")
         names = list(dict.fromkeys(layer for _, layer in computed))
-        bars, last = list[_Bar](), 0.0
+        bars, last, group = list[_Bar](), 0.0, 0.0
         for when, layer in computed:
-            # A layer begins where the previous one ends, or where its step begins.
+            # A layer begins where the layer before it ends, or where its step begins. Layers that were
+            # noted at one moment (the agent holds off while a step is launched) share the time before it.
+            if when > group + _ONE_MOMENT_MS:
+                last, group = group, when
             start = max([last, *(first for first, _ in spans if first <= when)])
             bars.append(_Bar(names.index(layer), start, when))
-            last = when
         counts = [(ms(event["ts"]), event["args"]["pages"]) for event in events if event["ph"] == "C"]
         most = max((pages for _, pages in counts), default=1)
         return cls(

@@ -1,8 +1,8 @@
 """Passes the descriptor of each rank's segment to every other rank.
 
 A pair of ranks has one connection: the higher rank connects to the lower one. The sockets are abstract and
-have random names. Any process of the machine can connect to them, so a rank accepts a connection only if
-the kernel names the expected process and user as its peer, and the first message has the rank's secret.
+have random names. Any process of the machine can connect to them. So a rank accepts a connection only if the
+kernel names the expected process and user as its peer. The first message must also have the rank's secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACKLOG = 16
 _PREFIX = b"\0kv-connector-moe-"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _INT = struct.calcsize("i")
-# One descriptor is valid. Room for a second one tells a message with too many.
+# One descriptor is valid. Room for a second one makes a message with too many detectable.
 _CONTROL_BYTES = socket.CMSG_SPACE(2 * _INT)
 LEAVE = b"leave"
 
@@ -45,7 +45,7 @@ class Connection:
     """Readable once the process has ended. None: this kernel or sandbox has no pidfd."""
 
     def leave(self) -> None:
-        """Tells the other rank that this rank closes the group in good order. Does not block."""
+        """Reports to the other rank that this rank closes the group in good order. Does not block."""
         with contextlib.suppress(OSError):
             self.socket.send(LEAVE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 

@@ -18,8 +18,8 @@ class GroupError(RuntimeError):
 
 
 class ExchangeError(GroupError):
-    """The exchange of the forming failed or did not end. A call of it may still wait within the framework's
-    group, whose next collective could meet it: the engine has to end."""
+    """The exchange of the forming failed or did not end. One of its calls may still wait within the
+    framework's group, and could disturb that group's next collective. So the engine has to end."""
 
 
 @dataclass(frozen=True)

@@ -158,15 +158,15 @@ class _Part:
             try:
                 self._native.close(CLOSE_SECONDS)
             except Exception as error:
-                logger.warning("moe: rank %d keeps its segment: %s", self._settings.rank, error)
+                logger.warning("moe: rank %d cannot free its segment: %s", self._settings.rank, error)
 
 
 def _exchange(
     exchange: Exchange, message: bytes, timeout: float, subject: str, peers: Mapping[int, Connection]
 ) -> Sequence[bytes]:
-    """Calls the exchange on a thread, because it may wait for a dead rank without a bound of its own.
+    """Calls the exchange on a thread, because it may wait for a dead rank without a time limit.
 
-    Raises ExchangeError where it fails, where it does not end in time, and where a process of ``peers`` ends.
+    Raises ExchangeError if it fails, if it does not end in time, and if a process of ``peers`` ends.
     """
     results: list[Sequence[bytes]] = []
     errors: list[Exception] = []

@@ -207,7 +207,7 @@ class Group:
                 return
             self._closed = True
         self._dispatch_areas, self._combine_areas = [], []
-        # First of all: ranks that wait for this one need not wait for its GPU.
+        # Comes first, so that ranks that wait for this rank need not wait for its GPU.
         self._watcher.leave()
         try:
             self._native.close(timeout)
@@ -218,7 +218,7 @@ class Group:
             self._watcher.close()
 
     def _lose(self, rank: int, left: bool) -> None:
-        """On the watcher's thread."""
+        """Called on the watcher's thread."""
         self._native.lose(rank, left)
         self._lost |= {rank}
 

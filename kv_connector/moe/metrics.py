@@ -52,7 +52,7 @@ class MoeMetrics:
 
 @cache
 def _of_process() -> MoeMetrics:
-    # Made at the first event: a process that exchanges no rows exports none of this.
+    # Created at the first event, so that a process without row exchange exports no counters.
     return MoeMetrics()
 
 

@@ -13,7 +13,7 @@ from kv_connector.moe.descriptors import LEAVE, Connection
 
 logger = logging.getLogger("kv_connector")
 
-# Ending takes microseconds: the thread has nothing to do but to wake up.
+# Ending takes microseconds, because the thread only has to wake up.
 _JOIN_SECONDS = 2.0
 
 
@@ -66,8 +66,8 @@ class Watcher:
                     selector.unregister(connection.socket)
                     if connection.pidfd is not None:
                         selector.unregister(connection.pidfd)
-                    # A rank that closes before it reads our word resets the connection, and its own word
-                    # is gone.
+                    # If a rank closes before it reads this rank's LEAVE, it resets the connection, and its
+                    # own LEAVE is lost.
                     left = _left(connection.socket) or self._leaving
                     # Before the log: a step may be waiting.
                     self._lost(connection.rank, left)

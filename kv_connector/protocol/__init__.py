@@ -1,1 +1,1 @@
-"""What two workers agree on, and how a request goes: no socket, thread or clock."""
+"""The agreement between two workers, and the course of a request: no socket, thread or clock."""

@@ -1,8 +1,8 @@
-"""What the state machines ask their driver to do: small values, in the order in which they must be executed.
+"""The actions that the state machines request of their driver: small values, executed in their order.
 
-The machines (prefill.py, decode.py, peers.py) hold no socket, thread or clock. Events and the time go in as
-method calls; a list of actions comes out. The agent executes them on real sockets and a TransferEngine, the
-simulator in virtual time.
+The machines (prefill_machine.py, decode_machine.py, peers.py) hold no socket, thread or clock. Events and the
+time go in as method calls, and a list of actions comes out. The agent executes the actions on real sockets
+and a TransferEngine, the simulator in virtual time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from kv_connector.protocol.messages import (
 from kv_connector.protocol.plan import Groups
 from kv_connector.protocol.runs import Places
 
-# One session with a peer, numbered by the PeerTable and never reused: a peer that comes back is a new one.
+# One session with a peer. The PeerTable numbers the sessions and never reuses a number, so a peer that comes
+# back has a new one.
 PeerId = int
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where an agent's control socket listens."""
+    """The address on which an agent's control socket listens."""
 
     host: str
     port: int
@@ -45,19 +46,19 @@ class Address:
 
 
 class Outcome(enum.Enum):
-    """How a transfer ended, on either side."""
+    """The outcome of a transfer, on either side."""
 
     COMPLETED = "completed"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # its client left: D or P aborted its request
-    RELEASED = "released"  # D needed nothing
-    EXPIRED = "expired"  # nobody came for it
-    STALE = "stale"  # P has other weights or another prompt, or computes anew what a part of is at D
+    CANCELLED = "cancelled"  # the client left: D or P aborted its request
+    RELEASED = "released"  # D needed no pages
+    EXPIRED = "expired"  # no peer requested it in time
+    STALE = "stale"  # P has other weights or another prompt, or recomputes a prompt of which D has a part
 
 
 @dataclass(frozen=True)
 class Send:
-    """A message to a peer; dropped if the peer is gone meanwhile."""
+    """Send a message to a peer. The message is dropped if the peer is gone."""
 
     peer: PeerId
     message: AnyMessage
@@ -65,8 +66,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Fence:
-    """End the session: no write of either side may land, or read, any more. Answered by ``peer_down`` at
-    once and by ``fenced`` when it is true."""
+    """End the session, so that no write of either side may land or read any more.
+
+    ``peer_down`` answers at once, and ``fenced`` once the fence is complete.
+    """
 
     peer: PeerId
     reason: str
@@ -74,65 +77,69 @@ class Fence:
 
 @dataclass(frozen=True)
 class Ended:
-    """A transfer came to its end; for counters, and a log line unless all went as decode wanted."""
+    """A transfer has ended. Counted, and logged unless it ended as decode wanted."""
 
-    side: Role  # PREFILL: it was to be sent; DECODE: to be received
+    side: Role  # PREFILL: a transfer to be sent; DECODE: one to be received
     transfer_id: str
     peer: PeerId | None  # None: no peer was ever involved
     outcome: Outcome
-    reason: str = ""  # empty where D's own request was aborted
-    seconds: float = 0.0  # D: from RESERVE to the last page; P: from RESERVE to the end
-    share: int = 0  # P: which of D's workers it was for
-    request_id: str = ""  # empty where the request has not come
+    reason: str = ""  # empty if D's own request was aborted
+    seconds: float = 0.0  # in D from RESERVE to the last page, in P from RESERVE to the end
+    share: int = 0  # in P: the number of the decode worker's share
+    request_id: str = ""  # empty if the request has not arrived
 
 
 class State(enum.Enum):
-    """How far a request has come, on either side. It never goes back; before, it waits for the other side."""
+    """The state of a request, on either side. It never goes back. Without a state, the request waits for the
+    other side."""
 
-    # Both sides are there: pages go as they are computed. On P also where decode has said that it wants none.
+    # Both sides are present, and pages are sent as they are computed. In P also if decode has reported that
+    # it needs none.
     MOVING = "moving"
-    DONE = "done"  # all that decode asked for is there
-    FAILED = "failed"  # over without that, whatever the outcome; no page is read or written any more
+    DONE = "done"  # all requested pages have arrived
+    FAILED = "failed"  # over without them, whatever the outcome; no page is read or written any more
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A request of this engine has come so far."""
+    """A request of this engine has reached this state."""
 
     side: Role
     transfer_id: str
     request_id: str
     state: State
-    reason: str = ""  # why it failed; empty where it was aborted here
-    first_token: int = 0  # P, MOVING: decode has the tokens before this one
+    reason: str = ""  # why it failed; empty if it was aborted here
+    first_token: int = 0  # in P, MOVING: decode has the tokens before this one
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A transfer that is not over, as operators see it."""
+    """A transfer that is not over, as shown to operators."""
 
     side: Role
     transfer_id: str
-    request_id: str  # empty where the request has not come
+    request_id: str  # empty if the request has not arrived
     peer: PeerId | None
     phase: str
-    since: float | None  # RESERVE; on D, when the request asked for it. None: there was none yet
-    share: int = 0  # P: which of D's workers it is for
+    # the time of RESERVE; in D, the time at which the request wanted its pages. None: no reservation yet
+    since: float | None
+    share: int = 0  # in P: the number of the decode worker's share
 
 
 @dataclass(frozen=True)
 class Log:
-    """A line for the operator, at a level of the standard library's logging."""
+    """A log line for the operator, at a level of the standard library's logging."""
 
     level: int
     text: str
 
 
-# --- Of prefill alone
+# --- Of the prefill side
 
 
 class Share(NamedTuple):
-    """What one of D's workers gets of a transfer: P's worker serves several where D has more of them."""
+    """The part of a transfer that one decode worker receives. One worker of P serves several if D has more
+    workers."""
 
     transfer_id: str
     number: int = 0
@@ -143,10 +150,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PushedGroup:
-    """Of one group, what lies at the same places of its blocks: from ``source[i]`` (P's block) to
-    ``target[i]`` (D's block)."""
+    """Pages of one group at the same places of their blocks: from P's block ``source[i]`` to D's block
+    ``target[i]``."""
 
-    groups: Groups  # P's and D's
+    groups: Groups  # P's group and D's group
     places: Places
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -154,30 +161,29 @@ class PushedGroup:
 
 @dataclass(frozen=True)
 class Push:
-    """Add these pages to the share's writes; the first Push opens a transfer for them in the engine.
+    """Add these pages to the share's writes. The first Push opens a native transfer for them.
 
-    Not to be carried out if the share has ended since (``writing`` is false): D has been told that
-    nothing lands.
+    Do not execute it if the share has ended since (``writing`` is false): D has a report that nothing lands.
     """
 
     peer: PeerId
     share: Share
     signal_base: int | None  # None: computed already
-    immediate: int  # raises D's counter, by one for each page
+    immediate: int  # raises D's counter by one for each page
     groups: tuple[PushedGroup, ...]
-    early_token: bool = False  # the client is likely to have its first token from P, without waiting for them
+    early_token: bool = False  # the client probably gets its first token from P, before these pages arrive
 
 
 @dataclass(frozen=True)
 class Seal:
-    """No pages follow: the engine reports the transfer's end once all have arrived."""
+    """No pages follow. The transfer engine reports the transfer's end once all pages have arrived."""
 
     share: Share
 
 
 @dataclass(frozen=True)
 class CancelWrites:
-    """Post nothing more of this share; the engine reports its end once it has drained."""
+    """Post nothing more of this share. The transfer engine reports its end once it has drained."""
 
     share: Share
 
@@ -189,19 +195,19 @@ class FinishedSending:
     request_id: str
 
 
-# --- Of decode alone
+# --- Of the decode side
 
 
 @dataclass(frozen=True)
 class FindEngine:
-    """Who are the workers of the engine at this address? ``engine_found`` or ``engine_not_found`` answers."""
+    """Find the workers of the engine at this address. ``engine_found`` or ``engine_not_found`` answers."""
 
     engine: Address
 
 
 @dataclass(frozen=True)
 class Dial:
-    """A session with this worker of the engine is needed, for what is wanted of it, while it has this layout:
+    """Open a session with this worker of the engine for the parts in ``wants``, if it has this layout.
     ``peer_up`` or ``dial_failed`` answers."""
 
     engine: Address
@@ -212,11 +218,11 @@ class Dial:
 
 @dataclass(frozen=True)
 class OpenCounter:
-    """Allocate a counter, to report when it has reached ``writes``; ``counter_opened`` answers.
+    """Allocate a counter that reports when it has reached ``writes``. ``counter_opened`` answers.
 
-    Only ``peers`` may raise it. One for the whole request: nobody waits for a single layer, or for one of
-    several sources, and an engine has 65,536 counters, which one for each of 94 layers would use up in 697
-    requests.
+    Only ``peers`` may raise it. The whole request has one counter, because nothing waits for a single layer
+    or for one of several sources. An engine has 65,536 counters. One for each of 94 layers would use them up
+    in 697 requests.
     """
 
     peers: tuple[PeerId, ...]
@@ -226,17 +232,17 @@ class OpenCounter:
 
 @dataclass(frozen=True)
 class CloseCounter:
-    """Free the request's counter: later immediates for it are stale."""
+    """Free the request's counter. Later immediates for it are stale."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class FinishedReceiving:
-    """Nothing can land in the request's blocks any more; if it ``failed``, they lack their pages.
+    """Nothing can land in the request's blocks any more. If it ``failed``, pages are missing.
 
-    ``sampled``: the token that prefill sampled behind the prompt, if it was asked for and has said it.
-    ``stale``: it failed as Outcome.STALE says, which is nobody's fault: D is to compute the prompt.
+    ``sampled``: the token that prefill sampled behind the prompt, if it was requested and has arrived.
+    ``stale``: the transfer ended with Outcome.STALE, which is no fault. D then computes the prompt.
     """
 
     request_id: str
@@ -247,24 +253,26 @@ class FinishedReceiving:
 
 # --- Of sessions
 
-# Names one control connection, given by the owner of the sockets. One that broke and came back is another.
+# Names one control connection. The owner of the sockets assigns it. A connection that broke and came back has
+# another name.
 Source = bytes
 
 
 @dataclass(frozen=True)
 class Connect:
-    """Open a control connection and make an offer of the engine: ``offered`` or ``dial_error`` answers."""
+    """Open a control connection and create an offer of the transfer engine. ``offered`` or ``dial_error``
+    answers."""
 
     peer: PeerId
     address: Address
     name: str
     without: tuple[str, ...] = ()
-    """Lanes that the offer leaves out: they do not lead to this worker."""
+    """Lanes that the offer leaves out, because they do not lead to this worker."""
 
 
 @dataclass(frozen=True)
 class Inquire:
-    """Open a control connection, without an offer: ``connected`` or ``dial_error`` answers."""
+    """Open a control connection without an offer. ``connected`` or ``dial_error`` answers."""
 
     peer: PeerId
     address: Address
@@ -272,7 +280,8 @@ class Inquire:
 
 @dataclass(frozen=True)
 class Accept:
-    """Let the engine accept D's offer and import its regions: ``accepted`` or ``refused`` answers."""
+    """Let the transfer engine accept D's offer, and import D's regions. ``accepted`` or ``refused``
+    answers."""
 
     peer: PeerId
     name: str
@@ -281,7 +290,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Complete:
-    """Give P's answer to the engine: ``completed``, ``pass_over`` or ``dial_error`` answers."""
+    """Give P's answer to the transfer engine. ``completed``, ``pass_over`` or ``dial_error`` answers."""
 
     peer: PeerId
     name: str
@@ -291,7 +300,7 @@ class Complete:
 
 @dataclass(frozen=True)
 class Reply:
-    """A message on a connection, whether or not it has a session."""
+    """Send a message on a connection, whether or not it has a session."""
 
     source: Source
     message: AnyMessage
@@ -299,7 +308,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class SessionUp:
-    """Requests can flow. ``address``: what was dialled; None where the peer dialled us."""
+    """The session can carry requests. ``address``: the address that was dialled. None if the peer dialled."""
 
     peer: PeerId
     address: Address | None
@@ -307,7 +316,7 @@ class SessionUp:
 
 @dataclass(frozen=True)
 class SessionOver:
-    """No more messages from or to this peer: tell the request machines, fence it, and tell them again."""
+    """The session has ended. Notify the request machines, fence the peer, and notify them again."""
 
     peer: PeerId
     reason: str
@@ -315,7 +324,7 @@ class SessionOver:
 
 @dataclass(frozen=True)
 class DialFailed:
-    """The address led to no session."""
+    """No session with the worker at this address could be made."""
 
     address: Address
     reason: str
@@ -323,7 +332,7 @@ class DialFailed:
 
 @dataclass(frozen=True)
 class EngineFound:
-    """Who the workers of the engine at this address are, by rank."""
+    """The workers of the engine at this address, by rank."""
 
     engine: Address
     ranks: Ranks
@@ -331,7 +340,7 @@ class EngineFound:
 
 @dataclass(frozen=True)
 class EngineNotFound:
-    """There is none at this address, or it refuses us."""
+    """No engine answers at this address, or it refuses this engine."""
 
     engine: Address
     reason: str
@@ -339,14 +348,14 @@ class EngineNotFound:
 
 @dataclass(frozen=True)
 class HangUp:
-    """Close a connection that we dialled."""
+    """Close a connection that this side dialled."""
 
     source: Source
 
 
 @dataclass(frozen=True)
 class Distrust:
-    """The sender broke the protocol: nothing more from this connection is to be read."""
+    """The sender broke the protocol. Read nothing more from this connection."""
 
     source: Source
     reason: str
@@ -354,7 +363,7 @@ class Distrust:
 
 @dataclass(frozen=True)
 class Deliver:
-    """A message of a live session for the request machines."""
+    """Pass a message of a live session to the request machines."""
 
     peer: PeerId
     message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping

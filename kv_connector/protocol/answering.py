@@ -1,4 +1,4 @@
-"""The prefill side of membership, sans-IO: answers workers of decode engines that dial."""
+"""The prefill side of membership, sans-IO: answers the workers of decode engines that connect."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from kv_connector.protocol.sessions import (
 
 
 class Answering:
-    """Makes the sessions with decode engines. Methods of PeerTable's names do what those say."""
+    """Makes the sessions with decode engines. A method named as in PeerTable has that method's contract."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def hello(self, now: float, source: Source, hello: Hello) -> list[PeersAction]:
-        """A decode worker dials, or repeats its HELLO."""
+        """Handles the HELLO of a decode worker, or its repetition."""
         engine = (hello.engine_id, hello.rank)
         name = f"{hello.engine_id}/{hello.rank}"
         speaker = self._sessions.peers.get(self._sessions.by_source.get(source, -1))
@@ -69,7 +69,7 @@ class Answering:
             for peer_id in sorted(before.sessions):
                 actions += self._sessions.drop(now, peer_id, "the engine restarted")
         elif before is not None:
-            # Another session of the same process concerns this one only if it is what this one replaces.
+            # Another session of the same process matters here only if the new session replaces it.
             caller = before
             for known in [self._sessions.peers[peer_id] for peer_id in sorted(before.sessions)]:
                 if known is speaker or now - known.last_seen >= self._sessions.timeouts.suspect:
@@ -95,16 +95,16 @@ class Answering:
         return [*self._nak(peer.source, peer.name, reason, text), *self._sessions.forget(peer, text)]
 
     def locate(self, source: Source, message: Locate) -> list[PeersAction]:
-        """A decode worker asks where the workers of this engine listen."""
+        """Answers a decode worker that requests the addresses of this engine's workers."""
         refusal = self._refusal(message)
         if refusal is not None:
             return self._nak(source, f"{message.engine_id}/{message.rank}", *refusal)
         if not self._sessions.ranks:
-            return []  # we are starting, and will know it when D asks again
+            return []  # this engine is starting, and D will repeat the request
         return [Reply(source, Directory(self._sessions.identity.engine_id, self._sessions.ranks))]
 
     def receive(self, peer: Peer, message: AnyMessage) -> list[PeersAction]:
-        """A message of a decode worker with a session."""
+        """Handles a message of a decode worker that has a session."""
         assert peer.source is not None
         if isinstance(message, Ping):
             actions: list[PeersAction] = [Reply(peer.source, Pong(message.sequence))]
@@ -124,7 +124,7 @@ class Answering:
             text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
             return NakReason.WRONG_ROLE, text
         if hello.protocol != PROTOCOL_VERSION:
-            versions = f"prefill has {PROTOCOL_VERSION}, decode has {hello.protocol}"
+            versions = f"prefill engine has {PROTOCOL_VERSION}, decode engine has {hello.protocol}"
             return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
         problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)
         if problem is not None:

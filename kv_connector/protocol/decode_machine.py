@@ -1,15 +1,17 @@
 """D's side of every transfer, sans-IO: from blocks waiting to be filled to exactly one report.
 
 The pages come from one worker of a prefill engine or from several, each of which has some of the layers, or
-some heads of them. Who they are follows from the engine's directory (sources.py), once it is known. With each
-of them a transfer has a leg. The phases of transfers and legs, with their tables, are in legs.py.
+some heads of them. The engine's directory determines the workers (sources.py). With each of them a transfer
+has a leg. The phases of transfers and legs, with their tables, are in legs.py.
 
-One counter tells when all pages have come. A request that goes on with the token that P samples waits for
-that, too, and does without it where it is not to be had any more. Where one leg fails, or the request is
-aborted, all are stopped.
-Blocks and the counter are handed back only when nothing can land in them any more: all pages have come, or
-every peer said that nothing is in flight, or is fenced. A failed transfer is reported as failed, an aborted
-one is not. Where P's request was aborted first, the report waits a moment for the abort of D's.
+One counter reports when all pages have arrived. A request that continues with the token that P samples also
+waits for the token. If the token cannot come any more, the request continues without it. If one leg fails, or
+the request is aborted, all legs are stopped.
+
+Blocks and the counter are handed back only when nothing can land in them any more. Either all pages have
+arrived, or every peer has reported that nothing is in flight, or is fenced. A failed transfer is reported as
+failed, an aborted one is not. If P's request was aborted first, the report waits a moment for the abort of
+D's request.
 """
 
 from __future__ import annotations
@@ -63,52 +65,54 @@ DecodeAction = (
     Send | Fence | Ended | Reached | Log | FindEngine | Dial | OpenCounter | CloseCounter | FinishedReceiving
 )
 
-# Seconds that a load waits for the abort of its own request once P's was aborted. A client leaves both: their
-# API servers notice it within milliseconds, and D's workers with D's next step, of 10 to 500 ms. A failure
-# that is reported before may be answered, and logged by vLLM as an internal error.
+# Seconds that a load waits for the abort of D's request after P's request was aborted. A client leaves both
+# engines. Their API servers notice it within milliseconds. D's workers notice it with D's next step, of 10 to
+# 500 ms. A failure reported earlier may be answered by vLLM, and logged as an internal error.
 ABORT_LAG_S = 1.0
 
 
 @dataclass
 class _Engine:
-    """A prefill engine that was found, or is being looked for."""
+    """A prefill engine that is known, or is being located."""
 
-    workers: dict[Address, Draw] | None = None  # of which we want something, or whom we tell that nobody does
-    releases: list[str] = field(default_factory=list)  # transfers, to be released once it is found
+    # those that send pages here, and idle ones that this worker has to notify
+    workers: dict[Address, Draw] | None = None
+    # ids of transfers to be released once the engine is found
+    releases: list[str] = field(default_factory=list)
 
 
 class DecodeMachine:
-    """All transfers of one decode worker. Every method returns what to do, in order."""
+    """All transfers of one decode worker. Every method returns the actions to execute, in order."""
 
     def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
         self._layout = layout
         self._timeouts = timeouts
         self._rank = 0
-        self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # of this engine
+        self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # the workers of this engine
         self._transfers: dict[str, Reception] = {}  # by request id
         self._attempts: dict[int, str] = {}  # attempt -> request id
         self._engines: dict[Address, _Engine] = {}
         self._sessions: dict[Address, PeerId] = {}
-        self._releases: dict[Address, list[Release]] = {}  # to be sent once the session is there
+        self._releases: dict[Address, list[Release]] = {}  # sent once the session is up
         self._timers: Timers[str] = Timers()
         self._next_attempt = 1
         self._weights = ""
 
     def __len__(self) -> int:
-        """Transfers that are not over."""
+        """Number of transfers that are not over."""
         return len(self._transfers)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._transfers
 
     def next_deadline(self) -> float | None:
-        """When tick() is due, if nothing happens before."""
+        """The time at which tick() is due if nothing happens before."""
         return self._timers.next()
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""
         found = []
-        for transfer in list(self._transfers.values()):  # in one step
+        for transfer in list(self._transfers.values()):  # copied in one step, because other threads change it
             peer, phase = transfer.shown
             request, since = transfer.request, transfer.deadline - self._timeouts.transfer
             ids = request.transfer_id, request.request_id
@@ -118,12 +122,13 @@ class DecodeMachine:
     # --- D's engine
 
     def set_weights(self, version: str) -> None:
-        """D serves this version from now on, and asks for pages of it. What it has asked for before is its
-        framework's to cancel."""
+        """D serves this version from now on, and requests pages of it. The framework must cancel earlier
+        requests."""
         self._weights = version
 
     def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
-        """All workers of this engine, of which this is number ``rank``. Without it, it is the only one."""
+        """Sets all workers of this engine. This worker has number ``rank``. Without a call it is the only
+        worker."""
         self._rank, self._ranks = rank, tuple(ranks)
 
     def reserve(self, now: float, request: DecodeRequest) -> list[DecodeAction]:
@@ -131,7 +136,7 @@ class DecodeMachine:
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
         transfer = Reception(request, self._next_attempt, now + self._timeouts.transfer)
-        # 32 bits on the wire; an attempt that old was fenced long before.
+        # The number has 32 bits on the wire. By the time it repeats, the old attempt was fenced long ago.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
         self._attempts[transfer.attempt] = request.request_id
@@ -145,7 +150,7 @@ class DecodeMachine:
         return [] if engine.workers is None else self._stage(now, transfer, engine.workers)
 
     def cancel(self, now: float, request_id: str) -> list[DecodeAction]:
-        """The request was aborted: its blocks come back as soon as nothing can land in them."""
+        """The request was aborted. Its blocks are handed back once nothing can land in them."""
         transfer = self._transfers.get(request_id)
         if transfer is None or transfer.phase is Phase.ABORTED:
             return []
@@ -157,18 +162,18 @@ class DecodeMachine:
             return []
         if before is Phase.LANDED and self._wants_pages(transfer.request):
             return self._end(now, transfer, Outcome.CANCELLED, "")
-        # In LANDED, P may still compute the prompt whose token alone was wanted: it stops, too.
+        # In LANDED, P may still be computing a prompt of which only the token is wanted. It stops as well.
         actions = self._stop(now, transfer)
-        if transfer.since is None:  # no source was asked
+        if transfer.since is None:  # no source got a RESERVE
             actions += self.release(now, transfer.request.transfer_id, transfer.request.engine)
         return actions
 
     def release(self, now: float, transfer_id: str, address: Address) -> list[DecodeAction]:
-        """D needs nothing of this transfer of the engine at ``address``: P may free its blocks. Best effort,
-        P's hold time ends it too."""
+        """D needs nothing of this transfer from the engine at ``address``, so P may free its blocks. Best
+        effort: P's hold time ends it too."""
         problem = id_problem(transfer_id)
         if problem is not None:
-            return [Log(logging.WARNING, f"nothing to release at {address}: {problem}")]
+            return [Log(logging.WARNING, f"cannot release a transfer at {address}: {problem}")]
         engine = self._engines.get(address)
         if engine is not None and engine.workers is not None:
             return self._release(transfer_id, address, engine.workers)
@@ -179,8 +184,9 @@ class DecodeMachine:
     # --- The engine and its workers
 
     def engine_found(self, now: float, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
-        """These are the workers of the engine at this address; the first of them is who answered there."""
-        engine = self._engines.setdefault(address, _Engine())  # requests that queue look for it, too
+        """Takes the workers of the engine at this address. The first of them is the one that answered
+        there."""
+        engine = self._engines.setdefault(address, _Engine())  # queued requests look for it as well
         if engine.workers is not None:
             return []
         where = [address, *(Address(rank.host, rank.port) for rank in ranks[1:])]
@@ -209,7 +215,7 @@ class DecodeMachine:
         return actions
 
     def engine_not_found(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
-        """Nobody answered there, or we are refused, or could not use what it has."""
+        """No engine answered at this address, it refused this engine, or its layout does not fit."""
         self._engines.pop(address, None)
         actions: list[DecodeAction] = []
         for transfer in self._unstaged(address):
@@ -217,7 +223,7 @@ class DecodeMachine:
         return actions
 
     def peer_up(self, now: float, address: Address, peer: PeerId) -> list[DecodeAction]:
-        """There is a session with the worker at this address."""
+        """A session with the worker at this address is up."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
         for transfer, leg in self._awaiting(address):
@@ -226,7 +232,7 @@ class DecodeMachine:
         return actions
 
     def dial_failed(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
-        """There will be no session: refused, or nobody answered."""
+        """No session will be made: the worker refused or did not answer."""
         self._releases.pop(address, None)
         self._forget(address)
         actions: list[DecodeAction] = []
@@ -235,7 +241,7 @@ class DecodeMachine:
         return actions
 
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[DecodeAction]:
-        """The session is over, its fence is under way: ``fenced`` follows."""
+        """The session is over and being fenced. ``fenced`` follows."""
         for address in [address for address, known in self._sessions.items() if known == peer]:
             del self._sessions[address]
             self._forget(address)
@@ -247,7 +253,7 @@ class DecodeMachine:
             if transfer.phase is Phase.LANDED:
                 actions += self._will_not_say(now, transfer, leg)
                 continue
-            if leg.phase is not LegPhase.STAGED:  # else it was not asked for anything
+            if leg.phase is not LegPhase.STAGED:  # a staged source got no RESERVE
                 leg.enter(LegPhase.FENCING)
             actions += self._give_up(now, transfer, reason, peer)
         return actions
@@ -264,7 +270,7 @@ class DecodeMachine:
     # --- The counter
 
     def counter_opened(self, now: float, request_id: str, immediate: int) -> list[DecodeAction]:
-        """The counter exists, so pages may come."""
+        """The counter exists, so pages may arrive."""
         transfer = self._transfers.get(request_id)
         if transfer is None:  # a source was lost in the meantime
             return [CloseCounter(request_id)]
@@ -283,7 +289,7 @@ class DecodeMachine:
             wants_sampled=request.wants_sampled,
             weights=self._weights,
         )
-        actions: list[DecodeAction] = [_reached(request, State.MOVING)]
+        actions: list[DecodeAction] = [_report_status(request, State.MOVING)]
         for leg in transfer.legs:
             assert leg.peer is not None
             leg.enter(LegPhase.RESERVED)
@@ -292,12 +298,12 @@ class DecodeMachine:
         return actions
 
     def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
-        """No counter: nothing was sent, so nothing can land."""
+        """No counter could be opened. Nothing was sent, so nothing can land."""
         transfer = self._transfers.get(request_id)
         return [] if transfer is None else self._give_up(now, transfer, reason)
 
     def counter_reached(self, now: float, request_id: str) -> list[DecodeAction]:
-        """Every page has landed exactly once, whatever else is under way: nothing more can land."""
+        """Every page has landed exactly once. Whatever else is in flight, nothing more can land."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return []
@@ -309,7 +315,7 @@ class DecodeMachine:
     # --- Messages of P
 
     def sampled(self, now: float, peer: PeerId, message: Sampled) -> list[DecodeAction]:
-        """SAMPLED: each source says it, and the first counts."""
+        """Handles SAMPLED. Each source sends it, and the first one counts."""
         found = self._attempt(peer, message)
         if found is None or found[0].said is not None:
             return []
@@ -318,7 +324,7 @@ class DecodeMachine:
         return self._end(now, transfer, Outcome.COMPLETED, "") if transfer.phase is Phase.LANDED else []
 
     def fail(self, now: float, peer: PeerId, message: Fail) -> list[DecodeAction]:
-        """FAIL: P will not complete the transfer."""
+        """Handles FAIL: P will not complete the transfer."""
         found = self._attempt(peer, message)
         if found is None:
             return []
@@ -328,14 +334,14 @@ class DecodeMachine:
         if transfer.phase is Phase.LANDED:
             return self._will_not_say(now, transfer, leg)
         reason = f"{message.code.value}: {message.message}"
-        # Of two prompts D's is the true one: its client gets the answer.
+        # If the prompts differ, D's prompt is the right one, because the client gets D's answer.
         other_prompt = message.code is FailCode.PROMPT_MISMATCH
         if other_prompt or message.code is FailCode.STALE:
             transfer.outcome = Outcome.STALE
         elif message.code is FailCode.PREFILL_ABORTED and not transfer.failure:
-            transfer.outcome = Outcome.CANCELLED  # its client left P first
+            transfer.outcome = Outcome.CANCELLED  # the client left P first
         if not message.quiesced:
-            # What comes of the fence must not give another reason.
+            # The fence that follows must not replace the reason.
             transfer.failure, transfer.failed = transfer.failure or reason, transfer.failed or peer
             return [Fence(peer, f"transfer {message.transfer_id} failed with writes in flight: {reason}")]
         leg.enter(LegPhase.STOPPED)
@@ -347,7 +353,7 @@ class DecodeMachine:
         return [Log(logging.WARNING, text), release, *actions]
 
     def cancel_ack(self, now: float, peer: PeerId, message: CancelAck) -> list[DecodeAction]:
-        """CANCEL_ACK: P has stopped."""
+        """Handles CANCEL_ACK: P has stopped."""
         found = self._attempt(peer, message)
         if found is None or found[1].phase is not LegPhase.CANCELLING:
             return []
@@ -359,7 +365,7 @@ class DecodeMachine:
     # --- Time and the end
 
     def tick(self, now: float) -> list[DecodeAction]:
-        """Acts on every deadline that has come."""
+        """Acts on every deadline that has passed."""
         actions: list[DecodeAction] = []
         while (request_id := self._timers.pop_due(now)) is not None:
             transfer = self._transfers[request_id]
@@ -378,7 +384,7 @@ class DecodeMachine:
         return actions
 
     def close(self, now: float) -> list[DecodeAction]:
-        """D shuts down: every transfer is cancelled, and fails, since its pages have not all come."""
+        """Shuts down: every transfer is cancelled, and fails, because pages are missing."""
         actions: list[DecodeAction] = []
         for transfer in list(self._transfers.values()):
             if transfer.phase is Phase.LINGERING:
@@ -392,11 +398,11 @@ class DecodeMachine:
     def _problem(self, request: DecodeRequest) -> str | None:
         length = PROMPT_HASH_BYTES if request.prompt_hash is None else len(request.prompt_hash)
         if length != PROMPT_HASH_BYTES:
-            return f"a prompt hash has {PROMPT_HASH_BYTES} bytes, this one {length}"
+            return f"the prompt hash has {length} bytes instead of {PROMPT_HASH_BYTES}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
 
     def _wants_pages(self, request: DecodeRequest) -> bool:
-        """Not the token alone that P sampled."""
+        """Whether the request wants pages, and not only the token that P sampled."""
         targets = zip(self._layout.groups, request.groups, strict=True)
         return any(used_blocks(group, target.first, target.blocks) for group, target in targets)
 
@@ -410,7 +416,7 @@ class DecodeMachine:
         ]
 
     def _unstaged(self, address: Address) -> list[Reception]:
-        """The transfers that wait for the engine at this address to be found."""
+        """The transfers that wait until the engine at this address is found."""
         looking = [one for one in self._transfers.values() if one.phase is Phase.LOOKING]
         return [transfer for transfer in looking if transfer.request.engine == address]
 
@@ -421,7 +427,7 @@ class DecodeMachine:
             return []
         text = (
             f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as "
-            f"{missing[0]}: start it with the same speculative decoding, or fewer of its drafts are right"
+            f"{missing[0]}. Fewer drafts are right without them: start it with the same speculative decoding"
         )
         return [Log(logging.WARNING, text)]
 
@@ -431,8 +437,8 @@ class DecodeMachine:
             return []
         writes, nbytes = found
         text = (
-            f"pages from the prefill engine at {address} come in up to {writes} writes a layer and block, of "
-            f"{nbytes} bytes and more: with equal blocks and heads first in memory on both sides they are few"
+            f"prefill engine at {address}: pages arrive in up to {writes} writes per layer and block, of "
+            f"{nbytes} bytes or more. For fewer writes use equal block sizes and a layout with heads first"
         )
         return [Log(logging.WARNING, text)]
 
@@ -441,7 +447,7 @@ class DecodeMachine:
         return [FindEngine(address)]
 
     def _forget(self, worker: Address) -> None:
-        """A worker is not to be had: its engine may be another when it is."""
+        """Forgets the engines of a worker that cannot be reached. Another engine may be there later."""
         for address, engine in list(self._engines.items()):
             if engine.workers is not None and worker in engine.workers:
                 del self._engines[address]
@@ -461,7 +467,7 @@ class DecodeMachine:
         return actions
 
     def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[Reception, Leg] | None:
-        """The part of a transfer that a message of ``peer`` is about, if it is under way with that peer."""
+        """The transfer and leg that a message of ``peer`` belongs to, if the leg exists."""
         transfer = self._transfers.get(self._attempts.get(message.attempt, ""))
         if transfer is None or transfer.request.transfer_id != message.transfer_id:
             return None
@@ -469,7 +475,7 @@ class DecodeMachine:
         return None if leg is None else (transfer, leg)
 
     def _stage(self, now: float, transfer: Reception, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
-        """It is known of whom the transfer wants what."""
+        """Creates the legs of a transfer, now that its sources are known."""
         request = transfer.request
         transfer.enter(Phase.STAGED)
         transfer.legs = tuple(
@@ -481,7 +487,7 @@ class DecodeMachine:
         return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]
 
     def _open(self, transfer: Reception) -> list[DecodeAction]:
-        """Once there is a session with each source."""
+        """Opens the counter once there is a session with each source."""
         request, writes, peers = transfer.request, 0, []
         for leg in transfer.legs:
             if leg.peer is None:
@@ -494,9 +500,10 @@ class DecodeMachine:
     def _give_up(
         self, now: float, transfer: Reception, reason: str, peer: PeerId | None = None
     ) -> list[DecodeAction]:
-        """Not all pages will come, through that peer's fault if there is one. The first reason counts.
+        """Stops a transfer of which not all pages will arrive, because of ``peer`` if one caused it. The
+        first reason counts.
 
-        Where all are here, it goes on without knowing what P sampled.
+        If all pages have arrived, the request continues without the sampled token.
         """
         if transfer.phase is Phase.LANDED:
             return self._end(now, transfer, Outcome.COMPLETED, "")
@@ -504,9 +511,10 @@ class DecodeMachine:
         if not transfer.stopping:
             transfer.enter(Phase.FAILING)
         actions = self._stop(now, transfer)
-        # No source was asked, and one that gets RELEASE need not wait to be. It refuses D's other workers as
-        # it does where a client left: they end as cancelled, after ABORT_LAG_S, and this worker reports the
-        # cause. To save that second, P would have to tell this RELEASE from an abort's, which is the same.
+        # No source got a RESERVE, and a source that gets RELEASE need not wait for one. That source refuses
+        # D's other workers with the code of an abort. They end as cancelled, after ABORT_LAG_S, and this
+        # worker reports the cause. To save that second, P would have to distinguish this RELEASE from that of
+        # an abort, which is the same message.
         if transfer.since is None:
             for leg in transfer.legs:
                 if (known := self._sessions.get(leg.address)) is not None:
@@ -514,14 +522,14 @@ class DecodeMachine:
         return actions
 
     def _will_not_say(self, now: float, transfer: Reception, leg: Leg) -> list[DecodeAction]:
-        """All pages are here, and of this source nothing will be heard of what was sampled."""
+        """All pages have arrived, and this source will not send SAMPLED."""
         leg.enter(LegPhase.STOPPED)
         if any(other.phase is LegPhase.RESERVED for other in transfer.legs):
             return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 
     def _stop(self, now: float, transfer: Reception) -> list[DecodeAction]:
-        """Has every source stop that has not, and ends the transfer once all have."""
+        """Stops every running source, and ends the transfer once all have stopped."""
         actions: list[DecodeAction] = []
         for leg in transfer.legs:
             if leg.phase is LegPhase.STAGED:
@@ -540,12 +548,12 @@ class DecodeMachine:
         phases = {leg.phase for leg in transfer.legs}
         if actions:
             self._timers.set(transfer.request.request_id, now + self._timeouts.cancel)
-        elif LegPhase.CANCELLING not in phases:  # a fence has its own bound
+        elif LegPhase.CANCELLING not in phases:  # a fence has its own time limit
             self._timers.clear(transfer.request.request_id)
         return actions
 
     def _stopped(self, now: float, transfer: Reception, leg: Leg) -> list[DecodeAction]:
-        """Nothing of this source can land any more, and not everything has."""
+        """Nothing of this source can land any more, and pages are missing."""
         leg.enter(LegPhase.STOPPED)
         return self._stop(now, transfer)
 
@@ -554,7 +562,7 @@ class DecodeMachine:
         return self._end(now, transfer, outcome, transfer.failure)
 
     def _end(self, now: float, transfer: Reception, outcome: Outcome, reason: str) -> list[DecodeAction]:
-        """The one place in which a transfer is forgotten and reported."""
+        """Forgets and reports a transfer. No other method does."""
         request, aborted = transfer.request, transfer.phase is Phase.ABORTED
         transfer.enter(Phase.OVER)
         del self._transfers[request.request_id]
@@ -570,9 +578,9 @@ class DecodeMachine:
         stale = outcome is Outcome.STALE
         token = None if transfer.said is None else transfer.said.token
         report = FinishedReceiving(request.request_id, failed, token, stale)
-        last: list[DecodeAction] = [ended, _reached(request, state, reason), report]
+        last: list[DecodeAction] = [ended, _report_status(request, state, reason), report]
         return last if transfer.since is None else [CloseCounter(request.request_id), *last]
 
 
-def _reached(request: DecodeRequest, state: State, reason: str = "") -> Reached:
+def _report_status(request: DecodeRequest, state: State, reason: str = "") -> Reached:
     return Reached(Role.DECODE, request.transfer_id, request.request_id, state, reason)

@@ -1,4 +1,4 @@
-"""The decode side of membership, sans-IO: finds a prefill engine's workers and dials them."""
+"""The decode side of membership, sans-IO: finds a prefill engine's workers and connects to them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from kv_connector.protocol.sessions import (
 
 
 class Dialling:
-    """Makes the sessions with prefill engines. Methods of PeerTable's names do what those say."""
+    """Makes the sessions with prefill engines. A method named as in PeerTable has that method's contract."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -76,7 +76,8 @@ class Dialling:
     ) -> list[PeersAction]:
         known = self._sessions.peers.get(self._sessions.by_address.get(address, -1))
         if known is not None:
-            # What is wanted of a worker follows from its engine, so that one has come back in another shape.
+            # The wants follow from the engine, so they differ only if an engine has come back in another
+            # shape.
             changed = f"{address} has a session of another prefill engine, which has to end first"
             if (known.wants, known.layout) != (wants, layout):
                 return [DialFailed(address, changed)]
@@ -142,7 +143,8 @@ class Dialling:
         return self.find_waiting(now)
 
     def find_waiting(self, now: float) -> list[PeersAction]:
-        """Looks for the engines that requests wait for, but those with sessions, or tried a moment ago."""
+        """Locates the engines that requests wait for, except those with a session and those tried a moment
+        ago."""
         actions: list[PeersAction] = []
         if not self._sessions.away:
             known = {peer.of for peer in self._sessions.peers.values()}
@@ -152,7 +154,7 @@ class Dialling:
         return actions
 
     def retry(self, now: float, peer: Peer) -> list[PeersAction]:
-        """No answer has come yet: asks again, until it gives up."""
+        """Repeats an unanswered message, until the deadline ends the session."""
         if now < peer.give_up:
             return self._say_hello(now, peer)
         said = "LOCATE" if peer.finding else "HELLO"
@@ -163,7 +165,7 @@ class Dialling:
         return self._sessions.drop(now, peer.peer, text)
 
     def receive(self, now: float, peer: Peer, message: AnyMessage) -> list[PeersAction]:
-        """A message of a prefill engine that we dialled."""
+        """Handles a message of a prefill engine that this side dialled."""
         if isinstance(message, HelloNak):
             return self._nak_received(peer, message)
         if peer.finding:
@@ -171,7 +173,7 @@ class Dialling:
                 return self._found(peer, message)
             return self._sessions.violation(now, peer, message)
         if isinstance(message, HelloAck):
-            if message.layout != peer.layout:  # it came up after its engine was found
+            if message.layout != peer.layout:  # the worker restarted after its engine was found
                 return self._sessions.drop(now, peer.peer, "it was restarted with other pages")
             if peer.state is PeerState.CONNECTING and not peer.engine:
                 peer.engine = (message.engine_id, message.rank)
@@ -214,7 +216,7 @@ class Dialling:
         )
         self._sessions.timers.clear(peer.peer)
         self._sessions.naks.pop(str(peer.address), None)
-        self._sessions.find_again(peer)  # if we get on with its workers, nothing comes of this
+        self._sessions.find_again(peer)  # has no effect if the sessions with its workers come up
         return [HangUp(peer.source), EngineFound(peer.address, message.ranks)]
 
     def _nak_received(self, peer: Peer, message: HelloNak) -> list[PeersAction]:

@@ -1,10 +1,10 @@
-"""How an engine may be divided among ranks and batches: by tensors, layers and data in any way."""
+"""The ways in which an engine may be divided among ranks and batches: by tensors, layers and data."""
 
 from __future__ import annotations
 
 
 def division_problem(decode_context: int, prefill_context: int, microbatches: bool) -> str | None:
-    """Why an engine that also divides its contexts by so many, or its batches, is refused at its start."""
+    """Why an engine that also divides its contexts or its batches is refused at its start, or None."""
     for name, value in (
         ("--decode-context-parallel-size", decode_context),
         ("--prefill-context-parallel-size", prefill_context),

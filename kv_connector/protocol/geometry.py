@@ -1,7 +1,7 @@
-"""The parts of the usual caches: what a framework's adapter describes its memory with.
+"""The parts of the usual caches, with which an adapter describes a framework's memory.
 
-N: tokens of a block. H: the units (KV heads, mostly) that this rank has. C: bytes of one token of one unit,
-K and V together. All strides in bytes.
+N: tokens of a block. H: the units (mostly KV heads) that this rank has. C: bytes of one token of one unit, K
+and V together. All strides are in bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kv_connector.protocol.layout import Axis, Part, Shard
 
 @dataclass(frozen=True)
 class Units:
-    """What of the model's units a rank has. Ranks with equal units are replicas."""
+    """The part of the model's units that a rank has. Ranks with equal units are replicas."""
 
     first: int
     count: int
@@ -27,7 +27,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the pages of a layer begin, and how far apart they are."""
+    """The place of a layer's pages: where they begin, and how far apart they are."""
 
     region: int
     offset: int
@@ -42,15 +42,16 @@ class Place:
 
 
 def units_of_rank(total: int, rank: int, ranks: int) -> Units:
-    """As tensor parallelism divides them; where the ranks are more than the units, neighbours share one."""
+    """The units of a rank under tensor parallelism. If there are more ranks than units, neighbours share a
+    unit."""
     return Units(rank * total // ranks, max(1, total // ranks), total)
 
 
 def opaque_page(place: Place, page_bytes: int, holder: tuple[int, int] | None = None) -> tuple[Part, ...]:
-    """A page of which nothing is known but its length: it can be copied as a whole only.
+    """A page of which only the length is known. It can only be copied as a whole.
 
-    ``holder`` (rank, ranks): each rank's page is another, and only as many ranks can have the same. None: all
-    ranks hold the same.
+    ``holder`` (rank, ranks): each rank has a different page, and the other side must have as many ranks.
+    None: all ranks have the same page.
     """
     units = None if holder is None else Units(holder[0], 1, holder[1])
     axes = [] if units is None else [Axis("shard", 1, page_bytes)]
@@ -62,7 +63,7 @@ def head_major(
 ) -> tuple[Part, ...]:
     """[H, N, C], vLLM's LBHNC and BLHNC.
 
-    ``head_stride``: where a block's heads do not adjoin, as in LHBNC (blocks * N * C) and BHLNC.
+    ``head_stride``: needed if a block's heads do not adjoin, as in LHBNC (blocks * N * C) and BHLNC.
     """
     stride = tokens * content if head_stride is None else head_stride
     axes = [Axis("shard", units.count, stride), Axis("token", tokens, content)]
@@ -81,9 +82,9 @@ def latent(place: Place, tokens: int, content: int) -> tuple[Part, ...]:
 
 
 def vector_planes(place: Place, units: Units, tokens: int, head_size: int, element: int) -> tuple[Part, ...]:
-    """[H, 2, N * D], vLLM on CPUs without AMX: of each head a plane of K, [D, N], and one of V, [N, D].
+    """[H, 2, N * D], vLLM on CPUs without AMX: for each head a plane of K, [D, N], and a plane of V, [N, D].
 
-    With blocks of another size a token of K is D runs of one element.
+    If the other side has another block size, a token of K is D runs of one element.
     """
     plane = tokens * head_size * element
     heads = Axis("shard", units.count, 2 * plane)
@@ -94,26 +95,27 @@ def vector_planes(place: Place, units: Units, tokens: int, head_size: int, eleme
 
 
 def in_kernel_blocks(parts: Sequence[Part], blocks: int, stride: int) -> tuple[Part, ...]:
-    """A block that a kernel sees as several: ``parts`` describe the first of them."""
+    """A block that a kernel divides into several. ``parts`` describe the first of them."""
     outer = Axis("token", blocks, stride)
     return tuple(msgspec.structs.replace(part, axes=(outer, *part.axes)) for part in parts)
 
 
 class Piece(NamedTuple):
-    """One of the things that a convolution runs over: x, B and C of Mamba2; Q, K and V of a delta net."""
+    """One input of a convolution: x, B and C of Mamba2; Q, K and V of a delta net."""
 
     name: str
-    dims: int  # of a unit, or all of them where they are not sharded
-    units: Units | None  # None: every rank has all
+    dims: int  # of one unit; if they are not sharded, all dims
+    units: Units | None  # None: every rank has all of them
 
 
 def convolution_state(
     place: Place, pieces: Sequence[Piece], rows: int, element: int, dims_first: bool
 ) -> tuple[Part, ...]:
-    """The last ``rows`` inputs of a convolution over the pieces side by side.
+    """The last ``rows`` inputs of a convolution over the adjoining pieces.
 
-    ``dims_first``: [dims, rows], vLLM's DS: a piece is one run. Else [rows, dims], SD: one a row. The two are
-    not copied into each other (each element would be a run): their layers' ``format`` should say which.
+    ``dims_first``: [dims, rows], vLLM's DS: a piece is one run. Otherwise [rows, dims], SD: a piece is one
+    run per row. The two are not converted into each other, because each element would be a run. Their layers'
+    ``format`` should differ.
     """
     counts = [1 if piece.units is None else piece.units.count for piece in pieces]
     all_dims = sum(piece.dims * count for piece, count in zip(pieces, counts, strict=True))

@@ -1,18 +1,21 @@
-"""Where each page of each layer lies in memory: one rank's own view, in bytes.
+"""The place of each page of each layer in memory: one rank's own view, in bytes.
 
-A page is what one layer keeps of one block of tokens on one rank. It need not be one piece: a page has parts
-(a K plane and a V plane; the pieces of a recurrent state), and a part is a set of equally long runs of
+A page is what one layer keeps of one block of tokens on one rank. A page need not be contiguous: it has
+parts (a K plane and a V plane; the pieces of a recurrent state). A part is a set of equally long runs of
 contiguous bytes, spaced by axes. Run (i, j, ...) of a part lies at
 
     region base + offset + block * block_stride + i * axes[0].stride + j * axes[1].stride + ...
 
-What an axis counts (shards of the model such as heads, tokens, or rows that mean nothing to us) says which
-run of one rank is which run of another: two sides may order and space their runs differently, and each may
-have only some of the shards. ``geometry`` builds the parts of the usual caches.
+An axis counts shards of the model such as heads, tokens, or rows whose meaning does not matter here. The
+axes determine which run of one rank corresponds to which run of another rank. Two sides may order and space
+their runs differently, and each may have only some of the shards. ``geometry`` builds the parts of the usual
+caches.
 
-What a request has besides, such as a recurrent state or a line in a table of the framework, is a page too: a
-row of a group without tokens. These types travel in HELLO and RESERVE, so they are msgspec structs; what a
-peer's says is believed no further than ``layout_problem`` has looked.
+A request may also have a recurrent state, or a line in a table of the framework. These are pages too: rows
+of a group without tokens.
+
+These types travel in HELLO and RESERVE, so they are msgspec structs. A peer's layout is trusted only as far
+as ``layout_problem`` has checked it.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_BYTES = 1 << 48  # of a region: what a process can address
-MAX_COUNT = 1 << 32  # of blocks, of the runs along an axis: page lists have 32 bits
-MAX_AXES = 6  # the deepest known has 4: kernel blocks, heads, rows, tokens
+MAX_COUNT = 1 << 32  # of blocks, and of the runs along an axis: page lists have 32 bits
+MAX_AXES = 6  # the deepest known layout has 4: kernel blocks, heads, rows, tokens
 MAX_LAYER_PARTS = 8  # the most known are 4: three pieces of a convolution's state, and the recurrent state
-MAX_PARTS = 4096  # of all layers: 512 hybrid ones. The worst of so many are looked at in 0.4 s
+MAX_PARTS = 4096  # of all layers: 512 hybrid layers. The worst layout of this size is checked in 0.4 s
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
@@ -39,23 +42,24 @@ class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A KV cache group: layers that share one block table."""
 
     num_blocks: Index
-    block_size: Index  # tokens a block; 0: a block is a row, and says nothing of tokens
-    # "full", "sliding_window", ...: the attention that decides which blocks a request keeps; of rows, what
-    # they hold.
+    block_size: Index  # tokens a block; 0: a block is a row, without tokens
+    # "full", "sliding_window", ...: the attention, which decides which blocks a request keeps. For rows, the
+    # kind of their content.
     kind: Name
 
     @property
     def null_block(self) -> int | None:
-        """The block that holds nothing: outside of a sliding window, or not needed. Every row holds some."""
+        """The block without content: outside of a sliding window, or not needed. None for rows, which all
+        have content."""
         return 0 if self.block_size > 0 else None
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``count`` places, ``stride`` bytes apart.
 
-    "shard": a unit of the model that one rank or another may have, such as a KV head. "token": tokens of the
-    block. "row": anything else, which both sides have alike. Of several axes of one kind the outer ones count
-    the greater steps.
+    The kind "shard" counts units of the model that some ranks have, such as KV heads. The kind "token" counts
+    tokens of the block. The kind "row" counts anything else, which both sides have alike. Of several axes of
+    one kind, the outer axes count the larger steps.
     """
 
     what: Literal["shard", "token", "row"]
@@ -64,7 +68,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which units of the model the shard axis has: ``count`` of ``total``, from ``first`` on."""
+    """The units of the model on the shard axis: ``count`` of ``total``, from ``first`` on."""
 
     first: Index
     total: Count
@@ -78,15 +82,15 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: Size  # bytes from the region's start to the first run of block 0
     block_stride: Size  # bytes from one block's page to the next block's
     axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=MAX_AXES)]  # outer to inner
-    run_bytes: Size  # contiguous, and never cut
-    shard: Shard | None  # of the shard axis; None: there is none, every rank holds the same
+    run_bytes: Size  # contiguous, and never divided
+    shard: Shard | None  # of the shard axis; None: the part has none, and every rank has the same content
 
     def axes_of(self, what: str) -> list[Axis]:
         return [axis for axis in self.axes if axis.what == what]
 
     @property
     def units(self) -> range:
-        """The shards it has; of a part that is not sharded, the one that all ranks have."""
+        """The shards of this part. A part without a shard axis has the one shard that all ranks have."""
         if self.shard is None:
             return range(1)
         (axis,) = self.axes_of("shard")
@@ -94,7 +98,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def places(self) -> int:
-        """Into how many pieces its runs divide the tokens of a block."""
+        """The number of pieces into which its runs divide the tokens of a block."""
         return prod(axis.count for axis in self.axes_of("token"))
 
     def end(self, num_blocks: int) -> int:
@@ -102,7 +106,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.offset + _extent(self.steps(num_blocks), self.run_bytes)
 
     def steps(self, num_blocks: int) -> list[tuple[int, int]]:
-        """(stride, count) of all axes and of the blocks, the widest first, without those of one place."""
+        """(stride, count) of all axes and of the blocks, the widest first, without axes of one place."""
         steps = [(axis.stride, axis.count) for axis in self.axes]
         return sorted((s for s in [*steps, (self.block_stride, num_blocks)] if s[1] > 1), reverse=True)
 
@@ -112,26 +116,26 @@ class LayerLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Name
     group: Index  # index into KvLayout.groups
-    # What the bytes of a run mean: element type, quantization and its scales, order within a run. No copy can
-    # change it, so it has to be equal; where the runs lie need not.
+    # The meaning of a run's bytes: element type, quantization and its scales, order within a run. No copy can
+    # change it, so it has to be equal on both sides. The places of the runs need not be.
     format: Annotated[str, msgspec.Meta(max_length=1024)]
     parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_LAYER_PARTS)]
-    needed: bool = True  # False: a request goes on without it, if more slowly, as a drafter's layer
+    needed: bool = True  # False: a request can run without it, only slower, as with a drafter's layer
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, wherever they lie."""
+        """Bytes of one page, whichever parts they lie in."""
         return sum(part.run_bytes * prod(axis.count for axis in part.axes) for part in self.parts)
 
 
 class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All pages of one rank. A layer's index is its ordinal, which is this rank's own affair."""
+    """All pages of one rank. A layer's index is its ordinal, which has a meaning on this rank only."""
 
     groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=64)]
     layers: Annotated[tuple[LayerLayout, ...], msgspec.Meta(max_length=MAX_PARTS)]
 
     def bytes_per_region(self) -> dict[int, int]:
-        """The least length in bytes that each region must have for every page to lie inside it."""
+        """The minimum length of each region, in bytes, with every page inside."""
         need: dict[int, int] = {}
         for layer in self.layers:
             for part in layer.parts:
@@ -141,9 +145,10 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where D wants the pages of one KV group: logical block ``first + i`` goes to D's block ``blocks[i]``.
+    """The blocks in which D wants the pages of one KV group: logical block ``first + i`` goes to D's block
+    ``blocks[i]``.
 
-    Where that is the group's null block, D needs nothing; nor does it need the tokens before ``needed``.
+    D needs no page where ``blocks[i]`` is the group's null block, and no token before ``needed``.
     """
 
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -154,10 +159,10 @@ class GroupTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def layout_problem(layout: KvLayout, regions: int) -> str | None:
-    """Whether the layout is consistent and names only ``regions`` memory regions.
+    """The problem with a layout that must be consistent and name only ``regions`` memory regions, or None.
 
-    It may come from a peer: nothing in it is believed, and whatever it says, the answer takes little time and
-    memory. That its pages lie inside of the regions is checked by the engine, with each write.
+    The layout may come from a peer, so nothing in it is trusted. For any content the check takes little time
+    and memory. The transfer engine checks with each write that pages lie inside the regions.
     """
     if not layout.layers or not layout.groups:
         return "the KV layout has no layers or no groups"
@@ -167,7 +172,7 @@ def layout_problem(layout: KvLayout, regions: int) -> str | None:
     if len({layer.name for layer in layout.layers}) < len(layout.layers):
         return "two layers of the KV layout have one name"
     if (parts := sum(len(layer.parts) for layer in layout.layers)) > MAX_PARTS:
-        return f"the layers of the KV layout have {parts} parts, at most {MAX_PARTS} are taken"
+        return f"the layers of the KV layout have {parts} parts, at most {MAX_PARTS} are supported"
     for layer in layout.layers:
         if not 0 <= layer.group < len(layout.groups):
             return f"layer {layer.name} names group {layer.group} of {len(layout.groups)}"
@@ -185,7 +190,7 @@ def layout_problem(layout: KvLayout, regions: int) -> str | None:
 
 
 def memory_problem(layout: KvLayout, region_bytes: Sequence[int]) -> str | None:
-    """Whether all pages of our own layout lie inside regions of these lengths."""
+    """The problem if pages of this rank's own layout lie outside regions of these lengths, or None."""
     problem = layout_problem(layout, len(region_bytes))
     if problem is not None:
         return problem
@@ -203,12 +208,12 @@ def _part_problem(part: Part, group: GroupLayout, regions: int) -> str | None:
     if part.run_bytes < 1:
         return f"has runs of {part.run_bytes} bytes"
     if len(part.axes) > MAX_AXES:
-        return f"has {len(part.axes)} axes, at most {MAX_AXES} are taken"
+        return f"has {len(part.axes)} axes, at most {MAX_AXES} are supported"
     for axis in part.axes:
         if not 1 <= axis.count <= MAX_COUNT or axis.stride < 1:
             return f"has {axis.count} {axis.what}s every {axis.stride} bytes"
     if len(part.axes_of("shard")) != (part.shard is not None):
-        return "has not one shard axis and the shard that it begins at"
+        return "needs one shard axis together with its first shard, or neither"
     if part.shard is not None and not 0 <= part.units.start < part.units.stop <= part.shard.total:
         return f"has units {part.units.start} to {part.units.stop} of {part.shard.total}"
     if group.block_size % part.places or (group.block_size == 0 and part.axes_of("token")):
@@ -216,15 +221,16 @@ def _part_problem(part: Part, group: GroupLayout, regions: int) -> str | None:
     if not _nested(part.steps(group.num_blocks), part.run_bytes):
         return f"spaces its runs of {part.run_bytes} bytes so that they overlap"
     if (end := part.end(group.num_blocks)) > MAX_BYTES:
-        return f"ends at {end} bytes, at most {MAX_BYTES} are taken"
+        return f"ends at {end} bytes, at most {MAX_BYTES} are supported"
     return None
 
 
 def _apart(one: Part, other: Part, num_blocks: int) -> bool:
     """Whether two parts surely share no byte.
 
-    They do not if the bytes between the first and the last run of each do not meet; nor if that holds within
-    each step of some wide axes that both have (the head of a page, say), and does not reach the next step.
+    They share none if the bytes between the first and the last run of each do not overlap. The same test may
+    also hold within each step of some wide axes that both parts have, such as the head of a page. Then the
+    bytes must not reach the next step.
     """
     if one.region != other.region:
         return True
@@ -244,7 +250,7 @@ def _apart(one: Part, other: Part, num_blocks: int) -> bool:
 
 
 def _nested(steps: Sequence[tuple[int, int]], extent: int) -> bool:
-    """Whether pieces of that length, so spaced, do not meet; the widest step comes first."""
+    """Whether pieces of this length and spacing do not overlap. The widest step comes first."""
     for stride, count in reversed(steps):
         if stride < extent:
             return False
@@ -253,5 +259,5 @@ def _nested(steps: Sequence[tuple[int, int]], extent: int) -> bool:
 
 
 def _extent(steps: Iterable[tuple[int, int]], nbytes: int) -> int:
-    """From the first to the last byte of all runs."""
+    """Bytes from the first to the last byte of all runs."""
     return nbytes + sum((count - 1) * stride for stride, count in steps)

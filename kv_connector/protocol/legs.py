@@ -1,4 +1,4 @@
-"""A transfer as D knows it: its phase, and a leg with each worker of P that sends some of its pages.
+"""A transfer from D's point of view: its phase, and a leg with each worker of P that sends some of its pages.
 
 A transfer goes through these phases:
 
@@ -8,14 +8,14 @@ A transfer goes through these phases:
     RESERVED   pages, and for the token if its request wants it  LANDED, FAILING, ABORTED, OVER
     LANDED     the token alone: every page is here               ABORTED, OVER
     FAILING    every leg to stop: pages may still land           LINGERING, ABORTED, OVER
-    LINGERING  its own request's abort: P's was aborted          ABORTED, OVER
+    LINGERING  the abort of D's request: P's was aborted         ABORTED, OVER
     ABORTED    every leg to stop: its request is aborted         OVER
     OVER       nothing: it is reported and forgotten             -
 
-All pages end a transfer in FAILING, LINGERING and ABORTED, too: nothing can land then. Where no RESERVE was
-sent, the legs stop at once, and FAILING and ABORTED take no time.
+The arrival of all pages also ends a transfer in FAILING, LINGERING and ABORTED, because nothing can land
+afterwards. If no RESERVE was sent, the legs stop at once, and FAILING and ABORTED take no time.
 
-A leg goes through these:
+A leg goes through these phases:
 
     phase       meaning                                              next
     STAGED      no RESERVE is sent                                   RESERVED, STOPPED
@@ -37,7 +37,7 @@ from kv_connector.protocol.sources import Draw
 
 
 class LegPhase(enum.Enum):
-    """The phases of a leg; the module's second table says what they mean."""
+    """The phases of a leg. The module's second table explains them."""
 
     STAGED = enum.auto()
     RESERVED = enum.auto()
@@ -57,7 +57,7 @@ LEG_NEXT = {
 
 
 class Phase(enum.Enum):
-    """The phases of a transfer; the module's first table says what they mean."""
+    """The phases of a transfer. The module's first table explains them."""
 
     LOOKING = enum.auto()
     STAGED = enum.auto()
@@ -93,7 +93,7 @@ class Leg:
     phase: LegPhase = LegPhase.STAGED
 
     def enter(self, phase: LegPhase) -> None:
-        """The one place in which a leg changes its phase."""
+        """Changes the phase of a leg. No other code does."""
         assert phase in LEG_NEXT[self.phase], f"leg with {self.address}: {self.phase} -> {phase}"
         self.phase = phase
 
@@ -108,25 +108,25 @@ class Reception:
     phase: Phase = Phase.LOOKING
     legs: tuple[Leg, ...] = ()
     since: float | None = None
-    """When RESERVE was sent. None: it was not, and there is no counter."""
+    """When RESERVE was sent. None: it was not sent, and there is no counter."""
     said: Sampled | None = None
-    """The first answer of a source to what P sampled."""
+    """The first SAMPLED of a source."""
     outcome: Outcome = Outcome.FAILED
-    """How it ends if it is stopped, unless its request is aborted."""
+    """The outcome if the transfer is stopped, unless its request is aborted."""
     failure: str = ""
-    """Why it is being stopped, unless its request is aborted."""
+    """Why the transfer is being stopped, unless its request is aborted."""
     failed: PeerId | None = None
     """The source that caused the failure."""
 
     def enter(self, phase: Phase) -> None:
-        """The one place in which a transfer changes its phase."""
+        """Changes the phase of a transfer. No other code does."""
         text = f"transfer {self.request.transfer_id}: {self.phase} -> {phase}"
         assert phase in NEXT[self.phase], text
         self.phase = phase
 
     @property
     def stopping(self) -> bool:
-        """Whether its pages will not be used, unless all have come."""
+        """Whether its pages will not be used, unless all have arrived."""
         return self.phase in (Phase.FAILING, Phase.LINGERING, Phase.ABORTED)
 
     @property
@@ -140,7 +140,7 @@ class Reception:
 
     @property
     def shown(self) -> tuple[PeerId | None, LegPhase]:
-        """The leg that operators see: of several, one that is still under way."""
+        """The leg that is shown to operators: of several, a leg that is still in use."""
         legs = [(leg.peer, leg.phase) for leg in self.legs]
         under_way = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
         return next(under_way, (*legs, (None, LegPhase.STAGED))[0])

@@ -1,17 +1,19 @@
 """The control plane's messages: MessagePack maps, tagged by ``t``, decoded with types and limits.
 
-Every message is one ZMQ frame. ``decode`` either returns a valid message or raises ``MalformedMessage``; it
+Every message is one ZMQ frame. ``decode`` either returns a valid message or raises ``MalformedMessage``. It
 never allocates more than the frame's own size allows. Pages never travel here.
 
-Who speaks: decode (D) dials prefill (P). D asks one worker of P with LOCATE, which answers DIRECTORY or
-HELLO_NAK: who the workers are. To each that it wants something of, D sends HELLO, RESERVE, CANCEL, RELEASE;
-it answers HELLO_ACK or HELLO_NAK, SAMPLED, FAIL, CANCEL_ACK. D sends PING, P answers PONG: either proves the
-other alive. Both may send BYE. There is no completion message: D counts what has landed.
+Decode (D) connects to prefill (P). D sends LOCATE to one worker of P, which answers with DIRECTORY, the list
+of its workers, or with HELLO_NAK. D then sends HELLO, RESERVE, CANCEL and RELEASE to each worker from which
+it wants pages. Such a worker answers with HELLO_ACK or HELLO_NAK, SAMPLED, FAIL and CANCEL_ACK. D sends PING
+and P answers with PONG. Each of the two proves that its sender is alive. Both sides may send BYE. There is no
+completion message: D counts the pages that have landed.
 
-A session is one connection with one HELLO: what arrives over another connection, or after BYE, belongs to no
-session and is answered by BYE.
+A session is one connection with one HELLO. A message over another connection, or after BYE, belongs to no
+session and is answered with BYE.
 
-RECALL, to which RECALLED answers, belongs to none: an operator asks a worker of P or D for timelines.
+RECALL and its answer RECALLED belong to no session either: an operator queries a worker of P or D for
+timelines.
 """
 
 from __future__ import annotations
@@ -31,18 +33,20 @@ PROTOCOL_VERSION = 3
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
 
-# Workers of one engine. Their layouts are in one message, too: of 80 layers (18 kB, measured) those of 230.
+# Workers of one engine. One message also carries their layouts: with 80 layers (18 kB, measured) those of 230
+# workers.
 MAX_RANKS = 1024
 
-# Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs where it has more.
+# Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs if it has more.
 MAX_WAITING = 4096
 
-# Workers of D that one worker of P serves for one request: it has a ledger of the pages for each.
+# Workers of D that one worker of P serves for one request. It has a ledger of the pages for each.
 MAX_SHARES = MAX_RANKS
 
-MAX_REGIONS = 1024  # of memory, of one worker: at most a storage for K and one for V of each layer
+MAX_REGIONS = 1024  # memory regions of one worker: at most a storage for K and one for V of each layer
 
-MAX_ID = 256  # identifiers are uuid-sized; this leaves room for engines and routers that build their own
+# identifiers are as long as a uuid; this leaves room for engines and routers that build longer ones
+MAX_ID = 256
 MAX_TEXT = 1024  # a few lines for an operator
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -53,35 +57,36 @@ ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARES)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
-# Of weights (version.py); empty: what the engine was started with.
+# Of weights (version.py). Empty: the weights that the engine was started with.
 Version = Annotated[str, msgspec.Meta(max_length=128)]
 PromptHash = Annotated[bytes, msgspec.Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 
 
 class MalformedMessage(ValueError):
-    """A frame that is no message of this protocol."""
+    """A frame that is not a message of this protocol."""
 
 
 class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"  # dials as decode, is dialled as prefill
+    BOTH = "both"  # connects as decode, accepts connections as prefill
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that both engines must have alike before a page may move. What it is only the frameworks
-    know: here it has a name, so that a refusal can say it."""
+    """One fact that both engines must have in common before a page may move. Only the frameworks know its
+    meaning. Here it has a name for use in refusals."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    value: Text | Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)]  # several: one a layer, say
+    # several texts: one for each layer, for example
+    value: Text | Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)]
 
 
-# All of them, in the order in which an operator is told of differences.
+# All pairs, in the order in which differences are reported to an operator.
 Fingerprint = Annotated[tuple[Pair, ...], msgspec.Meta(max_length=64)]
 
 
 def fingerprint(values: Mapping[str, str | tuple[str, ...]]) -> Fingerprint:
-    """Raises where the other side would not read it."""
+    """The fingerprint of these values. Raises if the other side could not decode it."""
     pairs = [{"name": name, "value": value} for name, value in values.items()]
     checked: Fingerprint = msgspec.convert(pairs, Fingerprint)
     return checked
@@ -92,7 +97,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=
 
 
 class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker of an engine: where it listens, and what it keeps of each prompt."""
+    """One worker of an engine: its address, and the layout of its pages."""
 
     host: Host
     port: Port
@@ -104,7 +109,8 @@ Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_RA
 
 
 class Locate(Message, frozen=True, tag="locate"):
-    """D asks an engine for its workers, and introduces itself as it will to each of them."""
+    """D requests the addresses of an engine's workers, and introduces itself as it later does to each of
+    them."""
 
     engine_id: Id
     role: Role
@@ -114,13 +120,13 @@ class Locate(Message, frozen=True, tag="locate"):
 
 
 class Directory(Message, frozen=True, tag="directory"):
-    """P's workers, by rank. The first is the one that was asked."""
+    """P's workers, by rank. The first one is the worker that answered."""
 
     engine_id: Id
     ranks: Ranks
 
 
-# Of each of D's layers, the parts that are wanted of one worker of P, by their numbers.
+# The parts wanted of one worker of P, by number, for each of D's layers.
 Wants = Annotated[
     tuple[Annotated[tuple[UInt32, ...], msgspec.Meta(max_length=MAX_LAYER_PARTS)], ...],
     msgspec.Meta(max_length=MAX_PARTS),
@@ -128,7 +134,8 @@ Wants = Annotated[
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """D introduces itself, with TransferEngine.offer()'s bytes and the descriptors of its memory regions."""
+    """D introduces itself, with the bytes of TransferEngine.offer() and the descriptors of its memory
+    regions."""
 
     engine_id: Id
     incarnation: Id  # new at each boot
@@ -143,9 +150,10 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloAck(Message, frozen=True, tag="hello_ack"):
-    """P accepts, with TransferEngine.accept()'s bytes. ``lane``: the provider that its writes will take.
+    """P accepts, with the bytes of TransferEngine.accept(). ``lane``: the provider that its writes will use.
 
-    ``layout``: what D takes from elsewhere may be of a process that was here before.
+    ``layout``: P's current layout. The one in the directory may be that of an earlier process at this
+    address.
     """
 
     engine_id: Id
@@ -166,7 +174,7 @@ class NakReason(enum.Enum):
 
 
 class HelloNak(Message, frozen=True, tag="hello_nak"):
-    """P refuses; ``message`` says what to do."""
+    """P refuses. ``message`` says what to do."""
 
     reason: NakReason
     message: Text
@@ -175,29 +183,29 @@ class HelloNak(Message, frozen=True, tag="hello_nak"):
 class Reserve(Message, frozen=True, tag="reserve"):
     """D has blocks and a counter ready and wants the prompt's pages.
 
-    The counter behind ``immediate`` is to be raised once for each run of bytes that the two layouts' Plan
-    makes of what HELLO wants. ``shares`` workers of D ask this worker of P for the transfer, each for its
-    own share, and P's pages are free once all are served; this is number ``share``. ``attempt`` separates
-    repeated tries under one transfer id.
+    The counter behind ``immediate`` is raised once for each run of bytes that the two layouts' Plan makes of
+    the parts wanted in HELLO. ``shares`` workers of D send RESERVE to this worker of P for the transfer, each
+    for its own share. This RESERVE is for number ``share``. P's pages are free once all shares are served.
+    ``attempt`` distinguishes repeated tries under one transfer id.
     """
 
     transfer_id: Id
     attempt: UInt32
     prompt_tokens: Natural
-    first_token: Natural  # D holds the tokens before this one
+    first_token: Natural  # D has the tokens before this one
     prompt_hash: PromptHash | None  # None: D has none; P refuses that if it has one
     groups: Annotated[tuple[GroupTarget, ...], msgspec.Meta(max_length=64)]
     immediate: UInt32
-    deadline_ms: Natural  # from receipt; P gives up then
+    deadline_ms: Natural  # from receipt; P gives up at that time
     share: ShareNumber = 0
     shares: Shares = 1
-    wants_sampled: bool = False  # SAMPLED is waited for
-    weights: Version = ""  # that D serves, and the pages must be of
+    wants_sampled: bool = False  # D waits for SAMPLED
+    weights: Version = ""  # the version that D serves; the pages must have the same one
 
 
 class Sampled(Message, frozen=True, tag="sampled"):
-    """The token that P sampled behind the prompt, for a D that is to go on with it: a client may have it
-    already. None: P has none to tell."""
+    """The token that P sampled behind the prompt, for a D that continues with it. A client may have it
+    already. None: P has no token."""
 
     transfer_id: Id
     attempt: UInt32
@@ -206,19 +214,20 @@ class Sampled(Message, frozen=True, tag="sampled"):
 
 class FailCode(enum.Enum):
     UNKNOWN_TRANSFER = "unknown_transfer"  # no such request arrived in time
-    # The prompt's client left, or decode gave the transfer up before: D's transfer is cancelled, too.
+    # The prompt's client left, or decode gave the transfer up earlier. D's transfer is cancelled, too.
     PREFILL_ABORTED = "prefill_aborted"
-    PROMPT_MISMATCH = "prompt_mismatch"  # D computes its own, and each of its workers says RELEASE
+    PROMPT_MISMATCH = "prompt_mismatch"  # D computes the prompt itself, and each of its workers sends RELEASE
     INCOMPATIBLE = "incompatible"  # the RESERVE does not fit the layouts
-    WRITE_ERROR = "write_error"  # pages that were asked for are not computed, or not written
-    DUPLICATE = "duplicate"  # the transfer is already going to another request
+    WRITE_ERROR = "write_error"  # requested pages were not computed, or not written
+    DUPLICATE = "duplicate"  # the transfer already serves another request
     DRAINING = "draining"
     EXPIRED = "expired"  # the hold time or the deadline passed, or P slept meanwhile
-    STALE = "stale"  # P has other weights than D, or computes anew what a part of is at D
+    STALE = "stale"  # P has other weights than D, or recomputes a prompt of which D has a part
 
 
 class Fail(Message, frozen=True, tag="fail"):
-    """P will not complete the transfer. ``quiesced``: none of its writes can land; else D must fence."""
+    """P will not complete the transfer. ``quiesced``: none of its writes can land. If it is false, D must
+    fence."""
 
     transfer_id: Id
     attempt: UInt32
@@ -228,7 +237,7 @@ class Fail(Message, frozen=True, tag="fail"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """D no longer wants the share: P stops, drains and answers CANCEL_ACK."""
+    """D no longer wants the share. P stops, drains and answers with CANCEL_ACK."""
 
     transfer_id: Id
     attempt: UInt32
@@ -236,7 +245,8 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class CancelAck(Message, frozen=True, tag="cancel_ack"):
-    """``drained``: nothing of the transfer is in flight. False: P cannot tell; D must fence."""
+    """P has stopped. ``drained``: no page of the transfer is in flight. If it is false, P does not know, and
+    D must fence."""
 
     transfer_id: Id
     attempt: UInt32
@@ -244,7 +254,7 @@ class CancelAck(Message, frozen=True, tag="cancel_ack"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """D needs nothing of this transfer: P may free its blocks, as far as the share is concerned."""
+    """D needs no pages of this transfer. P may free its blocks, as far as the share is concerned."""
 
     transfer_id: Id
     share: ShareNumber = 0
@@ -262,31 +272,32 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The session is over. What has not ended with its own message by now is fenced and fails."""
+    """The session is over. A transfer that has not ended with its own message is fenced and fails."""
 
     reason: Text = ""
 
 
 class Recall(Message, frozen=True, tag="recall"):
-    """An operator asks for the newest ``limit`` timelines of transfers whose id, or that of their request,
-    has ``text`` in it. 0: for the time alone."""
+    """An operator queries the newest ``limit`` timelines of transfers whose id, or whose request's id,
+    contains ``text``. 0: only the time."""
 
     text: Text = ""
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
 
 
 class Recalled(Message, frozen=True, tag="recalled"):
-    """The timelines that a worker has kept, the newest first, as far as a message has room."""
+    """The timelines that a worker has kept, the newest first, as many as fit into a message."""
 
     engine_id: Id
     rank: Natural
     role: Role
-    host: Text  # the same on workers that share a clock
-    now: Nanoseconds  # its clock, as it answers
-    kept: Natural  # of how many transfers timelines are kept; 0: it is off
-    lost: Natural  # steps of the transfer engine that were not noted, as there was no room
+    host: Text  # equal on workers that share a clock
+    now: Nanoseconds  # the worker's clock at the answer
+    kept: Natural  # number of transfers whose timelines are kept; 0: off
+    lost: Natural  # steps of the transfer engine that were not recorded for lack of room
     layers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PARTS)]
-    others: Annotated[tuple[tuple[Host, Port], ...], msgspec.Meta(max_length=MAX_RANKS)]  # of its engine
+    # the other workers of its engine
+    others: Annotated[tuple[tuple[Host, Port], ...], msgspec.Meta(max_length=MAX_RANKS)]
     sent: Annotated[tuple[Sending, ...], msgspec.Meta(max_length=MAX_TIMELINES)]
     received: Annotated[tuple[Receiving, ...], msgspec.Meta(max_length=MAX_TIMELINES)]
 
@@ -312,12 +323,13 @@ AnyMessage = (
 
 
 def clip(text: str) -> str:
-    """``text`` as a message may carry it: at most MAX_TEXT characters, all of them UTF-8."""
+    """``text`` in the form that a message may carry: at most MAX_TEXT characters, all of them UTF-8."""
     return text[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def id_problem(identifier: str) -> str | None:
-    """Why ``identifier`` cannot be an Id, or None. Transfer ids come from outside, with a request."""
+    """The reason why ``identifier`` cannot be an Id, or None. Transfer ids come from outside, with a
+    request."""
     if not 1 <= len(identifier) <= MAX_ID:
         return f"a transfer id has 1 to {MAX_ID} characters, this one {len(identifier)}"
     if clip(identifier) != identifier:
@@ -330,7 +342,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """One frame for the wire; ValueError where the other side would not read it."""
+    """The frame for a message. Raises ValueError if the other side could not decode it."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
         name = type(message).__name__
@@ -339,7 +351,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
-    """The message in ``frame``; raises MalformedMessage with the reason, whatever the bytes are."""
+    """The message in ``frame``. Raises MalformedMessage with the reason for any other bytes."""
     if len(frame) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:

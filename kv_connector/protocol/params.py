@@ -1,4 +1,4 @@
-"""The parameters of a request, by which a router says which half of a transfer it is."""
+"""The parameters of a request, with which a router marks it as one half of a transfer."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from kv_connector.protocol.messages import id_problem
 
 
 class BadParams(ValueError):
-    """A request's transfer parameters cannot be used; it is computed locally."""
+    """A request's transfer parameters cannot be used. The request is computed locally."""
 
 
 @dataclass(frozen=True)
 class PrefillParams:
-    """The prompt is computed here, for a D."""
+    """This engine computes the prompt for a D."""
 
     transfer_id: str | None
-    """None: a router that knows NIXL's flow names no transfer, and D learns the name from P's response."""
+    """None: a router with NIXL's flow names no transfer, and D learns the name from P's response."""
     serial: bool
-    """The router dispatches D after P."""
+    """Whether the router dispatches D after P."""
 
 
 @dataclass(frozen=True)
 class DecodeParams:
-    """The prompt is computed by this P."""
+    """The prefill engine ``peer`` computes the prompt."""
 
     transfer_id: str
     peer: Address
     early_token: bool = False
-    """The client gets the token that P samples, so D is to go on with that one."""
+    """Whether the client gets the token that P samples, so that D must continue with it."""
 
 
 def parse_params(params: Mapping[str, Any]) -> PrefillParams | DecodeParams | None:
-    """None: the request is no half of a transfer. Raises BadParams, whatever the values are."""
+    """The half of a transfer that these parameters describe. None: the request is not part of a transfer.
+    Raises BadParams for all unusable values."""
     remote_decode = bool(params.get("do_remote_decode"))
     remote_prefill = bool(params.get("do_remote_prefill"))
     if remote_decode and remote_prefill:

@@ -1,11 +1,12 @@
-"""Which bytes of the source's pages go where in the target's, and how many writes each counter must see.
+"""The plan of a transfer: which bytes of the source's pages go where in the target's, and how many writes
+each counter must see.
 
-Pure functions of the two sides' layouts. Problems come back as text that says what does not fit (None: it
+Pure functions of the two sides' layouts. Problems are returned as text that explains the misfit (None: it
 fits), because they travel to the other side in a HELLO_NAK or a FAIL.
 
 Layers and parts are matched by name. Blocks of two sizes are cut into granules, the tokens that lie in one
-block on each side; of each granule the shards that both sides have are copied, run by run (``runs``). Pages
-that are alike are one run, whatever they are made of.
+block on each side. Of each granule the shards that both sides have are copied, run by run (``runs``). Pages
+that are alike are one run, whatever their content.
 """
 
 from __future__ import annotations
@@ -33,59 +34,59 @@ from kv_connector.protocol.runs import (
     same,
 )
 
-# Of all groups of a request: 1 M tokens in blocks of 16, in 8 groups, which fill a message.
+# For all groups of a request: 1 M tokens in blocks of 16, in 8 groups, which fill a message.
 MAX_TARGETS = 1 << 19
 
-# Blocks of the most unequal sizes that anybody has: 2,048 tokens beside 16, or two sizes of which neither
-# divides the other. Each place is a write of its own for a request.
+# Enough for the most unequal block sizes in use: 2,048 tokens beside 16, or two sizes of which neither
+# divides the other. Each place is a separate write for a request.
 _MAX_PLACES = 128
 
 ALIKE = (
-    "no copy changes what the bytes mean, start both sides with the same checkpoint, dtypes, attention "
+    "the bytes cannot be converted, start both sides with the same checkpoint, dtypes, attention "
     "backend and kind of machine; where pages are copied whole, with the same parallelism and block size too"
 )
 
 
 def targets_problem(layout: KvLayout, groups: Sequence[GroupTarget], prompt_tokens: int) -> str | None:
-    """Whether D's targets fit D's own ``layout`` and the prompt."""
+    """The problem with D's targets in D's own ``layout`` and for the prompt, or None."""
     if sum(len(target.blocks) for target in groups) > MAX_TARGETS:
-        return f"the reservation asks for more than {MAX_TARGETS} blocks"
+        return f"the reservation requests more than {MAX_TARGETS} blocks"
     if len(groups) != len(layout.groups):
         return f"the reservation has {len(groups)} KV groups, the layout {len(layout.groups)}"
     for index, (target, group) in enumerate(zip(groups, layout.groups, strict=True)):
         highest = max(target.blocks, default=0)
         if highest >= group.num_blocks:
-            return f"group {index} asks for block {highest} of {group.num_blocks}"
+            return f"group {index} requests block {highest} of {group.num_blocks}"
         if group.block_size == 0:
             continue
         filled = -(-prompt_tokens // group.block_size)
         if any(target.blocks[max(filled - target.first, 0) :]):
-            return f"group {index} asks for blocks behind the {filled} that {prompt_tokens} tokens fill"
+            return f"group {index} requests blocks beyond the {filled} that {prompt_tokens} tokens fill"
     return None
 
 
 def wants_problem(prefill: KvLayout, decode: KvLayout, wants: Wants) -> str | None:
-    """Whether what D wants of P is in both layouts."""
+    """The problem if parts that D wants of P are not in both layouts, or None."""
     if len(wants) != len(decode.layers):
-        return f"it wants parts of {len(wants)} layers, and has {len(decode.layers)}"
+        return f"HELLO requests parts of {len(wants)} layers, its layout has {len(decode.layers)}"
     names = {layer.name for layer in prefill.layers}
     for layer, numbers in zip(decode.layers, wants, strict=True):
         if len(set(numbers)) < len(numbers) or any(number >= len(layer.parts) for number in numbers):
-            return f"it wants parts {numbers} of layer {layer.name}, which has {len(layer.parts)}"
+            return f"HELLO requests parts {numbers} of layer {layer.name}, which has {len(layer.parts)}"
         if numbers and layer.name not in names:
-            return f"it wants layer {layer.name}, which is not here"
+            return f"HELLO requests layer {layer.name}, which the prefill engine lacks"
     return None
 
 
 def used_blocks(group: GroupLayout, first: int, blocks: Sequence[int]) -> dict[int, int]:
-    """Logical block -> block, of those that hold something; ``blocks`` begin at logical block ``first``."""
+    """Logical block -> block, for blocks with content. ``blocks`` begin at logical block ``first``."""
     null = group.null_block
     return {logical: block for logical, block in enumerate(blocks, first) if block != null}
 
 
 @dataclass(frozen=True)
 class PushLayer:
-    """One layer of a LayerRun: its ordinal, and where it begins in the source and the target region."""
+    """One layer of a LayerRun: its ordinal, and its beginning in the source and the target region."""
 
     ordinal: int
     source_offset: int
@@ -94,11 +95,11 @@ class PushLayer:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Runs of several layers that one armed write can carry: from and to the same blocks of the same regions,
-    as long, and with the same strides on each side.
+    """Runs of several layers that one armed write can carry. They have the same blocks and regions, the same
+    length, and the same strides on each side.
 
-    ``page_bytes``: of one run. ``offsets``: of each layer's runs, from where the layer begins on either side.
-    Each raises the counter by one for each block.
+    ``page_bytes``: of one run. ``offsets``: of each layer's runs, from the beginning of the layer on either
+    side. Each run raises the counter by one for each block.
     """
 
     source_region: int
@@ -110,32 +111,32 @@ class LayerRun:
     offsets: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
-Groups = tuple[int, int]  # one of the source, one of the target
+Groups = tuple[int, int]  # a group of the source, a group of the target
 Step = TypeVar("Step")
 
 
 @dataclass(frozen=True)
 class TablePair:
-    """A group of the source and one of the target that have layers in common."""
+    """A group of the source and a group of the target that have layers in common."""
 
     cut: Cut
     source: int  # the group
     target: int
-    blocks: GroupLayout  # of the target
+    blocks: GroupLayout  # the target's blocks
     runs: Mapping[Places, tuple[LayerRun, ...]]  # by the places of a granule in its blocks
 
     @property
     def whole(self) -> bool:
-        """A granule is a block on either side."""
+        """Whether a granule is a block on either side."""
         return len(self.runs) == 1
 
     def granules(self, target: GroupTarget, prompt_tokens: int) -> dict[int, int]:
-        """Granule -> D's block that it goes to, of all that D wants: in its table, needed, and reached by the
-        prompt."""
+        """Granule -> D's block that it goes to, for all granules that D wants: in its table, needed, and
+        reached by the prompt."""
         each, tokens = self.cut.target_granules, self.cut.tokens
         blocks = used_blocks(self.blocks, target.first, target.blocks)
         if each == 1 and target.needed <= target.first * tokens:
-            return blocks  # nobody asks for a block that the prompt does not reach
+            return blocks  # no request wants a block that the prompt does not reach
         granules = (
             (granule, block)
             for logical, block in blocks.items()
@@ -149,8 +150,11 @@ class TablePair:
     def take(
         self, known: Mapping[int, tuple[int, Step]], wanted: dict[int, int]
     ) -> dict[tuple[Step, Places], list[tuple[int, int]]]:
-        """Takes what is known out of what is wanted: (the source's block, the target's) of each granule, by
-        the step that computes it and its places. ``known``: logical block -> block and step."""
+        """Removes the known granules from the wanted ones. Returns their pairs of source block and target
+        block, by the step that computes the granule and by its places.
+
+        ``known``: logical block -> block and step.
+        """
         found: dict[tuple[Step, Places], list[tuple[int, int]]] = {}
         cut, whole = self.cut, self.whole
         for logical, (block, step) in known.items():
@@ -163,18 +167,18 @@ class TablePair:
 
 
 class Plan:
-    """Which bytes go from one rank's pages to another's, and how many runs that makes.
+    """The bytes that go from one rank's pages to another's, and the number of runs that they make.
 
-    A pure function of the two layouts, and of what the target wants of this source: both sides call it. Where
-    the runs lie, in which order, how many tokens a block has and which shards each side holds may differ;
-    what they are may not. Built once per peer.
+    A pure function of the two layouts and of the parts that the target wants of this source, so both sides
+    compute the same. The place and order of the runs, the tokens of a block and the shards of each side may
+    differ. The meaning of the content may not. Built once per peer.
     """
 
     def __init__(
         self, source: KvLayout, target: KvLayout, wanted: Sequence[Collection[int]] | None = None
     ) -> None:
-        """``wanted``: of each of the target's layers, the numbers of the parts that come from this source;
-        None: all that both have. Raises Misfit where something of that cannot be copied."""
+        """``wanted``: for each of the target's layers, the numbers of the parts that come from this source.
+        None: all parts that both have. Raises Misfit if one of them cannot be copied."""
         ordinals = {layer.name: ordinal for ordinal, layer in enumerate(target.layers)}
         self._ordinals = {
             ordinal: theirs
@@ -200,7 +204,9 @@ class Plan:
                 runs = _shape_runs(name, moved, cuts[a, b], places)
                 left -= len(runs) + len(moved)
                 if left < 0:
-                    raise Misfit(f"pages so unlike take more than {MAX_PLAN_RUNS} different runs")
+                    raise Misfit(
+                        f"the layouts differ too much: pages take more than {MAX_PLAN_RUNS} different runs"
+                    )
                 drafts[a, b].add(places, merged(runs), layers)
         self.pairs = {
             (a, b): TablePair(cut, a, b, target.groups[b], drafts[a, b].finished())
@@ -208,12 +214,12 @@ class Plan:
         }
 
     def runs(self, source_group: int, target_group: int, places: Places = (0, 0)) -> tuple[LayerRun, ...]:
-        """The armed writes that one batch of granules at these places of their blocks takes; usually one."""
+        """The armed writes of one batch of granules at these places of their blocks. Usually one."""
         pair = self.pairs.get((source_group, target_group))
         return () if pair is None else pair.runs[places]
 
     def pieces(self) -> tuple[int, int]:
-        """Into how many writes the worst granule of a layer falls, and the bytes of the least of them."""
+        """The number of writes of a layer's worst granule, and the bytes of the smallest of them."""
         worst = 0, 0
         for pair in self.pairs.values():
             for runs in pair.runs.values():
@@ -225,7 +231,7 @@ class Plan:
         return worst
 
     def wanted(self, targets: Sequence[GroupTarget], prompt_tokens: int) -> dict[Groups, dict[int, int]]:
-        """By pair of groups, the granules that a request wants, and D's blocks that they go to."""
+        """The granules that a request wants, with D's blocks for them, by pair of groups."""
         return {
             groups: pair.granules(targets[pair.target], prompt_tokens) for groups, pair in self.pairs.items()
         }
@@ -246,7 +252,7 @@ class Plan:
 def matching_parts(
     source: KvLayout, ours: LayerLayout, target: KvLayout, theirs: LayerLayout
 ) -> list[tuple[Part, Part]]:
-    """The parts of a layer on both sides, in the target's order. Raises Misfit where the contents differ."""
+    """The parts of a layer on both sides, in the target's order. Raises Misfit if the contents differ."""
     groups = source.groups[ours.group], target.groups[theirs.group]
     with naming(f"layer {theirs.name}"):
         same("kind", groups[0].kind, groups[1].kind, "keep the same windows on both sides")
@@ -268,15 +274,18 @@ def cut_blocks(source: GroupLayout, target: GroupLayout) -> Cut:
     if sizes == (0, 0):
         return Cut(0, 1, 1)
     if 0 in sizes:
-        raise Misfit(f"blocks of {source.kind}: prefill has {sizes[0]} tokens in each, decode {sizes[1]}")
+        raise Misfit(
+            f"blocks of {source.kind}: prefill engine has {sizes[0]} tokens in each, decode engine {sizes[1]}"
+        )
     tokens = gcd(*sizes)
     cut = Cut(tokens, sizes[0] // tokens, sizes[1] // tokens)
     if cut.source_granules * cut.target_granules > _MAX_PLACES:
-        raise Misfit(f"blocks of {source.kind} are too unlike: {sizes[0]} tokens and {sizes[1]}")
+        raise Misfit(f"blocks of {source.kind} differ too much: {sizes[0]} tokens and {sizes[1]}")
     return cut
 
 
-# Groups, and parts whose offsets count from where the layer begins: layers of one shape have the same runs.
+# Groups, and parts whose offsets count from the beginning of the layer. Layers of one shape have the same
+# runs.
 _Shape = tuple[int, int, tuple[tuple[Part, Part], ...]]
 
 
@@ -302,7 +311,7 @@ class _Draft:
     """Collects the layers that one armed write can carry."""
 
     def __init__(self, places: Sequence[Places]) -> None:
-        # By the fields of a LayerRun before its layers, and its offsets.
+        # Layers by the fields of a LayerRun before ``layers``, and by its offsets.
         self._writes: dict[Places, dict[tuple[_Write, _Offsets], list[PushLayer]]] = {p: {} for p in places}
 
     def add(self, places: Places, runs: Sequence[Run], layers: Sequence[PushLayer]) -> None:

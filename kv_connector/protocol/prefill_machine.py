@@ -1,23 +1,24 @@
 """P's side of every transfer, sans-IO: which pages to push when, and how each transfer ends.
 
 A transfer has two halves that arrive in any order: the request in P's engine (``expect`` ...
-``request_finished``) and D's RESERVE. Pages flow while both are there. Each granule (the tokens that lie in
-one block on either side: a logical block, where the blocks are as large; all layers of the group) is pushed
-exactly once, however the prompt was chunked, cached or preempted: the ledger knows what is still to go.
+``request_finished``) and D's RESERVE. Pages flow while both are present. A granule is the tokens that lie in
+one block on either side, in all layers of the group. If the blocks have the same size, it is a logical
+block. Each granule is pushed exactly once, however the prompt was chunked, cached or preempted. The ledger
+records the granules that are still to be pushed.
 
     request   RESERVE   phase
     -         yes       ACTIVE    an orphan: waits for the request (orphan timeout)
     yes       -         WAITING   pages are remembered; once finished, the hold timeout runs
     yes       yes       ACTIVE    pages are pushed as they are computed; finished and all pushed: sealed
-                        DRAINING  stopped early: waits for the engine's word that nothing is in flight
+                        DRAINING  stopped early: waits for the report that nothing is in flight
                         CLOSED    nothing will move any more; P's engine still works on the request
 
-Where D has more workers than P, several of them ask this one for the transfer: each has a share, with a
-RESERVE, a ledger and an end of its own, as if it were alone. RESERVE says how many there are; until the first
-has come, one share stands for all.
+If D has more workers than P, several of them send RESERVE to this worker for the transfer. Each has a share,
+with its own RESERVE, ledger and end. RESERVE contains the number of shares. Until the first RESERVE arrives,
+one share stands for all.
 
-A request is reported as sent exactly once, after it finished and nothing reads its blocks. A transfer id
-lives once: what arrives for it later meets its tombstone.
+A request is reported as sent exactly once, after it finished and nothing reads its blocks. A transfer id is
+used once: later messages about it are answered from its tombstone.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from kv_connector.protocol.version import shown_apart
 
 
 class WritesEnd(enum.Enum):
-    """The engine's last word on a transfer's writes."""
+    """The final state of a share's writes, as the transfer engine reports it."""
 
     DONE = "done"
     FAILED = "failed"
@@ -87,7 +88,7 @@ class _Decode:
 
 
 class PrefillMachine:
-    """All transfers of one prefill worker. Every method returns what to do, in order."""
+    """All transfers of one prefill worker. Every method returns the actions to execute, in order."""
 
     def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
         self._layout = layout
@@ -101,21 +102,22 @@ class PrefillMachine:
         self._weights = ""
 
     def __len__(self) -> int:
-        """Transfers that are not over."""
+        """Number of transfers that are not over."""
         return len(self._prompts)
 
     def writing(self, share: Share) -> bool:
-        """Whether the share may have an open counterpart in the engine."""
+        """Whether the share may have an open native transfer."""
         transfer = self._transfer(share)
         return transfer is not None and transfer.reservation is not None and transfer.reservation.writing
 
     def next_deadline(self) -> float | None:
-        """When tick() is due, if nothing happens before."""
+        """The time at which tick() is due if nothing happens before."""
         return self._timers.next()
 
     def under_way(self) -> list[UnderWay]:
-        """The shares that are not over, and what P's engine still works on. Any thread may call it."""
-        return under_way(list(self._prompts.values()))  # in one step
+        """The shares that are not over, and prompts that P's engine still works on. Any thread may call
+        it."""
+        return under_way(list(self._prompts.values()))  # copied in one step, because other threads change it
 
     # --- P's engine
 
@@ -125,8 +127,8 @@ class PrefillMachine:
         if prompt is None:
             prompt = self._new_prompt(request.transfer_id)
             tombstone = self._tombstones.get(request.transfer_id)
-            if tombstone is not None:  # released, cancelled or expired before the request came
-                if tombstone.outcome is Outcome.COMPLETED:  # for another request
+            if tombstone is not None:  # released, cancelled or expired before the request arrived
+                if tombstone.outcome is Outcome.COMPLETED:  # the transfer id served another request
                     tombstone = replace(tombstone, outcome=Outcome.FAILED)
                 prompt.shares[0].phase, prompt.shares[0].verdict = SharePhase.CLOSED, tombstone
         elif prompt.request is not None:
@@ -144,22 +146,22 @@ class PrefillMachine:
         for transfer in prompt.shares:
             reservation = transfer.reservation
             if reservation is None or transfer.phase is not SharePhase.ACTIVE:
-                self._timers.clear(transfer.share)  # it was waited for as an orphan's
+                self._timers.clear(transfer.share)  # the orphan timeout ends
                 continue
             problem = prompt_problem(request, reservation.message)
             if problem is None:
                 self._timers.set(transfer.share, reservation.deadline)
                 actions += report_moving(prompt, reservation.message.first_token)
                 continue
-            # The right RESERVE may still come.
+            # The right RESERVE may still arrive.
             transfer.phase, transfer.reservation = SharePhase.WAITING, None
             self._timers.clear(transfer.share)
             code = FailCode.PROMPT_MISMATCH
             actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
         return actions
 
-    def computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
-        """These pages become valid in this step; the ones that D wants and lacks are pushed."""
+    def pages_computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
+        """These pages become valid in this step. The pages that D wants and lacks are pushed."""
         prompt = self._prompts.get(pages.transfer_id)
         if prompt is None or prompt.request is None:
             text = f"pages of transfer {pages.transfer_id} are ignored: no such request is expected"
@@ -178,7 +180,7 @@ class PrefillMachine:
             for known, blocks in zip(transfer.pages, used, strict=True):
                 for logical, block in blocks.items():
                     earlier = known.get(logical)
-                    # The same block again is valid since the earlier step; another one replaces it.
+                    # The same block again is valid since the earlier step. Another block replaces it.
                     if earlier is None or earlier[0] != block:
                         known[logical] = (block, pages.signal_base)
             actions += self._push(transfer)
@@ -187,8 +189,8 @@ class PrefillMachine:
     def preempt(self, transfer_ids: Sequence[str]) -> tuple[Share, ...]:
         """The requests lose their blocks: pages not yet pushed are forgotten until they are computed again.
 
-        Returns the shares whose writes still read those blocks: they must be quiesced before anybody else may
-        write there, or ``quiesce_failed`` be called.
+        Returns the shares whose writes still read those blocks. These writes must be quiesced before the
+        blocks are written again. If that fails, call ``quiesce_failed``.
         """
         prompts = [self._prompts[transfer_id] for transfer_id in transfer_ids if transfer_id in self._prompts]
         transfers = [transfer for prompt in prompts for transfer in prompt.shares]
@@ -197,8 +199,8 @@ class PrefillMachine:
         return tuple(transfer.share for transfer in transfers if self.writing(transfer.share))
 
     def forget_pages(self, now: float) -> list[PrefillAction]:
-        """The memory loses its contents, and all sessions are over: what was computed has to be computed
-        again, and a finished prompt has nothing left to give."""
+        """The memory loses its contents, and all sessions are over. Pages must be computed again, and a
+        finished prompt has nothing left to send."""
         self.preempt(tuple(self._prompts))
         actions: list[PrefillAction] = []
         for transfer in self._all():
@@ -207,25 +209,26 @@ class PrefillMachine:
         return actions
 
     def quiesce_failed(self, now: float, share: Share) -> list[PrefillAction]:
-        """A preempted share did not drain in time: only a fence stops the reads."""
+        """A preempted share did not drain in time. Only a fence stops its reads."""
         transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or transfer.reservation.peer_lost:
             return []
         return [Fence(transfer.reservation.peer, f"writes of preempted transfer {share} did not drain")]
 
     def cache_cleared(self, now: float) -> list[PrefillAction]:
-        """All prompts are computed anew, and differently: what D has of one would not fit the rest."""
+        """All prompts are recomputed with a different result, so the pages that D has of a prompt would not
+        fit the rest."""
         actions: list[PrefillAction] = []
         for transfer in self._all():
             reservation = transfer.reservation
             if reservation is not None and reservation.left > 0 and reservation.writing:
-                text = "the prefill engine cleared its KV cache when a part of the prompt had gone"
+                text = "the prefill engine cleared its KV cache after a part of the prompt was sent"
                 actions += self._go_stale(now, transfer, text)
         return actions
 
     def set_weights(self, now: float, version: str) -> list[PrefillAction]:
-        """From now on P computes with this version, unfinished prompts from their beginning: of no use to a D
-        that has reserved their pages with another."""
+        """P computes with this version from now on, and unfinished prompts from their beginning. Their pages
+        are stale for a D that has reserved them with another version."""
         self._weights = version
         actions: list[PrefillAction] = []
         for prompt in list(self._prompts.values()):
@@ -249,13 +252,16 @@ class PrefillMachine:
         sampled: int | None = None,
         aborted: bool = False,
     ) -> list[PrefillAction]:
-        """The request left P's scheduler, with its prompt computed (ok) or not. It may be given up (not ok)
-        after it was computed, too. ``sampled``: the token behind the prompt. ``aborted``: it is not ok
-        because its client left, which is no failure of the transfer."""
+        """The request left P's scheduler, with its prompt computed (``ok``) or not. A computed request may be
+        given up later by a second call (not ``ok``).
+
+        ``sampled``: the token behind the prompt. ``aborted``: the request is not ``ok`` because its client
+        left, so the transfer has not failed.
+        """
         code = FailCode.PREFILL_ABORTED if aborted else FailCode.WRITE_ERROR
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
-            # It ended before it was ever scheduled, and D's RESERVE is still to come.
+            # The request ended before it was ever scheduled, and D's RESERVE is still to arrive.
             return (
                 [] if ok else self._ends.forbid(now, transfer_id, Verdict(outcome_of(code), code, reason, ()))
             )
@@ -280,7 +286,8 @@ class PrefillMachine:
     # --- D, through messages
 
     def admit(self, peer: PeerId, layout: KvLayout, wants: Wants, regions: int) -> Plan | str:
-        """A decode peer introduced itself: how to write to it, or why its pages do not fit ours."""
+        """A decode peer introduced itself. Returns the plan for writing to it, or the reason why its pages do
+        not fit."""
         problem = layout_problem(layout, regions) or wants_problem(self._layout, layout, wants)
         if problem is not None:
             return problem
@@ -292,7 +299,7 @@ class PrefillMachine:
         return plan
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
-        """RESERVE: D wants the prompt's pages."""
+        """Handles RESERVE: D wants the prompt's pages."""
         decode = self._peers.get(peer)
         if decode is None:
             return []
@@ -308,12 +315,12 @@ class PrefillMachine:
             if (peer, message.attempt) in verdict.served:
                 return []
             return [self._refuse(peer, message, verdict.code, verdict.text)]
-        if self._closing:  # behind the verdicts: a repeated RESERVE's writes may still be in flight
+        if self._closing:  # after the verdicts: writes for a repeated RESERVE may still be in flight
             return [self._refuse(peer, message, FailCode.DRAINING, "the prefill engine is shutting down")]
         if known is not None and known.reservation is not None:
             if known.reservation.key == (peer, message.attempt):
                 return []
-            text = "the transfer is already going to another decode request"
+            text = "the transfer already serves another decode request"
             return [self._refuse(peer, message, FailCode.DUPLICATE, text)]
         ours = self._weights if prompt is None else prompt.weights
         stale = "" if ours == message.weights else _other_weights(ours, message)
@@ -344,7 +351,7 @@ class PrefillMachine:
         if request is None:
             until = min(deadline, now + self._timeouts.orphan)
             self._timers.set(transfer.share, until)
-            for other in prompt.shares:  # those that have not come yet are waited for as long
+            for other in prompt.shares:  # shares without a RESERVE wait as long
                 if other.phase is SharePhase.WAITING and self._timers.deadline(other.share) is None:
                     self._timers.set(other.share, until)
             return []
@@ -355,7 +362,8 @@ class PrefillMachine:
         return actions
 
     def cancel(self, now: float, peer: PeerId, message: Cancel) -> list[PrefillAction]:
-        """CANCEL: D no longer wants the share. Always ends in a CANCEL_ACK or a FAIL for that attempt."""
+        """Handles CANCEL: D no longer wants the share. It always ends in a CANCEL_ACK or a FAIL for that
+        attempt."""
         key = (peer, message.attempt)
         prompt = self._prompts.get(message.transfer_id)
         acknowledged = Send(peer, CancelAck(message.transfer_id, message.attempt, drained=True))
@@ -363,7 +371,7 @@ class PrefillMachine:
         cancelled = Verdict(Outcome.CANCELLED, FailCode.PREFILL_ABORTED, text, (key,))
         if prompt is None:
             tombstone = self._tombstones.get(message.transfer_id)
-            if tombstone is None:  # overtook its RESERVE, which must not start anything when it comes
+            if tombstone is None:  # CANCEL overtook its RESERVE, which must not start the transfer
                 return [acknowledged, *self._ends.forbid(now, message.transfer_id, cancelled)]
             return [_acknowledge(peer, message, tombstone)]
         transfer = self._share_of(prompt, message.share)
@@ -381,9 +389,10 @@ class PrefillMachine:
         return [acknowledged, *self._ends.close(now, transfer, cancelled)]
 
     def release(self, now: float, peer: PeerId, message: Release) -> list[PrefillAction]:
-        """RELEASE: D needs nothing of this transfer. A RESERVE outranks it."""
+        """Handles RELEASE: D needs no pages of this transfer. A RESERVE outranks it."""
         prompt = self._prompts.get(message.transfer_id)
-        # A RESERVE that follows is of a request whose client has left: a router has disowned the transfer.
+        # A later RESERVE belongs to a request whose client has left, because a router has disowned the
+        # transfer.
         text = "a decode engine released the transfer"
         released = Verdict(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
         if prompt is None:
@@ -394,7 +403,8 @@ class PrefillMachine:
         return self._ends.close(now, transfer, released)
 
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
-        """PING: these transfers still wait in D's queue, so their blocks are held on."""
+        """Handles the list of a PING: these transfers still wait in D's queue, so their blocks are held
+        longer."""
         for transfer_id in transfer_ids:
             prompt = self._prompts.get(transfer_id)
             for transfer in () if prompt is None else prompt.shares:
@@ -405,7 +415,7 @@ class PrefillMachine:
         return []
 
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[PrefillAction]:
-        """The session is over, its fence is under way: ``fenced`` follows."""
+        """The session is over and being fenced. ``fenced`` follows."""
         self._peers.pop(peer, None)
         actions: list[PrefillAction] = []
         for transfer in self._all():
@@ -425,7 +435,8 @@ class PrefillMachine:
         """No write to that peer is in flight any more."""
         actions: list[PrefillAction] = []
         for transfer in self._of_peer(peer):
-            actions += self._ends.drained(now, transfer, quiesced=False)  # at the peer, its own fence says so
+            # the peer's own fence decides whether writes can land there
+            actions += self._ends.drained(now, transfer, quiesced=False)
         return actions
 
     # --- The transfer engine
@@ -433,7 +444,8 @@ class PrefillMachine:
     def writes_ended(
         self, now: float, share: Share, end: WritesEnd, quiesced: bool, reason: str
     ) -> list[PrefillAction]:
-        """The engine's last word on a share's writes: nothing of it is in flight on this side any more."""
+        """The transfer engine reports the end of a share's writes. None of them is in flight on this side any
+        more."""
         transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None or not transfer.reservation.writing:
             return []
@@ -446,7 +458,7 @@ class PrefillMachine:
         return self._ends.drained(now, transfer, quiesced)
 
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
-        """The engine did not take a Push; its transfer, if it is open, has to be cancelled."""
+        """The transfer engine did not accept a Push. If the native transfer is open, it must be cancelled."""
         transfer = self._transfer(share)
         if transfer is None or transfer.phase is not SharePhase.ACTIVE:
             return []
@@ -455,14 +467,14 @@ class PrefillMachine:
     # --- Time and the end
 
     def tick(self, now: float) -> list[PrefillAction]:
-        """Acts on every deadline that has come."""
+        """Acts on every deadline that has passed."""
         actions: list[PrefillAction] = []
         while (share := self._timers.pop_due(now)) is not None:
             transfer = self._transfer(share)
             assert transfer is not None
             reservation = transfer.reservation
             if reservation is None:
-                text = "no decode engine asked for it in time"
+                text = "no decode engine requested it in time"
                 verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._ends.close(now, transfer, verdict)
             elif transfer.phase is SharePhase.DRAINING:
@@ -503,7 +515,7 @@ class PrefillMachine:
         return prompt
 
     def _split(self, prompt: Prompt, shares: int) -> None:
-        """From the one share that nobody has come for: as many as D says."""
+        """Replaces the one share without a RESERVE by as many shares as D has reported."""
         prompt.shares_known = True
         (first,) = prompt.shares
         held_until = self._timers.deadline(first.share)
@@ -514,7 +526,8 @@ class PrefillMachine:
                 self._timers.set(share, held_until)
 
     def _share_of(self, prompt: Prompt, number: int) -> ShareTransfer | None:
-        """The share of that number, unless there are fewer. One stands for all until the first RESERVE."""
+        """The share of that number, or None if there are fewer shares. Until the first RESERVE, one share
+        stands for all."""
         if not prompt.shares_known:
             return prompt.shares[0]
         return prompt.shares[number] if number < len(prompt.shares) else None
@@ -527,10 +540,10 @@ class PrefillMachine:
         return [transfer for prompt in self._prompts.values() for transfer in prompt.shares]
 
     def _hold(self, now: float, transfer: ShareTransfer) -> None:
-        """From now on a finished prompt's blocks are kept for a while, until D comes for them."""
+        """Keeps a finished prompt's blocks for the hold time, until D requests them."""
         hold = self._timeouts.hold
         if transfer.claimed is not None and transfer.claimed not in self._peers:
-            # D had said that it would come. Either it dials again and says so, or it is dead.
+            # D had claimed the prompt. It either reconnects and claims it again, or it is dead.
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)
         self._timers.set(transfer.share, now + hold)
 
@@ -538,24 +551,24 @@ class PrefillMachine:
         return [t for t in self._all() if t.reservation is not None and t.reservation.peer == peer]
 
     def _refuse(self, peer: PeerId, message: Reserve, code: FailCode, text: str) -> Send:
-        """FAIL for a RESERVE that never became a reservation: nothing of it was ever written."""
+        """FAIL for a RESERVE that never became a reservation. Nothing was written for it."""
         return Send(peer, Fail(message.transfer_id, message.attempt, code, clip(text), quiesced=True))
 
     def _refuse_stale(self, now: float, peer: PeerId, message: Reserve, text: str) -> list[PrefillAction]:
-        """Nobody else will come for the pages: D computes the prompt itself."""
+        """No other D will request the pages. D computes the prompt itself."""
         refused = self._refuse(peer, message, FailCode.STALE, text)
         verdict = Verdict(Outcome.STALE, FailCode.STALE, text, ())
         prompt = self._prompts.get(message.transfer_id)
         if prompt is None:
             return [refused, *self._ends.forbid(now, message.transfer_id, verdict)]
         transfer = self._share_of(prompt, message.share)
-        assert transfer is not None  # share_problem()
+        assert transfer is not None  # ensured by share_problem()
         said = _say_sampled(peer, message, prompt) if prompt.finished else []
         return [*said, refused, *self._ends.close(now, transfer, verdict)]
 
     def _go_stale(self, now: float, transfer: ShareTransfer, text: str) -> list[PrefillAction]:
-        """What D has reserved will be of no use to it. Where it waits for a token, which a client may have by
-        then, it is told behind that."""
+        """The reserved pages are stale for D. If D waits for a token, which a client may have by then, D gets
+        FAIL only after the token."""
         reservation = transfer.reservation
         waits = reservation is not None and reservation.message.wants_sampled
         if (
@@ -570,7 +583,8 @@ class PrefillMachine:
         return []
 
     def _push(self, transfer: ShareTransfer) -> list[PrefillAction]:
-        """Pushes what is computed, wanted and not yet pushed; one Push for each step that computed some."""
+        """Pushes pages that are computed, wanted and not yet pushed. Makes one Push for each step that
+        computed some."""
         reservation = transfer.reservation
         if reservation is None or transfer.prompt.request is None:
             return []
@@ -585,7 +599,7 @@ class PrefillMachine:
             for (signal_base, places), blocks in pair.take(transfer.pages[pair.source], wanted).items():
                 steps.setdefault(signal_base, {})[groups, places] = blocks
             reservation.left -= before - len(wanted)
-        transfer.forget_pages()  # the rest is not wanted, and never will be
+        transfer.forget_pages()  # the other pages are not wanted, and never will be
         if steps:
             reservation.writing = True
         message = reservation.message
@@ -605,28 +619,28 @@ class PrefillMachine:
         ]
 
     def _seal(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
-        """P has computed all it will: the transfer ends when its writes have arrived."""
+        """P has computed everything. The transfer ends when its writes have arrived."""
         reservation = transfer.reservation
         assert reservation is not None
         if reservation.stale:
             return self._ends.end(now, transfer, FailCode.STALE, reservation.stale)
         if reservation.left > 0:
-            text = f"{reservation.left} of the pages that decode asked for were never computed"
+            text = f"{reservation.left} of the pages that the decode engine requested were never computed"
             return self._ends.end(now, transfer, FailCode.WRITE_ERROR, text)
         if reservation.writing:
             return [Seal(transfer.share)]
-        return self._ends.complete(now, transfer)  # D wanted no page at all
+        return self._ends.complete(now, transfer)  # D wanted no page
 
 
 def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:
-    """If D has asked for it."""
+    """SAMPLED, if D has requested it."""
     if not message.wants_sampled:
         return []
     return [Send(peer, Sampled(message.transfer_id, message.attempt, prompt.sampled))]
 
 
 def _begin(step: tuple[int | None, object]) -> int:
-    """Steps by their beginning; what is computed already comes first."""
+    """Sorts steps by their beginning. Pages that are computed already come first."""
     signal_base, _ = step
     return -1 if signal_base is None else signal_base
 
@@ -634,10 +648,10 @@ def _begin(step: tuple[int | None, object]) -> int:
 def _other_weights(ours: str, message: Reserve) -> str:
     names = shown_apart(ours, message.weights)
     prefill, decode = (name or "what it was started with" for name in names)
-    return f"weights: prefill has {prefill}, decode has {decode}"
+    return f"weights: prefill engine has {prefill}, decode engine has {decode}"
 
 
 def _acknowledge(peer: PeerId, message: Cancel, verdict: Verdict) -> Send:
-    """CANCEL_ACK for a transfer that is over; only a served attempt may have left something in flight."""
+    """CANCEL_ACK for a transfer that is over. Only a served attempt may have left writes in flight."""
     drained = verdict.quiesced or (peer, message.attempt) not in verdict.served
     return Send(peer, CancelAck(message.transfer_id, message.attempt, drained))

@@ -1,4 +1,4 @@
-"""What an engine asks of its worker's state machines: a prompt to be sent, a prompt to be received."""
+"""The requests of an engine to its worker's state machines: a prompt to be sent, a prompt to be received."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kv_connector.protocol.layout import GroupTarget
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A request whose prompt this engine computes for somebody else's decode."""
+    """A request whose prompt this engine computes for the decode engine of another request."""
 
     request_id: str
     transfer_id: str
-    # None where the framework names its pages and not its tokens: D's word is taken.
+    # None if the framework names its pages and not its tokens: D's number is accepted.
     prompt_tokens: int | None
-    # 16 bytes over the prompt's tokens, by the same function on both sides. None where the transfer id alone
-    # says which prompt it is.
+    # 16 bytes over the prompt's tokens, by the same function on both sides. None if the transfer id alone
+    # identifies the prompt.
     prompt_hash: bytes | None
 
 
 @dataclass(frozen=True)
 class GroupPages:
-    """Logical block ``first + i`` of a KV group lies in ``blocks[i]``; the group's null block is skipped."""
+    """Logical block ``first + i`` of a KV group lies in ``blocks[i]``. The group's null block is skipped."""
 
     first: int
     blocks: tuple[int, ...]
@@ -31,11 +31,11 @@ class GroupPages:
 
 @dataclass(frozen=True)
 class ComputedPages:
-    """Pages that become valid in one step: as the signal goes from ``signal_base`` up, one value a layer.
+    """Pages that become valid in one step, while the signal rises from ``signal_base``, by one value a layer.
 
-    ``signal_base`` None: they are computed already, on a GPU too, and go at once, whatever the signal says.
-    ``groups`` has one entry per KV group. The blocks must keep their contents until the request is reported
-    as sent or preempted; repeating pages is fine.
+    ``signal_base`` None: the pages are computed already, on a GPU too, and are sent at once, whatever the
+    signal's value. ``groups`` has one entry per KV group. The blocks must keep their contents until the
+    request is reported as sent or is preempted. Pages may be named repeatedly.
     """
 
     transfer_id: str
@@ -47,7 +47,7 @@ class ComputedPages:
 class DecodeRequest:
     """A request whose prompt pages come from ``engine``, the address of its rank 0.
 
-    ``groups`` has one entry per KV group: logical block ``first + i`` is to land in ``blocks[i]``. The blocks
+    ``groups`` has one entry per KV group: logical block ``first + i`` lands in ``blocks[i]``. The blocks
     belong to the transfer until it is reported.
     """
 
@@ -55,9 +55,9 @@ class DecodeRequest:
     transfer_id: str
     engine: Address
     prompt_tokens: int
-    first_token: int  # the tokens before this one are here already
-    prompt_hash: bytes | None  # as PrefillRequest's
+    first_token: int  # D has the tokens before this one
+    prompt_hash: bytes | None  # as in PrefillRequest
     groups: tuple[GroupTarget, ...]
     wants_sampled: bool = False
-    """It goes on with the token that P samples behind the prompt: it is not over before that is here, or not
-    to be had."""
+    """Whether the request continues with the token that P samples behind the prompt. The transfer then ends
+    only once that token has arrived, or cannot arrive any more."""

@@ -1,8 +1,8 @@
 """From one part of a source page to the same part of a target page: which runs of bytes go where.
 
-Both are sets of runs that axes space. Axis by axis the two are brought to common steps (``_Step``: so many
-times, so far apart in the source, so far in the target), of which those that continue on both sides become
-part of the run itself; what is left is written out.
+Both parts are sets of runs that axes space. Axis by axis, the two are brought to common steps (``_Step``: a
+number of times, and the distances in the source and in the target). Steps that continue on both sides become
+part of the run itself. The others are written out.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import NamedTuple
 
 from kv_connector.protocol.layout import Axis, GroupLayout, Part
 
-# Runs that one part of one granule may take. The most that one is known to take are 2,048: the K planes of 8
-# heads of 256 elements on a CPU, where the two sides' blocks differ.
+# Runs that one part of one granule may take. The largest known number is 2,048: the K planes of 8 heads of
+# 256 elements on a CPU, if the two sides' blocks differ.
 MAX_PART_RUNS = 4096
 # Runs of all layers placed differently, at all places of granules, before any are merged. Two such planes
-# take half of it at 16 places (blocks of 512 tokens beside 32). A plan so long is made in 0.3 s, in 9 MB.
+# take half of it at 16 places (blocks of 512 tokens beside 32). A plan of this length is made in 0.3 s, in 9
+# MB.
 MAX_PLAN_RUNS = 1 << 16
 
 
 class Misfit(ValueError):
-    """Two layouts that do not fit each other; says in words why."""
+    """Two layouts do not fit each other. The message explains why."""
 
 
-Places = tuple[int, int]  # which granule of its source block one is, and which of its target block
+Places = tuple[int, int]  # place of a granule in its source block, and in its target block
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Says what it was that did not fit."""
+    """Adds the name of the misfitting object to a Misfit."""
     try:
         yield
     except Misfit as misfit:
@@ -40,13 +41,13 @@ def naming(what: str) -> Iterator[None]:
 
 
 def same(what: str, source: object, target: object, advice: str) -> None:
-    """``advice``: how to start both sides alike."""
+    """Raises Misfit if the two values differ. ``advice``: how to start both sides alike."""
     if source != target:
-        raise Misfit(f"{what}: prefill has {source}, decode has {target}: {advice}")
+        raise Misfit(f"{what}: prefill engine has {source}, decode engine has {target}: {advice}")
 
 
 class Run(NamedTuple):
-    """Bytes that lie in one piece on both sides, at these offsets from block 0 of their regions."""
+    """Bytes that are contiguous on both sides, at these offsets from block 0 of their regions."""
 
     source_region: int
     source_stride: int  # bytes from one block to the next
@@ -61,11 +62,11 @@ class Run(NamedTuple):
 class Cut:
     """How the blocks of two groups are cut, so that each piece, a granule, lies in one block on each side.
 
-    Granule k holds the tokens from ``k * tokens`` on. Of rows, each is a granule.
+    Granule k holds the tokens from ``k * tokens`` on. In groups of rows, each row is a granule.
     """
 
-    tokens: int  # of a granule; 0: it is a row
-    source_granules: int  # of a block
+    tokens: int  # tokens of a granule; 0: it is a row
+    source_granules: int  # granules of a block
     target_granules: int
 
     def of_source(self, block: int) -> range:
@@ -76,7 +77,8 @@ class Cut:
         return granule % self.source_granules, granule % self.target_granules
 
     def all_places(self) -> list[Places]:
-        """The two numbers have no common divisor, so each place here meets each place there."""
+        """All pairs of places. The two numbers have no common divisor, so each place on one side occurs with
+        each place on the other side."""
         return [self.places(granule) for granule in range(self.source_granules * self.target_granules)]
 
 
@@ -87,7 +89,7 @@ class _Step(NamedTuple):
 
 
 def check_parts(source: Part, target: Part, ours: GroupLayout, theirs: GroupLayout) -> None:
-    """Raises Misfit unless the runs of both hold the same, whatever their order and whoever has them."""
+    """Raises Misfit unless the runs of both parts have the same content, in any order and on any rank."""
     tokens = ours.block_size // source.places, theirs.block_size // target.places
     rows, theirs_rows = (prod(axis.count for axis in part.axes_of("row")) for part in (source, target))
     total, theirs_total = (part.shard.total if part.shard else "no" for part in (source, target))
@@ -99,9 +101,9 @@ def check_parts(source: Part, target: Part, ours: GroupLayout, theirs: GroupLayo
 
 
 def part_runs(source: Part, target: Part, cut: Cut, places: Places) -> list[Run]:
-    """What goes from one granule of a source block to one of a target block: the shards that both have.
+    """The runs from one granule of a source block to one of a target block, for the shards that both have.
 
-    Raises Misfit where that is not possible, or takes too many runs.
+    Raises Misfit if that is not possible, or takes too many runs.
     """
     units = range(max(source.units.start, target.units.start), min(source.units.stop, target.units.stop))
     if not units:
@@ -120,7 +122,9 @@ def part_runs(source: Part, target: Part, cut: Cut, places: Places) -> list[Run]
         target_start += (units.start - target.units.start) * theirs.stride
     steps, nbytes = _absorb(steps, source.run_bytes)
     if (runs := prod(step.times for step in steps)) > MAX_PART_RUNS:
-        raise Misfit(f"it takes {runs} runs of {nbytes} bytes a granule, at most {MAX_PART_RUNS} are taken")
+        raise Misfit(
+            f"it takes {runs} runs of {nbytes} bytes a granule, at most {MAX_PART_RUNS} are supported"
+        )
     starts = [(source_start, target_start)]
     for step in steps:
         starts = [(s + i * step.source, t + i * step.target) for s, t in starts for i in range(step.times)]
@@ -131,7 +135,7 @@ def part_runs(source: Part, target: Part, cut: Cut, places: Places) -> list[Run]
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """The same bytes in the fewest runs: those that follow each other on both sides are one."""
+    """The same bytes in the fewest runs: runs that follow each other on both sides are joined."""
     found: list[Run] = []
     for run in sorted(runs):
         if found and _continues(found[-1], run):
@@ -142,8 +146,8 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def _granule(part: Part, granules: int, place: int) -> tuple[list[Axis], int]:
-    """The token axes within one granule of a block, and where the granule at that place begins."""
-    left = part.places // granules  # steps within a granule, less those of the axes below
+    """The token axes within one granule of a block, and the beginning of the granule at that place."""
+    left = part.places // granules  # steps within a granule, divided by those of the axes below
     inner: list[Axis] = []
     start = rest = 0
     for axis in reversed(part.axes_of("token")):
@@ -160,7 +164,7 @@ def _granule(part: Part, granules: int, place: int) -> tuple[list[Axis], int]:
 
 
 def _common(source: Sequence[Axis], target: Sequence[Axis]) -> list[_Step]:
-    """Steps that walk two lists of axes with as many places at once, from the inside out."""
+    """Steps that walk two lists of axes with the same number of places together, from the inside out."""
     steps: list[_Step] = []
     ours = [(axis.count, axis.stride) for axis in source if axis.count > 1]
     theirs = [(axis.count, axis.stride) for axis in target if axis.count > 1]

@@ -1,6 +1,6 @@
 """The sessions of one process, sans-IO: their table, their heartbeats and how each ends.
 
-dialling.py makes those of a decode engine, answering.py those of a prefill engine.
+dialling.py makes the sessions of a decode engine, answering.py those of a prefill engine.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from kv_connector.protocol.messages import (
 )
 from kv_connector.protocol.timers import Timeouts, Timers
 
-# Refusals that are logged once; names come from outside.
+# Refusals that are logged once. Their names come from outside, so their number is limited.
 _REMEMBERED_NAKS = 1024
 
-# Of one engine id and rank, while a session of its last process is up: so many times it was restarted.
+# Processes of one engine id and rank that are remembered while a session of the last one is up. Each restart
+# adds one.
 _REMEMBERED_PROCESSES = 64
 
-# Why nobody new comes in.
+# Why no new peer is accepted.
 CLOSING = "is shutting down"
 ASLEEP = "is asleep"
 
@@ -67,7 +68,7 @@ class PeerState(enum.Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is, as its HELLOs say."""
+    """The identity of this process, as its HELLOs contain it."""
 
     engine_id: str
     incarnation: str
@@ -76,16 +77,17 @@ class Identity:
     fingerprint: Fingerprint
     layout: KvLayout
     regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
-    advice: Mapping[str, str] = field(default_factory=dict)  # not sent: by a pair's name
+    # not sent: the operator's remedy, by a pair's name
+    advice: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """A peer as operators see it."""
+    """A peer as shown to operators."""
 
     peer: PeerId
     name: str
-    role: Role  # what the peer is in this session
+    role: Role  # the peer's role in this session
     state: PeerState
     lane: str
 
@@ -110,28 +112,28 @@ PeersAction = (
 
 @dataclass
 class Peer:
-    """One session and what is known of the peer."""
+    """One session and the facts known about the peer."""
 
     peer: PeerId
     name: str
     role: Role
     last_seen: float
-    # D's side: the worker, or the engine that is being looked for (``finding``); and whose worker it is
+    # On D: the worker, or the engine that is being located (``finding``); and the worker's engine.
     address: Address | None = None
     of: Address | None = None
     wants: Wants = ()
-    layout: KvLayout | None = None  # that it has to have
-    without: tuple[str, ...] = ()  # lanes that do not lead there
+    layout: KvLayout | None = None  # the layout that the peer must have
+    without: tuple[str, ...] = ()  # lanes that do not lead to the peer
     finding: bool = False
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
     engine: tuple[str, int] | None = None  # engine id and rank, once known
     incarnation: str = ""
     lane: str = ""
-    hello: Hello | Locate | None = None  # sent by D again and again until it is answered
-    # P's side
-    ack: HelloAck | None = None  # the answer, for a HELLO that comes again
-    # D's side
+    hello: Hello | Locate | None = None  # sent by D repeatedly until it is answered
+    # On P:
+    ack: HelloAck | None = None  # the answer to a HELLO, sent again if it is repeated
+    # On D:
     give_up: float = 0.0
     retry: float = 0.0
     backoff: float = 0.0
@@ -140,16 +142,17 @@ class Peer:
 
 @dataclass
 class Caller:
-    """A worker that has dialled us: its process, and the live sessions of it."""
+    """A worker that has connected to this side: its process and its live sessions."""
 
     incarnation: str
     sessions: set[PeerId] = field(default_factory=set)
     replaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_PROCESSES))
-    """Processes of the same engine id and rank, whose sessions the first one of this process has ended."""
+    """Earlier processes of the same engine id and rank, whose sessions this process ended with its first
+    HELLO."""
 
 
 class Sessions:
-    """All sessions of one process, and what is known of their peers."""
+    """All sessions of one process, and the facts known about their peers."""
 
     def __init__(self, identity: Identity, timeouts: Timeouts) -> None:
         self.identity = identity
@@ -157,44 +160,44 @@ class Sessions:
         self.peers: dict[PeerId, Peer] = {}
         self.by_source: dict[Source, PeerId] = {}
         self.by_address: dict[Address, PeerId] = {}
-        """Workers that we dialled."""
+        """Workers that this side dialled."""
         self.finding: dict[Address, PeerId] = {}
-        """Engines that are being looked for."""
+        """Engines that are being located."""
         self.callers: dict[tuple[str, int], Caller] = {}
-        """By engine id and rank."""
+        """Workers that have dialled this side, by engine id and rank."""
         self.waiting: dict[Address, tuple[str, ...]] = {}
-        """By prefill engine, the transfers whose requests queue here."""
-        # When our engine took its last step, if it says so. One that is paused takes none, and nothing is
-        # held for it meanwhile: a P that is to be paused too would wait for it.
+        """Transfers whose requests queue here, by prefill engine."""
+        # When the engine took its last step, if it reports steps. A paused engine takes none, and nothing is
+        # held for it meanwhile: a P that is also to be paused would wait for it.
         self.last_step = math.inf
         self.naks: dict[str, str] = {}
-        """By peer, what was logged last: a refusal repeats with each request."""
+        """The last refusal that was logged, by peer. A refusal repeats with each request."""
         self.ranks: Ranks = ()
         """The workers of this engine."""
         self.timers: Timers[PeerId] = Timers()
         self.redial: Timers[Address] = Timers()
-        """Engines that requests wait for, and that a session has ended with: when to look for them again."""
+        """When to locate an engine again that requests wait for and whose session has ended."""
         self.away = ""
-        """Why nobody new comes in."""
+        """Why no new peer is accepted, or ""."""
         self._next_peer = 1
         self._sequence = 0
 
     def add(self, now: float, name: str, role: Role) -> Peer:
-        """A new session, which has no connection yet."""
+        """Adds a session that has no connection yet."""
         peer = Peer(self._next_peer, name, role, now)
         self._next_peer += 1
         self.peers[peer.peer] = peer
         return peer
 
     def up(self, now: float, peer: Peer) -> list[PeersAction]:
-        """Marks a session that has its lane as up: messages and pages may go."""
+        """Marks a session that has its lane as up. From now on it carries messages and pages."""
         peer.state = PeerState.UP
         self.timers.set(peer.peer, now if peer.address is not None else now + self.timeouts.heartbeat)
         text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
         return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address)]
 
     def drop(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
-        """As PeerTable.drop()."""
+        """Does the same as PeerTable.drop()."""
         peer = self.peers.get(peer_id)
         if peer is None:
             return []
@@ -206,7 +209,7 @@ class Sessions:
         return actions + self.forget(peer, reason)
 
     def forget(self, peer: Peer, reason: str) -> list[PeersAction]:
-        """The one place in which a session ends."""
+        """Ends a session. No other method does."""
         del self.peers[peer.peer]
         self.timers.clear(peer.peer)
         actions: list[PeersAction] = []
@@ -221,7 +224,7 @@ class Sessions:
             return [SessionOver(peer.peer, reason)]
         del (self.finding if peer.finding else self.by_address)[peer.address]
         for other in self.peers.values():
-            if other.of == peer.of:  # the engine may be another when it is found again
+            if other.of == peer.of:  # the engine may be another one when it is found again
                 other.of = None
         self.find_again(peer)
         if peer.source is not None:
@@ -233,8 +236,8 @@ class Sessions:
         return [*actions, SessionOver(peer.peer, reason)]
 
     def find_again(self, peer: Peer) -> None:
-        """Looks for the engine again, where requests wait for it: at once if the session has lasted. An
-        engine that does not answer is not tried all the time."""
+        """Locates the engine again if requests wait for it, at once if the session has lasted. An engine that
+        does not answer is not tried all the time."""
         if peer.of in self.waiting:
             self.redial.set(peer.of, peer.give_up)
 
@@ -246,7 +249,7 @@ class Sessions:
         return actions
 
     def byes(self, reason: str) -> list[Reply]:
-        """BYE to each peer that has a connection. Ends no session."""
+        """A BYE for each peer that has a connection. Ends no session."""
         sources = [peer.source for peer in self.peers.values()]
         return [Reply(source, Bye(reason)) for source in sources if source is not None]
 
@@ -256,14 +259,14 @@ class Sessions:
         return [Log(logging.INFO, text), *self.forget(peer, f"the peer left: {message.reason}")]
 
     def violation(self, now: float, peer: Peer, message: AnyMessage) -> list[PeersAction]:
-        """The peer broke the protocol: the session ends, and the agent ignores its connection."""
+        """The peer broke the protocol. Ends the session, and the agent ignores its connection."""
         assert peer.source is not None
         text = f"a {peer.role.value} peer must not send {type(message).__name__}"
         source = peer.source
         return [*self.drop(now, peer.peer, text), Distrust(source, text)]
 
     def log_nak(self, level: int, direction: str, name: str, reason: str) -> list[PeersAction]:
-        """The line of a refusal, unless it repeats the last one with this peer."""
+        """The log line of a refusal, unless it repeats the last one with this peer."""
         if self.naks.get(name) == reason:
             return []
         if len(self.naks) >= _REMEMBERED_NAKS:
@@ -274,7 +277,7 @@ class Sessions:
     # --- Heartbeats
 
     def beat(self, now: float, peer: Peer) -> list[PeersAction]:
-        """Counts the silence of a peer, and pings a prefill engine when that is due."""
+        """Measures the silence of a peer, and sends a due PING to a prefill engine."""
         silence = now - peer.last_seen
         if silence >= self.timeouts.dead:
             return self.drop(now, peer.peer, f"silent for {silence:.1f} s")
@@ -294,7 +297,7 @@ class Sessions:
         return actions
 
     def recovered(self, peer: Peer) -> list[PeersAction]:
-        """Notes that the peer has sent something. A suspect peer is up again."""
+        """Records that the peer has sent a message. A suspect peer is up again."""
         if peer.state is not PeerState.SUSPECT:
             return []
         peer.state = PeerState.UP

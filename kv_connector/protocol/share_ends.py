@@ -1,7 +1,7 @@
-"""How the shares of P's prompts end, and with the last of them the prompt, sans-IO.
+"""How the shares of P's prompts end, and with the last share the prompt, sans-IO.
 
-A share ends once: complete, without its pages, or before anything was known of it. Where writes are in flight
-it drains first.
+A share ends once: complete, without its pages, or before anything was known about it. If writes are in
+flight, it drains first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kv_connector.protocol.shares import PrefillAction, Prompt, SharePhase, Shar
 from kv_connector.protocol.timers import Timeouts, Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
-# Decode has had all that it wanted of this worker, if anything.
+# Decode has received everything that it wanted of this worker, if anything.
 _GOOD = (Outcome.COMPLETED, Outcome.RELEASED)
 
 
 class ShareEnds:
-    """Ends the shares of a prefill machine, whose tables it changes with that."""
+    """Ends the shares of a prefill machine, and changes the machine's tables accordingly."""
 
     def __init__(
         self, prompts: dict[str, Prompt], tombstones: Tombstones, timers: Timers[Share], timeouts: Timeouts
     ) -> None:
-        """``prompts``: by transfer id. All belong to the machine, too."""
+        """``prompts``: by transfer id. The machine shares all of these objects."""
         self._prompts = prompts
         self._tombstones = tombstones
         self._timers = timers
@@ -49,7 +49,7 @@ class ShareEnds:
         return self._finish_reservation(now, transfer, ())
 
     def end(self, now: float, transfer: ShareTransfer, code: FailCode, text: str) -> list[PrefillAction]:
-        """Ends the share without its pages, unless it has ended or is about to."""
+        """Ends the share without its pages, unless it has ended or is ending."""
         outcome = outcome_of(code)
         if transfer.phase is SharePhase.WAITING:
             return self.close(now, transfer, Verdict(outcome, code, text, ()))
@@ -60,24 +60,24 @@ class ShareEnds:
         return []
 
     def end_all(self, now: float, prompt: Prompt, code: FailCode, text: str) -> list[PrefillAction]:
-        """As end(), each share of the prompt."""
+        """Ends each share of the prompt as end() does."""
         return [action for transfer in prompt.shares for action in self.end(now, transfer, code, text)]
 
     def drain(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
-        """Stops the transfer's writes; its end follows once nothing is in flight."""
+        """Stops the transfer's writes. Its end follows once nothing is in flight."""
         reservation = transfer.reservation
         assert reservation is not None
         transfer.verdict = verdict
         if not reservation.writing:
             return self.drained(now, transfer, quiesced=True)
         transfer.phase = SharePhase.DRAINING
-        if reservation.peer_lost:  # its fence ends the writes, and bounds the wait
+        if reservation.peer_lost:  # the peer's fence ends the writes, and limits the wait
             return []
         self._timers.set(transfer.share, now + self._timeouts.drain)
         return [CancelWrites(transfer.share)]
 
     def drained(self, now: float, transfer: ShareTransfer, quiesced: bool) -> list[PrefillAction]:
-        """Nothing of a stopped transfer is in flight any more: tell D, unless it is gone."""
+        """Nothing of a stopped transfer is in flight any more. Reports that to D, unless the peer is gone."""
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
         assert verdict is not None
@@ -92,9 +92,9 @@ class ShareEnds:
         return self._finish_reservation(now, transfer, (Send(reservation.peer, answer),))
 
     def close(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
-        """Ends a transfer that no RESERVE is being served for."""
+        """Ends a transfer without a reservation."""
         if transfer.prompt.mismatch and verdict.code is FailCode.PREFILL_ABORTED:
-            # D computes its own prompt, so its other workers must not take this for an abort.
+            # D computes the prompt itself, so its other workers must not take this for an abort.
             verdict = replace(verdict, code=FailCode.PROMPT_MISMATCH, text=transfer.prompt.mismatch)
         transfer.verdict = verdict
         transfer_id, number = transfer.share
@@ -111,7 +111,7 @@ class ShareEnds:
         return [ended, *self._settle(now, transfer)]
 
     def conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
-        """All shares are over: the request is reported if P's engine is done with it, else when it is."""
+        """All shares are over. Reports the request if P's engine has finished it, or else when it does."""
         if prompt.request is not None and not prompt.finished:
             return []
         del self._prompts[prompt.transfer_id]
@@ -123,7 +123,7 @@ class ShareEnds:
         return [*done, FinishedSending(prompt.request.request_id)]
 
     def forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
-        """A transfer of which nothing is known yet ends before it begins."""
+        """Ends a transfer before it begins, when nothing is known about it yet."""
         if self._tombstones.get(transfer_id) is not None:
             return []
         self._tombstones.bury(now, transfer_id, verdict)
@@ -161,15 +161,15 @@ class ShareEnds:
 
 
 def report_moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
-    """Reports that pages go, with the first share."""
+    """Reports with the first share that pages flow."""
     actions = [] if prompt.moving else _report_status(prompt, State.MOVING, first_token)
     prompt.moving = prompt.request is not None
     return actions
 
 
 def report_end(prompt: Prompt) -> list[PrefillAction]:
-    """Nothing will move any more: reports that it has failed, unless decode has had all that it wanted. That
-    this was nothing may be known before the prompt is computed."""
+    """Reports a failure when nothing will move any more, unless decode has received everything that it
+    wanted. Decode may want nothing, which can be known before the prompt is computed."""
     if verdict_on(prompt).outcome not in _GOOD:
         return _report_status(prompt, State.FAILED)
     return [] if prompt.finished else report_moving(prompt)
@@ -180,7 +180,7 @@ def _request_id(prompt: Prompt) -> str:
 
 
 def _report_status(prompt: Prompt, state: State, first_token: int = 0) -> list[PrefillAction]:
-    """For the request, if there is one."""
+    """The report for the request, if there is one."""
     request = prompt.request
     if request is None:
         return []
@@ -189,7 +189,7 @@ def _report_status(prompt: Prompt, state: State, first_token: int = 0) -> list[P
 
 
 def outcome_of(code: FailCode) -> Outcome:
-    """How a transfer counts that P ends with this code."""
+    """The outcome of a transfer that P ends with this code."""
     match code:
         case FailCode.STALE:
             return Outcome.STALE

@@ -1,4 +1,4 @@
-"""What P knows of a prompt that it is to send: the request, and the share that each worker of D gets."""
+"""P's records of a prompt that it is to send: the request, and the share of each worker of D."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.tombstones import Verdict
 
 PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
-"""What the prefill machine decides."""
+"""The actions of the prefill machine."""
 
 
 class SharePhase(enum.Enum):
@@ -45,13 +45,14 @@ class Reservation:
     message: Reserve
     since: float
     deadline: float
-    # The ledger: by pair of groups, the granules that are wanted and not yet pushed, and D's blocks for them.
+    # The ledger: the granules that are wanted and not yet pushed, with D's blocks for them, by pair of
+    # groups.
     wanted: dict[Groups, dict[int, int]]
-    left: int  # of them
-    writing: bool = False  # some were pushed: the engine has an open transfer
+    left: int  # number of granules in the ledger
+    writing: bool = False  # granules were pushed: there is an open native transfer
     peer_lost: bool = False
     cancelled: bool = False  # by D, which waits for CANCEL_ACK
-    stale: str = ""  # why its pages are of no use to D, which is told so with the token that it waits for
+    stale: str = ""  # why its pages are stale for D; D gets the reason after the token that it waits for
 
     @property
     def key(self) -> tuple[PeerId, int]:
@@ -60,21 +61,21 @@ class Reservation:
 
 @dataclass
 class Prompt:
-    """A request of P's engine, or what is known of it before it comes."""
+    """A request of P's engine, or the facts known about it before it arrives."""
 
     transfer_id: str
-    weights: str  # with which it is computed, or was
+    weights: str  # the version with which it is computed, or was
     request: PrefillRequest | None = None
     finished: bool = False
-    sampled: int | None = None  # the token behind it, once finished
-    moving: bool = False  # it was said that pages go
-    shares_known: bool = False  # how many workers of D want one; until then there is one, for whoever comes
+    sampled: int | None = None  # the token behind the prompt, once finished
+    moving: bool = False  # State.MOVING was reported
+    shares_known: bool = False  # whether the number of shares is known; until then one share stands for all
     mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
     shares: list[ShareTransfer] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """Nothing will move any more."""
+        """Whether nothing will move any more."""
         return all(transfer.phase is SharePhase.CLOSED for transfer in self.shares)
 
 
@@ -85,10 +86,10 @@ class ShareTransfer:
     share: Share
     prompt: Prompt
     phase: SharePhase = SharePhase.WAITING
-    claimed: PeerId | None = None  # who said last that it will come for it
+    claimed: PeerId | None = None  # the last peer that claimed the share in a PING
     reservation: Reservation | None = None
-    verdict: Verdict | None = None  # in DRAINING what it will be, in CLOSED what it is
-    # Computed and not pushed, per group: logical block -> (P's block, signal base).
+    verdict: Verdict | None = None  # the future end in DRAINING, the actual end in CLOSED
+    # Computed pages that are not pushed, per group: logical block -> (P's block, signal base).
     pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
 
     def forget_pages(self) -> None:
@@ -99,16 +100,17 @@ class ShareTransfer:
 def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     if request.prompt_tokens not in (None, reserve.prompt_tokens):
         return (
-            f"prompt length: prefill has {request.prompt_tokens} tokens, decode has {reserve.prompt_tokens}"
+            f"prompt length: prefill engine has {request.prompt_tokens} tokens, "
+            f"decode engine has {reserve.prompt_tokens}"
         )
     if request.prompt_hash is None:
         return None
-    if reserve.prompt_hash is None:  # else an id alone, with whatever prompt, would get these pages
-        return "decode sends no hash of the prompt, prefill has one: run the same release on both sides"
+    if reserve.prompt_hash is None:  # otherwise an id alone, with any prompt, would get these pages
+        return "the decode engine sends no hash of the prompt: run the same release on both sides"
     if request.prompt_hash != reserve.prompt_hash:
         return (
             "the prompts differ: compare both engines' chat template, tokenizer, clock, time zone (templates "
-            "may print the date), paths of model (for pictures) and adapter; or requests share a transfer id"
+            "may print the date), model path (for pictures) and adapter. Or two requests share a transfer id"
         )
     return None
 
@@ -122,7 +124,7 @@ def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
 
 
 def verdict_on(prompt: Prompt) -> Verdict:
-    """On a prompt whose shares are all over: the first that is no success, for all."""
+    """The verdict on a prompt whose shares are all over: the first that is no success, for all of them."""
     verdicts = [transfer.verdict for transfer in prompt.shares if transfer.verdict is not None]
     worst = next((one for one in verdicts if one.outcome is not Outcome.COMPLETED), verdicts[0])
     return replace(
@@ -133,7 +135,7 @@ def verdict_on(prompt: Prompt) -> Verdict:
 
 
 def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
-    """The shares of these that are not over, and what P's engine still works on."""
+    """The shares of these prompts that are not over, and prompts that P's engine still works on."""
     found = []
     for prompt in prompts:
         request = prompt.request
@@ -156,7 +158,7 @@ def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
 
 
 def _phase(transfer: ShareTransfer) -> str:
-    """For an operator."""
+    """The phase of a share, as shown to operators."""
     if transfer.prompt.request is None:
         return "orphan"
     lost = transfer.reservation is not None and transfer.reservation.peer_lost

@@ -1,6 +1,6 @@
-"""Which prefill rank sends what to which decode rank, where several have it or each has a piece.
+"""Which prefill rank sends what to which decode rank, if several ranks have it or each has a part.
 
-Everybody computes it for himself, from the layouts alone: it needs no talk among the ranks.
+Every rank computes it for itself, from the layouts alone, without exchanging messages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from kv_connector.protocol.runs import Misfit, naming
 
 @dataclass(frozen=True)
 class Draw:
-    """What one decode worker has to do with one prefill worker."""
+    """The relation of one decode worker to one prefill worker."""
 
-    share: int  # of the ``shares`` that decode workers want of it
+    share: int  # number among the ``shares`` that decode workers want of the prefill worker
     shares: int
-    plan: Plan | None  # None: it sends nothing to anybody, and has to be told so
+    plan: Plan | None  # None: the prefill worker sends nothing, and must be notified of that
     wants: Wants
-    layout: KvLayout  # the prefill worker's, on which all this rests
+    layout: KvLayout  # the prefill worker's; the draw is computed from it
 
 
 def scattered(draws: Iterable[Draw]) -> tuple[int, int] | None:
-    """Where the pages that a decode worker gets come in many writes: into how many the worst of a layer and
-    block falls, and the bytes of the least of those. A page that keeps its parts together goes in a write for
-    each at most.
+    """Finds pages that arrive in many writes at a decode worker. Returns the writes of the worst layer and
+    block, and the bytes of the smallest write.
+
+    None for pages that keep their parts together, because these take at most one write a part.
     """
     plans = (draw.plan for draw in draws if draw.plan is not None)
     writes, nbytes = max((plan.pieces() for plan in plans), default=(0, 0))
@@ -37,14 +38,14 @@ def scattered(draws: Iterable[Draw]) -> tuple[int, int] | None:
 
 
 class Holders:
-    """Who of an engine's ranks, by number, has what of each layer."""
+    """The parts of each layer that an engine's ranks have, by rank."""
 
     def __init__(self, ranks: Mapping[int, Rank]) -> None:
         self.units: dict[str, dict[str, dict[int, range]]] = {}
         """Layer, part, rank: the units of the part that the rank has."""
         self.stages: dict[str, set[int]] = defaultdict(set)
         self.any: dict[str, tuple[KvLayout, LayerLayout]] = {}
-        """Each layer as one of the ranks has it, and that rank's layout."""
+        """Each layer as one of the ranks has it, with that rank's layout."""
         for number, rank in sorted(ranks.items()):
             for layer in rank.layout.layers:
                 self.stages[layer.name].add(rank.stage)
@@ -55,13 +56,13 @@ class Holders:
 
 
 def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[int, Draw]:
-    """What the decode worker of this rank does with which rank of ``prefill``.
+    """The draws of the decode worker of this rank, by rank of ``prefill``.
 
-    Raises Misfit where something that it wants is to be had of nobody, or cannot be copied.
+    Raises Misfit if no rank has a part that it wants, or if a part cannot be copied.
     """
     holders = Holders(dict(enumerate(prefill)))
     for layer in decode[rank].layout.layers:
-        if layer.name in holders.any:  # says in words what differs; of the others a Plan does
+        if layer.name in holders.any:  # explains a difference; the Plan checks the other ranks
             matching_parts(*holders.any[layer.name], decode[rank].layout, layer)
     chosen = [choose_sources(decode, number, holders) for number in range(len(decode))]
     found = {}
@@ -78,11 +79,10 @@ def draws(decode: Sequence[Rank], rank: int, prefill: Sequence[Rank]) -> dict[in
 
 
 def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[int, Wants]:
-    """By rank of P, what the decode worker of this rank wants of it: every unit of every part exactly once,
-    but of layers that are not needed and that P has not.
+    """The wants of the decode worker of this rank, by rank of P: every unit of every part exactly once.
+    Layers that are not needed and that P lacks are left out.
 
-    Ranks of which nothing is wanted are not in the answer. Raises Misfit where something is to be had of
-    nobody.
+    Ranks from which nothing is wanted are not in the result. Raises Misfit if no rank has a wanted unit.
     """
     own = decode[rank]
     peers = [number for number, other in enumerate(decode) if other.stage == own.stage]
@@ -96,7 +96,7 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
             advice = "serve the same model on both sides, with the same speculative decoding"
             raise Misfit(f"layer {layer.name}: no prefill rank has it: {advice}")
         if len(stages) > 1:
-            raise Misfit(f"layer {layer.name}: prefill has it on stages {stages}, not on one")
+            raise Misfit(f"layer {layer.name}: prefill engine has it on stages {stages}, not on one")
         for number, part in enumerate(layer.parts):
             units = prefill.units[layer.name].get(part.name, {})
             with naming(f"part {part.name} of layer {layer.name}"):
@@ -109,7 +109,7 @@ def choose_sources(decode: Sequence[Rank], rank: int, prefill: Holders) -> dict[
 
 
 def _cover(wanted: range, units: Mapping[int, range]) -> list[list[int]]:
-    """The ranks with equal units, for each interval of which ``wanted`` is made up."""
+    """The ranks with equal units, for each of the intervals that make up ``wanted``."""
     replicas: dict[tuple[int, int], list[int]] = {}
     for rank, has in units.items():
         if has.start < wanted.stop and wanted.start < has.stop:
@@ -122,7 +122,9 @@ def _cover(wanted: range, units: Mapping[int, range]) -> list[list[int]]:
             raise Misfit(f"prefill ranks {_ranks(replicas)} have unit {start} and others, but not the same")
         begin = stop
     if begin < wanted.stop:
-        raise Misfit(f"no prefill rank has unit {begin}, decode has {wanted.start} to {wanted.stop - 1}")
+        raise Misfit(
+            f"no prefill rank has unit {begin}, decode engine has {wanted.start} to {wanted.stop - 1}"
+        )
     return [replicas[interval] for interval in sorted(replicas)]
 
 
@@ -131,10 +133,11 @@ def _ranks(replicas: Mapping[tuple[int, int], Sequence[int]]) -> str:
 
 
 def _share(part: Part, replicas: Sequence[int], index: int, ranks: int) -> Sequence[int]:
-    """Those of the replicas that one of ``ranks`` decode workers draws on: its layers take turns among them.
+    """The replicas from which one of ``ranks`` decode workers draws. Its layers alternate among them.
 
-    As many decode ranks want the same units as have them, one after the other. Where the replicas are more,
-    each decode rank has some for itself; where they are fewer, each serves as many decode ranks.
+    A group of consecutive decode ranks wants the same units. If there are more replicas than such ranks, each
+    decode rank has some replicas for itself. If there are fewer, each replica serves the same number of
+    decode ranks.
     """
     total = 1 if part.shard is None else part.shard.total
     alike = max(1, ranks * len(part.units) // total)

@@ -1,6 +1,6 @@
-"""The timelines of transfers, as an agent that keeps them tells an operator (RECALL, RECALLED).
+"""The timelines of transfers, as an agent that keeps them sends them to an operator (RECALL, RECALLED).
 
-Times are nanoseconds of CLOCK_MONOTONIC of the worker's host; 0: it was not seen.
+Times are nanoseconds of CLOCK_MONOTONIC of the worker's host. 0: not observed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class LayerSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What of one layer went with one step of prefill's engine."""
+    """The pages of one layer that were sent in one step of the prefill engine."""
 
     layer: Count  # index into Recalled.layers
-    computed: Nanoseconds  # its signal: the pages are valid
+    computed: Nanoseconds  # when the signal showed that the pages are valid
     first_post: Nanoseconds
     last_post: Nanoseconds
-    landed: Nanoseconds  # prefill's worker knows that the last page is in decode's memory
+    # when the prefill engine's worker knew that the last page is in the decode engine's memory
+    landed: Nanoseconds
     pages: Count
 
 
@@ -34,28 +35,28 @@ class About(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     transfer_id: Name
     request_id: Name
-    peer: Name  # the first one, where it has several sources
+    peer: Name  # the first peer, if there are several sources
     lane: Name
-    reserved: Nanoseconds  # when RESERVE came, or left
+    reserved: Nanoseconds  # when RESERVE arrived, or was sent
     ended: Nanoseconds
     outcome: Name
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one of decode's workers got, as prefill's worker saw it."""
+    """The pages for one of the decode engine's workers, as the prefill engine's worker recorded them."""
 
     about: About
     share: Count
     nbytes: Count
-    # When the agent was told of the pages of each step of the engine: about when the step began.
+    # When the agent received the pages of each step of the engine: roughly when the step began.
     steps: Annotated[tuple[Nanoseconds, ...], msgspec.Meta(max_length=MAX_SPANS)]
     spans: Annotated[tuple[LayerSpan, ...], msgspec.Meta(max_length=MAX_SPANS)]
 
 
 class Receiving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A transfer as decode's worker saw it."""
+    """A transfer as the decode engine's worker recorded it."""
 
     about: About
-    pages: Count  # that it waited for
-    # (when, how many pages were here): at most MAX_COUNTS of the counter's steps, and its last.
+    pages: Count  # number of pages that it waited for
+    # (time, number of pages received): at most MAX_COUNTS of the counter's steps, including the last one.
     counts: Annotated[tuple[tuple[Nanoseconds, Count], ...], msgspec.Meta(max_length=MAX_COUNTS)]

@@ -1,1 +1,1 @@
-"""Ray Serve LLM: P and D as replicas that Ray places, starts and scales, each request at both at once."""
+"""Ray Serve LLM: P and D as replicas that Ray places, starts and scales. Both get each request at once."""

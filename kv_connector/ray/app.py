@@ -1,4 +1,4 @@
-"""build_pd_app: what a Serve configuration names as its ``import_path``."""
+"""build_pd_app: the function that a Serve configuration names as its ``import_path``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kv_connector.vllm.plugin import CONNECTOR
 
 
 def build_pd_app(args: dict[str, Any]) -> Any:
-    """Ray's own application of P and D, ``build_pd_openai_app`` with the same arguments, whose replicas know
-    WriteImmConnector.
+    """Ray's own application of P and D, ``build_pd_openai_app`` with the same arguments, whose replicas can
+    use WriteImmConnector.
     """
     register_backend(CONNECTOR, WriteImmBackend)
     return build_pd_openai_app(args)

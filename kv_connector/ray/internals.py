@@ -1,8 +1,7 @@
-"""The one door to Ray. Nothing else in this package imports it.
+"""The only module that imports Ray.
 
-Ray Serve LLM asks a backend of each connector how requests are to be halved. It calls that interface
-internal, and has a registry for backends from elsewhere; a Ray that lacks what these files were read against
-is refused.
+Ray Serve LLM has a backend of each connector divide the requests. It calls that interface internal, and has a
+registry for backends of other packages. A Ray without the names that these files were written for is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ _NEEDED = ("requires_peer_binding", "concurrent_handoff", "prepare_decode_reques
 
 
 class UnsupportedRay(ImportError):
-    """There is no Ray here that this package was written for."""
+    """No release of Ray is installed that this package supports."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"kv_connector.ray is written for Ray Serve LLM 2.60: {problem}. Install what "
+            f"kv_connector.ray needs Ray Serve LLM 2.60: {problem}. Install the releases that "
             "examples/ray/README.md names"
         )
 
@@ -48,12 +47,13 @@ if missing := [name for name in _NEEDED if not hasattr(BaseConnectorBackend, nam
 
 
 def node_address() -> str:
-    """This node's, as the others of the cluster reach it, and as vLLM's processes on it take it."""
+    """This node's address, as the other nodes of the cluster reach it, and as vLLM's processes on it use
+    it."""
     address: str = os.environ.get("VLLM_HOST_IP") or get_node_ip_address()
     return address
 
 
 def register_backend(connector: str, backend: type[Any]) -> None:
-    """Makes the backend known to every replica of the cluster. Ray must run already. Idempotent."""
+    """Makes the backend known to every replica of the cluster. Ray must already run. Idempotent."""
     if not KVConnectorBackendFactory.is_registered(connector):
         KVConnectorBackendFactory.register_backend(connector, f"{backend.__module__}:{backend.__qualname__}")

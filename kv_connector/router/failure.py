@@ -1,4 +1,4 @@
-"""Failure: an answer that is an error, in the shape that OpenAI's clients understand, and Anthropic's."""
+"""Failure: an answer that is an error, in a shape that OpenAI's and Anthropic's clients understand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,15 @@ import msgspec
 from starlette.responses import Response
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What msgspec raises of bytes that are no JSON, or not of the shape that was expected."""
+"""The exceptions that msgspec raises for bytes that are not JSON, or not of the expected shape."""
 
 
-# With a 503 of the router: an engine that joins, or a request that ends, takes about a second.
+# Retry-After for a 503 of the router: an engine joins, or a request ends, within about a second.
 _RETRY_AFTER_S = "1"
 
 
 class Failure(Exception):
-    """What the client is to be told. `body` is JSON, or what a proxy, say, answers instead."""
+    """An error as the client receives it. `body` is JSON, or what for example a proxy answers instead."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class Failure(Exception):
         return Response(self.body, self.status, headers, media_type=self.content_type)
 
     def event(self, *, named: bool = False) -> bytes:
-        """For a stream that has begun: how vLLM ends one. ``named``: of events with names, of which clients
-        overlook those without."""
+        """The error as an event for a stream that has begun, as vLLM ends one.
+
+        ``named``: the stream's events have names, and its clients ignore events without a name.
+        """
         try:
             line = msgspec.json.format(self.body, indent=-1)
         except UNREADABLE:
@@ -46,14 +48,15 @@ class Failure(Exception):
 
 
 def failure(status: int, kind: str, message: str) -> Failure:
-    """A failure in the router's own words. `kind` is both APIs': invalid_request_error or api_error."""
+    """Returns a failure that the router itself reports. `kind` is a type of both APIs: invalid_request_error
+    or api_error."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"type": "error", "error": error})
     return Failure(status, body, retry_after=_RETRY_AFTER_S if status == 503 else None)
 
 
 def overloaded(message: str) -> Failure:
-    """The router itself has no room for a request. No engine is to blame."""
+    """Returns a failure for a request for which the router itself has no room. No engine is to blame."""
     return failure(503, "api_error", message)
 
 
@@ -62,13 +65,13 @@ def bad_request(message: str) -> Failure:
 
 
 def reported_failure(error: Mapping[str, Any], data: bytes) -> Failure:
-    """An engine's error within a stream; ``data`` is the event's."""
+    """Returns the failure for an engine's error within a stream; ``data`` is the data of the event."""
     code = error.get("code")
     return Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
 
 
 def engine_down(side: str, engine: str, error: Exception) -> Failure:
-    """An engine that could not be reached, or that broke off."""
+    """Returns the failure for an engine that could not be reached, or that broke off."""
     return failure(
         502, "api_error", f"the {side} engine {engine} failed: {type(error).__name__}: {error or 'no answer'}"
     )

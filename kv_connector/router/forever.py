@@ -1,4 +1,4 @@
-"""What the router does beside its requests, for as long as it lives."""
+"""Background loops of the router, which run as long as the router."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
-# An error that comes again with each turn is a line a minute, not five a second.
+# An error that repeats with each turn is logged once a minute, not five times a second.
 _REPORT_INTERVAL_S = 60.0
 
 
 async def forever(what: str, turn: Callable[[], Awaitable[None]], rest: float) -> NoReturn:
-    """One turn after the other, until it is cancelled. One that raises is logged, once a minute, and the next
-    comes ``rest`` seconds later: a router that no longer hears of its engines, and does not say so, would
-    lose them all."""
+    """Runs one turn after the other, until it is cancelled.
+
+    If a turn raises, the error is logged, at most once a minute, and the next turn runs ``rest`` seconds
+    later. A router that silently stopped receiving registrations would lose all its engines.
+    """
     reported = -math.inf
     while True:
         try:
@@ -26,5 +28,5 @@ async def forever(what: str, turn: Callable[[], Awaitable[None]], rest: float) -
         except Exception:
             if time.monotonic() >= reported + _REPORT_INTERVAL_S:
                 reported = time.monotonic()
-                logger.exception("%s: goes on after an error that was not expected", what)
+                logger.exception("%s goes on after an error that was not expected", what)
             await asyncio.sleep(rest)

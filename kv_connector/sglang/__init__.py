@@ -1,1 +1,1 @@
-"""The adapter for SGLang: prefill/decode disaggregation over our agent, as transfer backend ``write_imm``."""
+"""The adapter for SGLang: prefill/decode disaggregation over the agent, as transfer backend ``write_imm``."""

@@ -1,8 +1,8 @@
-"""Bell: what a scheduler waits for that has nothing to compute.
+"""Bell: lets a scheduler without work wait for events.
 
-SGLang's schedulers take their next turn at once, whatever the last one found. One that only waits for pages
-takes a whole core for it: from the other server's prefill where cores are few, and anywhere from its own
-agent, with which it shares an interpreter.
+SGLang's schedulers take their next turn at once, even if the last one found nothing. A scheduler that only
+waits for pages uses a whole core for that. If cores are few, it takes that core from the other engine's
+prefill. On every machine it takes time from its own agent, with which it shares an interpreter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import zmq
 
-# What is not announced (an answer of the bootstrap server, a deadline) is seen no later than this.
+# An event that does not ring (an answer of the bootstrap server, a deadline) is seen no later than this.
 _PATIENCE_MS = 1
-# A request's way begins with several such steps: until P knows that D has asked for it pass 6 ms on two idle
-# cores (docs/performance.md). A prompt takes longer to compute.
+# Time without waits after an event, in seconds. A request begins with several events in a row: P learns of
+# D's request after 6 ms on two idle cores (docs/performance.md). A prompt takes longer to compute.
 _AWAKE_S = 0.01
 
 
 class Bell:
-    """For as long as its process lives."""
+    """A bell for the lifetime of its process."""
 
     def __init__(self) -> None:
         self._rung = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -30,13 +30,16 @@ class Bell:
         self._heard = 0.0
 
     def ring(self) -> None:
-        """Ends the wait, or the next one. Any thread."""
+        """Ends the current wait, or the next one. Any thread may call it."""
         os.eventfd_write(self._rung, 1)
 
     def wait(self, requests: Any) -> None:
-        """BLOCKS until it is rung or a request has come, for a millisecond at most; not where something was
-        heard a moment ago, which will have a sequel. ``requests``: SGLang's socket for them; of anything
-        else, such as its server in Rust, nothing is heard here. One thread."""
+        """BLOCKS until the bell rings or a request arrives, for a millisecond at most. Does not block shortly
+        after an event, because another one will follow.
+
+        ``requests``: SGLang's socket for requests. Another object, such as SGLang's server in Rust, is not
+        watched. Used by one thread.
+        """
         if isinstance(requests, zmq.Socket) and requests not in self._poller:
             self._poller.register(requests, zmq.POLLIN)
         awake = time.monotonic() - self._heard < _AWAKE_S

@@ -1,8 +1,7 @@
-"""The one door to SGLang's internals. Nothing else in this package imports SGLang (plugin.py says why it
-may).
+"""The only module that imports SGLang's internals (plugin.py explains its own imports).
 
-SGLang changes what a transfer backend is made of between releases, so a release that these files have not
-been read against is refused instead of being tried.
+SGLang changes the interface of transfer backends between releases. So a release for which these files were
+not checked is refused instead of being tried.
 """
 
 from __future__ import annotations
@@ -57,15 +56,16 @@ SUPPORTED = ("0.5.23",)
 
 
 class UnsupportedSglang(ImportError):
-    """This SGLang is none that the adapter was written for."""
+    """The adapter does not support this release of SGLang."""
 
 
 class UnsupportedConfiguration(ValueError):
-    """The server is started in a way that the adapter does not serve; the message says what to change."""
+    """The server is started with an option that the adapter does not support. The message says what to
+    change."""
 
 
 def check_release(version: str) -> None:
-    """Raises UnsupportedSglang."""
+    """Raises UnsupportedSglang for a release that is not in SUPPORTED."""
     if version not in SUPPORTED:
         raise UnsupportedSglang(
             f"write_imm supports SGLang {' and '.join(SUPPORTED)}, this is SGLang {version}. Install "
@@ -96,21 +96,21 @@ def model_facts(server_args: Any) -> ModelFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One worker, as SGLang's configuration in this process has it."""
+    """One worker, from SGLang's configuration in this process."""
 
     rank: int
-    """Of attention's tensor parallelism."""
+    """Rank in attention's tensor parallelism."""
     ranks: int
     stage: int
-    """Of the pipeline."""
+    """Stage of the pipeline."""
     stages: int
     data_parallel_rank: int
     alone: bool
-    """No other worker takes its turns with this one's."""
+    """Whether no other worker takes its turns together with this one."""
     host: str
-    """Of this worker."""
+    """Address of this worker."""
     url: str
-    """Of its server, for logs and metrics."""
+    """Address of its server, for logs and metrics."""
     device: Literal["cpu", "cuda"]
     gpu: int
     threads: int
@@ -119,7 +119,7 @@ class RankFacts:
 
     @property
     def number(self) -> int:
-        """Of the worker in its engine."""
+        """Number of the worker in its engine."""
         return self.stage * self.ranks + self.rank
 
     @property
@@ -127,7 +127,7 @@ class RankFacts:
         return self.ranks * self.stages
 
     def first_layer(self, layers: int) -> int:
-        """Of this stage, as SGLang divides them."""
+        """The first layer of this stage, as SGLang divides the layers."""
         if self.stages == 1:
             return 0
         first, _ = get_pp_indices(layers, self.stage, self.stages)
@@ -154,14 +154,17 @@ def rank_facts(args: Any) -> RankFacts:
 
 
 def weight_version() -> str:
-    """Name of the weights that this worker computes with: of ``--weight-version``, or of the last update. A
-    name that no control message has room for is cut, and has a tag of the whole name."""
+    """The name of the weights that this worker computes with: that of ``--weight-version``, or of the last
+    update.
+
+    A name that is too long for control messages is cut, and gets a tag of the whole name.
+    """
     version = str(get_serving().weight_version)
     return version if len(version) <= MAX_NAME else identity(version[:MAX_NAME], version)
 
 
 def check_configuration(args: Any) -> None:
-    """Raises UnsupportedConfiguration."""
+    """Raises UnsupportedConfiguration for options that the adapter does not support."""
     parallel, disagg = get_parallel(), get_disagg()
     refused = {
         "context parallelism of attention": parallel.attn_cp_size > 1,
@@ -172,7 +175,7 @@ def check_configuration(args: Any) -> None:
             disagg.disaggregation_decode_allocation_policy == "prefill_complete"
         ),
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
-        # Without it SGLang frees an aborted request's pages while the prefill engine may still write there.
+        # Without it, SGLang frees an aborted request's pages while the prefill engine may still write there.
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0": (
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         ),
@@ -185,7 +188,7 @@ def check_configuration(args: Any) -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """``value`` of each worker of this engine, by their numbers. All call it at the same time."""
+    """The ``value`` of each worker of this engine, by number. All workers call it at the same time."""
     parallel = get_parallel()
     values = [value]
     if parallel.attn_tp_size > 1:

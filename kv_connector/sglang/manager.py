@@ -1,11 +1,12 @@
-"""Manager: one worker's agent, behind what SGLang's scheduler asks of a transfer backend.
+"""Manager: one worker's agent behind the interface of SGLang's transfer backends.
 
-SGLang's own control plane ends at its bootstrap server, which tells D where P's first worker listens: that is
-our agent. All that follows, who the workers are, what goes where, how it ends, is between the agents. The
-socket that SGLang binds for its other backends is closed, and nothing of theirs is ever sent.
+SGLang's own control plane ends at its bootstrap server, from which D learns the address of P's first worker.
+That address is the agent's. The agents exchange everything else: the workers, the plan of the pages and the
+ends. The socket that SGLang binds for its other backends is closed and never used.
 
-A room is a transfer, and the request on both sides: SGLang's router draws it from 63 bits. A request that a
-weight update retracts uses its room again, so a transfer's id is the room and how often it was used before.
+A room is a transfer, and the request on both sides. SGLang's router draws it from 63 bits. A request that a
+weight update retracts reuses its room. So a transfer's id consists of the room and the number of its earlier
+uses.
 """
 
 from __future__ import annotations
@@ -46,22 +47,24 @@ logger = logging.getLogger(__name__)
 
 _OVER = (State.DONE, State.FAILED)
 
-# SGLang's heartbeat tells of a server that is gone before anything was asked of it; what is under way our own
-# heartbeats end. Seconds; SGLang takes no less than 2.
+# SGLang's heartbeat detects a dead server before any request was sent to it. Running transfers are ended by
+# the agents' heartbeats. Seconds; SGLang accepts no less than 2.
 _HEARTBEAT_S = 2.0
 
-# Rooms whose uses are counted: 44 minutes of 100 requests a second, in about 30 MB. Older rooms count from 0.
+# Rooms whose uses are counted: 44 minutes of 100 requests a second, in about 30 MB. Older rooms count from 0
+# again.
 _ROOMS = 1 << 18
 
-# Names of weight versions that are remembered: of 128 characters at most, about 10 MB.
+# Names of weight versions that are remembered: with at most 128 characters each, about 10 MB.
 _NAMES = 1 << 16
 
-# A turn of the agent's takes a millisecond; a batch, for which a request would wait, tens of them and more.
+# A turn of the agent takes a millisecond. A batch, for which a request would wait, takes tens of them or
+# more.
 _CATCH_UP_S = 0.005
 
 
 class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for mypy
-    """Made once in each scheduler process; blocks until the agent listens."""
+    """Created once in each scheduler process. Blocks until the agent listens."""
 
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
@@ -69,18 +72,18 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
-        """Raises with a message that says what to change."""
+        """Starts the agent. Raises errors whose messages say what to change."""
         self._running: Running | None = None
         check_configuration(args)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self.server_socket.close(linger=0)  # anybody could write there
+        self.server_socket.close(linger=0)  # any process could write to it
         self.rows = MetadataRows(
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, rank_facts(args).device
         )
         self._uses: OrderedDict[int, int] = OrderedDict()
-        """Transfers of each room so far, by room, the oldest first."""
+        """Number of transfers of each room so far, by room, the oldest first."""
         self._expected = self._caught_up = 0
-        """Rooms of P's that the agent was told of, and has looked at."""
+        """Rooms of P that the agent was given, and rooms that it has handled."""
         self._bell = Bell()
         self._running = self._start(args, server_args)
         atexit.register(self._running.close)
@@ -92,9 +95,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.note_weights()
         self._alone = rank_facts(args).alone
         if self._alone:
-            self.agent.tell_reached(lambda reached: self._bell.ring())
+            self.agent.report_reached(lambda reached: self._bell.ring())
         elif self._prefills and rank_facts(args).stage > 0:
-            self.agent.tell_reached(self._reached)
+            self.agent.report_reached(self._reached)
         if self._prefills:
             self.local_ip, self.rank_port = self._running.address.host, self._running.address.port
             self.register_to_bootstrap()
@@ -102,7 +105,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self._engines: dict[tuple[str, int], Address] = {}
             self._waiting: dict[str, Address] = {}
             self._landing: dict[int, str] = {}
-            """Transfers that the agent may still write pages of, by room."""
+            """Transfers whose pages the agent may still write, by room."""
             self.heartbeat_interval: float = _HEARTBEAT_S
             self._start_heartbeat_checker_thread()
 
@@ -163,10 +166,10 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             labels = {"engine": rank.url, "dp_rank": str(rank.data_parallel_rank)}
             show_metrics(running.reporter, labels)
 
-    # --- What SGLang calls
+    # --- Called by SGLang
 
     def register_to_bootstrap(self) -> None:
-        """Once the agent listens: what is registered is its address, not SGLang's own socket's."""
+        """Registers once the agent listens, with the agent's address instead of SGLang's socket."""
         if self._running is not None:
             super().register_to_bootstrap()
 
@@ -181,14 +184,16 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._running.sleep()
 
     def note_weights(self) -> None:
-        """SGLang's scheduler computes with its present weight version from its next step on. A prefill engine
-        refuses pages to a decode engine of another version."""
-        # A prefill engine's agent forgets the computed pages of unfinished prompts with each call.
+        """Passes on the weight version with which SGLang's scheduler computes from its next step on.
+
+        A prefill engine refuses pages to a decode engine of another version.
+        """
+        # Each call makes a prefill engine's agent forget the computed pages of unfinished prompts.
         if (version := weight_version()) == self._weights:
             return
         if version in self._names:
             logger.warning(
-                "write_imm: weight version %s was used before. Engines take KV of its two updates for equal. "
+                "write_imm: weight version %s was used before. Engines cannot tell its two updates apart. "
                 "Give each update a new name, such as RUN-STEP.",
                 version,
             )
@@ -199,7 +204,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.agent.set_weights(version)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing can land in the room's pages any more: its P has said so, or is fenced."""
+        """Whether nothing can land in the room's pages any more: P has reported it, or is fenced."""
         transfer = self._landing.get(bootstrap_room)
         if transfer is None:
             return True
@@ -212,14 +217,17 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self.landed(bootstrap_room)
 
     def rest(self, requests: Any) -> None:
-        """SGLang's scheduler has found nothing to compute in this turn. BLOCKS until the next one may find
-        something, as Bell.wait() does. Not where other workers take their turns with this one's: of what
-        their agents hear it knows nothing."""
+        """SGLang's scheduler has found nothing to compute in this turn. BLOCKS until the next turn may find
+        something, as Bell.wait() does.
+
+        Does not block if other workers take their turns together with this one, because the events of their
+        agents do not ring here.
+        """
         if self._alone:
             self._bell.wait(requests)
 
     def transfer_of(self, room: int) -> str:
-        """A new transfer's id. Both sides call it once for each use of the room, so they count alike."""
+        """A new transfer's id. Both sides call it once for each use of the room, so their counts agree."""
         uses = self._uses[room] = self._uses.pop(room, 0) + 1
         if len(self._uses) > _ROOMS:
             self._uses.popitem(last=False)
@@ -228,34 +236,37 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     # --- P
 
     def expect(self, request: PrefillRequest) -> int:
-        """Returns how many it is."""
+        """Passes a request to the agent. Returns its number."""
         self.agent.expect(request)
         self._expected += 1
         return self._expected
 
     def catch_up(self, number: int) -> None:
-        """BLOCKS until the agent has looked at the request of this number, and so at those after it. What D
-        has asked for by then, SGLang puts into its next batch; what it hears of a moment later waits until
-        that is computed."""
+        """BLOCKS until the agent has handled the request of this number, and so all later ones.
+
+        SGLang puts prompts that D has requested by then into its next batch. A request that arrives a moment
+        later waits until that batch is computed.
+        """
         if number > self._caught_up:
             self._caught_up = self._expected
             self.agent.catch_up(_CATCH_UP_S)
 
     def _reached(self, reached: Reached) -> None:
-        """On the agent's thread. SGLang asks the first stage alone which rooms are bootstrapped, and that one
-        reads it in all stages' tables."""
+        """Handles a new state on the agent's thread. SGLang queries only the first stage for bootstrapped
+        rooms. The first stage reads them in the tables of all stages."""
         room = int(reached.request_id.partition(".")[0])
         if reached.side is not Role.PREFILL or room not in self.request_status:
             return
         if reached.state is State.FAILED:
             self.record_failure(room, reached.reason)
-        if reached.state is not State.DONE:  # of which each stage hears in its own polls
+        if reached.state is not State.DONE:  # each stage learns of DONE in its own polls
             self.update_status(room, int(sending(reached.state, complete=False)))
 
     # --- D
 
     def engine_at(self, receiver: Any, bootstrap_addr: str, dp_rank: int) -> Address | None:
-        """The first worker of P's engine of this data-parallel rank. BLOCKS for a look-up, the first time."""
+        """The address of the first worker of P's engine of this data-parallel rank. BLOCKS for a look-up the
+        first time."""
         key = bootstrap_addr, dp_rank
         if key not in self._engines:
             row = receiver._get_bootstrap_info_from_server(dp_rank, 0, 0, 0)
@@ -265,7 +276,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         return self._engines[key]
 
     def forget_engine(self, bootstrap_addr: str) -> None:
-        """It may be another one by now, at other ports: the next request asks the bootstrap server again."""
+        """Forgets the engine's address, because another one may be there now, at other ports. The next
+        request queries the bootstrap server again."""
         for key in list(self._engines):
             if key[0] == bootstrap_addr:
                 self._engines.pop(key, None)
@@ -273,27 +285,27 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self.prefill_info_table.pop(bootstrap_addr, None)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """On SGLang's heartbeat thread. It fails the rooms of that server, but for those that our own
-        heartbeats watch over: the HTTP server may be silent and the transfer go on."""
+        """Fails the rooms of a server, on SGLang's heartbeat thread. Rooms that the agents' heartbeats watch
+        are left out, because their transfers may continue while the HTTP server is silent."""
         self.addr_to_rooms_tracker[failed_bootstrap_addr].difference_update(self._landing.keys())
         super()._handle_node_failure(failed_bootstrap_addr)
         self.forget_engine(failed_bootstrap_addr)
 
     def wait_for(self, transfer: str, engine: Address) -> None:
-        """The request has no pages yet. Its P keeps the prompt, and a session is made."""
+        """The request has no pages yet. P keeps its prompt, and a session is opened."""
         self._waiting[transfer] = engine
         self.agent.set_waiting(self._waiting.items())
 
     def wait_no_more(self, transfer: str) -> None:
-        """If it was waited for."""
+        """Ends wait_for(), if it was called."""
         if self._waiting.pop(transfer, None) is not None:
             self.agent.set_waiting(self._waiting.items())
 
     def lands(self, room: int, transfer: str) -> None:
-        """From now on the agent may write to the room's pages."""
+        """The agent may write to the room's pages from now on."""
         self._landing[room] = transfer
 
     def landed(self, room: int) -> None:
-        """The agent has said that nothing lands there any more."""
+        """The agent has reported that nothing lands in the room's pages any more."""
         if (transfer := self._landing.pop(room, None)) is not None:
             self.agent.forget(transfer)

@@ -1,5 +1,7 @@
-"""Our numbers in SGLang's /metrics: its schedulers write Prometheus metrics into files, which its server
-reads."""
+"""The connector's metrics in SGLang's /metrics.
+
+SGLang's schedulers write Prometheus metrics into files, which its server reads.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _INTERVAL_S = 1.0
 
 
 def show_metrics(reporter: AgentReporter, labels: Mapping[str, str]) -> None:
-    """From now on, on a thread of its own. prometheus_client is imported here, after SGLang has told it where
-    its files are."""
+    """Updates the metrics from now on, on a separate thread. prometheus_client is imported here, after SGLang
+    has set the directory of its files."""
     from prometheus_client import Counter, Gauge, Histogram
 
     from kv_connector.agent.exposition import Exposition
@@ -31,7 +33,7 @@ def show_metrics(reporter: AgentReporter, labels: Mapping[str, str]) -> None:
                 if interval is not None:
                     exposition.observe(interval)
             except Exception:
-                logger.exception("write_imm cannot show its metrics")
+                logger.exception("write_imm: cannot update its metrics")
             pause.wait(_INTERVAL_S)
 
     pause = threading.Event()

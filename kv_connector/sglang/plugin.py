@@ -1,7 +1,8 @@
-"""The ``sglang.srt.plugins`` entry point: SGLang calls it in each of its processes, with us in use or not.
+"""The ``sglang.srt.plugins`` entry point. SGLang calls it in each of its processes, whatever its transfer
+backend.
 
-Only what it takes to know the name is imported here; the adapter itself is loaded where SGLang first asks for
-one of its classes, so that a frontend needs no transfer engine.
+Only the names are imported here. The adapter itself is loaded when SGLang first requests one of its classes,
+so a frontend needs no transfer engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 BACKEND = "write_imm"
 
-# What SGLang asks for, by the values of its KVClassType.
+# The adapter's classes, by the values of SGLang's KVClassType.
 _CLASSES = {
     "manager": ("kv_connector.sglang.manager", "Manager"),
     "sender": ("kv_connector.sglang.sender", "Sender"),
@@ -39,7 +40,7 @@ def register() -> None:
 
 
 def _add_member(enumeration: Any, value: str) -> None:
-    """SGLang looks its backends up by value, in an enumeration that knows its own only."""
+    """Adds a member to SGLang's enumeration of backends, in which SGLang looks them up by value."""
     member = object.__new__(enumeration)
     member._name_, member._value_ = value.upper(), value
     member._sort_order_ = len(enumeration._member_names_)
@@ -49,7 +50,7 @@ def _add_member(enumeration: Any, value: str) -> None:
 
 
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's get_kv_class()."""
+    """Replaces SGLang's get_kv_class()."""
     found = _CLASSES.get(class_type.value) if transfer_backend.value == BACKEND else None
     if found is None:
         return original(transfer_backend, class_type)
@@ -58,27 +59,30 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> None:
-    """After DecodeTransferQueue.__init__(). SGLang frees an aborted request's pages after some seconds even
-    if they may still be written. Our agent always comes to know that they cannot, and says so."""
+    """Runs after DecodeTransferQueue.__init__().
+
+    SGLang frees an aborted request's pages after some seconds even if they may still be written. The agent
+    always learns when they cannot be written any more, and reports it.
+    """
     if queue.scheduler.transfer_backend.value == BACKEND:
         queue.deferred_kv_release_timeout = float("inf")
 
 
 def _rest(result: None, scheduler: Any) -> None:
-    """After Scheduler.on_idle(), which SGLang calls in each turn that finds nothing to compute, with no batch
-    under way. It would take the next one at once."""
+    """Runs after Scheduler.on_idle(), which SGLang calls in each turn that finds nothing to compute and runs
+    no batch. SGLang would otherwise take the next turn at once."""
     if (manager := _manager(scheduler)) is not None:
         manager.rest(scheduler.recv_from_tokenizer)
 
 
 def _note_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After Scheduler.record_weight_version_change(), which SGLang calls in each rank after each update that
-    brings a version, and for ``/update_weight_version``."""
+    """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update
+    with a version, and for ``/update_weight_version``."""
     if (manager := _manager(scheduler)) is not None:
         manager.note_weights()
 
 
 def _manager(scheduler: Any) -> Any:
-    """Our Manager of this scheduler. None: it prefills and decodes by itself, or has another backend."""
+    """The Manager of this scheduler. None: it prefills and decodes by itself, or has another backend."""
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
     return queue.kv_manager if queue is not None and scheduler.transfer_backend.value == BACKEND else None

@@ -1,7 +1,7 @@
-"""What our agent knows of a room, in the words that SGLang's queues take at each moment.
+"""Translates the agent's state of a room to the values that SGLang's queues accept at each moment.
 
-A queue that hears a value it does not expect ends its server, so both tables are here and nowhere else.
-Values are those of SGLang's KVPoll.
+An unexpected value ends SGLang's server, so both tables are here and nowhere else. Values are those of
+SGLang's KVPoll.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Poll(IntEnum):
 
 
 def sending(state: State | None, complete: bool) -> Poll:
-    """P's room. ``complete``: all its pages were handed over. Until then SGLang takes FAILED, BOOTSTRAPPING
-    and WAITING_FOR_INPUT alone."""
+    """The value for a room of P. ``complete``: all its pages were handed over. Until then SGLang accepts only
+    FAILED, BOOTSTRAPPING and WAITING_FOR_INPUT."""
     if state is State.FAILED:
         return Poll.FAILED
     if not complete:
@@ -30,8 +30,8 @@ def sending(state: State | None, complete: bool) -> Poll:
 
 
 def receiving(state: State | None, reserved: bool) -> Poll:
-    """D's room, whose P is known. ``reserved``: its pages were asked for. Until then SGLang takes FAILED,
-    BOOTSTRAPPING and WAITING_FOR_INPUT alone."""
+    """The value for a room of D whose P is known. ``reserved``: its pages were requested. Until then SGLang
+    accepts only FAILED, BOOTSTRAPPING and WAITING_FOR_INPUT."""
     if not reserved or state is None:
         return Poll.WAITING_FOR_INPUT
     return {State.MOVING: Poll.TRANSFERRING, State.DONE: Poll.SUCCESS, State.FAILED: Poll.FAILED}[state]

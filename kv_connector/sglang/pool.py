@@ -1,9 +1,9 @@
-"""Where SGLang has put its pages, and what they are made of: from its KVArgs to our layout and memory ranges.
+"""Describes SGLang's pages: from its KVArgs to a layout and memory ranges.
 
-KV group 0 has the pages: K and V of each layer, each token of each head by itself ([tokens, heads, dims], the
-only order that SGLang registers), or MLA's latent. Group 1 has the metadata rows. Each kind of state that a
-model has beside (the window of a sliding-window layer, a Mamba state, an indexer's cache) is a group of rows
-after them, since SGLang pairs P's list and D's by position alone.
+KV group 0 has the pages: MLA's latent, or K and V of each layer with each token of each head by itself. The
+latter is [tokens, heads, dims], the only order that SGLang registers. Group 1 has the metadata rows. Each
+further kind of state is a group of rows after them. Examples are the window of a sliding-window layer, a
+Mamba state and an indexer's cache. SGLang pairs P's list of states and D's by position alone.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from kv_connector.protocol.geometry import Place, Units, latent, opaque_page, to
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
 
 PAGES, METADATA, STATES = 0, 1, 2
-"""Groups; the first of the states."""
+"""Numbers of the groups. STATES is the first group of states."""
 
 # Kinds of state that are the same on all ranks.
 _REPLICATED = {"dsa"}
-# Kinds whose indices are more than rows, with what to do without them.
+# Kinds whose indices are more than rows, with the remedy.
 _UNKNOWN = {"dsa_tail": "serve the model without kpool compression"}
 
 
 class UnsupportedPool(ValueError):
-    """The pool cannot be described; the message says what to change."""
+    """The pool cannot be described. The message says what to change."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What KVArgs does not say, or not on both sides."""
+    """The facts that KVArgs lacks, or has on one side only."""
 
     mla: bool
     kv_heads: int
-    """Of the model."""
+    """Heads of the model."""
     first_layer: int
-    """Of this stage of the pipeline."""
+    """First layer of this stage of the pipeline."""
     rank: int
     ranks: int
-    """Of attention's tensor parallelism."""
+    """Number of ranks in attention's tensor parallelism."""
     page_size: int
     with_metadata: bool
-    """Whether this worker's row is one that goes over: of P's stages only the last one's does."""
+    """Whether this worker's metadata row is transferred. Of P's stages, only the last one's is."""
 
 
 class _Regions:
@@ -55,14 +55,14 @@ class _Regions:
         self.ranges: dict[int, MemoryRange] = {}
 
     def add(self, address: int, nbytes: int) -> int:
-        """The range's number."""
+        """Adds a range, and returns its number."""
         self.ranges.setdefault(address, MemoryRange(address, nbytes))
         return list(self.ranges).index(address)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One of SGLang's buffers: pages or rows of ``item`` bytes, one behind the other."""
+    """One of SGLang's buffers: consecutive pages or rows of ``item`` bytes."""
 
     address: int
     nbytes: int
@@ -76,8 +76,10 @@ class _Entry:
 def pool_layout(
     args: Any, shape: Shape, row: tuple[int, int, tuple[int, ...]]
 ) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
-    """``row``: address and length in bytes of the table of metadata rows, and the widths of what a row is
-    made of. Raises UnsupportedPool."""
+    """The layout and memory of SGLang's pool. Raises UnsupportedPool.
+
+    ``row``: address and length in bytes of the table of metadata rows, and the widths of a row's parts.
+    """
     regions = _Regions()
     groups: list[GroupLayout] = []
     layers: list[LayerLayout] = []
@@ -105,7 +107,7 @@ def pool_layout(
 
 
 def _entries(pointers: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> list[_Entry | None]:
-    """None: left out by SGLang, which then has nothing to send there."""
+    """SGLang's buffers. None: left out by SGLang, which then has nothing to send there."""
     return [
         _Entry(int(pointer), int(nbytes), int(item)) if pointer and nbytes and item else None
         for pointer, nbytes, item in zip(pointers, lengths, items, strict=True)
@@ -127,12 +129,12 @@ def _place(entry: _Entry, regions: _Regions) -> Place:
 def _page_layers(
     args: Any, shape: Shape, entries: Sequence[_Entry | None], regions: _Regions
 ) -> list[LayerLayout]:
-    """The model's layers, then those of its drafter."""
+    """The model's layers, followed by its drafter's."""
     count = len(entries) - args.num_draft_entries
     of_model, of_drafter = entries[:count], entries[count:]
     planes = 1 if shape.mla else 2
     if len(of_model) % planes:
-        raise UnsupportedPool(f"SGLang's pool has {len(of_model)} buffers of K and V, not as many of both")
+        raise UnsupportedPool(f"SGLang's pool has {len(of_model)} buffers: not the same number of K and V")
     layers = len(of_model) // planes
     ids = list(args.kv_layer_ids)[:layers] or [shape.first_layer + index for index in range(layers)]
     found = []
@@ -186,7 +188,7 @@ def _state_layers(
     for index, entry in enumerate(entries):
         if entry is None:
             continue
-        # Several tensors may be of one layer.
+        # Several tensors may belong to one layer.
         tensor = seen[ids[index]] = seen.get(ids[index], -1) + 1
         place = _place(entry, regions)
         words, parts = kind, _state_parts(args, shape, kind, place, entry)
@@ -198,7 +200,8 @@ def _state_layers(
 
 
 def _state_parts(args: Any, shape: Shape, kind: str, place: Place, entry: _Entry) -> tuple[Part, ...]:
-    """A row is a page of a window where SGLang says how that lies, else whole."""
+    """The parts of a state's row. It is a page of a window if SGLang describes that window's layout,
+    otherwise it is opaque."""
     if kind == "swa" and not shape.mla and args.swa_kv_cache_layout == "nhd":
         units = units_of_rank(shape.kv_heads, shape.rank, shape.ranks)
         content, rest = divmod(entry.item, shape.page_size * units.count)
@@ -215,8 +218,8 @@ def _state_parts(args: Any, shape: Shape, kind: str, place: Place, entry: _Entry
 def _divided_state(
     shape: Shape, place: Place, entry: _Entry, dim: int, rows: int, pieces: Sequence[int] | None
 ) -> tuple[Part, ...]:
-    """A recurrent state, or the inputs of a convolution, [rows, dims, ...]: the ranks divide the dims, of
-    each piece for itself. 0 dims: all ranks have the same."""
+    """The parts of a recurrent state, or of the inputs of a convolution, [rows, dims, ...]. The ranks divide
+    the dims of each piece separately. 0 dims: all ranks have the same."""
     if dim == 0:
         return opaque_page(place, entry.item)
     width = entry.item // (rows * dim)

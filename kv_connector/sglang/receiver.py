@@ -16,26 +16,27 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed for mypy
-    """SGLang calls it on the scheduler's thread."""
+    """Called by SGLang on the scheduler's thread."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self._engine: Address | None = None
         self._slot: int | None = None
-        """Of the metadata, once the request's pages are asked for."""
+        """Slot of the metadata, once the request's pages are requested."""
         self._polls = 0
-        """Before that."""
+        """Number of polls before that."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._agent = mgr.agent
         self._transfer = mgr.transfer_of(bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
-        """Part of SGLang's init(): finds P's first worker, which knows the others."""
+        """Finds P's first worker, which knows the others. Part of SGLang's init()."""
         self._engine = self.kv_mgr.engine_at(self, self.bootstrap_addr, self.prefill_dp_rank)
         if self._engine is None:
             self.bootstrap_infos = None
-            self._fail(f"the bootstrap server at {self.bootstrap_addr} names no worker of the prefill server")
+            self._fail(f"the bootstrap server at {self.bootstrap_addr} names no worker of the prefill engine")
             return
-        # As many as have to say that an aborted request's pages are free: the agent says it for all.
+        # SGLang counts these entries as the workers that must release an aborted request's pages. The agent
+        # answers for all of them, so there is one.
         self.bootstrap_infos = [{"rank_ip": self._engine.host, "rank_port": self._engine.port}]
 
     def send_metadata(
@@ -47,10 +48,10 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         destination: Any = None,
         device_kv_indices: Any = None,
     ) -> None:
-        """The request has its pages: asks for what is to be in them."""
+        """Requests the content of the request's pages, which are now allocated."""
         engine = self._engine
         if engine is None:
-            self._fail(f"there is no prefill server at {self.bootstrap_addr}")
+            self._fail(f"there is no prefill engine at {self.bootstrap_addr}")
             return
         assert aux_index is not None
         self.kv_mgr.wait_no_more(self._transfer)
@@ -78,7 +79,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         return super().poll()
 
     def _hear(self) -> None:
-        """What the agent says goes into the table that SGLang reads."""
+        """Copies the agent's state into the table that SGLang reads."""
         self._agent.note_step()
         if self.conclude_state is not None or self._engine is None:
             return
@@ -94,8 +95,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self.kv_mgr.update_status(self.bootstrap_room, int(status))
 
     def _queue(self, engine: Address) -> None:
-        """SGLang polls once before it gives a request its pages where there are any. One that is polled again
-        queues for them."""
+        """SGLang polls a request once before it allocates free pages for it. A request that is polled again
+        queues for pages."""
         self._polls += 1
         if self._polls == 2:
             self.kv_mgr.wait_for(self._transfer, engine)
@@ -106,23 +107,23 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self.conclude_state = KVPoll.Failed
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """Part of SGLang's abort(), and of what it does about a failure: the pages come back once
-        Manager.is_abort_release_safe says so."""
+        """Part of SGLang's abort(), and of its handling of a failure. The pages are freed once
+        Manager.is_abort_release_safe allows it."""
         if self._slot is not None:
             self._agent.cancel(self._transfer)
         else:
             self._release()
 
     def _clear(self) -> None:
-        """Whatever SGLang's queue has done with the request, P is told, and nothing is kept but for what
-        still lands."""
+        """Reports the end to P, whatever SGLang's queue has done with the request. Keeps nothing, except
+        while pages may still land."""
         super()._clear()
         self._release()
         if self._slot is not None:
             self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 1)
 
     def _release(self) -> None:
-        """A request that has asked for nothing will not."""
+        """Releases a request that has requested no pages."""
         engine, self._engine = self._engine, None
         if engine is not None and self._slot is None:
             self.kv_mgr.wait_no_more(self._transfer)

@@ -1,4 +1,4 @@
-"""Sender: one request of P, from its arrival until nobody reads its pages."""
+"""Sender: one request of P, from its arrival until nothing reads its pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for mypy
-    """SGLang calls it on the scheduler's thread."""
+    """Called by SGLang on the scheduler's thread."""
 
     def __init__(
         self,
@@ -29,17 +29,17 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         self._transfer = mgr.transfer_of(bootstrap_room)
         self._first_page = 0
         self._complete = False
-        """All pages were handed over."""
+        """Whether all pages were handed over."""
         self._over = False
-        """The agent was told that the request is over, and keeps nothing for us."""
+        """Whether the agent knows that the request is over, and keeps nothing for it."""
         self._early: threading.Thread | None = None
-        self._early_send_wait_event: Any = None  # SGLang's scheduler sets it before an early send()
+        self._early_send_wait_event: Any = None  # set by SGLang's scheduler before an early send()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        # SGLang names pages, not tokens; the room alone says which prompt it is.
+        # SGLang names pages, not tokens. The room alone identifies the prompt.
         self._number = mgr.expect(PrefillRequest(self._transfer, self._transfer, None, None))
 
     def pop_decode_prefix_len(self) -> int:
-        """Tokens that D has. Known once the request is bootstrapped."""
+        """Number of tokens that D has. Known once the request is bootstrapped."""
         tokens: int = self._agent.first_token(self._transfer)
         self._first_page = tokens // self.kv_mgr.kv_args.page_size
         return tokens
@@ -51,14 +51,14 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         num_kv_tokens: int | None = None,
         indices_event: Any = None,
     ) -> None:
-        """These pages are computed, or will be when SGLang's event has come. With the last of them the
-        metadata slot is filled, and the states are named."""
+        """These pages are computed, or will be when SGLang's event has occurred. With the last pages the
+        metadata slot is filled and the states are named."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
         kv_indices, places, last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:
             return
-        if last:  # what is there by now went beside the prefill
+        if last:  # pages that have arrived by now were sent during the prefill
             self._agent.note_prefill_end((self._transfer,))
         pages = ComputedPages(
             self._transfer, None, self._groups(kv_indices, places.start, last, state_indices)
@@ -67,10 +67,10 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         if event is not None:
             self._send_after(event, pages)
         else:
-            self._agent.computed(pages)
+            self._agent.pages_computed(pages)
         self._record_transfer_indices(kv_indices, state_indices)
         if last:
-            if self._early is not None:  # its event came before this step's result did
+            if self._early is not None:  # its event occurred before this step's result
                 self._early.join()
             self._complete = True
             self._agent.request_finished(self._transfer, True)
@@ -87,11 +87,12 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         return pages, GroupPages(0, (self.aux_index,)), *(GroupPages(0, state) for state in rows)
 
     def _send_after(self, event: Any, pages: ComputedPages) -> None:
-        """The prompt's cached pages, which the step before this one may still be computing on a GPU."""
+        """Hands over the prompt's cached pages, which a GPU may still be computing in the step before this
+        one."""
 
         def wait() -> None:
             event.synchronize()
-            self._agent.computed(pages)
+            self._agent.pages_computed(pages)
 
         self._early = threading.Thread(target=wait, name=f"kv-early-{self._transfer}", daemon=True)
         self._early.start()
@@ -105,11 +106,11 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         return super().poll_pp_consensus()
 
     def _hear(self) -> None:
-        """What the agent says goes into the table that SGLang reads, and tells its other stages."""
+        """Copies the agent's state into the table that SGLang reads, and that its other stages receive."""
         if self.conclude_state is not None or self._over:
             return
         if self.bootstrap_room not in self.kv_mgr.request_status:
-            return  # SGLang has cleared the room, and takes it as failed: our word would open it again
+            return  # SGLang has cleared the room and takes it as failed. An update would open it again.
         self.kv_mgr.catch_up(self._number)
         status = sending(self._agent.state(self._transfer), self._complete)
         if status is Poll.FAILED:
@@ -120,12 +121,12 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
     def abort(self) -> None:
         """BLOCKS until nothing reads the request's pages."""
         super().abort()
-        self._end("the prefill server aborted the request", aborted=True)
+        self._end("the prefill engine aborted the request", aborted=True)
 
     def clear(self) -> None:
-        """BLOCKS as abort() does, where the transfer has not ended."""
+        """BLOCKS as abort() does, if the transfer has not ended."""
         super().clear()
-        self._end("the prefill server gave the request up")
+        self._end("the prefill engine gave the request up")
 
     def _end(self, reason: str, *, aborted: bool = False) -> None:
         if self._over:
@@ -135,12 +136,12 @@ class Sender(CommonKVSender):  # type: ignore[misc]  # SGLang is not typed for m
         if state is not State.DONE:
             self._agent.request_finished(self._transfer, False, reason, aborted=aborted)
             if state is not State.FAILED:
-                self._agent.preempt((self._transfer,))  # SGLang gives its pages to others at once
+                self._agent.preempt((self._transfer,))  # SGLang reuses the pages at once
         self._agent.forget(self._transfer)
 
 
 def state_rows(indices: Any) -> tuple[int, ...]:
-    """A state's rows as SGLang names them: an array, a list of arrays, or None."""
+    """A state's rows in SGLang's forms: an array, a list of arrays, or None."""
     if indices is None:
         return ()
     found: list[int] = []

@@ -1,4 +1,5 @@
-"""The operator's settings: SGLang has no place for a backend's own, so they come from the environment."""
+"""The operator's settings. SGLang has no place for a backend's settings, so they come from the
+environment."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kv_connector.agent.settings import (
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Of ``KV_CONNECTOR_SETTINGS``. Raises SettingsError."""
+    """The settings in ``KV_CONNECTOR_SETTINGS``. Raises SettingsError."""
     given = settings_in_environment(environment)
     try:
         return parse_settings(given)
@@ -27,8 +28,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def with_nics(settings: Settings, ib_device: str | None, gpu: int, ranks: int) -> Settings:
-    """``--disaggregation-ib-device``: NICs for all ranks (``a,b``), or by GPU (``{"0": "a"}``). What the
-    settings name outranks it."""
+    """The settings with the NICs of ``--disaggregation-ib-device``: for all ranks (``a,b``), or by GPU
+    (``{"0": "a"}``). NICs in ``settings`` have precedence."""
     if not ib_device or settings.nics:
         return settings
     names: Any = ib_device
@@ -40,5 +41,5 @@ def with_nics(settings: Settings, ib_device: str | None, gpu: int, ranks: int) -
                 f"--disaggregation-ib-device {ib_device}: no NIC of GPU {gpu}: {error}"
             ) from None
     nics = tuple(name.strip() for name in names.split(",") if name.strip())
-    # Each rank reads its own entry alone, and this one knows no other's.
+    # Each rank reads only its own entry, and this rank does not know the others.
     return msgspec.structs.replace(settings, nics=(nics,) * ranks)

@@ -1,4 +1,4 @@
-"""What the connector asks vLLM about its blocks, and what a request holds of them."""
+"""Blocks: what the connector needs to know of vLLM's block tables, and how many blocks a request holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_connector.vllm.internals import Request
 
 
 class Blocks(Protocol):
-    """What kv_blocks.KvBlocks offers."""
+    """The interface of kv_blocks.KvBlocks."""
 
     total: int
 
@@ -23,12 +23,18 @@ class Blocks(Protocol):
 
 
 def attended_from(blocks: Blocks, groups: int, tokens: int) -> tuple[int, ...]:
-    """Per group: the first logical block that the prompt's last token, which D computes, attends to."""
+    """Returns, per group, the first logical block to which the prompt's last token attends.
+
+    D computes that token.
+    """
     return tuple(blocks.first_attended(group, tokens - 1) for group in range(groups))
 
 
 def blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
-    """What a prompt holds when it is computed; a window holds a chunk more before, a state one block."""
+    """Returns the number of blocks that a prompt holds once it is computed.
+
+    While it is computed, a window holds one more chunk of blocks. A recurrent state holds one block.
+    """
     firsts = attended_from(blocks, len(block_sizes), tokens)
     return sum(
         -(-tokens // size) - first if size else blocks.of_state(group)
@@ -37,13 +43,16 @@ def blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
 
 
 def has_states(block_sizes: tuple[int, ...]) -> bool:
-    """Whether some group's blocks are recurrent states. D goes on from the state before the prompt's last
-    token, which it computes itself: so P must not compute that one."""
+    """Returns whether some group's blocks are recurrent states.
+
+    D computes the prompt's last token itself, from the state before it. P must therefore not compute that
+    token.
+    """
     return 0 in block_sizes
 
 
 def state_after(blocks: Blocks, group: int, table: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """The block of the state after so many tokens, if any."""
+    """Returns the block that holds the state after ``tokens`` tokens, if there is such a state."""
     if tokens == 0:
         return ()
     column = blocks.first_attended(group, tokens)

@@ -1,4 +1,4 @@
-"""vLLM's configuration: what the connector refuses in it, and what it reads from it."""
+"""vLLM's configuration: the parts that the connector refuses, and the facts that it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kv_connector.vllm.internals import (
 
 logger = logging.getLogger(__name__)
 
-# As pyproject.toml declares it.
+# Must be the value of the entry point in pyproject.toml.
 FORCED_TOKEN = "kv_connector.vllm.forced_token:ForcedToken"
 
 # Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
@@ -35,15 +35,16 @@ SUPPORTED_SPECS = (
 
 
 class UnsupportedConfiguration(ValueError):
-    """vLLM is configured in a way that the connector cannot serve; the message says what to change."""
+    """The connector cannot serve this configuration of vLLM. The message says what to change."""
 
 
 def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises UnsupportedConfiguration for what this release does not move, instead of moving it wrongly."""
+    """Raises UnsupportedConfiguration for caches that this release cannot transfer correctly."""
     if vllm_config.model_config.enable_sleep_mode and not release.FOLLOWS_SLEEP:
         raise UnsupportedConfiguration(
-            f"WriteImmConnector cannot follow --enable-sleep-mode in vLLM {VLLM_VERSION}, which does not "
-            "tell connectors that the KV cache is unmapped: install vllm==0.33.*, or run without it."
+            f"WriteImmConnector does not support --enable-sleep-mode with vLLM {VLLM_VERSION}, which does "
+            "not notify connectors when it unmaps the KV cache. Install vllm==0.33.*, or remove "
+            "--enable-sleep-mode."
         )
     parallel = vllm_config.parallel_config
     problem = division_problem(
@@ -57,9 +58,9 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
         }
         if strange or group.host_resident or not group.enable_kv_transfer:
             raise UnsupportedConfiguration(
-                f"WriteImmConnector cannot move KV cache group {index} yet "
+                f"WriteImmConnector cannot transfer KV cache group {index} "
                 f"({', '.join(sorted(strange)) or 'not in device memory'}). "
-                f"It moves {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
+                f"It supports {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
             )
 
 
@@ -71,7 +72,7 @@ def _is_moved(spec: Any) -> bool:
 
 
 def configured_connectors(vllm_config: Any) -> list[tuple[str, str]]:
-    """Name and role of each KV connector that the configuration names, those within a MultiConnector too."""
+    """Returns name and role of each configured KV connector, also of those within a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return []
@@ -88,15 +89,19 @@ def _connectors_of(extra: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def forces_tokens(vllm_config: Any) -> bool:
-    """Whether this engine can go on with a token that another one sampled: vLLM takes logits processors from
-    plugins where nothing is drafted. Says so where the plugin is not installed, though the connector is found
-    (by kv_connector_module_path, or from an installation that is older than the plugin)."""
+    """Returns whether this engine can go on with a token that another engine sampled.
+
+    vLLM takes logits processors from plugins only without speculative decoding. The plugin may be missing
+    although the connector is found: through kv_connector_module_path, or in an installation that is older
+    than the plugin. A warning then reports it.
+    """
     if vllm_config.speculative_config is not None:
         return False
     plugins = entry_points(group="vllm.logits_processors")
     if any(plugin.value == FORCED_TOKEN for plugin in plugins):
         return True
     logger.warning(
-        "no early tokens: the entry point %s is not installed; reinstall kv-connector with pip", FORCED_TOKEN
+        "no early first tokens: the entry point %s is not installed. Reinstall kv-connector with pip",
+        FORCED_TOKEN,
     )
     return False

@@ -1,8 +1,8 @@
-"""WriteImmConnector: what vLLM loads. Each hook goes to the scheduler's or the worker's half.
+"""WriteImmConnector: the class that vLLM loads. It passes each hook to the scheduler side or the worker side.
 
-A hook that raises would end the engine for all its requests, so none does: what goes wrong is logged, and the
-deadlines of the protocol end the request that it went wrong for. Only the start (a wrong setting, a port in
-use, an unusable lane) may fail, and says what to change.
+A hook that raises would end the engine for all its requests, so no hook raises. An error is logged, and the
+deadlines of the protocol end the request that it affects. Only the start may fail (a wrong setting, a port in
+use, an unusable lane). Its error says what to change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ R = TypeVar("R")
 
 
 def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook log its error and answer ``default()`` instead."""
+    """Makes a hook log its error and return ``default()`` instead of raising."""
 
     def wrap(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
@@ -77,7 +77,7 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
 
 @contextlib.contextmanager
 def _extra_config() -> Iterator[None]:
-    """Says where the operator wrote what cannot be used."""
+    """Adds the place of the settings to a SettingsError."""
     try:
         yield
     except SettingsError as error:
@@ -89,11 +89,11 @@ def _nothing() -> None:
 
 
 def _no_pause(seconds: float) -> None:
-    """A CPU engine's workers wait by themselves in a step that computes nothing (IDLE_STEP_SECONDS)."""
+    """Does nothing: a CPU engine's workers wait in the step that computes nothing (IDLE_STEP_SECONDS)."""
 
 
 class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """Pushes a prompt's KV pages, layer by layer, from the engine that computes it into the other."""
+    """Pushes a prompt's KV pages, layer by layer, from the engine that computes it to the decode engine."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -108,19 +108,19 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             sleep_for_messages()
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.scheduler: SchedulerSide | None = None
-        """In the scheduler's process."""
+        """The scheduler side. Set in the scheduler's process only."""
         self.worker: WorkerSide | None = None
-        """In a worker, once it has its KV caches."""
+        """The worker side. Set in a worker once it has its KV caches."""
         self._running: Running | None = None
         self._idle: WorkloadReport | None = None
         self._step_costs: StepCosts | None = None
-        """Where there are routers that it is for; in the scheduler's process."""
+        """The cost of steps, for the routers. Set in the scheduler's process, if routers are configured."""
         if self._settings.routers:
             caching = vllm_config.cache_config.enable_prefix_caching
             tokens = kv_cache_tokens(vllm_config, kv_cache_config) if caching else 0
             self._idle = idle_load(vllm_config.scheduler_config, tokens)
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-        # Where there are recurrent states, P leaves the prompt's last token to D: it samples no first one.
+        # With recurrent states, P leaves the prompt's last token to D and samples no first token.
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
@@ -136,7 +136,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
-    # --- Either half
+    # --- Either side
 
     @never_raises(_nothing)
     def shutdown(self) -> None:
@@ -145,11 +145,13 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Heads first, where pages have several: what a rank of another tensor parallelism gets of a page is
-        then one write. VLLM_KV_CACHE_LAYOUT goes before it, and vLLM warns where its kernels have no such.
+        """Returns the layout with heads first, or None for MLA, whose pages have one head.
 
-        vLLM asks in the scheduler's process before it makes the scheduler, and shows its configuration there
-        at no other time before: so D's scheduler is chosen here, except where VLLM_KV_CACHE_LAYOUT is set.
+        With heads first, the part of a page for a rank of another tensor parallelism is one write. The
+        variable VLLM_KV_CACHE_LAYOUT takes precedence. vLLM warns if its kernels do not have the layout.
+
+        This call also chooses D's scheduler, unless VLLM_KV_CACHE_LAYOUT is set. vLLM makes the call in the
+        scheduler's process before it makes the scheduler, and no earlier call shows its configuration there.
         """
         choose_scheduler(vllm_config)
         return None if vllm_config.model_config.use_mla else "HND"
@@ -158,10 +160,12 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Checks the settings, and returns False. Raises SettingsError.
 
-        A full graph replays without the layer hooks, and such a step signals all its layers behind the graph.
-        vLLM uses full graphs for decode steps, which have nothing to push; prefills run piecewise, with hooks
-        between the pieces. On a GPU vLLM calls no other hook with the settings before it loads the model,
-        which takes minutes.
+        A full graph replays without the layer hooks, so that such a step signals all its layers behind the
+        graph. vLLM uses full graphs for decode steps, which have nothing to push. Prefills run piecewise,
+        with hooks between the pieces.
+
+        The settings are checked here because vLLM calls no other hook with them before it loads the model on
+        a GPU, which takes minutes.
         """
         with _extra_config():
             parse_settings(extra_config)
@@ -181,7 +185,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # --- The worker's half
+    # --- The worker side
 
     @property
     def _worker(self) -> WorkerSide:
@@ -190,7 +194,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @_extra_config()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Opens the lanes and the control socket. Raises with a message that says what to change."""
+        """Opens the lanes and the control socket. An error says what to change."""
         stage, tensor_rank = pipeline_and_tensor_parallel_rank()
         layout, memory = kv_layout(self._vllm_config, self._kv_cache_config, kv_caches, tensor_rank)
         device = next(iter(kv_caches.values())).device
@@ -234,7 +238,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             report_preemptions_first(StepMetadata, self.handle_preemptions)
 
     def _spans(self, rank: int) -> TransferSpans | None:
-        """Where vLLM sends spans, which then has OpenTelemetry."""
+        """Returns the spans of transfers if vLLM sends spans, else None. vLLM then has OpenTelemetry."""
         if self._vllm_config.observability_config.otlp_traces_endpoint is None:
             return None
         from kv_connector.vllm.spans import TransferSpans
@@ -243,26 +247,38 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Yes. A lane that cannot register such memory (nvlink) refuses it at the start."""
+        """Returns True.
+
+        A lane that cannot register such memory (nvlink) refuses it when the engine starts.
+        """
         return True
 
     def unregister_kv_caches(self) -> None:
-        """Sleep is about to unmap the KV cache. Raises where that must not be: sleep fails then."""
+        """Prepares for sleep, which unmaps the KV cache.
+
+        Raises if the cache must stay mapped, so that sleep fails.
+        """
         assert self._running is not None, "no KV caches are registered"
         self._running.sleep()
 
     def restore_kv_caches(self) -> None:
-        """The KV cache is mapped again, at its old addresses and without its contents."""
+        """Resumes after sleep.
+
+        The KV cache is mapped again, at its old addresses and without its contents.
+        """
         assert self._running is not None, "no KV caches are registered"
         self._running.wake()
 
     def set_weights(self, version: str) -> None:
-        """This worker computes with this version from now on. Between two steps."""
+        """Sets the weight version that this worker computes with from now on. Call it between two steps."""
         if self._running is not None:
             self._running.set_weights(version)
 
     def set_torn(self, reason: str) -> None:
-        """The engine stays paused, for this reason; empty: it goes on. Any thread."""
+        """Reports that the engine stays paused, with the reason, or with "" that it resumes.
+
+        Any thread may call it.
+        """
         if self._running is not None and self._running.registrar is not None:
             self._running.registrar.set_torn(reason)
 
@@ -285,10 +301,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self._running.registrar.set_load(metadata.load)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Too late: it comes after the forward. RESERVE left when the step's metadata was bound."""
+        """Does nothing: it is called after the forward pass.
+
+        RESERVE was sent when the step's metadata was bound.
+        """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is scheduled only when all its pages are here."""
+        """Does nothing: KV loads are asynchronous.
+
+        A request is scheduled only once all its pages are here.
+        """
 
     @never_raises(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -296,12 +318,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def wait_for_save(self) -> None:
-        # Model runner V1 calls this in a `finally`, also when the forward pass has raised.
+        # Model runner V1 calls this in a `finally`, also after the forward pass has raised.
         self._worker.end_step(raised=sys.exc_info()[0] is not None)
 
     @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """``finished_req_ids`` says nothing new: the step's metadata names each of ours (FinishPrefill)."""
+        """Returns the transfers that have ended.
+
+        It ignores ``finished_req_ids``: the step's metadata names each of this connector's requests
+        (FinishPrefill).
+        """
         return self._worker.transfer_results()
 
     @never_raises(_nothing)
@@ -311,19 +337,19 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     @never_raises(_nothing)
     def get_kv_connector_stats(self) -> TransferStats | None:
         if self._step_costs is not None:
-            # In the scheduler's process vLLM calls this once for each step, when it has the step's output: of
-            # the hooks, the only one that every step ends with.
+            # In the scheduler's process vLLM calls this hook once for each step, when it has the step's
+            # output. No other hook is called at the end of every step.
             self._step_costs.step_ended()
         if self._running is None:
             return None
         interval = self._running.reporter.take(later=self._worker.pushes)
         return TransferStats.of(interval) if interval is not None else None
 
-    # --- The scheduler's half
+    # --- The scheduler side
 
     @property
     def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler is not None, "a worker's connector was asked for the scheduler's half"
+        assert self.scheduler is not None, "a worker's connector has no scheduler side"
         return self.scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -334,19 +360,22 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         ours = metadata[0, 0]
         if not isinstance(ours, DescribedRank):
             raise UnsupportedConfiguration(
-                "vLLM's MultiConnector gives all its connectors the handshake metadata of the first that has "
-                f"any, and that is another's ({type(ours).__name__}): put WriteImmConnector first."
+                "vLLM's MultiConnector gives all its connectors the handshake metadata of the first "
+                f"connector that has any. Here that is another connector's ({type(ours).__name__}): put "
+                "WriteImmConnector first."
             )
         self._scheduler.set_ranks(tuple(metadata[place].rank for place in sorted(metadata)))
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Yes: D may have a prompt's attention pages without its recurrent state, which is loaded whatever
-        else is here."""
+        """Returns True: D may have a prompt's attention pages without its recurrent state.
+
+        The state is loaded in any case.
+        """
         return True
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups: vLLM must not zero any block that a peer may be writing."""
+        """Returns all groups: vLLM must not zero any block that a peer may be writing."""
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return group_ids
 
@@ -405,7 +434,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """The connector caches nothing, but transfers carry KV from before the reset."""
+        """Discards the transfers, which carry KV from before the reset.
+
+        The connector itself caches nothing.
+        """
         return self._scheduler.reset()
 
 
@@ -420,8 +452,10 @@ def transfer_role(kv_role: str | None) -> Role:
 
 
 def data_parallel_rank(parallel_config: Any) -> int:
-    """This engine's rank as its API server counts, in X-data-parallel-rank: behind an external load balancer
-    an API server has the cores of one host, or one core, and counts these.
+    """Returns this engine's rank as its API server counts it in X-data-parallel-rank.
+
+    With an external load balancer, an API server has the engine cores of one host, or one core, and counts
+    only these.
     """
     if parallel_config.local_engines_only:
         return int(parallel_config.data_parallel_rank_local)

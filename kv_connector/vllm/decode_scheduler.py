@@ -1,18 +1,18 @@
-"""D's requests in vLLM's scheduler: ``do_remote_prefill`` and the address of their P. Nothing waits.
+"""DecodeScheduler: D's requests in vLLM's scheduler, with ``do_remote_prefill`` and the address of their P.
 
-A request's KV load goes through these phases:
+No call blocks. A request's KV load goes through these phases:
 
     phase          blocks   meaning                                             next
     WAITING        none     vLLM has no blocks for it, or its gate no room      RESERVED, TOKEN_ONLY, OVER
     RESERVED       its own  the workers fetch its pages                         DISCARDED, LEAVING, OVER
     DISCARDED      its own  pages may land, and will not be used                LEAVING, OVER
-    TOKEN_ONLY     none     the workers fetch the token alone that P sampled    TOKEN_LEAVING, OVER
+    TOKEN_ONLY     none     the workers fetch only the token that P sampled     TOKEN_LEAVING, OVER
     LEAVING        vLLM's   the request is finished, and pages may still land   OVER
     TOKEN_LEAVING  none     the request is finished, and was TOKEN_ONLY         OVER
     OVER           its own  received, failed, or not needed                     -
 
-A request that finishes in OVER, or reaches OVER when it is finished, is forgotten. After DISCARDED it
-computes its prompt from the beginning.
+A request is forgotten once it is finished and its load is OVER. After DISCARDED it computes its prompt from
+the beginning.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kv_connector.vllm.prompt import prompt_of
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two lists of waiting transfers, which go to each worker with a step. One of 5,000 entries
-# takes 17 to 32 ms to pickle and unpickle (two loaded cores). Workers use it once a heartbeat (1 s), and P
-# holds a prompt for 20 s then.
+# Seconds between two lists of waiting transfers, which go to each worker with a step. A list of 5,000 entries
+# takes 17 to 32 ms to pickle and unpickle (two loaded cores). Workers use the list once a heartbeat (1 s),
+# and P then holds a prompt for 20 s.
 _WAITING_INTERVAL_S = 0.25
 
 
 class LoadPhase(enum.Enum):
-    """The phases of a KV load. The table of the module describes them."""
+    """The phases of a KV load. The module's docstring describes them in a table."""
 
     WAITING = enum.auto()
     RESERVED = enum.auto()
@@ -65,12 +65,12 @@ _NEXT = {
     LoadPhase.TOKEN_LEAVING: {LoadPhase.OVER},
     LoadPhase.OVER: set(),
 }
-"""The legal transitions."""
+"""The legal transitions of a KV load's phase."""
 
 
 @dataclass
 class KvLoad:
-    """The load of a prompt that a P computes, for a request of D."""
+    """The KV load of a prompt that P computes, for a request of D."""
 
     request: Request
     request_id: str
@@ -79,11 +79,11 @@ class KvLoad:
     tokens: int
     prompt_hash: bytes
     wants_sampled: bool = False
-    """It goes on with the token that P samples."""
+    """Whether the request goes on with the token that P samples."""
     sampled: int | None = None
-    """That token, once P has reported it."""
+    """The token that P sampled, once P has reported it."""
     end: int = 0
-    """It loads the tokens before this one."""
+    """The end of the load: it loads the tokens before this one."""
     phase: LoadPhase = LoadPhase.WAITING
 
 
@@ -100,22 +100,25 @@ class DecodeScheduler:
         self._loads: dict[str, KvLoad] = {}
         self._transfers: dict[str, KvLoad] = {}
         self._siblings: dict[str, KvLoad] = {}
-        """Requests that want what another one loads."""
+        """Requests that wait for another request's load of the same transfer, with that load."""
         self._waiting: dict[str, Address] = {}
         """The prefill engine of each transfer whose load is WAITING."""
         self._unreported_ends = 0
-        """Loads that are TOKEN_LEAVING."""
+        """The number of loads that are TOKEN_LEAVING."""
         self._reported_waiting: tuple[tuple[str, Address], ...] = ()
         self._reported_at = -math.inf
         self.clock: Callable[[], float] = time.monotonic
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
-        """FirstTokenScheduler takes these. This and the next two are set before the first request."""
+        """Whether FirstTokenScheduler takes the first tokens.
+
+        Set before the first request, as the next two fields.
+        """
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
-        """Of loads."""
+        """The gate of KV loads."""
         self.place: Callable[[Request], Place] = no_place
-        """A request's place in the order of the scheduling policy."""
+        """Returns a request's place in the order of the scheduling policy."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -123,13 +126,13 @@ class DecodeScheduler:
     def add(self, request: Request, params: DecodeParams) -> None:
         known = self._loads.get(request.request_id)
         if known is not None and known.phase is LoadPhase.TOKEN_LEAVING:
-            raise BadParams("one of the same id is not over")
+            raise BadParams("an earlier request of the same id has not ended yet")
         transfer_id, peer = params.transfer_id, params.peer
         tokens, digest = prompt_of(request)
         if first := self._transfers.get(transfer_id):
             if (first.peer, first.prompt_hash) != (peer, digest):
                 raise BadParams(f"transfer {transfer_id} belongs to another live request")
-            # Samples of one prompt (n > 1) share their parameters: the first one loads for all.
+            # Samples of one prompt (n > 1) share their parameters. The first one loads for all.
             self._siblings[request.request_id] = first
             return
         wants_sampled = self._early_tokens and params.early_token
@@ -138,15 +141,18 @@ class DecodeScheduler:
         self._transfers[transfer_id] = self._loads[request.request_id] = load
 
     def must_wait(self, request: Request) -> bool:
-        """Whether another request loads this one's prompt, which is then found in the prefix cache, or there
-        is no room for this load yet. vLLM may ask every step."""
+        """Returns whether the request must wait before it gets blocks. vLLM may call this every step.
+
+        It waits while another request loads the same prompt, which is then found in the prefix cache. It also
+        waits while its own load has no room.
+        """
         if first := self._siblings.get(request.request_id):
             return first.phase is not LoadPhase.OVER
         load = self._loads.get(request.request_id)
         return (load is not None and load.phase is LoadPhase.TOKEN_ONLY) or self.held(request)
 
     def held(self, request: Request) -> bool:
-        """Whether the gate has no room for this load yet."""
+        """Returns whether the gate has no room for this load yet."""
         load = self._loads.get(request.request_id)
         if load is None or load.phase is not LoadPhase.WAITING:
             return False
@@ -154,14 +160,14 @@ class DecodeScheduler:
         return self.gate.must_wait(load.request_id, self._blocks_of(load), self.place(request))
 
     def expects_prompt(self, request_id: str) -> bool:
-        """Whether the request's prompt is still to come from a P."""
+        """Returns whether the request's prompt is still to arrive from a P."""
         load = self._siblings.get(request_id) or self._loads.get(request_id)
         without_pages = LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING, LoadPhase.OVER
         return load is not None and load.phase not in without_pages
 
     @property
     def has_unreported_ends(self) -> bool:
-        """Whether the workers have still to report on a request that vLLM has forgotten."""
+        """Returns whether the workers have still to report on a request that vLLM has forgotten."""
         return self._unreported_ends > 0
 
     def _blocks_of(self, load: KvLoad) -> int:
@@ -169,12 +175,15 @@ class DecodeScheduler:
         return blocks_of(self.blocks, self._block_sizes, load.tokens)
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
-        """How many tokens to load behind the first ``local_tokens``. vLLM may ask every step, with another
-        prefix hit each time. The last answer counts: ``allocated`` reserves up to the end that it notes.
+        """Returns the number of tokens to load behind the first ``local_tokens``.
 
-        All but the prompt's last token, which vLLM recomputes to sample from it; that one too where P has
-        sampled, and the next step computes the token behind it alone. But to claim it may cost a sliding
-        window its oldest block: vLLM takes the window of the token after it.
+        vLLM may call this every step, each time with another prefix hit. The last answer counts:
+        ``allocated`` reserves up to the end that this call notes.
+
+        The last token of the prompt is not loaded: vLLM computes it again to sample from it. If P has
+        sampled, the last token is loaded too, and the next step computes only the token behind it. But that
+        may cost a sliding window its oldest block, as vLLM keeps the window of the token after it. In that
+        case the last token is not loaded.
         """
         load = self._loads.get(request.request_id)
         if load is None or load.phase is not LoadPhase.WAITING:
@@ -182,7 +191,7 @@ class DecodeScheduler:
         if any(size and local_tokens % size for size in self._block_sizes):
             return 0
         load.end = load.tokens - 1
-        # Where all is here but the token that P samples: vLLM has no request wait that loads nothing.
+        # All is here but the token that P samples, and vLLM lets no request wait that loads nothing.
         wants_last = load.wants_sampled and (self.gives_first_tokens or local_tokens >= load.end)
         if wants_last and not self._costs_a_window(load):
             load.end = load.tokens
@@ -196,7 +205,10 @@ class DecodeScheduler:
         )
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
-        """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
+        """Notes that vLLM has given the request blocks.
+
+        vLLM will load ``external_tokens`` tokens. 0: it needs nothing.
+        """
         load = self._loads.get(request.request_id)
         if load is None or load.phase is not LoadPhase.WAITING:
             return
@@ -209,7 +221,9 @@ class DecodeScheduler:
             self.gate.enter(load.request_id, self._blocks_of(load))
             self._commands.append(self._reservation(load, blocks.get_block_ids(), external_tokens))
         except Exception:
-            logger.exception("transfer %s: no reservation for request %s", load.transfer_id, load.request_id)
+            logger.exception(
+                "transfer %s: cannot reserve blocks for request %s", load.transfer_id, load.request_id
+            )
             self._commands.append(FailLoad(load.request_id))
 
     def _reservation(
@@ -225,7 +239,7 @@ class DecodeScheduler:
                 continue
             first, end = first_token // size, -(-loaded // size)
             if has_states(self._block_sizes):
-                # The hit is the one of full attention; another group may have less of it.
+                # The prefix hit is that of full attention. Another group may have less of it.
                 first = min(first, self.blocks.first_loaded(load.request_id, group))
             needed = self.blocks.first_attended_token(group, loaded)
             groups.append(GroupTarget(first, tuple(table[first:end]), needed))
@@ -244,8 +258,10 @@ class DecodeScheduler:
         )
 
     def request_finished(self, request: Request) -> None:
-        """vLLM itself keeps the blocks of a request that is still being loaded, until the load is reported
-        over.
+        """Handles the end of a request.
+
+        vLLM itself keeps the blocks of a request that is still being loaded, until the load's end is
+        reported.
         """
         self._siblings.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
@@ -264,31 +280,39 @@ class DecodeScheduler:
             self._forget(load)
 
     def sampled(self, tokens: Mapping[str, int]) -> None:
-        """By request, what P sampled. It comes no later than the end of the load, so before vLLM schedules
-        the request."""
+        """Notes the tokens that P sampled, by request id.
+
+        They arrive no later than the end of the load, so before vLLM schedules the request.
+        """
         for request_id, token in tokens.items():
             if load := self._loads.get(request_id):
                 load.sampled = token
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
-        """The requests whose pages have come since the last call, and what P sampled behind them."""
+        """Returns the requests whose pages have arrived since the last call, each with P's sampled token."""
         taken, self._first_tokens = self._first_tokens, []
         return taken
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """The pages of these loads will not be used. Workers report them no later than their ends."""
+        """Marks these loads as discarded: their pages will not be used.
+
+        Workers report them no later than their ends.
+        """
         for request_id in request_ids:
             load = self._loads.get(request_id)
             if load is not None and load.phase is LoadPhase.RESERVED:
                 self._enter(load, LoadPhase.DISCARDED)
 
     def token_only(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of whose loads vLLM knows nothing: it must not hear of their end."""
+        """Returns the requests with a load that vLLM does not know.
+
+        The ends of these loads must not be reported to vLLM.
+        """
         loads, token_only = self._loads, (LoadPhase.TOKEN_ONLY, LoadPhase.TOKEN_LEAVING)
         return {one for one in request_ids if one in loads and loads[one].phase in token_only}
 
     def load_ended(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """These loads are over, well or not."""
+        """Handles the ends of these loads, successful or not."""
         for request_id in request_ids:
             load = self._loads.get(request_id)
             if load is None or load.phase is LoadPhase.OVER:
@@ -304,18 +328,21 @@ class DecodeScheduler:
                 else:
                     force(load.request.sampling_params, load.sampled)
             elif before is LoadPhase.TOKEN_ONLY:
-                words = "transfer %s: %s does not say what it sampled: the client may have another token"
+                words = (
+                    "transfer %s: prefill engine %s did not report its first token: the client may have "
+                    "received another token"
+                )
                 logger.warning(words, load.transfer_id, load.peer)
             if before is LoadPhase.DISCARDED:
                 assert self.blocks is not None
                 self.blocks.free(load.request)
 
     def loading(self) -> list[str]:
-        """The requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
+        """Returns the requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
         return [load.request_id for load in self._holding()]
 
     def _holding(self) -> list[KvLoad]:
-        # vLLM promotes a request whose load is over to WAITING, where it may wait for its next block.
+        # vLLM sets a request whose load is over to WAITING. It may wait there for its next block.
         return [
             load
             for load in self._loads.values()
@@ -324,20 +351,22 @@ class DecodeScheduler:
         ]
 
     def after_reset(self) -> None:
-        """vLLM has emptied its prefix cache: what is being loaded, and what is loaded, is not used."""
+        """Discards all loads, running and complete, after vLLM has emptied its prefix cache."""
         for load in self._holding():
             if load.phase is LoadPhase.OVER:
                 assert self.blocks is not None
                 self.blocks.free(load.request)
             elif load.phase is LoadPhase.RESERVED:
                 self._enter(load, LoadPhase.DISCARDED)
-                if not load.wants_sampled:  # else it waits for that: the client may have it already
+                if not load.wants_sampled:  # else it waits for the token, which the client may have already
                     self._commands.append(Cancel(load.request_id))
 
     def reset(self) -> bool:
-        """All KV is worthless, P's too: who would have asked for it computes its prompt here. Where its
-        client may have P's token already, it asks for that alone, at once: a pause of P's waits for it. False
-        while pages may still land for a finished request.
+        """Ends all waiting loads: all KV is stale, also P's.
+
+        Returns False while pages may still land for a finished request. A request that would have requested
+        KV computes its prompt here. If its client may have P's token already, the request fetches that token
+        alone, at once, because a pause of P waits for it.
         """
         for load in self._loads.values():
             if load.phase is not LoadPhase.WAITING:
@@ -354,15 +383,15 @@ class DecodeScheduler:
         self._commands.append(self._request(load, load.tokens, nothing))
 
     def waiting(self) -> tuple[tuple[str, Address], ...] | None:
-        """The transfers whose requests have no blocks yet. None: the workers have this list, or one that is
-        younger than _WAITING_INTERVAL_S.
+        """Returns the transfers whose requests have no blocks yet.
 
-        An engine whose last waiting request has gone may take no further step: an empty list goes at once.
+        None: the workers have this list, or a list that is younger than _WAITING_INTERVAL_S. An engine may
+        take no further step after its last waiting request has left, so an empty list is sent at once.
         """
         now = self.clock()
         if self._waiting and now - self._reported_at < _WAITING_INTERVAL_S:
             return None
-        addresses: dict[Address, Address] = {}  # one object for each: pickle writes it once
+        addresses: dict[Address, Address] = {}  # one object for each address: pickle writes it once
         waiting = tuple((one, addresses.setdefault(peer, peer)) for one, peer in self._waiting.items())
         if waiting == self._reported_waiting:
             return None
@@ -370,7 +399,7 @@ class DecodeScheduler:
         return waiting
 
     def _enter(self, load: KvLoad, phase: LoadPhase) -> None:
-        """The one place in which a load changes its phase, and what follows from it."""
+        """Changes the phase of a load, with all consequences. No other code changes a phase."""
         assert phase in _NEXT[load.phase], f"transfer {load.transfer_id}: {load.phase} -> {phase}"
         if load.phase is LoadPhase.WAITING:
             del self._waiting[load.transfer_id]

@@ -1,12 +1,13 @@
-"""What routers of other projects put into a request, in the words of ``protocol.params``.
+"""Dialects: translates other projects' request fields into those of ``protocol.params``.
 
-Two of them send P and D the request at once and name the transfer, or P's address, in words of their own:
+Two routers of other projects send the request to P and D at once. They name the transfer or P's address in
+other fields:
 
 - llm-d's sidecar in its mode for OffloadingConnector: ``remote_decoder`` for P, ``remote_prefiller`` for D;
 - vllm-router in its moriio mode: D finds P's address, as P has announced it (control/announcer.py), in the
   request's id alone.
 
-All others use words that are ours, too. What they send beside is for their own connectors.
+All other routers use this project's fields, too. Their additional fields are for other connectors.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# vLLM puts the operation before the id that the router gave, and a number and a few digits behind it.
+# vLLM puts the operation before the router's id, and a number and a few digits behind it.
 _ADDRESS_OF_P = re.compile(r"___prefill_addr_host:([^,]{1,255}),handshake:([0-9]{1,5}),notify:")
 
 
 def in_our_words(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """A request's ``kv_transfer_params``, with what other routers say in their words added in ours.
+    """Returns a request's ``kv_transfer_params``, with other routers' fields translated and added.
 
-    Pure, and takes whatever clients send: what cannot be used is left to ``parse_params``, which names it.
+    A pure function that accepts whatever clients send. It leaves unusable fields to ``parse_params``, which
+    names them in its error.
     """
     if params.get("do_remote_prefill") and not params.get("remote_host"):
         if address := _ADDRESS_OF_P.search(request_id):

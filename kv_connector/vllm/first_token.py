@@ -1,11 +1,12 @@
 """FirstTokenScheduler: vLLM's scheduler for a D whose requests begin with the token that P sampled.
 
-A request whose pages have come is given that token as its first output, and the API server is told of it. To
-vLLM it is then a request that was preempted behind its first token: the first step that it is in computes the
-second. Positions, seeds, penalties and the grammar's state are those of any other request.
+When the pages of a request have arrived, the scheduler appends that token as its first output and sends it to
+the API server. vLLM then handles the request as if it was preempted behind its first token: its first step
+computes the second token. Positions, seeds, penalties and the grammar's state are those of any other request.
 
-Only for model runner V2: V1 cannot begin with a request that has output. There, and where a request does not
-allow it (``_suits``), D computes the prompt's last token again and ForcedToken has it sample P's.
+This needs model runner V2, because V1 cannot begin with a request that has output. With V1, or if a request
+does not allow it (``_suits``), D computes the prompt's last token again and ForcedToken makes it sample P's
+token.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 def choose_scheduler(vllm_config: Any) -> None:
-    """Has vLLM take a FirstTokenScheduler for a D that can begin with P's token, and else a GatedScheduler.
-    A scheduler that the configuration names stays. In the scheduler's process, before vLLM makes it."""
+    """Chooses the scheduler class for this engine.
+
+    It is FirstTokenScheduler for a D that can begin with P's token, else GatedScheduler. A scheduler that the
+    configuration names stays. Call it in the scheduler's process, before vLLM makes the scheduler.
+    """
     config, transfer = vllm_config.scheduler_config, vllm_config.kv_transfer_config
     if config.scheduler_cls is not None:
         return
@@ -43,13 +47,14 @@ def choose_scheduler(vllm_config: Any) -> None:
 
 
 class FirstTokenScheduler(GatedScheduler):
-    """Where vLLM does not schedule a step before it has seen the one before."""
+    """FirstTokenScheduler without async scheduling: a step is scheduled after the previous step's output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._vocabulary: int = self.vllm_config.model_config.get_vocab_size()
         self._giving: list[SchedulerSide] = []
-        # What every output token of a request has then, there is not of a token that was not computed here.
+        # With these options every output token has additional data, which a token that was not computed here
+        # lacks.
         if self.aux_output_connector is None and not self.return_sampling_mask:
             self._giving = self.sides
         for side in self._giving:
@@ -67,8 +72,11 @@ class FirstTokenScheduler(GatedScheduler):
         return outputs
 
     def _suits(self, request: Request, token: int) -> bool:
-        """Whether the answer goes on behind this token, and nothing is said of it that only who computes the
-        prompt's last token can know: its probability."""
+        """Returns whether the answer can begin with this token.
+
+        It cannot if the request ends with the token, or if the answer needs the token's probability. Only the
+        engine that computes the prompt's last token knows that.
+        """
         params = request.sampling_params
         return (
             token < self._vocabulary
@@ -81,13 +89,15 @@ class FirstTokenScheduler(GatedScheduler):
         )
 
     def _begin(self, request: Request, token: int) -> Any:
-        """What the request's client is to be told."""
+        """Appends the token to the request, and returns the output for its client."""
         if self.log_stats:
-            request.record_event(EngineCoreEventType.SCHEDULED)  # else the prefill took less than no time
+            # without it, the duration of the prefill would be negative
+            request.record_event(EngineCoreEventType.SCHEDULED)
         request.append_output_token_ids(token)
         if not self.structured_output_manager.accept_tokens(request, [token]):
             logger.error(
-                "request %s: its grammar does not allow token %d, which P has sampled: it ends",
+                "request %s failed: the structured-output grammar rejects token %d sampled by the prefill "
+                "engine",
                 request.request_id,
                 token,
             )
@@ -103,4 +113,4 @@ class FirstTokenScheduler(GatedScheduler):
 
 
 class FirstTokenAsyncScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed
-    """Where it does."""
+    """FirstTokenScheduler for async scheduling: a step is scheduled before the previous step's output."""

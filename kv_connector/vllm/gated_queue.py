@@ -1,7 +1,7 @@
-"""GatedScheduler: vLLM's scheduler for a P, whose steps do not look at the prompts that a gate holds.
+"""GatedScheduler: vLLM's scheduler for a P, whose steps skip the prompts that a gate holds.
 
-vLLM looks at each waiting request in each step: it searches the prefix cache for the prompt, and then asks
-the connector, which answers "not yet". With thousands of held prompts that takes longer than the step.
+vLLM looks at each waiting request in each step: it searches the prefix cache for the prompt, and calls the
+connector, which answers "not yet". With thousands of held prompts that takes longer than the step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ def _arrival(request: Request) -> float:
 class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for mypy
     """vLLM's queue of waiting requests, with the requests that a gate holds kept aside.
 
-    Requests aside are counted, listed and removed like others. A look at the queue sees only requests that
-    no gate holds. A request is put aside when its turn comes, before vLLM looks at it. It returns to its
-    place in vLLM's queue when it is the first that its gate holds and fits, or when it leaves the gate.
+    Requests aside are counted, listed and removed like others. A look at the queue sees only requests that no
+    gate holds. A request is put aside when its turn comes, before vLLM looks at it. It returns to its place
+    in vLLM's queue when it is the first that its gate holds and fits, or when it leaves the gate.
     """
 
     def __init__(self, queue: Any, deferred: set[Request], sides: Sequence[SchedulerSide]) -> None:
-        """``queue``: vLLM's, of either policy. ``deferred``: vLLM's set of requests that its steps skipped.
-        Requests aside belong to it, for vLLM's statistics."""
+        """``queue``: vLLM's queue, of either policy. ``deferred``: vLLM's set of requests that its steps
+        skipped.
+
+        Requests aside belong to this set, for vLLM's statistics.
+        """
         self._queue = queue
         self._deferred = deferred
         self._sides = sides
@@ -58,19 +61,20 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
             self._queue.add_request(request)
 
     def _advance(self) -> None:
-        """Brings a request that no gate holds to the front of vLLM's queue, if there is one."""
+        """Brings a request that no gate holds to the front of vLLM's queue, if such a request exists."""
         while self._queue and self._held(self._queue.peek_request()):
             request = self._queue.pop_request()
             self._aside[request.request_id] = request
             self._deferred.add(request)
         for gate in self._gates:
             first = self._aside.get(gate.first() or "")
-            # Of each gate one request at most: whether the next may go is known once this one has its blocks.
+            # At most one request of each gate: only after it has its blocks is it known whether the next one
+            # fits.
             if first is not None and not self._held(first):
                 self._return(first.request_id)
 
     def __bool__(self) -> bool:
-        """Whether there is a request that no gate holds."""
+        """Returns whether the queue has a request that no gate holds."""
         self._advance()
         return bool(self._queue)
 
@@ -108,24 +112,26 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
 
 
 class GatedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a GatedQueue, where gates hold requests (not on an engine that is D only). Loads
-    that fail do not hold up other loads."""
+    """vLLM's scheduler with a GatedQueue, if gates hold requests.
+
+    On an engine that is D only, gates hold no requests. Loads that fail do not hold up other loads.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         connectors = connectors_within(self.connector)
         found = (getattr(connector, "scheduler", None) for connector in connectors)
         self.sides = [side for side in found if isinstance(side, SchedulerSide)]
-        """This engine's own connectors, of those that vLLM has been given."""
+        """The scheduler sides of this project's connectors, among those that vLLM has."""
         if self.vllm_config.kv_transfer_config.is_kv_producer:
             self.waiting: Any = GatedQueue(self.waiting, self.deferred_waiting, self.sides)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether vLLM may schedule the request in this step.
+        """Returns whether vLLM may schedule the request in this step.
 
         A load that has failed or is discarded has lost its blocks. At the front of vLLM's queue of block
-        holders it would wait for blocks that the loads behind it hold, which cannot start before it does. If
-        it is skipped once, vLLM puts it into the queue of requests without blocks.
+        holders it would wait for blocks of the loads behind it, and these cannot start before it. If it is
+        skipped once, vLLM puts it into the queue of requests without blocks.
         """
         loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         ready: bool = super()._handle_blocked_waiting_request(request)
@@ -134,4 +140,4 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
 
 
 class GatedAsyncScheduler(GatedScheduler, AsyncScheduler):  # type: ignore[misc]
-    """GatedScheduler for async scheduling: a step is scheduled before the output of the last is known."""
+    """GatedScheduler for async scheduling: step N+1 is scheduled before the output of step N is known."""

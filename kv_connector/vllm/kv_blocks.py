@@ -1,4 +1,4 @@
-"""The scheduler's block tables: what the connector reads from them and holds in them."""
+"""KvBlocks: reads the scheduler's block tables, and holds blocks in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_connector.vllm.model_facts import block_tokens
 
 
 class KvBlocks:
-    """The scheduler's block tables, as far as the connector needs more of them than the hooks show."""
+    """The scheduler's block tables, for the facts that the hooks do not show."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self._manager = kv_cache_manager
@@ -19,32 +19,42 @@ class KvBlocks:
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def first_attended(self, group: int, computed_tokens: int) -> int:
-        """The first logical block of the group that the token after ``computed_tokens`` tokens still attends
-        to; of recurrent states, the one that has the state after that many.
+        """Returns the first logical block of the group to which the next token attends.
+
+        The next token is that after ``computed_tokens`` tokens. For recurrent states, returns the block that
+        has the state after that many tokens.
         """
         return self.first_attended_token(group, computed_tokens) // int(self._managers[group].block_size)
 
     def first_attended_token(self, group: int, computed_tokens: int) -> int:
-        """The first token that the token after ``computed_tokens`` tokens still attends to, in the layers of
-        the group."""
+        """Returns the first token to which the next token attends, in the group's layers.
+
+        The next token is that after ``computed_tokens`` tokens.
+        """
         return int(self._managers[group].get_num_skipped_tokens(computed_tokens))
 
     def first_loaded(self, request_id: str, group: int) -> int:
-        """The first logical block of a request that is about to be loaded whose contents are still to come:
-        those before it hold nothing, or are the prefix cache's."""
+        """Returns the first logical block of a request whose contents are still to be loaded.
+
+        The blocks before it are empty or belong to the prefix cache. Call it when the load is about to begin.
+        """
         table = self._managers[group].req_to_blocks[request_id]
         fresh = (i for i, block in enumerate(table) if not block.is_null and block.block_hash is None)
         return next(fresh, len(table))
 
     def of_state(self, group: int) -> int:
-        """Blocks that a request holds in a group of recurrent states: its own, and one for each token that
-        may be drafted."""
+        """Returns the blocks that a request holds in a group of recurrent states.
+
+        It holds one, and one for each token that may be drafted.
+        """
         return 1 + int(self._managers[group].num_speculative_blocks)
 
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:
-        """Takes a reference of our own on the request's blocks from logical block ``firsts[group]`` on, in
-        each group whose window slides: vLLM gives them back while the request is still ours to send. It keeps
-        a state, which is the request's last."""
+        """Takes an additional reference on the request's blocks from logical block ``firsts[group]`` on.
+
+        It does so in each group with a sliding window: vLLM would free these blocks while they are still to
+        be sent. A state is the request's last block, and vLLM keeps it.
+        """
         held = [
             block
             for manager, first in zip(self._managers, firsts, strict=True)
@@ -60,6 +70,6 @@ class KvBlocks:
         self._pool.free_blocks(reversed(held))
 
     def free(self, request: Request) -> None:
-        """Takes all blocks of a request that waits: it begins anew, as vLLM lets it after a failed load."""
+        """Frees all blocks of a request that waits. It begins anew, as vLLM does after a failed load."""
         self._manager.free(request)
         request.num_computed_tokens = 0

@@ -1,10 +1,9 @@
-"""Where vLLM has put its pages, and what they are made of: from its KV cache configuration to our layout and
-memory ranges.
+"""kv_layout: translates vLLM's KV cache configuration into this project's layout and memory ranges.
 
-A part of a page is described as far as two engines that divide it differently can be sure of it: heads and
-tokens where each token of a head is bytes of its own, heads alone where a kernel packs the tokens of a block,
-and the page as a whole where nothing is known but its length. Other engines can take only as much: what does
-not fit is told by the planner, from both sides' layouts.
+A part of a page is described only as far as two engines that divide it differently can be sure of it. If each
+token of a head has separate bytes, heads and tokens are described. If a kernel packs the tokens of a block,
+only heads are. If nothing but the length is known, the page is described as a whole. Other engines can take
+only parts that are described. The planner reports what does not fit, from both sides' layouts.
 """
 
 from __future__ import annotations
@@ -41,14 +40,15 @@ from kv_connector.vllm.model_facts import (
 )
 from kv_connector.vllm.recurrent_pages import state_pages
 
-# The backends whose pages hold, for each head and token, K and then V, in bytes of their own. With the head
-# slots that vLLM's view of the pages has; some backends have others in some modes.
+# Backends whose pages hold K and then V for each head and token, in separate bytes. Their pages have the head
+# slots of vLLM's view. Some backends have other pages in some modes.
 _PLAIN = {
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
     *("AMX_MLA", "CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA"),
     *("FLASHINFER_MLA_SPARSE", "FLASHMLA", "FLASHMLA_SPARSE", "TOKENSPEED_MLA", "TRITON_MLA"),
 }
-# How they may be quantized. The scales are the layer's, or lie behind the numbers of each head and token.
+# Quantizations of these pages. The scales belong to the layer, or lie behind the numbers of each head and
+# token.
 _PLAIN_MODES = {
     *("NONE", "FP8_PER_TENSOR"),
     *("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
@@ -63,22 +63,23 @@ Pages = tuple[str, tuple[Part, ...]]  # a layer's format, and its parts
 def kv_layout(
     vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], rank: int
 ) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
-    """The layout of one rank's pages and the memory ranges that hold them, one per storage.
+    """Returns the layout of one rank's pages and the memory ranges that hold them, one for each storage.
 
-    ``tensors`` are vLLM's views by layer name, [kernel blocks, heads, tokens, content]. The addresses come
-    from the configuration, which counts in the scheduler's blocks, and are checked against the views. Layers
-    that only share another layer's pages are in ``tensors`` but not in the configuration, and so not in the
-    layout. ``rank`` is that of tensor parallelism; its ranks call this at the same time.
+    ``tensors``: vLLM's views by layer name, [kernel blocks, heads, tokens, content]. The addresses are
+    computed from the configuration, which counts in the scheduler's blocks, and are checked against the
+    views. A layer that only shares another layer's pages is in ``tensors`` but not in the configuration, and
+    so not in the layout. ``rank``: the rank of tensor parallelism. All its ranks call this at the same time.
 
-    Called where vLLM has chosen its attention backends. Raises UnsupportedConfiguration for pages that cannot
-    be described.
+    Call it after vLLM has chosen its attention backends. Raises UnsupportedConfiguration for pages that
+    cannot be described.
     """
     order = [
         (name, group)
         for group, spec in enumerate(kv_cache_config.kv_cache_groups)
         for name in spec.layer_names
     ]
-    # The same on both sides; in a model without a drafter, about the order of the forward pass.
+    # The order is the same on both sides. In a model without a drafter it is about the order of the forward
+    # pass.
     order.sort(key=lambda layer: (_layer_index(layer[0]), layer[0]))
     places = _places(kv_cache_config.kv_cache_tensors)
     storages = [tensors[name].untyped_storage() for name, _ in order]
@@ -93,8 +94,8 @@ def kv_layout(
         _check_device(tensor)
         if tensor.data_ptr() != base + offset:
             raise UnsupportedConfiguration(
-                f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, its "
-                f"configuration says {offset}: kv-connector does not know this way of placing a KV cache."
+                f"layer {name} starts {tensor.data_ptr() - base} bytes into its KV cache storage, but its "
+                f"configuration says {offset}: kv-connector does not support this placement of a KV cache."
             )
         spec = layer_spec(kv_cache_config.kv_cache_groups[group], name)
         module = layer_module(vllm_config, name)
@@ -119,8 +120,10 @@ def kv_layout(
 
 @dataclass(frozen=True)
 class _View:
-    """The first kernel block of a layer's first page, as a kernel sees it: [heads, tokens, content]. Strides
-    are in bytes."""
+    """The first kernel block of a layer's first page, as a kernel sees it: [heads, tokens, content].
+
+    Strides are in bytes.
+    """
 
     splits: int  # kernel blocks of a page
     split_stride: int
@@ -132,8 +135,11 @@ class _View:
 
     @staticmethod
     def of(name: str, tensor: Any, num_blocks: int, block_stride: int) -> _View:
-        """An attention backend may split a scheduler block into several kernel blocks: the view then has that
-        many more."""
+        """Makes the view of a layer.
+
+        Raises UnsupportedConfiguration if tensor and configuration do not match. An attention backend may
+        split a scheduler block into several kernel blocks. The view then has that many times more blocks.
+        """
         element = tensor.element_size()
         blocks, heads, tokens, content = tensor.shape
         split_stride, head_stride, token_stride, content_stride = (n * element for n in tensor.stride())
@@ -141,8 +147,8 @@ class _View:
         if rest or split_stride * splits != block_stride or (content > 1 and content_stride != element):
             raise UnsupportedConfiguration(
                 f"layer {name} stores its KV cache as {tuple(tensor.shape)} with strides {tensor.stride()}, "
-                f"its configuration has {num_blocks} blocks every {block_stride} bytes: kv-connector does "
-                "not know this way of placing a KV cache. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+                f"but its configuration has {num_blocks} blocks every {block_stride} bytes. kv-connector "
+                "does not support this placement. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
             )
         return _View(
             splits, split_stride, heads, tokens, content * element, max(1, head_stride), max(1, token_stride)
@@ -150,7 +156,7 @@ class _View:
 
     @property
     def axes(self) -> list[tuple[str, int, int]]:
-        """(name, count, stride) of heads and tokens, the wider steps first."""
+        """Name, count and stride of heads and tokens, the wider steps first."""
         axes = [("heads", self.heads, self.head_stride), ("tokens", self.tokens, self.token_stride)]
         return sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: -axis[2])
 
@@ -164,11 +170,11 @@ class _View:
 
     @property
     def heads_in_one_piece(self) -> bool:
-        """Each of them, one behind the other."""
+        """Whether the page is one piece in which each head is one piece."""
         return self.in_one_piece and (self.tokens == 1 or self.token_stride == self.content)
 
     def divided(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """``parts`` are those of the first kernel block."""
+        """Returns the parts of the whole page, from the parts of the first kernel block."""
         return parts if self.splits == 1 else in_kernel_blocks(parts, self.splits, self.split_stride)
 
 
@@ -182,8 +188,11 @@ def _attention_pages(
     holder: tuple[int, int],
     numbers: str,
 ) -> Pages:
-    """``units``: the model's KV heads that this rank has, None if they cannot be known. ``numbers``: what the
-    elements of the pages are."""
+    """Returns format and parts of an attention layer's pages.
+
+    ``units``: the model's KV heads on this rank, None if unknown. ``numbers``: describes the elements of the
+    pages.
+    """
     backend = module.get_attn_backend().get_name()
     replicated = isinstance(spec, MLAAttentionSpec)
     usual = (
@@ -208,7 +217,7 @@ def _attention_pages(
 
 
 def _cpu_pages(spec: Any, module: Any, place: Place, view: _View, units: Units, numbers: str) -> Pages:
-    """Of each head, what the kernel has made of its tokens."""
+    """Returns the pages of CPU_ATTN: a part for each head, in the packing of the kernel."""
     numbers += f", {module.isa} on {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if module.isa in _PLANES and spec.head_size == spec.head_size_v:
         element = view.content // (2 * spec.head_size)
@@ -219,12 +228,15 @@ def _cpu_pages(spec: Any, module: Any, place: Place, view: _View, units: Units, 
 
 
 def _whole_pages(name: str, place: Place, view: _View, numbers: str, holder: tuple[int, int] | None) -> Pages:
-    """``holder`` (rank, ranks): which of how many has other pages than the rest; None: all have the same."""
+    """Returns pages that are described as a whole.
+
+    ``holder``: (rank, ranks) if each rank has different pages. None: all ranks have the same pages.
+    """
     sizes = " x ".join(f"{count} {what}" for what, count, _ in view.axes)
     if not view.in_one_piece:
         raise UnsupportedConfiguration(
-            f"layer {name} keeps its pages ({numbers}, {sizes}) in pieces, and kv-connector does not know "
-            "their order. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
+            f"layer {name} stores a page ({numbers}, {sizes}) in several pieces, and kv-connector does not "
+            "know their order. Set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC."
         )
     ranks = "" if holder is None else f", each rank of {holder[1]} its own"
     parts = opaque_page(place, view.nbytes, holder)
@@ -232,7 +244,7 @@ def _whole_pages(name: str, place: Place, view: _View, numbers: str, holder: tup
 
 
 def _scales(scales: Sequence[Sequence[float]]) -> str:
-    """Of K and of V, where they are quantized."""
+    """Returns a description of the scales of K and V. Empty: the cache is not quantized."""
     if not scales:
         return ""
     if all(len(one) == 1 for one in scales):
@@ -244,13 +256,15 @@ def _scales(scales: Sequence[Sequence[float]]) -> str:
 def _check_device(tensor: Any) -> None:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedConfiguration(
-            f"WriteImmConnector moves KV caches in CPU and CUDA memory; this one is on {tensor.device}."
+            f"WriteImmConnector transfers KV caches in CPU and CUDA memory; this one is on {tensor.device}."
         )
 
 
 def of_drafter(vllm_config: Any, name: str) -> bool:
-    """Whether the layer guesses tokens for the model to judge. vLLM numbers those behind the model's own, or
-    begins their names otherwise."""
+    """Returns whether the layer belongs to a drafter.
+
+    vLLM numbers a drafter's layers behind the model's own layers, or gives their names another prefix.
+    """
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if drafter is None:
         return False
@@ -259,12 +273,16 @@ def of_drafter(vllm_config: Any, name: str) -> bool:
 
 
 def _layer_index(name: str) -> tuple[int, ...]:
-    """(3,) of `model.layers.3.self_attn.attn`, (3, 1) of the second attention module of LongCat's layer 3."""
+    """Returns the numbers in a layer's name.
+
+    They are (3,) for `model.layers.3.self_attn.attn`, and (3, 1) for the second attention module of LongCat's
+    layer 3.
+    """
     return tuple(int(part) for part in name.split(".") if part.isdecimal())
 
 
 def _places(kv_cache_tensors: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """(offset of block 0, block stride) in bytes by layer name."""
+    """Returns the offset of block 0 and the block stride, in bytes, by layer name."""
     return {
         name: (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_tensors

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other, once per engine step. Pickled by vLLM."""
+"""Messages between scheduler side and worker side, one each way for each engine step. vLLM pickles them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     preempted: tuple[str, ...] = ()
     """Transfers whose blocks the scheduler has taken back in this step."""
     commands: tuple[Command, ...] = ()
-    """In the order in which the scheduler saw the events."""
+    """Commands in the order in which the scheduler saw the events."""
     new_pages: tuple[NewPages, ...] = ()
     waiting: tuple[tuple[str, Address], ...] | None = None
-    """Transfers whose requests still queue at D, with their P. None: as before."""
+    """Transfers whose requests still queue at D, with their P. None: no change."""
     contexts: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    """Of new requests that are traced, by id: the headers of their trace's context."""
+    """Headers of the trace context of each new traced request, by request id."""
     computes: bool = True
-    """False: no request has a token to compute in this step; the engine only waits for transfers."""
+    """Whether a request has tokens to compute in this step. False: the engine only waits for transfers."""
     load: WorkloadReport | None = None
-    """For the routers. None: as before, or there are none."""
+    """The engine's workload, for the routers. None: no change, or no routers."""
 
 
 @dataclass
 class DescribedRank(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """A worker, from where its control socket really is bound."""
+    """The description of a worker, with the address to which its control socket is bound."""
 
     rank: Rank
 
 
 @dataclass
 class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """From the workers to their scheduler."""
+    """News from the workers to their scheduler."""
 
     reserved: set[str] = field(default_factory=set)
     """On P: transfers for which a D has room."""
     sampled: dict[str, int] = field(default_factory=dict)
-    """On D: by request id, the token that P sampled behind the prompt."""
+    """On D: the token that P sampled behind the prompt, by request id."""
     discarded: set[str] = field(default_factory=set)
-    """On D: requests whose pages, if any came, are not to be used: they compute their prompts here."""
+    """On D: requests whose pages, if any arrived, must not be used. They compute their prompts locally."""
 
     def aggregate(self, other: News) -> News:
         return News(

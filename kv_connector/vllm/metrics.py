@@ -1,10 +1,11 @@
-"""What the workers' agents count, on its way through vLLM's stats into its /metrics and its log.
+"""Metrics of the workers' agents, sent through vLLM's stats to its /metrics and its log.
 
-vLLM takes a stats object from each worker at the end of each step, adds the workers' up, and sends the sum
-with that step's output to the API server, of several (``--api-server-count``) to any one. An idle engine
-takes no steps, so the last step must tell the truth: every prefill request stays in vLLM's books until its
-agent has reported it sent, every decode request until its pages have ended, and an agent forgets a request
-before it reports it. The step that carries a report therefore carries its zeros too.
+vLLM takes a stats object from each worker at the end of each step and adds them up. It sends the sum with the
+step's output to an API server, if there are several (``--api-server-count``) to any of them.
+
+An idle engine takes no steps, so the last step must have the final values. vLLM keeps every prefill request
+until its agent has reported it sent, and every decode request until its pages have ended. An agent forgets a
+request before it reports the request. The step that carries a report therefore has the zeros, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kv_connector.vllm.internals import KVConnectorPromMetrics, KVConnectorStats
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """An Interval. ``data``, which vLLM sends between processes, has its fields."""
+    """The stats of an Interval. ``data``, which vLLM sends between processes, has its fields."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or {}
@@ -33,7 +34,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not type
 
     @property
     def interval(self) -> Interval:
-        """A copy."""
+        """A copy of the interval."""
         return msgspec.convert(self.data, Interval)
 
     def reset(self) -> None:
@@ -50,13 +51,13 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not type
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's periodic log line: what happened in the interval, without the zeros."""
+        """Returns the values for vLLM's periodic log line, without the zeros."""
         happened = {**self.data["counters"], **self.data["transfers"]}
         return {name: round(value, 3) for name, value in happened.items() if value}
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """The API server's side: from TransferStats into Prometheus metrics, per engine."""
+    """The API server's side: makes Prometheus metrics from TransferStats, per engine."""
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
 
 
 def _unregister_ours() -> None:
-    """vLLM does so with its own: an API server that is made anew in one process registers the same names
-    again.
+    """Removes the metrics of an earlier engine, as vLLM does with its own metrics.
+
+    An API server that is made anew in the same process registers the same names again.
     """
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in NAMES:

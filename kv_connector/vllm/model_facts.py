@@ -1,4 +1,4 @@
-"""Facts of the model and of its KV cache, as vLLM's configuration, specs and layers have them."""
+"""Facts of the model and of its KV cache, from vLLM's configuration, specs and layers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from kv_connector.vllm.internals import (
     iter_layer_specs,
 )
 
-# In the names by which models' configurations call their numbers of KV heads.
+# Parts of the keys by which models' configurations name their numbers of KV heads.
 _KV_HEADS = ("kv_heads", "key_value_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
 
 
 def rank_fingerprint(vllm_config: Any) -> Fingerprint:
-    """Compared with the other engine's, beside the layouts."""
+    """Returns the fingerprint that peers compare, in addition to the layouts."""
     model = vllm_config.model_config
     identity = model_identity(model.architectures, model.hf_text_config.to_dict())
     return engine_fingerprint(f"vllm {VLLM_VERSION}", identity, str(model.dtype))
 
 
 def block_tokens(kv_cache_spec: Any) -> int:
-    """Tokens a block of a KV cache group; 0 of recurrent states, whose blocks are rows: a request has one,
-    the state after its last token, wherever vLLM puts it in the request's table.
+    """Returns the tokens in a block of a KV cache group, or 0 for recurrent states.
+
+    A block of recurrent states is a row. A request has one, the state after its last token, at any place in
+    the request's table.
     """
     if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
         return 0
@@ -42,16 +44,22 @@ def block_tokens(kv_cache_spec: Any) -> int:
 
 
 def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens that the KV cache has room for, as vLLM logs it at its start: of requests of the longest length.
-    Where groups keep a window or one state, that is more than blocks times their size."""
+    """Returns the tokens for which the KV cache has room, as vLLM logs at its start.
+
+    The number is for requests of the longest length. If groups keep a window or one state, it is more than
+    blocks times their size.
+    """
     return int(get_kv_cache_capacity(vllm_config, kv_cache_config)[0])
 
 
 def group_kind(kv_cache_spec: Any) -> str:
-    """The kind of attention of a KV cache group, with its window: it decides which blocks a request keeps."""
+    """Returns the kind of attention of a KV cache group, with its window.
+
+    It decides which blocks a request keeps.
+    """
     spec = next(iter(iter_layer_specs(kv_cache_spec)))
     if isinstance(spec, MambaSpec):
-        return "recurrent state"  # of which kind, each layer says
+        return "recurrent state"  # each layer describes the kind of its state
     kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     # A drafter of several MTP modules reads a few tokens behind the window.
@@ -60,20 +68,20 @@ def group_kind(kv_cache_spec: Any) -> str:
 
 
 def layer_spec(group: Any, name: str) -> Any:
-    """What vLLM knows of one layer's pages: the layers of a group may have pages of several sizes."""
+    """Returns vLLM's spec of one layer's pages. The layers of a group may have pages of several sizes."""
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
 def layer_module(vllm_config: Any, name: str) -> Any:
-    """The layer that writes the pages. vLLM leaves on it what it has chosen for them."""
+    """Returns the layer that writes the pages. It has vLLM's choices for them as attributes."""
     return vllm_config.compilation_config.static_forward_context[name]
 
 
 def kv_heads(vllm_config: Any, of_rank: int) -> int | None:
-    """The KV heads of the whole model in a layer of which each rank has ``of_rank``; None: nobody says.
+    """Returns the KV heads of the whole model in a layer with ``of_rank`` heads on each rank. None: unknown.
 
-    The layer does not know. The model's configuration has the number, or several where its layers differ or a
-    drafter has its own: it is the one that comes to ``of_rank``, if no other does.
+    The layer does not know the number. The model's configuration has it, or has several, if its layers differ
+    or a drafter has its own. The right number is the only one that results in ``of_rank``.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1:
@@ -97,7 +105,7 @@ def kv_heads(vllm_config: Any, of_rank: int) -> int | None:
 
 
 def _head_counts(config: Any) -> Iterator[int]:
-    """All numbers of KV heads that a model's configuration has, whatever for."""
+    """Yields all numbers of KV heads in a model's configuration, for whatever purpose."""
     if isinstance(config, dict):
         for key, value in config.items():
             if isinstance(value, int) and any(name in str(key) for name in _KV_HEADS):
@@ -109,7 +117,7 @@ def _head_counts(config: Any) -> Iterator[int]:
 
 
 def element_type(layer: Any, spec: Any) -> str:
-    """What the numbers in a layer's pages are, quantization included."""
+    """Returns the element type of a layer's pages, with its quantization."""
     name: str = getattr(layer, "kv_cache_dtype", "auto")
     if name in ("fp8", "fp8_e4m3"):
         return str(current_platform.fp8_dtype()).removeprefix("torch.")
@@ -117,11 +125,10 @@ def element_type(layer: Any, spec: Any) -> str:
 
 
 def kv_scales(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """What the numbers in each layer's quantized pages are multiplied by: its k and v scales. The layers have
-    them from the checkpoint, or 1.
+    """Returns the k and v scales of each layer's quantized pages. Layers have them from the checkpoint, or 1.
 
-    Of each one, or one per head; of the heads of all ranks (all of them ask at once), so that it is the same
-    however many ranks there are.
+    Each is one value, or one for each head. They cover the heads of all ranks, so that they do not depend on
+    the number of ranks. All ranks call this at the same time.
     """
     layers = [layer_module(vllm_config, name) for name in layer_names]
     own = [_scales(layer) for layer in layers]
@@ -140,13 +147,13 @@ def kv_scales(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, tuple[t
 
 def _scales(layer: Any) -> tuple[list[float], ...]:
     if not is_quantized_kv_cache(getattr(layer, "kv_cache_dtype", "auto")):
-        return ()  # whatever the checkpoint has, vLLM does not use it
+        return ()  # vLLM does not use the checkpoint's scales then
     found = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     return tuple(scale.flatten().tolist() for scale in found if scale is not None)
 
 
 def _of_all_ranks(values: list[float], vllm_config: Any) -> tuple[float, ...]:
-    """One value if all are equal; else one of each head, which several ranks may have."""
+    """Returns one value if all are equal, else one for each head. Several ranks may have the same head."""
     if len(set(values)) == 1:
         return (values[0],)
     ranks = vllm_config.parallel_config.tensor_parallel_size

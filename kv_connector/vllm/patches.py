@@ -4,8 +4,8 @@ A change is a function here, with three fields in its docstring: what it replace
 release of vLLM it is needed. Changes that belong to a class of their own are made elsewhere:
 
     module              what it changes                           why, and until when
-    first_token         SchedulerConfig.scheduler_cls, if nobody  A decode engine's requests begin with the
-                        set another (choose_scheduler)            prefill engine's token, and held requests
+    first_token         SchedulerConfig.scheduler_cls, if the     A decode engine's requests begin with the
+                        user set no other (choose_scheduler)      prefill engine's token, and held requests
                                                                   cost no look. Until a hook schedules.
     forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
                                                                   a request can begin with one.
@@ -42,8 +42,9 @@ from kv_connector.vllm.internals import (
     shm_broadcast,
 )
 
-# Between two looks at a message queue: an eighth of the wait so far, so that a message comes late by at most
-# an eighth of what it took; within what the kernel timers resolve (50 us) and what nobody notices.
+# Divisor for the pause between two looks at a message queue. The pause is an eighth of the wait so far, so a
+# message is late by at most an eighth of its duration. The bounds are the resolution of kernel timers (50 us)
+# and a delay that has no effect (1 ms).
 _LOOKS = 8
 _SHORTEST_LOOK_SECONDS = 50e-6
 _LONGEST_LOOK_SECONDS = 1e-3
@@ -52,12 +53,12 @@ _LONGEST_LOOK_SECONDS = 1e-3
 def report_preemptions_first(kind: type, report: Callable[[Any], None]) -> None:
     """Has model runner V2 call ``report`` with a step's metadata of this kind before it writes into a block.
 
-    An engine that is made anew in this process replaces the ``report`` of the one before. Other wrappers of
-    the method, a profiler's for example, stay in place.
+    An engine that is made anew in this process replaces the ``report`` of the previous engine. Other wrappers
+    of the method, a profiler's for example, stay in place.
 
     Replaces: ``GPUModelRunner.update_requests`` of model runner V2, for the whole process.
     Why: V2 zeroes new blocks, and copies into them, before it reports to its connector that a request lost
-    them. Pages that are still to be pushed would be zeros, which nothing notices. V1 reports first.
+    them. Pages that are still to be pushed would be zeros, without any error. V1 reports first.
     Until: V2 reports first, too. 0.32 and 0.33 do not.
     """
     runner = model_runner_class()
@@ -71,7 +72,7 @@ def report_preemptions_first(kind: type, report: Callable[[Any], None]) -> None:
 
 
 class _ReportedFirst:
-    """Model runner V2's update_requests, behind a call of ``report``."""
+    """The method update_requests of model runner V2, with a call of ``report`` before it."""
 
     kind: type
     report: Callable[[Any], None]
@@ -85,7 +86,7 @@ class _ReportedFirst:
 
     def __call__(self, runner: Any, scheduler_output: Any) -> Any:
         metadata = scheduler_output.kv_connector_metadata
-        for one in getattr(metadata, "metadata", (metadata,)):  # of a MultiConnector's it is a tuple
+        for one in getattr(metadata, "metadata", (metadata,)):  # the metadata of a MultiConnector is a tuple
             if isinstance(one, self.kind):
                 self.report(one)
         return self._update(runner, scheduler_output)
@@ -97,8 +98,8 @@ def sleep_for_messages() -> None:
     Idempotent.
 
     Replaces: ``SpinCondition.wait`` of vLLM's message queues, for the whole process.
-    Why: the queue between an engine's scheduler and its workers polls for a second before it sleeps. Where
-    the model runs on the same cores, P and D would keep each other from computing. docs/performance.md has
+    Why: the queue between an engine's scheduler and its workers polls for a second before it sleeps. If the
+    model runs on the same cores, P and D would keep each other from computing. docs/performance.md has
     numbers.
     Until: vLLM's queue sleeps earlier, or takes the time as a setting. 0.32 and 0.33 do not.
     """
@@ -111,7 +112,7 @@ _wait_awake = shm_broadcast.SpinCondition.wait
 def _wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
     waited = time.monotonic() - condition.last_read
     if waited > condition.busy_loop_s:
-        _wait_awake(condition, timeout_ms)  # sleeps by itself
+        _wait_awake(condition, timeout_ms)  # this call sleeps by itself
     else:
         time.sleep(min(max(waited / _LOOKS, _SHORTEST_LOOK_SECONDS), _LONGEST_LOOK_SECONDS))
 
@@ -119,9 +120,9 @@ def _wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
 def replace_idle_pause(pause: Callable[[float], None]) -> None:
     """Has this process's engine loop call ``pause(seconds)`` after a step that computed nothing.
 
-    Replaces: the module ``time`` in ``vllm.v1.engine.core``, by one with another ``sleep``.
+    Replaces: the module ``time`` in ``vllm.v1.engine.core``, by a module with another ``sleep``.
     Why: vLLM sleeps there for a millisecond, so that the threads of connectors run. A D that waits for pages
-    takes just such steps, and would sleep past news.
+    takes just such steps, and would sleep after news has arrived.
     Until: connectors can end that sleep. In 0.32 and 0.33 they cannot.
     """
     engine_core_module().time = _Clock(pause)
@@ -138,9 +139,9 @@ class _Clock:
 
 
 def leave_last_token(request: Request) -> None:
-    """Has vLLM compute all of a new request's prompt but the last token, and sample one token then.
+    """Has vLLM compute a new request's prompt except for the last token, and sample one token then.
 
-    Other holders of the prompt keep theirs: the request's own list of it is another from here on.
+    Other holders of the prompt keep theirs: the request gets its own lists.
 
     Replaces: the request's lists of tokens and block hashes, its ``num_prompt_tokens`` and ``max_tokens``.
     Why: D computes the prompt's last token, from the recurrent state before it. P must not compute that token
@@ -155,7 +156,7 @@ def leave_last_token(request: Request) -> None:
         request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
     request._all_token_ids.pop()
     request.num_prompt_tokens -= 1
-    # Only the last hash can be of the token that is gone; it is made anew if it is not.
+    # Only the last hash can cover the removed token. If it does not, the next call makes it anew.
     del request.block_hashes[-1:]
     request.update_block_hashes()
     # The next token would be computed into the state that is to be sent.
@@ -163,11 +164,11 @@ def leave_last_token(request: Request) -> None:
 
 
 def let_states_load(kv_cache_manager: KVCacheManager) -> None:
-    """Has vLLM leave something to be loaded where its prefix cache lacks only the state.
+    """Has vLLM leave a token to be loaded if its prefix cache lacks only the recurrent state.
 
     Replaces: ``get_computed_blocks_for_connector`` of the engine's manager. It shortens some hits.
-    Why: with ``supports_divergent_local_hybrid_hits`` a hit may be longer than what the state's group has of
-    it. But vLLM loads for the sake of tokens only. If the hit leaves none, it gives it up for a shorter one,
+    Why: with ``supports_divergent_local_hybrid_hits`` a hit may be longer than the hit of the state's group.
+    But vLLM starts a load only for missing tokens. If the hit leaves none, vLLM falls back to a shorter hit,
     down to nothing, and computes the rest.
     Until: vLLM loads a state although no token is missing. 0.32 and 0.33 do not.
     """
@@ -191,11 +192,12 @@ def let_states_load(kv_cache_manager: KVCacheManager) -> None:
 def around_reset(
     kv_cache_manager: KVCacheManager, before: Callable[[], Collection[str]], after: Callable[[], None]
 ) -> None:
-    """Has vLLM empty its prefix cache although the requests that ``before()`` names hold blocks. They
-    keep them; ``after()`` is called when it has succeeded.
+    """Has vLLM empty its prefix cache although the requests that ``before()`` names hold blocks.
+
+    These requests keep their blocks. ``after()`` is called after a successful reset.
 
     Replaces: ``reset_prefix_cache`` of the engine's manager.
-    Why: vLLM resets only a pool that nobody uses, and cannot preempt a request that waits for a load.
+    Why: vLLM resets only a pool without users, and cannot preempt a request that waits for a load.
     Until: vLLM preempts such requests at a reset. 0.32 and 0.33 do not.
     """
     reset = kv_cache_manager.reset_prefix_cache
@@ -210,7 +212,7 @@ def around_reset(
             for block in manager.req_to_blocks.get(request_id, ())
             if not block.is_null
         ]
-        # Nobody else gets a turn in between.
+        # No other code of the scheduler runs in between.
         pool.free_blocks(blocks)
         try:
             succeeded: bool = reset()

@@ -1,4 +1,4 @@
-"""The ``vllm.general_plugins`` entry point: vLLM calls it in each of its processes, with us in use or not."""
+"""The ``vllm.general_plugins`` entry point, which vLLM calls in each process, also without this connector."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WEIGHTS = "write_imm"
 
 
 def register() -> None:
-    """Makes the names WriteImmConnector, and write_imm for weights, known to vLLM. Idempotent.
+    """Registers WriteImmConnector, and write_imm for weights, with vLLM. Idempotent.
 
-    The one import of vLLM that does not go through internals: that refuses unsupported versions, and that is
-    for engines that use the connector, not for every vLLM on the machine. vLLM imports our module when it is
+    This import of vLLM bypasses internals, which refuses unsupported versions. The refusal is for engines
+    that use the connector, not for every vLLM on the machine. vLLM imports the connector's module when it is
     first used.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _replace_expert_exchange() -> None:
-    """Imports nothing where the variable is not set: an API server would pay for the import."""
+    """Imports nothing if the variable is not set: an API server would pay for the import."""
     if os.environ.get("KV_CONNECTOR_MOE") == "1":
         from kv_connector.vllm.experts.manager import replace_exchange
 
@@ -38,8 +38,10 @@ def _replace_expert_exchange() -> None:
 
 
 def _register_with_dynamo() -> None:
-    """Dynamo's worker refuses connectors that are not in a table of its own, of what P and D get: with ours
-    what they get with NIXL's, as what P answers is all that D needs. Only that worker has it loaded.
+    """Adds the connector to the table of Dynamo's worker, which refuses connectors that are not in it.
+
+    The table names the protocol between P and D. It is that of NIXL's connector, because D needs only P's
+    answer. Only Dynamo's worker has the module loaded.
     """
     protocols = sys.modules.get("dynamo.vllm.kv_connector_protocols")
     if protocols is not None:

@@ -1,4 +1,4 @@
-"""P's requests in vLLM's scheduler: ``do_remote_decode``. Nothing waits."""
+"""PrefillScheduler: P's requests in vLLM's scheduler, with ``do_remote_decode``. No call blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kv_connector.vllm.prompt import prompt_of
 
 logger = logging.getLogger(__name__)
 
-# A prompt that was computed to its end, whatever the first token turned out to be.
+# Status of a prompt that was computed to its end, whatever the first token was.
 _GOOD_ENDS = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -37,19 +37,17 @@ class _Prompt:
     transfer_id: str
     tokens: int
     computed: int
-    """How many of them P computes: all, or all but the last."""
+    """Tokens that P computes: all, or all but the last."""
     unsent: str
-    """Why none of its pages can be sent; empty where they can."""
+    """The reason why none of its pages can be sent. Empty: they can be sent."""
     early: bool
-    """No D has asked for it yet, and whether one will does not depend on P alone."""
+    """No D has requested it yet, and whether one will does not depend on P alone."""
     reported: list[int] = field(default_factory=list)
-    """Per group: the logical blocks before this one have been named to the workers (since the last
-    admission).
-    """
+    """Per group: the workers know the logical blocks before this one, since the last admission."""
     complete: bool = False
     """The workers know the whole prompt's blocks."""
     finished: bool = False
-    """It has left vLLM's scheduler."""
+    """The prompt's request has left vLLM's scheduler."""
     held: list[Any] = field(default_factory=list)
 
 
@@ -67,11 +65,11 @@ class PrefillScheduler:
         self._transfers: dict[str, _Prompt] = {}
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
-        """Of early prompts. Both are set before the first request."""
+        """The gate of early prompts. Set before the first request, as ``blocks``."""
         self.place: Callable[[Request], Place] = no_place
-        """A request's place in the order of the scheduling policy."""
+        """Returns a request's place in the order of the scheduling policy."""
         self.address: Address | None = None
-        """Of rank 0, for routers that dispatch D after P. Set before the first request."""
+        """Address of rank 0, for routers that dispatch to D after P. Set before the first request."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -84,7 +82,7 @@ class PrefillScheduler:
         computed, unsent = tokens, ""
         if has_states(self._block_sizes) and tokens > 1:
             if request.skip_reading_prefix_cache:
-                unsent = "prompt_logprobs need the whole prompt, and no state is kept from before its end"
+                unsent = "prompt_logprobs need the whole prompt, and no state is kept before its last token"
             else:
                 leave_last_token(request)
                 computed -= 1
@@ -94,8 +92,9 @@ class PrefillScheduler:
             tokens,
             computed,
             unsent,
-            # Where D comes after P its queue is in P's order: where P names the transfer, as in NIXL's flow,
-            # or the router says so. That helps unless P has loads of its own.
+            # If D is dispatched after P, D's queue is in P's order, and prompts need no gate. P learns that
+            # if it names the transfer itself, as in NIXL's flow, or from the router. It does not hold if P
+            # itself has loads.
             early=self._role is Role.BOTH or (params.transfer_id is not None and not params.serial),
             reported=[0] * len(self._block_sizes),
         )
@@ -103,7 +102,7 @@ class PrefillScheduler:
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
 
     def must_wait(self, request: Request) -> bool:
-        """Whether this prompt must not be started yet. vLLM may ask every step."""
+        """Returns whether this prompt must not be started yet. vLLM may call this every step."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or not prompt.early:
             return False
@@ -113,7 +112,7 @@ class PrefillScheduler:
         return self.gate.must_wait(request.request_id, blocks, self.place(request))
 
     def allocated(self, request: Request) -> None:
-        """vLLM has given the request its first blocks."""
+        """Notes that vLLM has given the request its first blocks."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and prompt.early:
             assert self.blocks is not None
@@ -121,15 +120,18 @@ class PrefillScheduler:
             self.gate.enter(request.request_id, blocks_of(self.blocks, self._block_sizes, prompt.tokens))
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
-        """D has room for these prompts."""
+        """Notes that D has room for these prompts."""
         for transfer_id in transfer_ids:
             if prompt := self._transfers.get(transfer_id):
                 prompt.early = False
                 self._leave(prompt)
 
     def preempted(self, request_ids: Iterable[str], scheduled: Collection[str]) -> tuple[str, ...]:
-        """vLLM has taken these requests' blocks back; all will be named again at the next admission, which
-        those of ``scheduled`` have had already."""
+        """Notes that vLLM has taken these requests' blocks back. Returns their transfer ids.
+
+        All their blocks are named again at the next admission. Requests in ``scheduled`` have had that
+        admission already.
+        """
         transfers = []
         for request_id in request_ids:
             if prompt := self._prompts.get(request_id):
@@ -142,12 +144,13 @@ class PrefillScheduler:
         return tuple(transfers)
 
     def new_pages(self, num_scheduled_tokens: Mapping[str, int], block_state: Any) -> tuple[NewPages, ...]:
-        """The pages that this step makes valid, cached ones included. ``block_state`` is vLLM's, of this
-        step.
+        """Returns the pages that this step makes valid, cached ones included.
+
+        ``block_state``: vLLM's state of the blocks in this step.
         """
         pages: list[NewPages] = []
         if not self._prompts:
-            return ()  # of a D's steps, which may have hundreds of requests
+            return ()  # D's steps, which may have hundreds of requests, end here
         for request_id, scheduled in num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is None or prompt.complete or prompt.unsent:
@@ -155,21 +158,23 @@ class PrefillScheduler:
             try:
                 pages.append(self._advance(prompt, scheduled, block_state.get_block_ids(request_id)))
             except Exception:
-                # Never complete, so D is notified at the request's end at the latest.
-                logger.exception("transfer %s: pages of request %s are lost", prompt.transfer_id, request_id)
+                # The prompt is never complete, so D is notified at the request's end at the latest.
+                logger.exception(
+                    "transfer %s: cannot send pages of request %s", prompt.transfer_id, request_id
+                )
         return tuple(pages)
 
     def _advance(self, prompt: _Prompt, scheduled: int, tables: tuple[list[int], ...]) -> NewPages:
         assert self.blocks is not None
         computed = min(prompt.request.num_computed_tokens + scheduled, prompt.computed)
         last = computed == prompt.computed
-        # Blocks that D's token no longer attends to are never asked for, and vLLM reuses them while the
-        # prompt is still being computed: they must not be named.
+        # Blocks to which D's token no longer attends are never requested. vLLM reuses them while the prompt
+        # is still being computed, so they must not be named.
         firsts = attended_from(self.blocks, len(self._block_sizes), prompt.tokens)
         groups = []
         for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
             if not size:
-                # Until the last chunk, each overwrites the state of the one before.
+                # Before the last chunk, each chunk overwrites the previous chunk's state.
                 state = state_after(self.blocks, group, table, prompt.tokens - 1) if last else ()
                 groups.append(GroupPages(0, state))
                 continue
@@ -179,13 +184,16 @@ class PrefillScheduler:
             prompt.reported[group] = max(prompt.reported[group], end)
         if last:
             prompt.complete = True
-            # When the request finishes, vLLM counts one token further than D and may free the oldest window
+            # When the request finishes, vLLM counts one token further than D, and may free the oldest window
             # block.
             prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
         return NewPages(prompt.transfer_id, tuple(groups), last)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """True for each request of ours: it stays in vLLM's books, blocks or none, until reported sent."""
+        """Returns True for each request with a transfer, and the parameters for D.
+
+        True makes vLLM keep the request, with or without blocks, until it is reported sent.
+        """
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return False, None
@@ -220,13 +228,13 @@ class PrefillScheduler:
                 self._leave(prompt)
 
     def before_reset(self) -> None:
-        """vLLM is about to empty its prefix cache: of a preempted prompt it wants all blocks back now."""
+        """Frees what vLLM needs before it empties its prefix cache: all blocks of a preempted prompt."""
         for prompt in self._prompts.values():
             if prompt.request.status is RequestStatus.PREEMPTED:
                 self._give_back(prompt)
 
     def reset(self) -> bool:
-        """All KV is worthless. False while a finished prompt's blocks are still to be read."""
+        """Discards all KV. Returns False while a finished prompt's blocks are still to be read."""
         if self._prompts:
             self._commands.append(CacheCleared())
         return not any(prompt.finished for prompt in self._prompts.values())

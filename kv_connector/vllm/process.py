@@ -24,18 +24,18 @@ def pipeline_and_tensor_parallel_rank() -> tuple[int, int]:
 
 
 def default_host() -> str:
-    """VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
+    """Returns VLLM_HOST_IP, else the address of the interface that leads outside, else loopback."""
     host: str = get_ip()
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 def worker_connectors() -> list[KVConnectorBase_V1]:
-    """This worker's KV connectors, those within a MultiConnector too."""
+    """Returns this worker's KV connectors, also those within a MultiConnector."""
     return connectors_within(get_kv_transfer_group()) if has_kv_transfer_group() else []
 
 
 def connectors_within(connector: Any) -> list[KVConnectorBase_V1]:
-    """vLLM's connector, and where that is a MultiConnector those within it."""
+    """Returns vLLM's connector and, if it is a MultiConnector, the connectors within it."""
     return [connector, *getattr(connector, "_connectors", ())]
 
 
@@ -47,14 +47,16 @@ def gather_from_workers(value: Any) -> list[Any]:
 
 
 async def pause_keeping_requests(client: Any) -> None:
-    """As ``client.pause_generation(mode="keep")`` does, but for the 20 ms that it sleeps at the end, so that
-    its caller sees outputs in their order. All clients wait for these."""
+    """Pauses as ``client.pause_generation(mode="keep")`` does, without the sleep of 20 ms at the end.
+
+    The sleep lets the caller see outputs in their order. All clients wait for these.
+    """
     await client.renderer.clear_mm_cache_async()
     await getattr(client.engine_core, release.PAUSE)(mode="keep", clear_cache=True)
 
 
 def adopt_vllm_logging() -> None:
-    """Sends our log lines where vLLM sends its own; nobody else configures logging in its processes."""
+    """Sends this project's log lines where vLLM sends its own. No other code configures its logging there."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kv_connector")
     if theirs.handlers and not ours.handlers:
         ours.handlers = list(theirs.handlers)

@@ -10,8 +10,10 @@ from kv_connector.vllm.internals import Request
 
 
 def prompt_of(request: Request) -> tuple[int, bytes]:
-    """The number of its tokens, and a hash of all that its pages depend on. Raises BadParams for a prompt
-    that has embeddings, alone or between tokens: no hash covers them."""
+    """Returns the number of the prompt's tokens, and a hash of all that its pages depend on.
+
+    Raises BadParams for a prompt with embeddings, alone or between tokens: no hash covers them.
+    """
     if not request.prompt_token_ids or request.prompt_embeds is not None:
         raise BadParams("the prompt has embeddings, which cannot be transferred")
     try:
@@ -22,12 +24,13 @@ def prompt_of(request: Request) -> tuple[int, bytes]:
 
 
 def _beside_tokens(request: Any) -> list[str]:
-    """Everything beside the tokens that vLLM's block hashes cover, in a fixed order: adapter, salt, media.
+    """Returns all that vLLM's block hashes cover beside the tokens, in a fixed order: adapter, salt, media.
 
-    D's cache keeps what P computed under D's own block hashes. If one of these differed unnoticed, another
-    client would get KV of the wrong picture or adapter. vLLM hashes a picture together with the model's name
-    or path, and an adapter's path is its own: engines that load them from other paths therefore have other
-    words here, and D computes such prompts.
+    D's cache keeps P's KV under D's own block hashes. If one of these facts differed unnoticed, another
+    client would get KV of the wrong picture or adapter.
+
+    vLLM hashes a picture together with the model's name or path, and an adapter's path is part of this list.
+    If two engines load them from different paths, the lists differ, and D computes such prompts.
     """
     found = []
     if (adapter := request.lora_request) is not None:

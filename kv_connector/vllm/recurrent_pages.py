@@ -1,8 +1,9 @@
-"""The pages of layers with a recurrent state: one page holds a whole state, not a block of tokens.
+"""Pages of layers with a recurrent state: a page holds a whole state, not a block of tokens.
 
-vLLM packs a layer's states into the page one behind the other: that of the convolution, where it has one, and
-the recurrent one. What divides them among the ranks (heads, groups, channels) only the layer knows; whether
-that is all, the shapes say that vLLM has made room for. The rest of a page is padding, and no part of it.
+vLLM packs the states of a layer into the page one after the other: first the state of the convolution, if it
+has one, and then the recurrent state. Only the layer knows how heads, groups or channels divide the states
+among the ranks. The shapes for which vLLM has made room show whether that is all. The rest of a page is
+padding, and belongs to no part.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kv_connector.vllm.internals import is_conv_state_dim_first
 
 @dataclass(frozen=True)
 class _Division:
-    """What of the model's states a rank has."""
+    """The part of the model's states that a rank has."""
 
-    # What a convolution runs over: names, dims of a unit, units.
+    # Names, dims of a unit, and units, of all that a convolution runs over.
     pieces: tuple[tuple[str, int, Units], ...] = ()
     units: Units | None = None  # of the recurrent state
 
@@ -40,12 +41,12 @@ class _Division:
 def state_pages(
     spec: Any, module: Any, place: Place, rank: tuple[int, int], device: str
 ) -> tuple[str, tuple[Part, ...]]:
-    """The format and the parts of a layer's pages. ``rank``: (rank, ranks) of tensor parallelism."""
+    """Returns the format and the parts of a layer's pages. ``rank``: (rank, ranks) of tensor parallelism."""
     what = f"{spec.mamba_type.name} on {device}"
     types = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     try:
         division = _division(spec.mamba_type.name, module, rank)
-    except AttributeError:  # a layer that only calls itself so
+    except AttributeError:  # another layer of the same name
         division = _Division()
     dims_first = is_conv_state_dim_first()
     rows = spec.shapes[0][1 if dims_first else 0]
@@ -73,7 +74,10 @@ def state_pages(
 
 
 def _division(kind: str, module: Any, rank: tuple[int, int]) -> _Division:
-    """Raises AttributeError for another layer than vLLM's own of that kind."""
+    """Returns a rank's part of the states.
+
+    Raises AttributeError for a layer that is not vLLM's own of that kind.
+    """
 
     def units(total: int) -> Units:
         return units_of_rank(total, *rank)
@@ -83,14 +87,15 @@ def _division(kind: str, module: Any, rank: tuple[int, int]) -> _Division:
             channels = units(module.intermediate_size)
             return _Division((("x", 1, channels),), channels)
         case "MAMBA2":
-            # Of one group, each rank has all. The mixer counts it once for each; its norm counts the model's.
+            # Each rank has all of a single group. The mixer counts the group once for each rank; its norm
+            # counts the model's groups.
             heads, groups, size = units(module.num_heads), units(module.norm.n_groups), module.ssm_state_size
             return _Division((("x", module.head_dim, heads), ("B", size, groups), ("C", size, groups)), heads)
         case "GDN_ATTN" if hasattr(module, "num_v_heads"):
             keys, values = units(module.num_k_heads), units(module.num_v_heads)
             q, k = (("q", module.head_k_dim, keys), ("k", module.head_k_dim, keys))
             return _Division((q, k, ("v", module.head_v_dim, values)), values)
-        case "GDN_ATTN":  # Kimi's: heads of one number and size
+        case "GDN_ATTN":  # Kimi's layers: all heads have the same number and size
             heads = units(module.num_heads)
             return _Division(tuple((name, module.head_dim, heads) for name in "qkv"), heads)
         case "LINEAR":

@@ -1,9 +1,9 @@
-"""vLLM 0.32.x, where it differs from the other supported releases: internals.py takes these from here."""
+"""Differences of vLLM 0.32.x from the other supported releases. internals.py imports them."""
 
 from __future__ import annotations
 
 FOLLOWS_SLEEP = False
-"""Sleep unmaps the KV cache and says nothing to the connector, which would write there."""
+"""Sleep unmaps the KV cache without notice to the connector, which would write there."""
 
 PAUSE = "pause_scheduler_async"
-"""What a user's pause asks of the engine's core."""
+"""The method of the engine's core that a user's pause calls."""

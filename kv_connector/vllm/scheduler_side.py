@@ -1,7 +1,8 @@
-"""The scheduler's half of WriteImmConnector: bookkeeping per request, nothing that waits, no socket.
+"""The scheduler side of WriteImmConnector: bookkeeping for each request.
 
-P's requests carry ``do_remote_decode``, D's ``do_remote_prefill`` with the address of their P. What the
-workers have to do goes into one StepMetadata per engine step.
+It has no socket, and no call blocks. P's requests have ``do_remote_decode``, and D's requests
+``do_remote_prefill`` with the address of their P. One StepMetadata for each engine step carries the workers'
+commands.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def by_priority(request: Request) -> tuple[float | str, ...]:
-    """A request's place in vLLM's queue with ``--scheduling-policy priority``."""
+    """Returns a request's place in vLLM's queue with ``--scheduling-policy priority``."""
     return request.priority, request.arrival_time, request.request_id
 
 
 class SchedulerSide:
-    """Both roles' bookkeeping behind the connector's hooks."""
+    """The bookkeeping of both roles behind the connector's hooks."""
 
     def __init__(
         self,
@@ -44,28 +45,34 @@ class SchedulerSide:
         early_tokens: bool = False,
         place: Callable[[Request], Place] = no_place,
     ) -> None:
-        """``block_sizes``: tokens a block, per KV cache group; 0: its blocks are recurrent states.
-        ``early_tokens``: as DecodeScheduler's. ``place``: a request's place in the policy's order."""
+        """``block_sizes``: tokens a block, per KV cache group. 0: the blocks are recurrent states.
+        ``early_tokens``: as of DecodeScheduler. ``place``: returns a request's place in the policy's order.
+        """
         self._role = role
         self._block_sizes = block_sizes
         self._commands: list[Command] = []
         self._contexts: dict[str, Mapping[str, str]] = {}
-        """Of new requests that are traced; see StepMetadata."""
+        """Trace contexts of new requests, as in StepMetadata."""
         self._emptied = False
-        """vLLM has just emptied its prefix cache."""
+        """Whether vLLM has just emptied its prefix cache."""
         self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
         self._prefill.place = self._decode.place = place
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
-        """The engine's workers, by rank. Each gets all: the address of the first is all that routers
-        know."""
+        """Sets the engine's workers, by rank, and sends the list to each worker.
+
+        Routers know only the first one's address.
+        """
         self._prefill.address = Address(ranks[0].host, ranks[0].port)
         if len(ranks) > 1:
             self._commands.append(SetRanks(ranks))
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """Before the first request. Changes two methods of vLLM's manager (patches.py)."""
+        """Connects to vLLM's block tables. Call it before the first request.
+
+        It changes two methods of vLLM's manager (patches.py).
+        """
         blocks = KvBlocks(kv_cache_manager)
         self._prefill.blocks = self._decode.blocks = blocks
         self._prefill.gate, self._decode.gate = gates(self._role, blocks.total)
@@ -83,8 +90,9 @@ class SchedulerSide:
         self._decode.after_reset()
 
     def reset(self) -> bool:
-        """After a try of vLLM's to empty its prefix cache: KV elsewhere is worthless too. Whether nothing of
-        before is still on its way.
+        """Ends transfers after vLLM has tried to empty its prefix cache: KV elsewhere is stale, too.
+
+        Returns whether no earlier KV is still in flight.
         """
         emptied, self._emptied = self._emptied, False
         if not emptied:
@@ -105,45 +113,55 @@ class SchedulerSide:
                     self._decode.add(request, params)
                     self._note_context(request)
         except BadParams as error:
-            # vLLM's own notice that it refused a request, or that a client left, computes nothing.
+            # vLLM sends a notice of a refused request, or of a client that left, as a request that computes
+            # nothing.
             if not request.abort_immediately:
                 logger.warning(
-                    "request %s is computed here alone: kv_transfer_params: %s", request.request_id, error
+                    "request %s is computed without a transfer: kv_transfer_params: %s",
+                    request.request_id,
+                    error,
                 )
 
     def _note_context(self, request: Request) -> None:
-        if request.trace_headers:  # vLLM drops them where it sends no spans
+        if request.trace_headers:  # vLLM drops them if it sends no spans
             self._contexts[request.request_id] = dict(request.trace_headers)
 
     def _require(self, role: Role, key: str) -> None:
         if self._role not in (role, Role.BOTH):
-            raise BadParams(f"{key} is for a {role.value} engine, this one's role is {self._role.value}")
+            raise BadParams(
+                f"{key} is for a {role.value} engine, but this engine's role is {self._role.value}"
+            )
 
     @property
     def gates(self) -> tuple[AdmissionGate, AdmissionGate]:
-        """The gates of prompts and of loads. After ``bind``."""
+        """The gates of prompts and of KV loads. Available after ``bind``."""
         assert self._prefill.gate is not None
         assert self._decode.gate is not None
         return self._prefill.gate, self._decode.gate
 
     def expects_prompt(self, request_id: str) -> bool:
-        """Whether the request's prompt is still to come from a P."""
+        """Returns whether the request's prompt is still to arrive from a P."""
         return self._decode.expects_prompt(request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """The number of tokens to load behind ``local_tokens``. None: the request must wait. vLLM may
-        ask every step."""
+        """Returns the number of tokens to load behind ``local_tokens``. None: the request must wait.
+
+        vLLM may call this every step.
+        """
         if self._prefill.must_wait(request) or self._decode.must_wait(request):
             return None
         return self._decode.tokens_to_load(request, local_tokens)
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
-        """vLLM has given the request blocks, and will load ``external_tokens`` (0: it needs nothing)."""
+        """Notes that vLLM has given the request blocks.
+
+        vLLM will load ``external_tokens`` tokens. 0: it needs nothing.
+        """
         self._prefill.allocated(request)
         self._decode.allocated(request, blocks, external_tokens)
 
     def held(self, request: Request) -> bool:
-        """Whether a gate holds the request: it must not take blocks yet."""
+        """Returns whether a gate holds the request: it must not take blocks yet."""
         return self._prefill.must_wait(request) or self._decode.held(request)
 
     def build_metadata(self, scheduler_output: Any) -> StepMetadata:
@@ -166,16 +184,21 @@ class SchedulerSide:
         )
 
     def has_unsent_commands(self) -> bool:
-        """Whether the workers have still to get a command, or to report what vLLM has forgotten already:
-        the engine must take another step for it."""
+        """Returns whether the engine must take another step for the connector.
+
+        It must if the workers have not received a command yet, or have still to report on a request that vLLM
+        has forgotten.
+        """
         return bool(self._commands or self._decode.has_unreported_ends)
 
     def reported(self, output: Any) -> None:
-        """The workers' reports at the end of a step, in vLLM's KVConnectorOutput. Removes from its
-        ``finished_recving`` the loads of tokens alone, which vLLM does not know."""
+        """Handles the workers' reports at the end of a step, in vLLM's KVConnectorOutput.
+
+        Removes loads of tokens alone from its ``finished_recving``, because vLLM does not know them.
+        """
         received = output.finished_recving or set()
         if token_only := self._decode.token_only(received):
-            output.finished_recving = received - token_only  # vLLM looks at it after this
+            output.finished_recving = received - token_only  # vLLM reads it after this
         news = output.kv_connector_worker_meta or News()
         if news.reserved:
             self._prefill.reserved(news.reserved)
@@ -185,11 +208,11 @@ class SchedulerSide:
         self._decode.load_ended(received, output.failed_recving or ())
 
     def give_first_tokens(self) -> None:
-        """FirstTokenScheduler takes the first tokens of loads from now on. Before the first request."""
+        """Makes FirstTokenScheduler take the first tokens from now on. Call it before the first request."""
         self._decode.gives_first_tokens = True
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
-        """The requests whose pages have come since the last call, and what P sampled behind them."""
+        """Returns the requests whose pages have arrived since the last call, each with P's sampled token."""
         return self._decode.take_first_tokens()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -1,7 +1,7 @@
-"""Spans of transfers, in the traces of their requests: `kv.push` at P, `kv.receive` at D.
+"""Spans of transfers in the traces of their requests: `kv.push` at P, `kv.receive` at D.
 
-vLLM gives a request's trace context to its scheduler, and has set up where spans go in each worker, if it was
-told to (--otlp-traces-endpoint). The context travels to the workers with the step's metadata.
+vLLM gives a request's trace context to its scheduler. It has configured the export of spans in each worker,
+if --otlp-traces-endpoint is set. The context travels to the workers with the step's metadata.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from kv_connector.agent.ledger import Timing
 from kv_connector.protocol.actions import Ended, Outcome
 from kv_connector.protocol.messages import Role
 
-# Requests whose contexts are remembered; some come to no transfer. Above what an engine has at a time.
+# Requests whose contexts are kept. Some requests never have a transfer. The number exceeds the requests of an
+# engine.
 _REMEMBERED = 8192
 
 
 class TransferSpans:
-    """Of one worker. A transfer is told on its agent's thread, contexts on the framework's."""
+    """The spans of one worker.
+
+    The agent's thread reports transfers, and the engine's thread reports contexts.
+    """
 
     def __init__(self, rank: int) -> None:
         self._tracer = trace.get_tracer("kv_connector.vllm")
@@ -30,16 +34,16 @@ class TransferSpans:
         self._contexts: dict[str, Mapping[str, str]] = {}  # by request id
 
     def remember(self, contexts: Mapping[str, Mapping[str, str]]) -> None:
-        """The headers that make the contexts of these requests."""
+        """Keeps the headers of these requests' trace contexts."""
         self._contexts.update(contexts)
         while len(self._contexts) > _REMEMBERED:
             del self._contexts[next(iter(self._contexts))]
 
     def over(self, ended: Ended, timing: Timing) -> None:
-        """A transfer has ended: its span."""
+        """Sends the span of a transfer that has ended."""
         headers = self._contexts.get(ended.request_id)
         if headers is None:
-            return  # of a request that nobody traces
+            return  # the request is not traced
         end = time.time_ns()
         begin = end - round(timing.seconds * 1e9)
         pushes = ended.side is Role.PREFILL

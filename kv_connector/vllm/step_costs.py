@@ -1,4 +1,4 @@
-"""What an engine's steps cost and what it has still to compute, as its scheduler sees it."""
+"""StepCosts: the cost of an engine's steps and the work that is left, as its scheduler sees them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from kv_connector.control.membership import PromptCost, WorkloadReport
 if TYPE_CHECKING:
     from kv_connector.vllm.internals import Request
 
-# Between two Loads; a heartbeat, which takes the last one along, is 1 s.
+# Between two WorkloadReports. A heartbeat, which takes the last report along, is sent every second.
 _INTERVAL_NS = 100_000_000
 
-# Between two fits, each of which costs the thread that steps, and hands out tokens, 0.2 ms, and 0.8 where its
-# caches are cold (0.5 beside an H200): what a token costs does not change within a second.
+# Between two fits. A fit delays the thread that steps, and that sends tokens, by 0.2 ms, and by 0.8 ms with
+# cold caches (0.5 ms beside an H200). The cost of a token does not change within a second.
 _FIT_INTERVAL_NS = 1_000_000_000
 
-# Steps without a prompt that decode_ns is the median of: it follows within a fraction of a second, and the
-# first step of an engine, in which kernels are compiled, does not stand for what it costs.
+# Steps without a prompt whose median is decode_ns. The median follows within a fraction of a second. It
+# ignores an engine's first step, which takes longer because kernels are compiled.
 _DECODE_SAMPLES = 32
 
-# Of a prompt's tokens in one step. Fewer are the rest behind a cached prefix: they cost what a step costs.
+# Least tokens of a prompt in a step that counts. Fewer are the rest behind a cached prefix, and cost what a
+# step costs.
 _MIN_CHUNK_TOKENS = 16
-# From so many on a step shows what a token costs: on a GPU, fewer cost little beside the step itself.
+# From this number of tokens on, a step shows the cost of a token. On a GPU, fewer tokens cost little beside
+# the step itself.
 _MIN_INFORMATIVE_TOKENS = 64
 _MIN_SAMPLES = 8
-# Steps kept of each size (sizes are powers of two): many short prompts do not push the few long ones out.
+# Steps kept of each size (sizes are powers of two), so that many short prompts do not push out the few long
+# ones.
 _SAMPLES_PER_SIZE = 64
 
-# How much is held against a step's and a pair's share of the cost: a tenth of a step's evidence. It decides
-# where the steps do not: if all have about as many tokens, the cost is the tokens'.
+# Weight against a step's and a pair's share of the cost: a tenth of a step's evidence. It decides where the
+# steps do not: if all have about as many tokens, the cost is assigned to the tokens.
 _PRIOR_WEIGHT = 0.1
-# Which of the costs (step, token, pair) are not zero: all choices but none.
+# All choices of non-zero costs among step, token and pair, except for none.
 _COST_SUBSETS = np.array([*itertools.product([1.0, 0.0], repeat=3)][:-1])
 
 
 class _Step(NamedTuple):
     scheduled_ns: int
     tokens: int
-    """Of prompts."""
+    """Prompt tokens."""
     pairs: float
-    """Of such a token and one that it attends to."""
+    """Pairs of a prompt token and a token to which it attends."""
     decodes: bool
-    """It computes, and no prompt."""
+    """Whether the step computes, but no prompt."""
 
 
 class Sample(NamedTuple):
@@ -62,15 +65,15 @@ class Sample(NamedTuple):
 
 
 def idle_load(scheduler_config: Any, cache_tokens: int) -> WorkloadReport:
-    """The WorkloadReport of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
-    # Where tokens are drafted, a step takes fewer from the requests.
+    """Returns the WorkloadReport of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
+    # With drafted tokens, a step takes fewer from the requests.
     step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
     longest = scheduler_config.long_prefill_token_threshold or step_tokens
     return WorkloadReport(step_tokens, min(step_tokens, longest), cache_tokens)
 
 
 class StepCosts:
-    """Gets requests and steps from the connector's hooks, in the scheduler's process."""
+    """Receives requests and steps from the connector's hooks, in the scheduler's process."""
 
     def __init__(
         self,
@@ -79,20 +82,24 @@ class StepCosts:
         expects_prompt: Callable[[str], bool],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``in_flight``: steps that vLLM schedules before it sees the first one's end, at most.
-        ``expects_prompt``: whether a request's prompt is to come from another engine. ``clock``: in ns."""
+        """``in_flight``: the most steps that vLLM schedules before the first of them ends.
+
+        ``expects_prompt``: returns whether a request's prompt will arrive from another engine. ``clock``: in
+        ns.
+        """
         self._idle = idle
         self._expects_prompt = expects_prompt
         self._clock = clock
         self._live: dict[str, Request] = {}
         self._computing: dict[str, Request] = {}
-        """Of them, those whose prompt has still a token that no step was to compute."""
+        """Live requests whose prompt is not fully scheduled, by request id."""
         self._steps: deque[_Step] = deque(maxlen=in_flight)
-        """Scheduled, and not over. An end that is missed is made up for once the queue is full."""
+        """Steps that are scheduled and not over. If an end is missed, the full queue drops the oldest
+        step."""
         self._ended_ns = 0
         self._decodes: deque[int] = deque(maxlen=_DECODE_SAMPLES)
         self._samples: dict[int, deque[Sample]] = {}
-        """By size."""
+        """Steps with prompts, by size."""
         self._prompt: PromptCost | None = None
         self._fitted = True
         self._fitted_ns = -_FIT_INTERVAL_NS
@@ -103,34 +110,36 @@ class StepCosts:
         self._live[request.request_id] = self._computing[request.request_id] = request
 
     def request_finished(self, request_id: str) -> None:
-        """Whatever its end; a request that is not known does nothing."""
+        """Forgets a request after any end. An unknown request has no effect."""
         self._live.pop(request_id, None)
         self._computing.pop(request_id, None)
 
     def scheduled(self, step: Any) -> WorkloadReport | None:
-        """``step`` is vLLM's SchedulerOutput, before it has counted the step's tokens as computed. The
-        WorkloadReport at its beginning, where it is time to report it: a few times a second, and when nothing
-        is left to do.
+        """Handles a scheduled step.
+
+        ``step``: vLLM's SchedulerOutput, before it counts the step's tokens as computed. Returns the
+        WorkloadReport at the step's beginning if it is due: a few times a second, and when no work is left.
         """
         now = self._clock()
         for request_id in step.preempted_req_ids or ():
             if request := self._live.get(request_id):
                 self._computing[request_id] = request
-        # Beside a step that is computed, where there are such: the first prompt of an engine at rest does not
-        # wait for it.
+        # The fit runs beside a step that is computed, if steps overlap. The first prompt of an idle engine
+        # then does not wait for it.
         if self._steps or self._steps.maxlen == 1:
             self._fit(now)
         load = self._news(now)
         tokens, pairs = 0, 0.0
-        # The smaller of the two is walked through, in C: this is each step's cost.
+        # The intersection walks the smaller of the two, in C: this cost occurs in each step.
         for request_id in self._computing.keys() & step.num_scheduled_tokens.keys():
             request, chunk = self._computing[request_id], step.num_scheduled_tokens[request_id]
             before = request.num_computed_tokens
-            # A single one is computed as a decode's is: D's last token, behind those that came from P.
+            # A single token is computed as a decode token is: D's last prompt token, behind those that
+            # arrived from P.
             if chunk > 1:
                 tokens += chunk
                 pairs += chunk * (before + chunk / 2)
-            # After a preemption, what was generated is computed again as well.
+            # After a preemption, generated tokens are computed again as well.
             if before + chunk >= request.num_tokens:
                 del self._computing[request_id]
         decodes = tokens == 0 and step.total_num_scheduled_tokens > 0
@@ -138,11 +147,11 @@ class StepCosts:
         return load
 
     def step_ended(self) -> None:
-        """The oldest of the scheduled steps is over."""
+        """Handles the end of the oldest scheduled step."""
         if not self._steps:
             return
         step, now = self._steps.popleft(), self._clock()
-        # With async scheduling a step is scheduled while the one before it is computed.
+        # With async scheduling a step is scheduled while the previous step is computed.
         took = now - max(step.scheduled_ns, self._ended_ns)
         self._ended_ns = now
         if step.decodes:
@@ -160,7 +169,10 @@ class StepCosts:
         return self.load()
 
     def load(self) -> WorkloadReport:
-        """Of now. What vLLM will find in its prefix cache of a prompt that waits, it does not know yet."""
+        """Returns the current WorkloadReport.
+
+        It does not know yet what vLLM will find in its prefix cache for a waiting prompt.
+        """
         waiting = sum(
             max(request.num_tokens - request.num_computed_tokens, 0)
             for request_id, request in self._computing.items()
@@ -175,7 +187,7 @@ class StepCosts:
         )
 
     def _fit(self, now: int) -> None:
-        """Where it is time to, and there is something new."""
+        """Fits the costs if a fit is due and new samples exist."""
         if self._fitted or now - self._fitted_ns < _FIT_INTERVAL_NS:
             return
         samples = [sample for size in self._samples.values() for sample in size]
@@ -186,8 +198,10 @@ class StepCosts:
 
 
 def fit(samples: Sequence[Sample]) -> PromptCost:
-    """The costs, none below zero, that explain the steps best. Each step counts by what it is off in relation
-    to what it took: one that was held up for a second counts as little as any other that is not explained.
+    """Returns the non-negative costs that explain the steps best.
+
+    A step's error counts in relation to its duration. A step that was held up for a second therefore counts
+    as little as any other unexplained step.
     """
     tokens, pairs, took = np.array(samples, dtype=np.float64).T
     shares = np.stack([np.ones_like(took), tokens, pairs]) / took
@@ -195,7 +209,7 @@ def fit(samples: Sequence[Sample]) -> PromptCost:
     shares /= units  # a cost of 1 explains a step, on average
     products = shares @ shares.T + np.diag([_PRIOR_WEIGHT, 0.0, _PRIOR_WEIGHT])
     sums = shares.sum(axis=1)
-    # A cost that is not chosen has the equation that it is zero.
+    # The equation of a cost that is not chosen sets it to zero.
     both = _COST_SUBSETS[:, :, None] * _COST_SUBSETS[:, None, :]
     equations = np.where(both, products, np.eye(3))
     costs = np.linalg.solve(equations, (_COST_SUBSETS * sums)[:, :, None])[:, :, 0]

@@ -1,7 +1,7 @@
-"""A worker's half of WriteImmConnector: hands the scheduler's words to the Agent, and its reports back.
+"""The worker side of WriteImmConnector: passes the scheduler's commands to the Agent, and its reports back.
 
-Called by vLLM's model runner on its one thread. Nothing here waits, except for the drain at a preemption and,
-where a step computes nothing, a moment for the transfers that the engine waits for.
+vLLM's model runner calls it on its one thread. No call blocks, with two exceptions. A preemption waits until
+nothing reads the blocks. A step that computes nothing waits a moment for the transfers that the engine needs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_STEP_SECONDS = 0.005
-"""How long a step of a CPU engine that computes nothing waits for news. Without it, an engine that only
-waits for transfers takes step after step (vLLM's pause between them is left out), on cores that the prefill
-may need. It ends early with the first news; a request that arrives meanwhile is delayed by at most this.
+"""Seconds that a step of a CPU engine waits for news if it computes nothing.
 
-A GPU engine does not wait in the step: with async scheduling, vLLM acts on a step's news only after the next
+Without this wait, an engine that only waits for transfers would take step after step, on cores that the
+prefill may need. vLLM's own pause between such steps is replaced. The wait ends with the first news. It
+delays a request that arrives meanwhile by at most this time.
+
+A GPU engine does not wait in the step. With async scheduling, vLLM acts on a step's news only after the next
 step, which has none (measured on an H200: 5.4 ms later for every request). It waits between steps, in
-``pause``."""
+``pause``.
+"""
 
 STEPS_TO_NEWS = 2
-"""Steps from the one that reports news until vLLM's scheduler acts on it, with async scheduling: the next one
-is under way by then, and the one after it is the first that can be another."""
+"""Steps from the step that reports news until vLLM's scheduler acts on it, with async scheduling.
+
+The next step is in flight by then, and the step after it is the first that can differ.
+"""
 
 
 def current_stream() -> int:
-    """The CUDA stream that this thread computes on."""
+    """Returns the CUDA stream on which this thread computes."""
     stream: int = torch.cuda.current_stream().cuda_stream
     return stream
 
@@ -60,22 +65,27 @@ class WorkerSide:
         *,
         ends_every_step: bool = True,
     ) -> None:
-        """``agent`` is started; ``signal`` writes agent.signal, in the order of the forward pass. ``spans``:
-        where vLLM sends some. ``ends_every_step``: vLLM calls end_step() before it begins another, unless the
-        step raised."""
+        """``agent`` must be started. ``signal`` writes agent.signal, in the order of the forward pass.
+        ``spans``: set if vLLM sends spans.
+
+        ``ends_every_step``: whether vLLM calls end_step() before it begins another step, unless the step
+        raised.
+        """
         self.agent = agent
         self._last_blocks = last_blocks
         self._spans = spans
         self._ends_every_step = ends_every_step
         if spans is not None:
-            agent.tell_ends(spans.over)
+            agent.report_ends(spans.over)
         self._progress = LayerProgress(layer_names, signal)
         self._patient = not isinstance(agent.signal, StreamSignal)
         self._ledger = CommandLedger(agent)
         self._computes = True
         self.pushes = False
-        """Whether pages of this step go to a D: its token is waited for, and a later step ends their
-        request."""
+        """Whether pages of this step go to a D.
+
+        A client waits for its token, and a later step ends its request.
+        """
         self._steps_to_news = 0
         self._begun: StepMetadata | None = None
         """The step whose preemptions were handled last."""
@@ -83,10 +93,12 @@ class WorkerSide:
         self._discarded: set[str] = set()
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
-        """Before the step may write into the preempted requests' blocks. Blocks until nothing reads them.
+        """Handles a step's preemptions before the step may write into the preempted requests' blocks.
 
-        It is a step's first hook: the step's inputs are prepared between it and the next. Model runner V2
-        calls it twice, as it has a hook of ours before its own."""
+        Blocks until nothing reads these blocks. It is a step's first hook: the step's inputs are prepared
+        between it and the next hook. Model runner V2 calls it twice, because the connector adds a hook before
+        V2's own.
+        """
         if metadata is self._begun:
             return
         self._begun = metadata
@@ -97,7 +109,7 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         if self._ends_every_step and not self._progress.ended:
-            self._abandon()  # this one was queued behind the step that raised
+            self._abandon()  # this step was queued behind the step that raised
         self.agent.note_step()
         new = [group for pages in metadata.new_pages for group in pages.groups]
         by_layer = bool(new) and self.agent.leaves_by_layer(new)
@@ -116,19 +128,20 @@ class WorkerSide:
             self.agent.order_layers(self._progress.base, self._progress.order)
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
-        self._ledger.computed(metadata.new_pages, self._progress.base)
+        self._ledger.pages_computed(metadata.new_pages, self._progress.base)
         self._computes, self.pushes = metadata.computes, bool(metadata.new_pages)
         if metadata.computes:
-            # What ends with its tokens is to be told with the step after the next: a pause would delay it.
+            # Requests that end with this step's tokens are reported with the step after the next. A pause
+            # would delay that.
             self._steps_to_news = max(self._steps_to_news, STEPS_TO_NEWS - 1)
 
     def _cleared(self, command: Command) -> Command:
-        """The command, once the blocks that it names are ready for it."""
+        """Clears the blocks that the command names. Returns the command, or FailLoad if that failed."""
         if isinstance(command, DecodeRequest):
             try:
                 self._last_blocks.clear(command)
             except Exception:
-                logger.exception("transfer %s: cannot clear the blocks of a load", command.transfer_id)
+                logger.exception("transfer %s: cannot clear the blocks of its KV load", command.transfer_id)
                 return FailLoad(command.request_id)
         return command
 
@@ -136,7 +149,10 @@ class WorkerSide:
         self._progress.layer_computed(name)
 
     def end_step(self, *, raised: bool = False) -> None:
-        """``raised``: the step's forward pass did. No page of it, or of a later step, is posted any more."""
+        """Ends a step. ``raised``: its forward pass raised.
+
+        No page of it, or of a later step, is posted then.
+        """
         if raised:
             self._abandon()
         else:
@@ -144,11 +160,11 @@ class WorkerSide:
         self.agent.end_launch()
 
     def _abandon(self) -> None:
-        logger.error("a forward pass raised: no further pages of this engine's prompts are sent")
+        logger.error("a forward pass failed: this engine sends no further pages of its running prompts")
         self._progress.abandon()
 
     def transfer_results(self) -> Any:
-        """What has ended since the last call, each request id exactly once."""
+        """Returns the transfers that have ended since the last call, each request id exactly once."""
         if self._patient and not self._computes:
             self._ledger.await_news(IDLE_STEP_SECONDS)
         reports = self._ledger.take_reports()
@@ -159,20 +175,23 @@ class WorkerSide:
         return KVConnectorTransferResults(
             finished_sending=reports.finished_sending,
             finished_recving=reports.finished_recving,
-            # What is discarded the scheduler has computed here, whatever kv_load_failure_policy says.
+            # The scheduler makes discarded loads compute their prompts locally, whatever the setting
+            # kv_load_failure_policy.
             failed_recving=reports.failed_recving - reports.stale,
         )
 
     def pause(self, seconds: float) -> None:
-        """What an engine that runs in the worker's process does between steps that compute nothing: it waits
-        for news, and not at all until the scheduler has heard of the last."""
+        """Waits for news between steps that compute nothing, in an engine that runs in the worker's process.
+
+        It does not wait until the scheduler has acted on the last news.
+        """
         if self._steps_to_news:
             self._steps_to_news -= 1
         else:
             self.agent.await_news(seconds)
 
     def news(self) -> News | None:
-        """What has come since the last call; None: nothing. After ``transfer_results``."""
+        """Returns the news since the last call. None: there is none. Call it after ``transfer_results``."""
         news = News(self.agent.take_reserved(), self._sampled, self._discarded)
         self._sampled, self._discarded = {}, set()
         return news if news.reserved or news.sampled or news.discarded else None

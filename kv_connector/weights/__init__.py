@@ -1,1 +1,1 @@
-"""Weights from a trainer straight into serving engines: counted one-sided writes beside what they serve."""
+"""Weights from a trainer straight into serving engines, by counted one-sided writes."""

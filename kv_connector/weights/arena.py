@@ -1,4 +1,4 @@
-"""Where weights land: one buffer with room for what a worker's loader writes, all of it or two rounds."""
+"""Arena: the buffer in which new weights land. It holds a whole version, or two rounds of it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 from kv_connector.weights.buffer import Buffer, aligned, settle
 from kv_connector.weights.geometry import Constant, Geometry, Write, item_bytes
 
-# While one round is taken the next lands; a third would wait for the second to be taken, too.
+# While the model takes one round, the next round lands. A third round would only wait for the second.
 SLOTS = 2
 
 
 class Arena:
-    """In the memory of ``device``. A round has the room of the one that is SLOTS before it.
+    """The buffer for a worker's new weights, in the memory of ``device``.
 
-    ``offsets``: in bytes, of each parameter. ``loaded_bytes``: those that senders write for a version.
+    A round uses the room of the round that is SLOTS before it.
+
+    ``offsets``: the place of each parameter, in bytes. ``loaded_bytes``: the bytes that senders write for a
+    version.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        """Raises torch.OutOfMemoryError, or OSError."""
+        """Allocates the buffer. Raises torch.OutOfMemoryError or OSError."""
         self.geometry = geometry
         self.device = device
         ends = [0] * geometry.rounds
@@ -43,15 +46,18 @@ class Arena:
         self.range = self._buffer.range
 
     def clear(self, round: int) -> None:
-        """The room of this round has its constants, around which it is written, and no other round's contents
-        any more. Blocks for a moment: what is cleared late would take what has landed with it."""
+        """Prepares the room of a round: writes the round's constants into it.
+
+        The senders write around the constants. The contents of the previous round in this room end. Call it
+        before the room's counter opens: a later call would overwrite new pages. Blocks for a moment.
+        """
         for constant in self.geometry.constants:
             if self.geometry.parameters[constant.parameter].round == round:
                 self.box(constant).fill_(constant.value)
         settle(self.device)
 
     def contents(self, round: int) -> Mapping[str, torch.Tensor]:
-        """Of each of the round's parameters by its name, flat: views."""
+        """Returns the contents of the round's parameters by name, as flat views."""
         return {
             parameter.name: self._flat(number)
             for number, parameter in enumerate(self.geometry.parameters)
@@ -59,7 +65,7 @@ class Arena:
         }
 
     def box(self, one: Write | Constant) -> torch.Tensor:
-        """What lies where it is written: a view."""
+        """Returns a view of the place that a write or a constant fills."""
         flat = self._flat(one.parameter)
         return flat.as_strided(one.extent, one.strides, flat.storage_offset() + one.offset)
 

@@ -1,7 +1,7 @@
-"""Block fp8 on the sender: a rank quantises the rows that it has.
+"""Block fp8 on the sender: each rank quantises the rows that it has.
 
-A block has one scale, whichever ranks have a part of it: they need the largest value of the whole. That is
-all that is exchanged, for all tensors together, and no weight is gathered.
+A block has one scale, even if several ranks have parts of it: these ranks need the largest value of the whole
+block. Only these values are exchanged, for all tensors together. No weight is gathered.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from kv_connector.weights.geometry import Geometry, Tensor, to_be_quantised
 from kv_connector.weights.plan import Box, PlanError, Shard
 from kv_connector.weights.sources import Agreed, Engines, Held, TensorSource, agree
 
-# Of all checkpoints in block fp8 that vLLM has kernels for on a GPU (DeepSeek V3, Qwen3-*-FP8).
+# The block size of all block-fp8 checkpoints for which vLLM has GPU kernels (DeepSeek V3, Qwen3-*-FP8).
 BLOCK = 128
 _DTYPE = torch.float8_e4m3fn
-# vLLM's least: a block of zeros has a scale, too.
+# vLLM's smallest absolute maximum: a block of zeros has a scale, too.
 _LEAST = 1e-4
 _FROM = ("bfloat16", "float16", "float32")
 
 
 class BlockFp8:
-    """A source whose matrices are quantised at each version where the engines' loaders take float8:
-    ``X.weight`` in blocks of 128 x 128, and their scales, ``X.weight_scale_inv``. Which those are, the
-    engines say.
+    """A source that quantises, at each version, the matrices that the engines' loaders take in float8.
 
-    It has memory of its own for them: a byte for each element that this rank has of them, and a scale for
-    each block. While one is quantised, that takes up to 9 bytes more for each of its elements.
+    It sends ``X.weight`` in blocks of 128 x 128, and the scales as ``X.weight_scale_inv``. The engines'
+    geometries decide which matrices these are.
+
+    It needs additional memory: a byte for each of their elements on this rank, and a scale for each block.
+    Quantising a matrix takes up to 9 more bytes for each of its elements meanwhile.
     """
 
     def __init__(self, source: TensorSource, *, ue8m0: bool = False) -> None:
-        """``ue8m0``: scales are powers of two, as of checkpoints with ``"scale_fmt": "ue8m0"``."""
+        """``ue8m0``: scales are powers of two, as in checkpoints with ``"scale_fmt": "ue8m0"``."""
         self.rank, self.device = source.rank, source.device
         self._source = source
         self._ue8m0 = ue8m0
@@ -48,8 +49,11 @@ class BlockFp8:
         return (self._quantised or self._source).held()
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
-        """Asks twice, the first time: what the engines load as it is, and then what it makes of that. Raises
-        PlanError where they want what it cannot make."""
+        """Agrees as Source does. The first call queries the engines twice.
+
+        The first query is for the source's tensors, and the second for the quantised ones. Raises PlanError
+        if the engines need what this source cannot make.
+        """
         if self._quantised is None:
             agreed = self._source.agree(ask)
             if isinstance(agreed.engines, str):
@@ -67,7 +71,7 @@ class BlockFp8:
 
 
 def _wanted(tensors: Sequence[Tensor], geometries: Sequence[bytes]) -> frozenset[int]:
-    """What is to be quantised, by its number."""
+    """Returns the numbers of the tensors to quantise."""
     wanted: set[int] = set()
     other: set[int] = set()
     for packed in geometries:
@@ -78,19 +82,20 @@ def _wanted(tensors: Sequence[Tensor], geometries: Sequence[bytes]) -> frozenset
         tensor = tensors[number]
         if number in other:
             raise PlanError(
-                f"some of the engines load {tensor.name} in float8 and some do not: push to them by two "
-                "pushers"
+                f"some of the engines load {tensor.name} in float8 and some do not: push to each kind of "
+                "engine with its own pusher"
             )
         if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or tensor.dtype not in _FROM:
             raise PlanError(
-                f"{tensor.name} ({tensor.dtype}, {list(tensor.shape)}) is float8 at the engine. Quantised "
-                f"are matrices X.weight of {', '.join(_FROM)}: name and split it as the checkpoint does"
+                f"{tensor.name} ({tensor.dtype}, {list(tensor.shape)}) is float8 at the engine, and BlockFp8 "
+                f"cannot quantise it. It quantises matrices X.weight of {', '.join(_FROM)}: name and split "
+                "the tensor as the checkpoint does"
             )
     return frozenset(wanted)
 
 
 class _Quantised:
-    """What is sent of a source."""
+    """The tensors that are sent for a source."""
 
     def __init__(
         self,
@@ -99,10 +104,10 @@ class _Quantised:
         held: Sequence[Sequence[Shard]],
         ue8m0: bool,
     ) -> None:
-        """``held``: of the source, by rank."""
+        """``held``: the source's shards, by rank."""
         self._source, self._ue8m0 = source, ue8m0
         self._tensors: list[Tensor] = []
-        places: list[int] = []  # of the source's tensors, here
+        places: list[int] = []  # of the source's tensors among these
         for number, tensor in enumerate(source.tensors()):
             places.append(len(self._tensors))
             if number not in wanted:
@@ -114,7 +119,7 @@ class _Quantised:
         self._held: list[Held] = []
         self._parts: list[_MatrixPart] = []
         mine = [one for one in source.held() if one.shard.tensor in wanted]
-        # One piece of memory each, so that each is registered once.
+        # One allocation for all values and one for all scales, so that each is registered once.
         values = torch.empty(sum(_size(one.shard.box) for one in mine), dtype=_DTYPE, device=source.device)
         scales = torch.empty(
             sum(_size(_scales(one.shard.box)) for one in mine), dtype=torch.float32, device=source.device
@@ -142,13 +147,13 @@ class _Quantised:
         return self._held
 
     def refresh(self) -> None:
-        """A collective where ranks share a block."""
+        """Quantises the matrices anew. A collective if ranks share a block."""
         of_parts = self._amax.split([part.blocks for part in self._parts])
         for part, amax in zip(self._parts, of_parts, strict=True):
             amax.copy_(part.amax().flatten())
         if self._shared:
-            # As integers: of floats that are none below zero these have the same order, and NaN is the
-            # largest, of which libraries for collectives promise nothing.
+            # The comparison uses integers. Non-negative floats have the same order as integers, and NaN is
+            # the largest. Libraries for collectives promise nothing about NaN.
             everybody = torch.zeros(self._shared, dtype=torch.int32, device=self._amax.device)
             everybody[self._theirs] = self._amax[self._ours].view(torch.int32)
             self._source.maximum(everybody)
@@ -158,13 +163,13 @@ class _Quantised:
 
 
 class _MatrixPart:
-    """A part of a matrix, and what is made of it. Its scales are those of the blocks that begin in it."""
+    """A part of a matrix with its quantised values. It has the scales of the blocks that begin in it."""
 
     def __init__(self, held: Held, values: torch.Tensor, scales: torch.Tensor) -> None:
         box = held.shard.box
         self._local = held.local
         self._extent = rows, columns = box.extent
-        # Up to where blocks begin and end.
+        # Distances to the bounds of blocks.
         self._before = top, left = box.start[0] % BLOCK, box.start[1] % BLOCK
         self._padding = (left, -(left + columns) % BLOCK, top, -(top + rows) % BLOCK)
         self._grid = _grid(box)
@@ -181,14 +186,16 @@ class _MatrixPart:
         return self._scales
 
     def amax(self) -> torch.Tensor:
-        """Of each block, as far as it is here."""
+        """Returns the absolute maximum of each block, over this part."""
         if not self.blocks:
             return self._scales.new_empty(0)
         return self._in_blocks().abs().amax(dim=(1, 3)).float()
 
     def quantise(self, amax: torch.Tensor, ue8m0: bool) -> None:
-        """The operations of vLLM's per_block_cast_to_fp8, one by one. A constant divides on a CPU, and is
-        multiplied by its reciprocal on a GPU, there as here."""
+        """Quantises with the operations of vLLM's per_block_cast_to_fp8, in the same order.
+
+        A constant divisor divides on a CPU and is multiplied by its reciprocal on a GPU, in vLLM as here.
+        """
         if not self.blocks:
             return
         scale = amax.view(self._grid.extent).clamp(_LEAST) / torch.finfo(_DTYPE).max
@@ -215,10 +222,10 @@ class _Shared:
         for shards in held:
             for shard in shards:
                 if shard.tensor in boxes:
-                    boxes[shard.tensor].add(shard.box)  # replicas have the same
+                    boxes[shard.tensor].add(shard.box)  # replicas have the same box
         known: dict[tuple[tuple[int, ...], frozenset[Box]], np.ndarray] = {}
         self._places: dict[int, np.ndarray] = {}
-        """Of each block of a tensor, or -1."""
+        """Number of each shared block of a tensor. -1: the block is not shared."""
         self.count = 0
         for number in sorted(wanted):
             shape = tensors[number].shape
@@ -235,7 +242,10 @@ class _Shared:
             self.count += int(shared.sum())
 
     def places(self, mine: Sequence[Shard]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the shared among the blocks of these, one behind the other: their places there, and here."""
+        """Finds the shared blocks among the blocks of these shards.
+
+        Returns their places here and in the exchange.
+        """
         here = [self._places[shard.tensor][_slices(_grid(shard.box))].flatten() for shard in mine]
         theirs = np.concatenate([np.empty(0, dtype=np.int64), *here])
         ours = np.flatnonzero(theirs >= 0)
@@ -243,7 +253,7 @@ class _Shared:
 
 
 def _grid(box: Box) -> Box:
-    """The blocks that it touches."""
+    """Returns the blocks that the box touches."""
     if not _size(box):
         return Box((0,) * len(box.start), (0,) * len(box.start))
     first = tuple(start // BLOCK for start in box.start)
@@ -252,7 +262,7 @@ def _grid(box: Box) -> Box:
 
 
 def _scales(box: Box) -> Box:
-    """The blocks that begin in it: each does in one box of those that are the tensor."""
+    """Returns the blocks that begin in the box. Each block of a tensor begins in exactly one of its boxes."""
     first = tuple(-(-start // BLOCK) for start in box.start)
     end = (-(-(start + n) // BLOCK) for start, n in zip(box.start, box.extent, strict=True))
     return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))

@@ -1,4 +1,4 @@
-"""Memory that a transfer engine reads or writes, in a device's."""
+"""Buffers in the memory of a CPU or GPU that a transfer engine reads or writes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ import torch
 from kv_connector.engine import MemoryRange
 from kv_connector.engine.transfer_engine import SharedMemory
 
-# Of what begins in one: what CUDA's own allocations are aligned to, so that no kernel minds.
+# Alignment of each part of a buffer, in bytes. CUDA aligns its own allocations so, and every kernel accepts
+# it.
 ALIGNMENT = 256
 
 
 def aligned(nbytes: int) -> int:
-    """As many, or more, up to where the next may begin."""
+    """Returns ``nbytes``, rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def settle(device: torch.device) -> None:
-    """Blocks until the device has done what this thread's stream was told: an engine copies on its own."""
+    """Blocks until the device has finished the work of this thread's stream.
+
+    A transfer engine does not follow the stream: it copies on another stream.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class Buffer:
-    """``nbytes`` zeros, at least one alignment: nothing cannot be registered. On CPUs a memfd, which a peer
-    of this machine can map. Raises torch.OutOfMemoryError, or OSError."""
+    """A zeroed buffer of ``nbytes`` bytes, at least one alignment long.
+
+    An empty range cannot be registered. On CPUs it is a memfd, which a peer on this machine can map. The
+    constructor raises torch.OutOfMemoryError or OSError.
+    """
 
     def __init__(self, name: str, nbytes: int, device: torch.device) -> None:
         nbytes = max(nbytes, ALIGNMENT)

@@ -1,10 +1,12 @@
-"""An engine's controller: has all its workers take a version that has landed, in one pause.
+"""An engine's controller: has all workers of the engine apply a landed version, in one pause.
 
-It lives where the engine can be paused, beside the API server, and speaks with trainers over control sockets
-of its own. All workers hold a version before the engine is paused for it, so that none leaves it for the
-next one meanwhile. A version is applied by all workers or the engine goes on with none: what one could not
-apply is applied once more where it still lies in the arenas. If some workers have it then and others have
-not, or one has half of it, the engine stays paused, and says so.
+The controller runs beside the API server, where the engine can be paused. It has its own control sockets for
+trainers.
+
+All workers hold a version before the engine is paused for it, so that none leaves it for the next version.
+Either all workers apply a version, or the engine goes on without it. If a worker fails and the version still
+lies in the arenas, it is applied once more. If only some workers have it after that, or one has half of it,
+the engine stays paused and reports it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from kv_connector.weights.metrics import WeightMetrics
 
 logger = logging.getLogger("kv_connector")
 
-# A worker answers within a turn of its loop.
+# A worker answers within one turn of its loop.
 _WORKER_S = 10.0
 _TRIES = 2
 
@@ -54,16 +56,16 @@ _STAYS_PAUSED = "the engine stays paused until a whole version is pushed or seed
 
 
 class Engine(Protocol):
-    """What is asked of the engine. Raises what it likes."""
+    """The operations of the engine that the controller needs. They may raise any exception."""
 
     async def pause(self) -> None:
-        """No step is computed, and nothing that was computed before is used again, until resume()."""
+        """Pauses the engine until resume(). It computes no step, and does not use earlier results again."""
 
     async def update(self, version: str) -> None:
-        """All workers try to apply it; they say themselves how it went."""
+        """Has all workers try to apply the version. Their states report the result."""
 
     async def label(self, version: str) -> None:
-        """It serves this version."""
+        """Reports this version as the one that the engine serves."""
 
     async def resume(self) -> None: ...
 
@@ -73,11 +75,14 @@ class Outcome:
     problem: str = ""
     torn: bool = False
     pause_s: float = 0.0
-    nbytes: int = 0  # of the version, of all workers
+    nbytes: int = 0  # bytes of the version, of all workers
 
 
 class Controller:
-    """start() it once, on the event loop of the engine's client; close() it once."""
+    """The controller of one engine.
+
+    Call start() once, on the event loop of the engine's client, and close() once.
+    """
 
     def __init__(
         self,
@@ -87,15 +92,16 @@ class Controller:
         metrics: WeightMetrics | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        """``first_workers``: of each data-parallel rank. ``timeouts``: the workers' own."""
+        """``first_workers``: the first worker of each data-parallel rank. ``timeouts``: the timeouts of the
+        workers."""
         self._engine = engine
         self._metrics = metrics
         self._firsts = first_workers
         self._heartbeat = (timeouts or Timeouts()).heartbeat
-        self._next_ping: float | None = None  # None: nothing is held
+        self._next_ping: float | None = None  # None: no version is held
         self._loop = Loop("kvc-weights-controller", key)
         self._workers: dict[Source, deque[Future[WeightMessage]]] = {}
-        """By worker, what it was asked and has not answered, in order."""
+        """Requests that each worker has not answered yet, in order."""
         self._addresses: WorkersAre | None = None
         self._first_sources: Sequence[Source] = ()
         self._served = ""
@@ -105,7 +111,10 @@ class Controller:
         self._applying: asyncio.Lock
 
     async def start(self, address: Address) -> None:
-        """Raises zmq.ZMQError where the address cannot be bound; TimeoutError where no worker answers."""
+        """Connects to the workers and listens for trainers.
+
+        Raises zmq.ZMQError if the address cannot be bound, and TimeoutError if no worker answers.
+        """
         self._asyncio = asyncio.get_running_loop()
         self._applying = asyncio.Lock()
         bound = self._loop.sockets.bind(address)
@@ -120,13 +129,13 @@ class Controller:
         self._dial([worker for worker in others if worker not in self._firsts])
         self._addresses = WorkersAre(tuple(workers))
         self._tell(list(self._workers), self._addresses)
-        logger.info("weights: trainers may dial %s, for %d workers", bound, len(workers))
+        logger.info("weights: the controller listens on %s, for %d workers", bound, len(workers))
 
     def close(self) -> None:
         self._loop.stop()
 
     async def apply(self, version: str) -> Outcome:
-        """Pauses, has all workers apply the version, and goes on."""
+        """Pauses the engine, has all workers apply the version, and resumes."""
         async with self._applying:
             try:
                 if missing := await self._hold(version):
@@ -141,9 +150,9 @@ class Controller:
         began = time.monotonic()
         self._taking = version
         try:
-            # An engine that is torn stays so, and paused, until its workers have a whole version.
+            # A torn engine stays torn and paused until its workers have a whole version.
             await self._engine.pause()
-            self._torn = True  # until the workers say otherwise
+            self._torn = True  # until the workers' states show otherwise
             problem, states = await self._update(version)
             torn = any(state.torn for state in states) or len({state.served for state in states}) > 1
             if not problem:
@@ -159,35 +168,38 @@ class Controller:
         return Outcome(problem, torn, time.monotonic() - began, nbytes)
 
     async def _label(self, version: str) -> str:
-        """Reports the version that all workers have, and returns why that failed, if it did.
+        """Reports the version that all workers have. Returns the reason if that failed, or "".
 
-        An engine that computes with this version and reports another one must not go on: other engines would
-        take its KV for their own version's.
+        An engine that computes with this version and reports another one must not go on. Other engines would
+        take its KV as computed with their own version.
         """
         self._served = version
         try:
             await self._engine.label(shown(version))
         except Exception as error:
-            logger.exception("weights: version %s", shown(version))
+            logger.exception("weights: the engine cannot report version %s", shown(version))
             return (
-                f"all workers have version {shown(version)}, and the engine cannot report it "
+                f"all workers have version {shown(version)}, but the engine cannot report it "
                 f"({type(error).__name__}: {error}): push a version again"
             )
         return ""
 
     async def _update(self, version: str) -> tuple[str, list[State]]:
-        """Why it is not served, if it is not, and how the workers are."""
+        """Has the workers apply the version.
+
+        Returns the reason why it is not served, or "", and the workers' states.
+        """
         for _ in range(_TRIES):
             await self._engine.update(version)
             states = await self._states()
             problem = "; ".join(
-                f"worker {rank}: {state.problem or 'it did not try'}"
+                f"worker {rank}: {state.problem or 'it did not try to apply the version'}"
                 for rank, state in enumerate(states)
                 if state.served != version or state.problem
             )
             if not problem:
                 break
-            logger.error("weights: version %s: %s", shown(version), problem)
+            logger.error("weights: version %s was not applied by all workers: %s", shown(version), problem)
             if any(state.landed != version for state in states):
                 break
         return problem, states
@@ -199,7 +211,10 @@ class Controller:
     # --- Workers
 
     async def _hold(self, version: str) -> list[str]:
-        """Has all workers keep the version until _release(); of those that have it not, what they have."""
+        """Has all workers keep the version until _release().
+
+        Returns the answers of the workers that do not have it.
+        """
         self._loop.call(self._ping)
         answers = await asyncio.gather(*(self._ask(worker, Hold(version)) for worker in self._workers))
         return [answer.reason for answer in answers if isinstance(answer, Refused)]
@@ -235,7 +250,7 @@ class Controller:
         self._loop.call(ask)
         return await asyncio.wait_for(asyncio.wrap_future(answer), _WORKER_S)
 
-    # --- The loop's
+    # --- Called by the loop
 
     def received(self, now: float, received: Received[WeightMessage]) -> None:
         del now
@@ -244,7 +259,7 @@ class Controller:
             if isinstance(message, Pong):
                 return
             asked = self._workers[source]
-            # Who does not wait any more has cancelled it.
+            # A requester that no longer waits has cancelled its future.
             if asked and message is not None and (answer := asked.popleft()).set_running_or_notify_cancel():
                 answer.set_result(message)
             return
@@ -260,7 +275,7 @@ class Controller:
             case Ask():
                 self._later(self._asked(source))
             case _:
-                self._send(source, Refused("this is an engine's controller: that is for its workers"))
+                self._send(source, Refused("this is an engine's controller: send this message to a worker"))
 
     def readable(self, now: float) -> None:
         del now
@@ -289,7 +304,7 @@ class Controller:
         try:
             outcome = await self.apply(version)
         except Exception as error:
-            logger.exception("weights: version %s", shown(version))
+            logger.exception("weights: applying version %s failed", shown(version))
             self._problem = f"{type(error).__name__}: {error}"
             outcome = Outcome(self._problem, torn=self._torn)
         if outcome.problem:
@@ -298,7 +313,9 @@ class Controller:
             answer: WeightMessage = NotApplied(version, clip(said), outcome.torn)
         else:
             logger.info(
-                "weights: serves version %s, after a pause of %.0f ms", shown(version), outcome.pause_s * 1e3
+                "weights: the engine serves version %s, after a pause of %.0f ms",
+                shown(version),
+                outcome.pause_s * 1e3,
             )
             answer = Applied(version, outcome.pause_s)
         if self._metrics is not None:

@@ -1,7 +1,7 @@
-"""Whether an engine loads all of what is sent, and is sent all of what it loads.
+"""Coverage: whether an engine loads all that is sent, and is sent all that it loads.
 
-A part of a tensor that no worker loads, or a parameter that no tensor fills, leaves a model that is neither
-the trainer's nor the checkpoint's. A trainer names those that are meant to be left out.
+If no worker loads a part of a tensor, or no tensor fills a parameter, the model is neither the trainer's nor
+the checkpoint's. A trainer names the tensors and parameters that are left out on purpose.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from kv_connector.weights.geometry import Geometry, Index, Tensor
 
-_NAMED = 3  # of what is left out: an error is for reading
+_NAMED = 3  # names that an error lists: an error is for reading
 
 _Boxes = frozenset[tuple[Index, Index]]
-"""Starts and extents."""
+"""Parts of a tensor, each as its start and its extent."""
 
 
 def is_named(name: str, partial: Sequence[str]) -> bool:
-    """``partial``: names, or patterns as of a shell."""
+    """Returns whether a name is in ``partial``, which lists names or shell patterns."""
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in partial)
 
 
 def not_loaded(tensors: Sequence[Tensor], workers: Sequence[Geometry]) -> Iterator[tuple[Tensor, int]]:
-    """The tensors that these workers together do not load whole, and how many elements of each they load.
+    """Yields the tensors that these workers together load only in part, with the number of loaded elements.
 
     Writes must lie within their tensors.
     """
@@ -44,7 +44,7 @@ def not_loaded(tensors: Sequence[Tensor], workers: Sequence[Geometry]) -> Iterat
 
 
 def _elements(shape: Index, boxes: _Boxes) -> int:
-    """How many are in any of the boxes."""
+    """Returns the number of elements that lie in at least one of the boxes."""
     if any(extent == shape for _, extent in boxes):
         return math.prod(shape)
     edges = [
@@ -72,9 +72,9 @@ def left_out(
     *,
     keeps: bool = False,
 ) -> str:
-    """Why the engine of these workers must not take a version of these tensors; empty: it may.
+    """Returns the reason why the engine of these workers must not take a version of these tensors, or "".
 
-    ``keeps``: any parameter that has a value may keep it.
+    ``keeps``: every parameter that has a value may keep it.
     """
     lost = [
         f"{tensor.name} {list(tensor.shape)} ({loaded:,} of {math.prod(tensor.shape):,} elements)"
@@ -82,20 +82,20 @@ def left_out(
         if not is_named(tensor.name, partial)
     ]
     if lost:
-        return f"{engine} would not load all of {_some(lost)}: send it its own model's tensors. {_NAME_THEM}"
+        return f"{engine} would not load all of {_some(lost)}: push its own model's tensors. {_NAME_THEM}"
     unset = sorted({name for worker in workers for name in worker.unset})
     if unset:
         return (
-            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: send them, "
-            "too, or start the engine from its checkpoint"
+            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: push these "
+            "parameters, too, or start the engine from its checkpoint"
         )
     kept = {name for worker in workers for name in worker.kept if not is_named(name, partial)}
     if kept and not keeps:
-        return f"{engine} would keep the old {_some(sorted(kept))}: send them, too. {_NAME_THEM}"
+        return f"{engine} would keep the old {_some(sorted(kept))}: push them, too. {_NAME_THEM}"
     return ""
 
 
-_NAME_THEM = "If that is intended, name them in partial (--partial)"
+_NAME_THEM = "If this is intended, name them in partial (--partial)"
 
 
 def _some(names: Sequence[str]) -> str:

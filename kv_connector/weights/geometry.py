@@ -1,6 +1,7 @@
-"""What a model's loader does with a checkpoint, as data: which part of which tensor goes where.
+"""Geometry: what a model's loader does with a checkpoint, as data.
 
-Nothing here needs torch. Extents, offsets and strides count elements.
+It names which part of which tensor goes where. Nothing here needs torch. Extents, offsets and strides count
+elements.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Dtype = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 Index = tuple[Natural, ...]
 
 
-# Bytes of an element, by what torch calls its dtype.
+# Bytes of an element, by torch's name of its dtype.
 _ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -36,7 +37,7 @@ _ITEM_BYTES = {
 
 
 def item_bytes(dtype: str) -> int:
-    """Raises ValueError for what is no dtype of weights."""
+    """Returns the bytes of an element. Raises ValueError for a dtype that weights cannot have."""
     try:
         return _ITEM_BYTES[dtype]
     except KeyError:
@@ -44,7 +45,7 @@ def item_bytes(dtype: str) -> int:
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One of a checkpoint, whole, by its name there."""
+    """A whole tensor of a checkpoint, with its name in the checkpoint."""
 
     name: Name
     dtype: Dtype  # as torch prints it, without "torch."
@@ -52,12 +53,12 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a loader writes: what a rank holds before it processes its weights for its kernels."""
+    """A parameter to which a loader writes, in the form before a rank processes it for its kernels."""
 
     name: Name
     dtype: Dtype
-    elements: Natural  # that lie between its first byte and its last
-    round: Natural = 0  # in which it lands; what has the same is taken together
+    elements: Natural  # from the first to the last element in memory
+    round: Natural = 0  # the round in which it lands; a round is taken as a whole
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +66,12 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A box of a tensor that goes into a parameter: element ``start + i`` of the tensor to
-    ``offset + sum(i * strides)`` of the parameter, for all ``i`` below ``extent``. One number a dimension of
-    the tensor. The value is converted to the parameter's dtype."""
+    """A box of a tensor that a loader copies into a parameter.
+
+    Element ``start + i`` of the tensor goes to ``offset + sum(i * strides)`` of the parameter, for all ``i``
+    below ``extent``. The indices have one number for each dimension of the tensor. The value is converted to
+    the parameter's dtype.
+    """
 
     tensor: Natural
     parameter: Natural
@@ -82,7 +86,7 @@ class Write(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a loader writes of its own: padding."""
+    """A value that the loader itself writes into a parameter: padding."""
 
     parameter: Natural
     extent: Index
@@ -92,16 +96,19 @@ class Constant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a rank's loader does. ``tensor`` counts in the checkpoint that it was recorded for. No element
-    of a parameter is in two of the writes and constants, so their order does not matter."""
+    """Everything that one rank's loader does with a checkpoint.
+
+    ``tensor`` numbers count in the checkpoint for which it was recorded. Each element of a parameter is in
+    one write or constant at most, so their order does not matter.
+    """
 
     parameters: tuple[Parameter, ...]
     writes: tuple[Write, ...]
     constants: tuple[Constant, ...]
     kept: tuple[Name, ...] = ()
-    """The model's other parameters, which keep their values: none of the tensors goes there."""
+    """Names of the model's other parameters. No tensor fills them, and they keep their values."""
     unset: tuple[Name, ...] = ()
-    """The parameters of ``kept`` that still have the random values of their start."""
+    """Names of those parameters in ``kept`` that still have the random values from the engine's start."""
 
     @property
     def rounds(self) -> int:
@@ -114,7 +121,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return self._renumbered({parameter.round: 0 for parameter in self.parameters})
 
     def in_few_rounds(self) -> Geometry:
-        """Neighbours together, where they are no more bytes than the largest is by itself."""
+        """Joins neighbouring rounds as long as they have no more bytes than the largest single round."""
         sizes: dict[int, int] = {}
         for parameter in sorted(self.parameters, key=lambda parameter: parameter.round):
             sizes[parameter.round] = sizes.get(parameter.round, 0) + parameter.nbytes
@@ -136,12 +143,12 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def is_float8(dtype: str) -> bool:
-    """Which has values by its scales alone: to convert one to it, or from it, is not enough."""
+    """Returns whether values of this dtype need scales, so that a plain conversion is not enough."""
     return dtype.startswith("float8")
 
 
 def to_be_quantised(tensors: Sequence[Tensor], geometry: Geometry) -> frozenset[int]:
-    """The tensors, by their number, of another dtype that are loaded into parameters of float8."""
+    """Returns the numbers of the tensors of another dtype that are loaded into float8 parameters."""
     return frozenset(
         write.tensor
         for write in geometry.writes
@@ -151,5 +158,5 @@ def to_be_quantised(tensors: Sequence[Tensor], geometry: Geometry) -> frozenset[
 
 
 def digest(value: object) -> bytes:
-    """Of anything that msgspec encodes: equal where the values are."""
+    """Returns a digest of a value that msgspec encodes. Equal values have equal digests."""
     return hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=16).digest()

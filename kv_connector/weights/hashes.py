@@ -1,7 +1,7 @@
-"""Hashes of a parameter's content, by which it is compared without being sent.
+"""Hashes of parameters' contents, by which two sides compare them without sending them.
 
-Both sides hash the same boxes in the same order: a worker those of its arena, who asks those of the
-checkpoint, in the parameter's dtype. What a loader writes of its own, padding, is in neither.
+Both sides hash the same boxes in the same order: the worker in its arena, the requester in the checkpoint,
+converted to the parameter's dtype. Padding that a loader writes itself is in neither hash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ HASH_BYTES = 16
 
 
 def hashes(geometry: Geometry, box: Callable[[Write], torch.Tensor]) -> tuple[bytes, ...]:
-    """Of each parameter. ``box``: what the write writes, in its parameter's dtype, wherever it lies."""
+    """Returns the hash of each parameter.
+
+    ``box``: returns the content of a write, in its parameter's dtype.
+    """
     found = [hashlib.blake2b(digest_size=HASH_BYTES) for _ in geometry.parameters]
     for write in geometry.writes:
         content = box(write).contiguous().cpu().reshape(-1).view(torch.uint8)

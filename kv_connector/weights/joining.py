@@ -1,4 +1,4 @@
-"""A trainer's links: finds the workers of engines, has them look at the checkpoint, and joins them."""
+"""Joining: finds the workers of engines, has them describe what they load, and joins them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from kv_connector.weights.writer import Send, Writer
 logger = logging.getLogger("kv_connector")
 
 _RETRY_S = 0.2
-# To look at a model's loaders takes a worker up to 2 ms a tensor, of which large ones have 37,000.
+# A worker needs up to 2 ms a tensor to record its model's loaders, and large models have 37,000 tensors.
 RECORD_S = 180.0
 
 
 @dataclass(eq=False)
 class TargetWorker:
-    """A worker of an engine, as this rank writes to it."""
+    """A worker of an engine, as a target of this rank's writes."""
 
     address: Address
-    number: int  # among all workers of all engines: the plan's receiver
+    number: int  # receiver number in the plan, among all workers of all engines
     link: Link | None = None
     peer: int = -1
     region: int = -1
@@ -59,7 +59,7 @@ class TargetWorker:
 
 @dataclass(eq=False)
 class TargetEngine:
-    """An engine, as this rank writes to it."""
+    """An engine, as a target of this rank's writes."""
 
     address: Address  # of its controller, or of its first worker
     link: Link | None = None
@@ -81,7 +81,7 @@ class Joining:
         seeds: bool,
         end: Callable[[TargetWorker, str], None],
     ) -> None:
-        """``end``: ends the session with a worker, and what it was to get."""
+        """``end``: ends the session with a worker, and the writes to it."""
         self.run = ""
         """The id of the trainer's run, once all ranks have agreed on it."""
         self.cancelled = ""
@@ -102,8 +102,8 @@ class Joining:
             return self._ask_geometries()
         except LinkError as error:
             return str(error)
-        except Exception as error:  # the other ranks wait for what this one says
-            logger.exception("%s: asking engines", self._name)
+        except Exception as error:  # the other ranks wait for this rank's result
+            logger.exception("%s: querying the engines failed", self._name)
             return f"{type(error).__name__}: {error}"
 
     def _ask_geometries(self) -> Engines:
@@ -124,7 +124,7 @@ class Joining:
                 geometries.append(msgspec.msgpack.encode(described.geometry))
         finally:
             for link, _ in asked:
-                self._links.end(link, "it was only asked")
+                self._links.end(link, "its query was answered")
         return Engines(workers, geometries)
 
     def reach(self, engine: TargetEngine) -> Sequence[WorkerAddress]:
@@ -137,8 +137,10 @@ class Joining:
         return here.workers
 
     def join(self, worker: TargetWorker) -> None:
-        """Makes a session with the worker. Where its engine was started again, rank 0 has it look at the
-        checkpoint, and the others wait. Raises PushError."""
+        """Makes a session with the worker. Raises PushError.
+
+        If its engine was restarted, rank 0 has it describe the checkpoint again, and the other ranks wait.
+        """
         deadline = time.monotonic() + RECORD_S
         while not self._joined(worker):
             if self._source.rank == 0:
@@ -156,13 +158,16 @@ class Joining:
         except LinkError as error:
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         finally:
-            self._links.end(link, "it was only asked")
+            self._links.end(link, "its query was answered")
         assert isinstance(described, Described)
         if described.geometry.digest() != worker.geometry:
-            raise PushError(f"{worker.address} has another shape since it was started again: connect anew")
+            raise PushError(
+                f"{worker.address} loads this checkpoint differently since its engine was restarted: call "
+                "connect() again"
+            )
 
     def _joined(self, worker: TargetWorker) -> bool:
-        """Tries to join once. False: the worker has not looked at this checkpoint yet."""
+        """Tries to join once. False: the worker has not recorded this checkpoint yet."""
         if self.cancelled:
             raise PushError(self.cancelled)
         link = self._links.dial(worker.address)
@@ -187,7 +192,7 @@ class Joining:
                 return False
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         if worker.link is not None:
-            self._writer.fence(worker.peer)  # of the link that is over
+            self._writer.fence(worker.peer)  # of the link that has ended
         worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
         if self.cancelled:
             self._end(worker, self.cancelled)

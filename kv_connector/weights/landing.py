@@ -1,21 +1,24 @@
-"""A worker's side of the weights' protocol, sans-IO: who may write, which version lands, and when it is void.
+"""Landing: a worker's side of the weights protocol, without I/O.
 
-A version lands in three steps: each sender says BEGIN; when all have, one counter is opened that only they
-can raise, and they are told how; when it has counted all their pages, the version has landed, and can be
-applied as often as it takes. A sender that is lost before that voids the version: everybody's link ends, so
-that nothing can land any more where the next version will.
+It decides who may write, which version lands, and when it is discarded. A version lands in three steps. First
+each sender sends BEGIN. When all have, the worker opens one counter that only these senders can raise, and
+sends it to them. When the counter has counted all their pages, the version has landed, and can be applied as
+often as needed. If a sender is lost before that, the version is discarded. Every sender's link ends, so that
+no late write can land in the room of the next version.
 
-``streaming`` has room for two rounds of a version alone. It is ready when all have said BEGIN; when it is
-taken, the first rounds are opened, and each further one when the one before it in its room has been applied.
-A sender that is lost meanwhile leaves a torn model, which the next version mends.
+With ``streaming`` there is room for two rounds of a version only. The version is ready when all senders have
+sent BEGIN. When it is taken, the first rounds are opened. Each further round is opened when the previous
+round in its room has been applied. If a sender is lost meanwhile, the model is torn, and the next version
+repairs it.
 
-Beside a trainer's run there may be one of an engine that seeds this one. Who sends a version of its own goes
-before it: what a trainer begins meanwhile comes next, and where one has begun before, the seed is refused.
-What has landed here is lent to those whom this engine seeds itself: nothing is written there until it is
+Beside a trainer's run there may be the run of an engine that seeds this one. A trainer has precedence: the
+version that it begins during a seed comes next, and a seed is refused if a trainer has begun before it.
+
+If this engine seeds others itself, its landed version is lent to them. Nothing is written there until it is
 returned.
 
-The engine's controller holds a landed version at all workers before it has one of them take it. The workers
-have other senders each, and would else leave it for the next version at other times.
+The engine's controller holds a landed version at all workers before one of them takes it. The workers have
+different senders, and would leave the version for the next one at different times.
 """
 
 from __future__ import annotations
@@ -27,7 +30,20 @@ from dataclasses import dataclass, field
 from kv_connector.protocol.actions import Source
 from kv_connector.protocol.messages import clip
 from kv_connector.protocol.version import shown
-from kv_connector.weights.geometry import Tensor, digest
+from kv_connector.weights.geometry import digest
+from kv_connector.weights.landing_actions import (
+    Action,
+    GiveUp,
+    HandOver,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
+    Peer,
+    Record,
+)
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
     PROTOCOL,
@@ -52,93 +68,12 @@ from kv_connector.weights.messages import (
     WeightMessage,
 )
 
-Peer = int
-"""The transfer engine's number."""
-
-
-@dataclass(frozen=True)
-class LandingReply:
-    source: Source
-    message: WeightMessage
-
-
-@dataclass(frozen=True)
-class Record:
-    """What would be loaded of these tensors? ``recorded`` answers."""
-
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class LandingAccept:
-    """Let the engine accept the offer; ``accepted`` or ``not_accepted`` answers."""
-
-    source: Source
-    name: str
-    offer: bytes
-
-
-@dataclass(frozen=True)
-class LandingOpenCounter:
-    """That only these raise, for pages in the round's room; ``opened`` answers, and ``reached`` when it has
-    counted them."""
-
-    peers: tuple[Peer, ...]
-    pages: int
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class LandingCloseCounter:
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """To whom it was that called ``take``: this round is there, until it is ``released``."""
-
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """To whom it was that called ``take``: nothing more will come."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class LandingFence:
-    """None of this peer's writes may land any more; ``fenced`` says that it is so."""
-
-    peer: Peer
-    reason: str
-
-
-@dataclass(frozen=True)
-class LandingLog:
-    level: int
-    text: str
-
-
-Action = (
-    LandingReply
-    | Record
-    | LandingAccept
-    | LandingOpenCounter
-    | LandingCloseCounter
-    | HandOver
-    | GiveUp
-    | LandingFence
-    | LandingLog
-)
-
 
 class Phase(enum.Enum):
     EMPTY = "empty"
-    BEGINNING = "beginning"  # not all senders have said so
+    BEGINNING = "beginning"  # some senders have not sent BEGIN
     LANDING = "landing"
-    READY = "ready"  # to be taken
+    READY = "ready"  # can be taken
     APPLYING = "applying"
 
 
@@ -152,12 +87,12 @@ class _Sender:
     seeds: bool = False
     peer: Peer | None = None  # None: its offer is being accepted
     begin: Begin | None = None
-    following: Begin | None = None  # said while the version before is not done with
+    following: Begin | None = None  # sent before the previous version has ended
 
 
 @dataclass
 class _Holder:
-    """The engine's controller, while it has the landed version taken."""
+    """The engine's controller, while it holds the landed version."""
 
     source: Source
     last_seen: float
@@ -165,24 +100,26 @@ class _Holder:
 
 @dataclass
 class Landing:
-    """Every method but state() returns what to do, in order. ``dead``: seconds of silence after which a
-    sender is lost."""
+    """The state machine of one worker. Every method but state() returns the actions to take, in order.
+
+    ``dead``: seconds of silence after which a sender is lost.
+    """
 
     dead: float
     slots: int = 0
-    """Rounds that there is room for; 0: for whole versions, which land while the engine serves."""
+    """Rounds that have room. 0: whole versions have room, and land while the engine serves."""
     arena_bytes: int = 0
-    """Of a version, as it is recorded; 0: nothing is."""
+    """Bytes of a version, as recorded. 0: no checkpoint is recorded."""
     served: str = ""
     phase: Phase = Phase.EMPTY
     _rounds: int = 1
     _torn: bool = False
     _version: str = ""
-    _run: str = ""  # of those who send the version
+    _run: str = ""  # run of the version's senders
     _problem: str = ""
     _holder: _Holder | None = None
-    _lent: dict[str, str] = field(default_factory=dict)  # by run, the engine that it goes to
-    _digest: bytes = b""  # of the tensors that are recorded
+    _lent: dict[str, str] = field(default_factory=dict)  # the engine that the version is lent to, by run
+    _digest: bytes = b""  # of the recorded tensors
     _recording: list[Source] = field(default_factory=list)
     _looked_at: bytes = b""  # digest of the tensors that are being recorded
     _senders: dict[Source, _Sender] = field(default_factory=dict)
@@ -204,7 +141,7 @@ class Landing:
         )
 
     def has_recorded(self, digest: bytes) -> bool:
-        """Of these tensors."""
+        """Returns whether the tensors of this digest are recorded."""
         return bool(digest) and digest == self._digest
 
     def next_deadline(self) -> float | None:
@@ -223,7 +160,7 @@ class Landing:
         match message:
             case Ping():
                 gone = message.sender and sender is None
-                return [LandingReply(source, Leave("there is no such sender here") if gone else Pong())]
+                return [LandingReply(source, Leave("this worker has no such sender") if gone else Pong())]
             case Ask():
                 return [LandingReply(source, self.state())]
             case Hold():
@@ -240,16 +177,16 @@ class Landing:
                 return self._lose(sender, message.reason or "it has left")
             case Leave():
                 return []
-        return [LandingReply(source, Refused(f"{type(message).__name__} means nothing here"))]
+        return [LandingReply(source, Refused(f"this worker does not expect {type(message).__name__} here"))]
 
     def lost(self, source: Source, reason: str) -> list[Action]:
-        """The connection is of no use any more."""
+        """The connection has ended."""
         sender = self._senders.get(source)
         lost = [] if sender is None else self._lose(sender, reason)
         return [*lost, *self._lose_holder(source, reason)]
 
     def peer_lost(self, peer: Peer, reason: str) -> list[Action]:
-        """The engine's link to it broke."""
+        """The transfer engine's link to the peer broke."""
         for sender in self._senders.values():
             if sender.peer == peer:
                 return [LandingReply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
@@ -269,10 +206,9 @@ class Landing:
 
     def _describe(self, source: Source, message: Describe) -> list[Action]:
         if message.protocol != PROTOCOL:
-            theirs = f"it speaks version {message.protocol} of the weights' protocol, this worker {PROTOCOL}"
-            return [
-                LandingReply(source, Refused(f"{theirs}: install the same release of kv-connector on both"))
-            ]
+            theirs = f"the trainer uses version {message.protocol} of the weights protocol, this worker"
+            advice = f"version {PROTOCOL}: install the same release of kv-connector on both"
+            return [LandingReply(source, Refused(f"{theirs} {advice}"))]
         wanted = digest(message.tensors)
         if self._answer is not None and wanted == self._digest:
             return [LandingReply(source, self._answer)]
@@ -282,20 +218,20 @@ class Landing:
         for sender in self._senders.values():
             return [LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
-            return [LandingReply(source, Refused(f"the worker {self._lends()}: ask again"))]
+            return [LandingReply(source, Refused(f"the worker {self._lends()}: retry later"))]
         if self._recording or self._is_held() or self.phase is Phase.APPLYING:
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
         self._recording, self._looked_at = [source], wanted
         return [Record(message.tensors)]
 
     def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
         self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
         self._rounds = answer.geometry.rounds
-        self.phase, self._version = Phase.EMPTY, ""  # it is another arena
+        self.phase, self._version = Phase.EMPTY, ""  # the arena was replaced
         return [LandingReply(source, answer) for source in self._asked()]
 
     def not_recorded(self, reason: str) -> list[Action]:
-        """What was recorded before is gone, too."""
+        """Recording failed. The previous recording is gone, too."""
         self._digest, self._answer, self.arena_bytes = b"", None, 0
         return [LandingReply(source, Refused(clip(reason))) for source in self._asked()]
 
@@ -308,8 +244,8 @@ class Landing:
     def _join(self, now: float, source: Source, message: Join) -> list[Action]:
         if not self._digest or message.tensors != self._digest:
             return [LandingReply(source, Refused(NOT_DESCRIBED))]
-        if self._recording:  # which ends with another arena
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: ask again"))]
+        if self._recording:  # it replaces the arena
+            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
         actions: list[Action] = []
         if message.seeds and (refusal := self._not_seeded()):
             return [LandingReply(source, Refused(refusal))]
@@ -317,7 +253,7 @@ class Landing:
             if sender.run != message.run and sender.seeds == message.seeds:
                 return [LandingReply(source, Refused(_taken(sender)))]
             if sender.run == message.run and sender.rank == message.rank:
-                actions += self._lose(sender, "it has come again")
+                actions += self._lose(sender, "the same rank joined again")
         self._senders[source] = _Sender(source, message.run, message.rank, message.name, now, message.seeds)
         return [*actions, LandingAccept(source, message.name, message.offer)]
 
@@ -334,7 +270,7 @@ class Landing:
         return [LandingReply(source, Refused(clip(reason)))]
 
     def _not_seeded(self) -> str:
-        """Why another engine may not write here; empty: it may."""
+        """Returns the reason why another engine may not write here, or ""."""
         for sender in self._senders.values():
             if not sender.seeds and (begin := sender.following or sender.begin) is not None:
                 return f"{sender.name} (run {sender.run}) has begun version {shown(begin.version)} here"
@@ -377,24 +313,30 @@ class Landing:
         if self.phase is Phase.EMPTY:
             self.phase, self._version, self._run = Phase.BEGINNING, begin.version, sender.run
             for other in self._begun():
-                other.begin = None  # of the version before
+                other.begin = None  # of the previous version
         sender.begin = begin
         begun = [other.begin for other in self._senders.values() if other.begin is not None]
         if len({(b.version, b.plan, b.senders) for b in begun}) > 1:
             said = ", ".join(sorted({f"version {shown(b.version)} of {b.senders} senders" for b in begun}))
-            return self._drop(f"its senders do not agree (or have other plans): {said}")
+            return self._drop(f"the senders announced different versions or plans: {said}")
         if len(begin.pages) != self._rounds:
-            return self._drop(f"{len(begin.pages)} rounds were announced of {self._rounds}")
+            return self._drop(
+                f"a sender announced {len(begin.pages)} rounds, this worker expects {self._rounds}"
+            )
         if len(begun) < begin.senders:
             return []
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
-            return self._drop(f"{nbytes} bytes were announced of {self.arena_bytes} that this worker loads")
+            return self._drop(
+                f"the senders announced {nbytes} bytes, this worker loads {self.arena_bytes} bytes"
+            )
         return self._open()
 
     def _follow(self) -> list[Action]:
-        """To the next version, where this one is done with: applied, or all of its senders go on to the next.
-        One that lands, is held or is being applied is not left for it; nor is a seed that has landed, as long
-        as who sent it is there."""
+        """Goes on to the next version if this one has ended.
+
+        It has ended if it was applied, or if all its senders go on to the next. A version that lands, is held
+        or is being applied is not left. A landed seed is not left either, as long as its sender is connected.
+        """
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
         if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
             return []
@@ -408,7 +350,7 @@ class Landing:
         actions: list[Action] = []
         for sender, begin in following:
             sender.following = None
-            if sender.source in self._senders:  # else it was dropped with those before
+            if sender.source in self._senders:  # else it was discarded with the senders before it
                 actions += self._begin_or_wait(sender, begin)
         return actions
 
@@ -435,7 +377,7 @@ class Landing:
 
     def opened(self, immediate: int, round: int = 0) -> list[Action]:
         if round not in self._opening:
-            return [LandingCloseCounter(round)]  # dropped meanwhile
+            return [LandingCloseCounter(round)]  # discarded meanwhile
         self._opening.discard(round)
         self._counting.add(round)
         if self.phase is Phase.BEGINNING:
@@ -455,44 +397,43 @@ class Landing:
     def _lose(self, sender: _Sender, reason: str) -> list[Action]:
         del self._senders[sender.source]
         said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
-        actions: list[Action] = [LandingLog(logging.INFO, f"a sender of weights is gone: {said}")]
+        actions: list[Action] = [LandingLog(logging.INFO, f"lost a sender of weights: {said}")]
         actions += self._fence(sender, reason)
         unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
         if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
             return actions + self._drop(said)
-        # A trainer's version waits for a seed that has landed, and the seeder is gone now.
+        # A trainer's version may wait for a landed seed whose sender is gone now.
         return actions + self._follow()
 
     def _drop(self, reason: str) -> list[Action]:
-        """The version is void, and so is every link of its run: who is left has to join again."""
+        """Discards the version and ends every link of its run. The remaining senders have to join again."""
         actions: list[Action] = [
-            LandingLog(logging.WARNING, f"version {shown(self._version)} of the weights is dropped: {reason}")
+            LandingLog(logging.WARNING, f"discarded version {shown(self._version)} of the weights: {reason}")
         ]
         actions += [LandingCloseCounter(round) for round in sorted(self._opening | self._counting)]
         for sender in [sender for sender in self._senders.values() if sender.run == self._run]:
             del self._senders[sender.source]
             actions.append(LandingReply(sender.source, Dropped(self._version, clip(reason))))
-            actions += self._fence(sender, "the version was dropped")
+            actions += self._fence(sender, "the version was discarded")
         for done in (self._opening, self._counting):
             done.clear()
         self._problem = reason[:1024]
         if self.phase is Phase.APPLYING:
-            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()
+            actions.append(GiveUp(reason))  # the taker reads what has arrived, until applied()
         else:
             self.phase, self._version = Phase.EMPTY, ""
         return [*actions, *self._follow()]
 
     def _fence(self, sender: _Sender, reason: str) -> list[Action]:
         if sender.peer is None:
-            return []  # accepted() will
+            return []  # accepted() fences it
         self._fencing.add(sender.peer)
         return [LandingFence(sender.peer, reason)]
 
     # --- Applying
 
     def take(self, version: str) -> list[Action]:
-        """The version is to be applied: nothing else may land until applied(). It is handed over in as many
-        rounds as it has."""
+        """Takes the version to apply it, in all its rounds. Nothing else may land until applied()."""
         if self.phase is Phase.READY and self._version == version and not self._recording:
             self.phase = Phase.APPLYING
             if not self.slots:
@@ -503,21 +444,25 @@ class Landing:
         return [GiveUp(f"version {shown(version)} has not landed: {self._here()}")]
 
     def _here(self) -> str:
-        here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "there is none"
+        here = (
+            f"version {shown(self._version)} is {self.phase.value}" if self._version else "no version is here"
+        )
         return f"{here} ({self._problem})" if self._problem else here
 
     def released(self, round: int) -> list[Action]:
-        """Where it lay the next may land."""
+        """The round has been read. Its room is free for the next round."""
         following = round + self.slots
         if not self.slots or not self._begun() or following >= self._rounds:
             return []
         return self._open_round(following)
 
     def applied(self, problem: str, *, torn: bool = False) -> list[Action]:
-        """What was taken is served, or is not. ``torn``: the model has some of it. What has landed whole may
-        be tried again."""
+        """The taken version is served, or not. ``torn``: the model has a part of it.
+
+        A version that has landed whole may be tried again.
+        """
         if self.phase is not Phase.APPLYING:
-            return []  # it could not be taken
+            return []  # take() gave up
         version, actions = self._version, list[Action]()
         if problem:
             self._torn = self._torn or torn
@@ -556,37 +501,43 @@ class Landing:
         return [LandingLog(logging.WARNING, what), *self._release(source)]
 
     def _is_held(self) -> bool:
-        """Rounds that have been applied are not there any more: nothing of them is held."""
+        """Returns whether the version is held.
+
+        Rounds that have been applied are gone: they cannot be held.
+        """
         return self._holder is not None and self.phase is Phase.READY
 
     # --- Lending
 
     def why_not_lent(self, version: str) -> str:
-        """Why this worker cannot write the version to another engine; empty: it can."""
-        beside = f"version {shown(self._version)} is {self.phase.value}" if self._version else "nothing is"
+        """Returns the reason why this worker cannot write the version to another engine, or ""."""
+        here = f"version {shown(self._version)} is {self.phase.value}" if self._version else "nothing is"
         following = [one.following.version for one in self._senders.values() if one.following is not None]
         reasons = {
-            "it is in streaming mode, and keeps no copy of what it serves": bool(self.slots),
+            "it is in streaming mode, and keeps no copy of its weights": bool(self.slots),
             "it has weights of more than one version": self._torn,
-            "it serves what it was started with": not self.served,
-            f"it serves version {shown(self.served)}, and not {shown(version)}": self.served != version,
-            f"beside the model, where it would be sent from, {beside}": self.phase is not Phase.READY
+            "it serves the weights that it was started with": not self.served,
+            f"it serves version {shown(self.served)}, not {shown(version)}": self.served != version,
+            f"in its arena, from which it would send, {here}": self.phase is not Phase.READY
             or self._version != version,
-            "it looks at another checkpoint: ask again": bool(self._recording),
+            "it is busy with another checkpoint: retry later": bool(self._recording),
             "it is being seeded itself": any(one.seeds for one in self._senders.values()),
-            f"version {shown(''.join(following[:1]))} is on its way here: ask again": bool(following),
+            f"version {shown(''.join(following[:1]))} is being pushed to it: retry later": bool(following),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def lend(self, seed: Seed, to: str) -> str:
-        """From now on nothing is written here until it is returned; empty. Else why not."""
+        """Lends the version: nothing is written here until it is returned.
+
+        Returns the reason if it is not lent, or "".
+        """
         if refusal := self.why_not_lent(seed.version):
             return refusal
         self._lent[seed.run] = to
         return ""
 
     def returned(self, seed: Seed) -> list[Action]:
-        """What was lent for it."""
+        """The version that was lent for this seed is returned."""
         del self._lent[seed.run]
         return self._follow()
 
@@ -595,4 +546,4 @@ class Landing:
 
 
 def _taken(sender: _Sender) -> str:
-    return f"{sender.name} (run {sender.run}) sends weights to this worker: end it first"
+    return f"{sender.name} (run {sender.run}) sends weights to this worker: end that run first"

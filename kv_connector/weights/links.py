@@ -1,4 +1,4 @@
-"""A trainer's control connections: questions and their answers, news, and who is still there."""
+"""Links: a trainer's control connections. They carry queries and answers, carry news, and find lost peers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from kv_connector.weights.messages import (
 logger = logging.getLogger("kv_connector")
 
 News = Ready | Begun | Applied | NotApplied | Dropped
-"""What comes without a question."""
+"""Messages that arrive without a query."""
 
 
 class LinkError(RuntimeError):
-    """A worker or a controller refused, or is not there; the message says who and why."""
+    """A worker or a controller refused a request, or does not answer.
+
+    The message has its address and the reason.
+    """
 
 
 @dataclass(eq=False)
 class Link:
-    """One connection, dialled by us. ``over``: why nothing more comes of it."""
+    """One connection that this side dialled. ``over``: the reason why it has ended."""
 
     address: Address
     source: Source
@@ -54,13 +57,16 @@ class Link:
 
 @dataclass
 class Links:
-    """Any thread may call any method. ``heard`` and ``lost`` are called on the loop's thread."""
+    """The control connections of a trainer. Any thread may call any method.
+
+    ``heard`` and ``lost`` are called on the loop's thread.
+    """
 
     key: ClusterKey | None
     timeouts: Timeouts
     heard: Callable[[Link, News], None]
     lost: Callable[[Link, str], None]
-    clock: Callable[[], float] = time.monotonic  # of received() and tick()
+    clock: Callable[[], float] = time.monotonic  # the clock of received() and tick()
     _links: dict[Source, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,7 +82,10 @@ class Links:
         return self.loop.call(dial).result()
 
     def ask(self, link: Link, message: WeightMessage) -> Future[WeightMessage]:
-        """The answer; LinkError where it is a refusal, or the link ends. One question at a time."""
+        """Sends a query, one at a time.
+
+        The future has the answer, or LinkError after a refusal or the link's end.
+        """
         answer: Future[WeightMessage] = Future()
 
         def ask() -> None:
@@ -91,11 +100,11 @@ class Links:
         return answer
 
     def wait(self, answer: Future[WeightMessage], link: Link, timeout: float) -> WeightMessage:
-        """Blocks for it; a link that does not answer in time is over."""
+        """Blocks until the answer is here. Ends a link that does not answer in time."""
         try:
             return answer.result(timeout)
         except TimeoutError:
-            silent = f"no answer within {timeout:g} s: is it running, and has it the same cluster key?"
+            silent = f"no answer within {timeout:g} s: check that it runs, and has the same cluster key"
             self.end(link, silent)
             raise LinkError(f"{link.address}: {silent}") from None
 
@@ -103,7 +112,7 @@ class Links:
         self.loop.call(lambda: self.loop.sockets.send(link.source, message))
 
     def end(self, link: Link, reason: str) -> None:
-        """In words for the other side, too. Since close() they are all over."""
+        """Ends the link and sends the reason to the peer. After close() all links have ended already."""
         with suppress(CancelledError):
             self.loop.call(lambda: self._end(link, reason)).result()
 
@@ -116,10 +125,10 @@ class Links:
             self.loop.call(end_all).result()
 
     def close(self) -> None:
-        self.end_all("it is through")
+        self.end_all("it closed the connection")
         self.loop.stop()
 
-    # --- The loop's
+    # --- Called by the loop
 
     def received(self, now: float, received: Received[WeightMessage]) -> None:
         link = self._links.get(received.source)
@@ -136,13 +145,13 @@ class Links:
                 self._lost(link, message.reason or "it has left")
             case Dropped():
                 self.heard(link, message)
-                self._lost(link, f"version {shown(message.version)} was dropped: {message.reason}")
+                self._lost(link, f"version {shown(message.version)} was discarded: {message.reason}")
             case Ready() | Begun() | Applied() | NotApplied():
                 self.heard(link, message)
             case Refused() if link.asked is None:
                 self._lost(link, message.reason)
             case _ if link.asked is None:
-                logger.debug("%s: nobody asked for %s", link.address, message)
+                logger.debug("%s: unexpected answer %s", link.address, message)
             case Refused():
                 answer, link.asked = link.asked, None
                 answer.set_exception(LinkError(f"{link.address}: {message.reason}"))
@@ -164,7 +173,10 @@ class Links:
         return min(pings, default=None)
 
     def watch(self, link: Link, *, sends: bool = False) -> None:
-        """From now on it is pinged, and is lost where it is silent, or does not know us as a sender."""
+        """Pings the link from now on.
+
+        The link is lost if the peer is silent, or does not know this side as a sender.
+        """
 
         def watch() -> None:
             link.last_seen = link.next_ping = self.clock()
@@ -193,7 +205,7 @@ class Links:
 
 @contextmanager
 def questions(key: ClusterKey | None, timeouts: Timeouts | None = None) -> Iterator[Links]:
-    """Links of who only asks: news, and who is lost, are nothing to them."""
+    """Yields links for queries only: news and lost links are ignored."""
     links = Links(key, timeouts or Timeouts(), heard=lambda *_: None, lost=lambda *_: None)
     try:
         yield links

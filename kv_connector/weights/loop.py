@@ -1,4 +1,4 @@
-"""One thread that owns control sockets and a transfer engine, for senders, workers and controllers alike."""
+"""Loop: one thread that owns control sockets and a transfer engine, for senders, workers and controllers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ T = TypeVar("T")
 
 
 class Handler(Protocol):
-    """What goes on in the loop. All of it is called on the loop's thread."""
+    """The handler of a loop's events. All methods are called on the loop's thread."""
 
     def received(self, now: float, received: Received[WeightMessage]) -> None: ...
 
     def readable(self, now: float) -> None:
-        """A watched descriptor may be."""
+        """A watched descriptor may be readable."""
 
     def tick(self, now: float) -> float | None:
-        """Does what is due; the seconds until the next is, None: nothing is."""
+        """Does what is due. Returns the seconds until the next call is due. None: no call is due."""
 
 
 class Loop:
-    """start() it once, stop() it once. Only call() and stop() may be called from other threads."""
+    """A thread with control sockets. Call start() once and stop() once.
+
+    Other threads may call only call() and stop().
+    """
 
     def __init__(self, name: str, key: ClusterKey | None) -> None:
         self.sockets: MessageSockets[WeightMessage] = MessageSockets(CODEC, key)
         self._handler: Handler
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # of _stopped, and of _wake's life
+        self._lock = threading.Lock()  # of _stopped, and of the lifetime of _wake
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.sockets.watch(self._wake)
@@ -50,7 +53,7 @@ class Loop:
         self._thread.start()
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Runs it on the loop's thread; of a loop that has stopped the future is cancelled."""
+        """Runs the command on the loop's thread. If the loop has stopped, the future is cancelled."""
         future: Future[T] = Future()
         with self._lock:
             if self._stopped:
@@ -61,7 +64,7 @@ class Loop:
         return future
 
     def stop(self) -> None:
-        """Blocks until the thread has ended and its sockets are closed; idempotent."""
+        """Blocks until the thread has ended and its sockets are closed. Idempotent."""
         with self._lock:
             stopped, self._stopped = self._stopped, True
             if not stopped:
@@ -85,8 +88,8 @@ class Loop:
                     _carry_out(*self._commands.popleft())
                 pause = self._handler.tick(time.monotonic())
             except Exception:
-                logger.exception("the weights' thread goes on after an error that it did not expect")
-                pause = 0.01  # it may come again at once
+                logger.exception("weights: the control thread goes on after an error that it did not expect")
+                pause = 0.01  # the error may repeat at once
         for future, _ in self._commands:
             future.cancel()
 

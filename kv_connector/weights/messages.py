@@ -1,7 +1,7 @@
-"""What trainers, workers and engines say to each other about weights: MessagePack over the control sockets.
+"""Messages about weights between trainers, workers and controllers: MessagePack over the control sockets.
 
-A trainer's ranks are the senders, an engine's workers the receivers; its API server's part, the controller,
-has a version applied. All of a trainer's ranks with one `connect()` are a run.
+A trainer's ranks are the senders, and an engine's workers the receivers. The controller, a part of the
+engine's API server, has a version applied. A run is all ranks of a trainer with one `connect()`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from kv_connector.weights.geometry import Geometry, Tensor
 PROTOCOL = 1
 
 NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
-"""A worker refuses Join with it. A sender whose first rank is still describing the checkpoint asks again."""
+"""The reason with which a worker refuses Join.
 
-# A model of 37,000 tensors is described in 3 MB, and what a rank's loader does with it in 5.
+The sender retries while its first rank describes the checkpoint.
+"""
+
+# Descriptions of a model of 37,000 tensors take 3 MB, and the answer of a rank's loader takes 5 MB.
 _MAX_BYTES = 64 << 20
 
 Version = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -33,7 +36,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Describe(Message, frozen=True, tag="describe"):
-    """Trainer to worker: what would you load of this checkpoint?"""
+    """From a trainer to a worker: queries what it would load of this checkpoint. DESCRIBED answers."""
 
     tensors: tuple[Tensor, ...]
     protocol: Natural = PROTOCOL
@@ -44,25 +47,31 @@ class Described(Message, frozen=True, tag="described"):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Trainer's rank to worker: let me write, in this run. ``offer``: of its transfer engine."""
+    """From a trainer's rank to a worker: requests to write in this run.
+
+    ``offer``: of the rank's transfer engine.
+    """
 
     run: Id
     rank: Rank
     name: Id
-    tensors: Bytes  # digest of those that were described
+    tensors: Bytes  # digest of the described tensors
     offer: Bytes
-    seeds: bool = False  # it is an engine's, that writes what it serves: a trainer may come beside it
+    seeds: bool = False  # the sender is an engine that sends its own version: a trainer may join beside it
 
 
 class Joined(Message, frozen=True, tag="joined"):
     answer: Bytes  # to the offer
     region: Bytes  # the arena's descriptor
-    offsets: tuple[Natural, ...]  # bytes, of each parameter that the loader writes
+    offsets: tuple[Natural, ...]  # offset of each parameter that the loader writes, in bytes
     lane: Text
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """Trainer's rank to worker: so many pages will follow, from each of the ``senders`` that say so."""
+    """From a trainer's rank to a worker: announces its pages of a version.
+
+    ``senders`` ranks send BEGIN in all.
+    """
 
     version: Version
     plan: Bytes  # digest
@@ -72,7 +81,7 @@ class Begin(Message, frozen=True, tag="begin"):
 
 
 class Begun(Message, frozen=True, tag="begun"):
-    """All senders have said BEGIN, and there is room for this round's pages."""
+    """All senders have sent BEGIN, and this round's pages have room."""
 
     version: Version
     immediate: Natural
@@ -80,44 +89,48 @@ class Begun(Message, frozen=True, tag="begun"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The engine may be paused for the version: it has landed, or will where it is not served meanwhile."""
+    """The engine may be paused for the version: it has landed, or it will land while the engine is paused."""
 
     version: Version
 
 
 class Dropped(Message, frozen=True, tag="dropped"):
-    """The version will not be applied, what has come of it is void, and every link to this worker is over."""
+    """The version will not be applied. Its bytes are discarded, and every link to this worker has ended."""
 
     version: Version
     reason: Text
 
 
 class Applied(Message, frozen=True, tag="applied"):
-    """What the worker serves from now on; or, of a controller, all of the engine's."""
+    """The version that a worker serves from now on.
+
+    From a controller: the version that the whole engine serves.
+    """
 
     version: Version
-    pause_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the engine, which its workers do not know
+    # pause of the engine; a worker does not know it and sends 0
+    pause_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class NotApplied(Message, frozen=True, tag="not_applied"):
-    """Controller to trainer: the engine does not serve the version, for this reason."""
+    """From a controller to a trainer: the engine does not serve the version, with the reason."""
 
     version: Version
     reason: Text
-    torn: bool = False  # it serves nothing
+    torn: bool = False  # the engine serves nothing
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The answer to what cannot be done; nothing has changed."""
+    """The answer to a request that cannot be fulfilled. Nothing has changed."""
 
     reason: Text
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Once a second while the connection stands; answered by PONG."""
+    """Sent once a second while the connection stands. PONG answers."""
 
     sender: bool = False
-    """Whether to be told (LEAVE) where the worker does not know this connection as a sender's any more."""
+    """Whether the worker answers LEAVE if it does not know this connection as a sender's."""
 
 
 class Pong(Message, frozen=True, tag="pong"):
@@ -125,55 +138,61 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """This end is through."""
+    """The sender of this message closes the connection."""
 
     reason: Text = ""
 
 
 class Workers(Message, frozen=True, tag="workers"):
-    """To a controller: where do the workers of your engine listen?"""
+    """To a controller: queries the addresses of the engine's workers."""
 
 
 class WorkersAre(Message, frozen=True, tag="workers_are"):
-    """Answers WORKERS. Of a controller to its workers: so many there are, of all data-parallel ranks."""
+    """Answers WORKERS. From a controller to its workers: the workers of all data-parallel ranks."""
 
     workers: tuple[WorkerAddress, ...]
 
 
 class Apply(Message, frozen=True, tag="apply"):
-    """To a controller: pause, have all workers take this version, go on."""
+    """To a controller: requests a pause in which all workers take this version."""
 
     version: Version
 
 
 class Hold(Message, frozen=True, tag="hold"):
-    """Controller to worker: keep this version, which has landed, until RELEASE. Answered by STATE; REFUSED
-    where it is not there.
+    """From a controller to a worker: keep this landed version until RELEASE.
 
-    PING keeps it held: a controller that is silent holds nothing any more."""
+    STATE answers, or REFUSED if the worker does not have the version. PING keeps it held: a silent controller
+    holds nothing.
+    """
 
     version: Version
 
 
 class Release(Message, frozen=True, tag="release"):
-    """Controller to worker: what was held may be left for the next version. It has no answer."""
+    """From a controller to a worker: the held version may be left for the next version. It has no answer."""
 
 
 class Torn(Message, frozen=True, tag="torn"):
-    """Controller to its first worker, from which routers hear of the engine: it stays paused, for this
-    reason; empty: it goes on."""
+    """From a controller to its first worker: the engine stays paused, for this reason.
+
+    Empty: the engine resumes. The first worker reports it to the routers.
+    """
 
     reason: Text
 
 
 class Verify(Message, frozen=True, tag="verify"):
-    """To a worker: what has landed of such a checkpoint? Answered by HASHED; REFUSED where nothing has."""
+    """To a worker: queries the hashes of what has landed of this checkpoint.
+
+    HASHED answers, or REFUSED if nothing has.
+    """
 
     tensors: Bytes  # digest
 
 
 class Hashed(Message, frozen=True, tag="hashed"):
-    """What lies in the arena, by parameter (verify.py)."""
+    """The hashes of the arena's contents, by parameter (verify.py)."""
 
     version: Version
     geometry: Geometry
@@ -181,34 +200,37 @@ class Hashed(Message, frozen=True, tag="hashed"):
 
 
 class Seed(Message, frozen=True, tag="seed"):
-    """To each worker of an engine that serves the version: write it to another engine. Answered by SEEDED;
-    REFUSED where it cannot be, or has failed. LEAVE, before that, ends it."""
+    """To each worker of an engine that serves the version: write it to another engine.
+
+    SEEDED answers, or REFUSED if the worker cannot write it or failed. LEAVE before the answer ends the
+    seeding.
+    """
 
     run: Id
     version: Version
-    engine: WorkerAddress  # the other one's controller
+    engine: WorkerAddress  # the controller of the engine that is seeded
 
 
 class Seeded(Message, frozen=True, tag="seeded"):
-    """The other engine serves it."""
+    """The seeded engine serves the version."""
 
     version: Version
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """To a worker or a controller: how far are you? Answered by STATE."""
+    """To a worker or a controller: queries its state. STATE answers."""
 
 
 class State(Message, frozen=True, tag="state"):
-    served: Annotated[str, msgspec.Meta(max_length=128)]  # empty: what the engine was started with
+    served: Annotated[str, msgspec.Meta(max_length=128)]  # empty: the weights from the engine's start
     landing: Annotated[str, msgspec.Meta(max_length=128)] = ""  # or being taken
     landed: Annotated[str, msgspec.Meta(max_length=128)] = ""
     senders: Natural = 0
     arena_bytes: Natural = 0
     problem: Annotated[str, msgspec.Meta(max_length=1024)] = ""
-    """Why the last version was not applied; empty: it was."""
+    """The reason why the last version was not applied. Empty: it was applied."""
     torn: bool = False  # it has weights of more than one version, and must not serve
-    seeding: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # the engines that it writes its version to
+    seeding: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # the engines to which it writes its version
 
 
 WeightMessage = (

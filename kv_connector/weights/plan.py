@@ -1,10 +1,11 @@
-"""Who writes what where: the boxes that a trainer's ranks hold, cut by what the engines' loaders take.
+"""Plan: which rank writes what where.
 
-A pure function of its arguments: every rank makes the same plan by itself, and its digest tells whether that
-is so. Each element of each receiver is written once, by one of those who hold it.
+It cuts the boxes that a trainer's ranks hold by what the engines' loaders take. Planning is a pure function:
+every rank makes the same plan by itself, and the plan's digest proves it. One of the ranks that hold an
+element writes it to each receiver, once.
 
-Extents, offsets and strides count elements. Equal shapes are cut once: a model of 37,000 tensors has a few
-dozen.
+Extents, offsets and strides count elements. Equal shapes are cut only once: a model of 37,000 tensors has a
+few dozen shapes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from kv_connector.weights.geometry import Geometry, Index, Tensor, Write, digest
 
 
 class PlanError(ValueError):
-    """What the trainer holds and what the engines load do not fit; the message names the tensor."""
+    """The trainer's tensors and the engines' loaders do not fit. The message names the tensor."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: ``extent`` elements from ``start`` on, one number a dimension."""
+    """A part of a tensor: ``extent`` elements from ``start`` on, with one number for each dimension."""
 
     start: Index
     extent: Index
@@ -40,11 +41,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sender writes to one receiver in one go: ``extent`` elements of its shard from ``start``
-    on, to ``offset + sum(i * strides)`` of the parameter."""
+    """A part of a shard that one sender writes to one receiver at once.
 
-    shard: int  # of the sender's
-    parameter: int  # of the receiver's
+    ``extent`` elements of the shard from ``start`` on go to ``offset + sum(i * strides)`` of the parameter.
+    """
+
+    shard: int  # among the sender's
+    parameter: int  # among the receiver's
     start: Index
     extent: Index
     offset: int
@@ -57,13 +60,13 @@ class Piece:
 
 @dataclass
 class Plan:
-    """Of one sender."""
+    """The plan of one sender."""
 
     digest: bytes
     pieces: list[list[Piece]]
-    """By receiver, in the order in which they are to be written."""
+    """This sender's pieces by receiver, in the order of writing."""
     nbytes: list[list[int]]
-    """As they travel, by sender, everybody's, and receiver. 0: it writes nothing there."""
+    """Bytes to transfer, of every sender to every receiver. 0: the sender writes nothing there."""
 
 
 def make_plan(
@@ -72,8 +75,11 @@ def make_plan(
     receivers: Sequence[Geometry],
     sender: int,
 ) -> Plan:
-    """``sender``: whose pieces are told. Raises PlanError where a tensor is not held whole, or not at all
-    while it is loaded; ValueError for a dtype that cannot be sent."""
+    """Makes the plan of the rank ``sender``.
+
+    Raises PlanError if the senders hold a tensor only in part, or do not hold a tensor that is loaded. Raises
+    ValueError for a dtype that cannot be sent.
+    """
     cutter = _Cutter(tensors, senders)
     plan = Plan(
         digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
@@ -102,8 +108,8 @@ def make_plan(
                     assign(holders[0], nbytes, number, write, cut)
                 else:
                     shared.append((nbytes, len(shared), number, write, cut, holders))
-    # The longest first, each to who has the least to write: of what all hold, nobody has more than the mean
-    # and one piece.
+    # The longest pieces come first. Each goes to the holder that has the least to write. For pieces that all
+    # ranks hold, no rank then writes more than the mean and one piece.
     load = [sum(by_receiver) for by_receiver in plan.nbytes]
     for nbytes, _, number, write, cut, several in sorted(shared, key=lambda one: (-one[0], one[1])):
         holder = min(several, key=lambda holder: (load[holder[0]], holder))
@@ -115,37 +121,40 @@ def make_plan(
 
 
 def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
-    """What an engine says that it loads has to be there, and to have room."""
+    """Raises PlanError if a reported write lies outside its tensor or its parameter."""
     if write.tensor >= len(tensors) or write.parameter >= len(geometry.parameters):
-        raise PlanError(f"a loader takes tensor {write.tensor} of {len(tensors)} for its {write.parameter}th")
+        raise PlanError(
+            f"the engine reports a write of tensor {write.tensor} to parameter {write.parameter}, of "
+            f"{len(tensors)} tensors and {len(geometry.parameters)} parameters"
+        )
     tensor, parameter = tensors[write.tensor], geometry.parameters[write.parameter]
     if not len(write.start) == len(write.extent) == len(write.strides) == len(tensor.shape) or any(
         start + extent > size
         for start, extent, size in zip(write.start, write.extent, tensor.shape, strict=True)
     ):
-        raise PlanError(f"a loader takes what {tensor.name} of shape {list(tensor.shape)} has not")
+        raise PlanError(f"the engine's loader reads outside {tensor.name} of shape {list(tensor.shape)}")
     last = write.offset + sum((n - 1) * s for n, s in zip(write.extent, write.strides, strict=True))
     if write.elements and last >= parameter.elements:
-        raise PlanError(f"a loader writes {tensor.name} beyond the end of {parameter.name}")
+        raise PlanError(f"the engine's loader writes {tensor.name} beyond the end of {parameter.name}")
     if tensor.dtype != parameter.dtype and (is_float8(tensor.dtype) or is_float8(parameter.dtype)):
         raise PlanError(
-            f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which is no mere "
-            "conversion: push a checkpoint that is quantised as the engine's is, or BlockFp8 of a source"
+            f"{tensor.name} is {tensor.dtype} here and {parameter.dtype} at the engine, which takes more "
+            "than a conversion. Push a checkpoint quantised like the engine's, or BlockFp8 of a source"
         )
 
 
 _Holder = tuple[int, int]
-"""A sender, and which of its shards."""
+"""A sender, and the number of its shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a box has of a write."""
+    """The part of a write that lies in one box."""
 
     box: int
     start: Index  # within the box
     extent: Index
-    offset: int  # behind the write's
+    offset: int  # behind the write's offset
     elements: int
 
 
@@ -155,14 +164,14 @@ class _Cutter:
         self._boxes: list[dict[Box, list[_Holder]]] = [{} for _ in tensors]
         for sender, shards in enumerate(senders):
             for number, shard in enumerate(shards):
-                # A rank that holds nothing of a tensor may say so.
+                # A rank may report an empty shard of a tensor.
                 if math.prod(shard.box.extent):
                     self._boxes[shard.tensor].setdefault(shard.box, []).append((sender, number))
         self._whole: dict[tuple[Index, tuple[Box, ...]], str | None] = {}
         self._cuts: dict[tuple[Index, Index, Index, tuple[Box, ...]], list[_Cut]] = {}
 
     def cut(self, write: Write) -> tuple[list[_Cut], list[list[_Holder]]]:
-        """The write by boxes, and of each box all who hold it."""
+        """Returns the write cut by boxes, and all holders of each box."""
         tensor = self._tensors[write.tensor]
         held = self._boxes[write.tensor]
         boxes = tuple(held)
@@ -201,18 +210,18 @@ def _intersections(write: Write, boxes: Sequence[Box]) -> Iterator[_Cut]:
 
 
 def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
-    """Why these boxes are not each element once, in words."""
+    """Returns the reason why the boxes do not cover each element exactly once, or None."""
     if not boxes:
-        return "nobody holds it"
+        return "no rank holds it"
     edges: list[list[int]] = []
     for dimension, size in enumerate(shape):
         cut = {0, size}
         for box in boxes:
             if len(box.start) != len(shape):
-                return f"somebody holds a part of it in {len(box.start)} dimensions"
+                return f"a rank holds a part of it in {len(box.start)} dimensions"
             end = box.start[dimension] + box.extent[dimension]
             if end > size:
-                return f"somebody holds elements up to {end} of dimension {dimension}"
+                return f"a rank holds elements up to {end} of dimension {dimension}"
             cut |= {box.start[dimension], end}
         edges.append(sorted(cut))
     cells = np.zeros([len(cut) - 1 for cut in edges], dtype=np.int64)
@@ -223,7 +232,7 @@ def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
         )
         cells[span] += 1
     if (cells == 0).any():
-        return "some of its elements are held by nobody"
+        return "some of its elements are held by no rank"
     if (cells > 1).any():
         return "parts of it that different ranks hold overlap"
     return None
@@ -231,9 +240,12 @@ def _not_tiled(shape: Index, boxes: Sequence[Box]) -> str | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """A piece as the engine writes it: runs of ``elements`` each, the i-th from ``source[i]`` to
-    ``target[i]``, in elements. ``packed``: the source lies at no places that serve, and is to be laid out
-    row by row in ``order`` first, where the i-th run then begins at ``i * elements``."""
+    """A piece as the transfer engine writes it: runs of ``elements`` elements each.
+
+    Run i goes from ``source[i]`` to ``target[i]``, both in elements. ``packed``: the source does not lie in
+    runs that can be sent. It is laid out row by row in ``order`` first, and run i then begins at ``i *
+    elements``.
+    """
 
     elements: int
     source: np.ndarray
@@ -243,16 +255,20 @@ class Runs:
 
 
 def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False) -> Runs:
-    """``strides``: of the shard, as it lies in memory. ``least``: elements of a run that is worth being sent
-    as it lies, where a longer one could be had. ``pack``: in any case, for a conversion."""
-    # What is far apart at the receiver is the outer loop, so that its memory is written in order.
+    """Returns the runs of a piece.
+
+    ``strides``: the strides of the shard in memory. ``least``: shorter runs, in elements, are not sent as
+    they lie if packing makes them longer. ``pack``: always pack, for a conversion.
+    """
+    # Elements that are far apart at the receiver form the outer loop, so that its memory is written in order.
     order = tuple(
         sorted(
             (d for d, n in enumerate(piece.extent) if n > 1),
             key=lambda d: (-piece.strides[d], d),
         )
     )
-    # Dimensions from the innermost on that make one run at the receiver, and at the source as well.
+    # The innermost dimensions that form one run at the receiver, and those that form one at the source as
+    # well.
     run = as_it_lies = 1
     inner = lying = len(order)
     together = True
@@ -279,7 +295,7 @@ def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False
 
 
 def _grid(dimensions: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Where each element of a strided grid lies, row by row."""
+    """Returns the places of the elements of a strided grid, row by row."""
     places = np.zeros(1, dtype=np.int64)
     for size, stride in dimensions:
         places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)

@@ -1,5 +1,7 @@
-"""A trainer's end: each rank writes what it holds straight into the engines' arenas, and rank 0 has each
-version applied once all of it has landed.
+"""WeightPusher: the trainer's side.
+
+Each rank writes its part straight into the engines' arenas, and rank 0 has each version applied once it has
+landed.
 
     pusher = WeightPusher(module_source(model), ["10.0.0.5:5800"])
     pusher.connect()
@@ -7,8 +9,8 @@ version applied once all of it has landed.
         train(model)
         pusher.push(str(step)).wait("applied", timeout=60)
 
-Each rank calls the same in the same order. Nothing is gathered, and no rank waits for another but in
-connect() and, for a version, until all have begun, or in its source's refresh().
+All ranks make the same calls in the same order. Nothing is gathered. Ranks wait for each other only in
+connect(), at the start of a version until all have begun, and in the source's refresh().
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ logger = logging.getLogger("kv_connector")
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank writes to one worker for a version."""
+    """The part of a version that this rank writes to one worker."""
 
     worker: str
     nbytes: int
@@ -58,15 +60,15 @@ class Part:
 
 @dataclass
 class _Awaited:
-    """The rounds that push() still awaits of one worker."""
+    """The rounds of one worker that push() still waits for."""
 
-    rounds: int  # that it has not begun
+    rounds: int  # rounds that the worker has not begun
     due: float
-    late: str  # said of it when that time has come
+    late: str  # the error after this time
 
 
 class WeightPusher:
-    """One for each rank. Its methods are called by one thread."""
+    """The pusher of one rank. One thread calls its methods."""
 
     def __init__(
         self,
@@ -85,19 +87,26 @@ class WeightPusher:
         begin_timeout: float | None = None,
         seeds: bool = False,
     ) -> None:
-        """``engines``: the controllers' addresses, ``host:port``. ``providers``: lanes in order of
-        preference; default: ``host`` and ``tcp``, of weights in a GPU ``nvlink``. ``data_host``: this
-        machine's address for them. ``apply``: called by rank 0 with a version's identity, on a thread that
-        must not wait, when all engines that are left may be paused for it; default: each one's controller is
-        told. ``key``: what is in ``key_file``, where it has been read. ``partial``: names, or patterns as of
-        a shell, of tensors that engines may load in part or not at all, and of engines' parameters that may
-        keep what they have. ``begin_timeout``: seconds that push() waits until an engine begins a version,
-        which takes it as long as its pause for the one before and the latest rank; a slower engine takes the
-        next version; default: ``timeouts.orphan``. ``seeds``: this is an engine, beside which a trainer may
-        come; the joiner keeps what it was not sent, as this engine did.
+        """``engines``: addresses of the controllers, ``host:port``. ``providers``: lanes in order of
+        preference. Default: ``nvlink`` for weights in a GPU, else ``host`` and ``tcp``. ``data_host``: this
+        machine's address for them.
 
-        KeyFileError; ValueError where an address is none, or given twice; TransferError where a lane does not
-        open.
+        ``apply``: called by rank 0 with a version's identity, once all engines that are left may be paused
+        for it. Its thread must not block. Default: each engine's controller applies the version. ``key``: the
+        content of ``key_file``, if it was read already.
+
+        ``partial``: names or shell patterns of tensors that engines may load in part or not at all, and of
+        engines' parameters that may keep their values.
+
+        ``begin_timeout``: seconds that push() waits until an engine begins a version. The engine needs the
+        time of its pause for the previous version and of the latest rank. A slower engine gets the next
+        version. Default: ``timeouts.orphan``.
+
+        ``seeds``: this pusher belongs to an engine that seeds another one. A trainer may join beside it, and
+        the seeded engine keeps parameters that it was not sent, as this engine did.
+
+        Raises KeyFileError, ValueError if an address is invalid or given twice, and TransferError if a lane
+        does not open.
         """
         key = key or find_key(key_file)
         self._source = source
@@ -136,7 +145,10 @@ class WeightPusher:
         )
 
     def close(self) -> None:
-        """Ends all links; engines drop a version under way. TransferError: that of TransferEngine.close()."""
+        """Ends all links. Engines discard a version that is in flight.
+
+        Raises TransferError as TransferEngine.close() does.
+        """
         self._links.close()
         self._engine.close()
 
@@ -145,27 +157,28 @@ class WeightPusher:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._links.end_all(str(error) or type(error).__name__)  # which engines tell the other ranks
+            self._links.end_all(str(error) or type(error).__name__)  # engines report it to the other ranks
             self._links.close()
-            close_or_log(self._engine, self._name)  # its error would take the place of this one
+            close_or_log(self._engine, self._name)  # its error would replace this one
         else:
             self.close()
 
     # --- Connecting
 
     def connect(self) -> None:
-        """Learns what the engines load, plans who writes what, and joins the workers. A collective; where it
-        was called before, anew.
+        """Queries what the engines load, plans which rank writes what, and joins the workers.
 
-        Raises PushError, on every rank where rank 0 could not; PlanError, also where an engine would not load
-        all of a tensor, or would keep parameters, that ``partial`` does not name; SourceError where weights
-        have no memory.
+        A collective of all ranks. A second call connects anew.
+
+        Raises PushError, on every rank if rank 0 could not connect. Raises PlanError, also if an engine would
+        load a tensor only in part or keep parameters, and ``partial`` does not name them. Raises SourceError
+        if weights have no memory.
         """
         self._plan = None
         for engine in self._engines:
             for link in [engine.link, *(worker.link for worker in engine.workers)]:
                 if link is not None:
-                    self._links.end(link, "it connects anew")
+                    self._links.end(link, "the trainer connects again")
             for worker in engine.workers:
                 self._writer.fence(worker.peer)
         agreed = self._source.agree(self._joining.ask_engines)
@@ -198,15 +211,15 @@ class WeightPusher:
                 self._joining.join(worker)
 
     def _check_coverage(self, geometries: Sequence[Geometry]) -> None:
-        """Raises PlanError."""
+        """Raises PlanError if an engine would not load all that is sent, or keeps parameters."""
         tensors = self._source.tensors()
         groups = [
             (str(engine.address), [geometries[worker.number] for worker in engine.workers])
             for engine in self._engines
         ]
         if self._apply is not None:
-            # Addresses are those of first workers, of which an engine of several data-parallel ranks has
-            # several, each with its own experts.
+            # Addresses are those of first workers. An engine of several data-parallel ranks has several of
+            # them, each with its own experts.
             groups = [(", ".join(name for name, _ in groups), list(geometries))]
         for name, workers in groups:
             if problem := left_out(name, tensors, workers, self._partial, keeps=self._seeds):
@@ -214,7 +227,7 @@ class WeightPusher:
                 raise PlanError(problem)
 
     def parts(self) -> list[Part]:
-        """By worker, once connected."""
+        """Returns this rank's part for each worker. Call connect() first."""
         return [
             Part(
                 str(worker.address),
@@ -227,8 +240,11 @@ class WeightPusher:
         ]
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """By engine: bytes of the last version that this rank has written, and all that it writes. Any
-        thread."""
+        """Returns, for each engine, the written bytes of the last version and the bytes that this rank
+        writes.
+
+        Any thread may call it.
+        """
         return {
             str(engine.address): (
                 sum(self._writer.posted.get(worker.peer, 0) for worker in engine.workers),
@@ -238,7 +254,10 @@ class WeightPusher:
         }
 
     def _writes_to(self, worker: TargetWorker) -> bool:
-        """Rank 0 has to hear from each when all has landed."""
+        """Returns whether this rank joins the worker.
+
+        Rank 0 joins all, as each worker reports to it what has landed.
+        """
         assert self._plan is not None
         return self._source.rank == 0 or bool(self._plan.pieces[worker.number])
 
@@ -247,17 +266,19 @@ class WeightPusher:
     def push(self, version: str) -> Update:
         """Writes this rank's part of all engines' weights, and returns once the sources may change again.
 
-        Blocks until then, for an engine that does not begin the version for ``begin_timeout`` at most; what
-        follows is the Update's. A version that is not applied when all ranks push the
-        next is not applied any more. Raises PushError where connect() was not called, SourceError where the
-        source has other tensors than then. An engine that fails fails in its Update alone.
+        Blocks until then, but at most ``begin_timeout`` for an engine that does not begin the version. The
+        Update reports what follows. Once all ranks push the next version, an unapplied version is not applied
+        any more.
+
+        Raises PushError without connect(), and SourceError if the source's tensors differ from those at
+        connect(). The failure of an engine is reported in its Update only.
 
         ``version`` is a name of 119 characters at most. Engines compare more than the name: each push is
         another version, except pushes of the same unchanged checkpoint under the same name. Give engines that
         exchange KV to one pusher.
         """
         if self._plan is None:
-            raise PushError("connect() comes first")
+            raise PushError("the pusher is not connected: call connect() before push()")
         if not 0 < len(shown(version)) <= MAX_NAME:
             raise PushError(f"the version {version!r} needs a name of 1 to {MAX_NAME} characters")
         self._pushes += 1
@@ -267,23 +288,23 @@ class WeightPusher:
         self._news.begin(update)
         self._writer.start()
         awaited = self._begin(named, update)
-        self._writer.deregister_freed()  # meanwhile the workers begin
+        self._writer.deregister_freed()  # while the workers begin
         while awaited:
             for worker, link, begun in self._wait_for(awaited):
                 if link is not worker.link:
-                    continue  # it has been joined anew since
+                    continue  # it was joined again since
                 if begun is None:
                     awaited.pop(worker, None)
                     self._end_engine_of(worker)
                     continue
                 if worker not in awaited:
-                    continue  # it is lost
+                    continue  # it was lost
                 sends = worker.rounds[begun.round]
                 self._writer.write(Target(worker.peer, worker.region, worker.offsets, begun.immediate, sends))
                 left = awaited[worker].rounds - 1
                 if left:
                     limit = self._timeouts.orphan
-                    late = f"no further round begun within {limit:g} s"
+                    late = f"it began no further round within {limit:g} s"
                     awaited[worker] = _Awaited(left, time.monotonic() + limit, late)
                 else:
                     del awaited[worker]
@@ -293,23 +314,26 @@ class WeightPusher:
         return update
 
     def release(self) -> None:
-        """Deregisters the weights' memory, so that it can be freed. Blocks. Call it between two pushes,
-        before weights are offloaded or their storages are resized. The next push registers what it sends.
+        """Deregisters the weights' memory, so that it can be freed. Blocks.
 
-        Each push itself deregisters the memory of freed tensors. It does not see a storage that was
-        resized, or memory that an allocator replaced under the same address: after these a NIC would send the
-        memory of before. Raises TransferError where some memory is still registered.
+        Call it between two pushes, before weights are offloaded or their storages are resized. The next push
+        registers what it sends.
+
+        Each push itself deregisters the memory of freed tensors. It does not notice a resized storage, or
+        memory that an allocator replaced under the same address: a NIC would then send the old memory.
+
+        Raises TransferError if some memory is still registered.
         """
         self._writer.release()
 
     def _begin(self, version: str, update: Update) -> dict[TargetWorker, _Awaited]:
-        """Asks all workers to begin. Returns the workers that will say BEGUN, once a round."""
+        """Has all workers begin the version. Returns those that will answer BEGUN, once for each round."""
         limit = self._begin_timeout
-        late = f"not begun within {limit:g} s (begin_timeout): it takes the next version"
+        late = f"not begun within {limit:g} s (begin_timeout): the engine gets the next version"
         asked: dict[TargetWorker, _Awaited] = {}
         for engine in self._engines:
             if not any(map(self._writes_to, engine.workers)):
-                # There is no link over which this rank would hear of it.
+                # This rank has no link over which it would receive the engine's news.
                 update.reached(str(engine.address), "landed")
                 update.reached(str(engine.address), "applied")
                 continue
@@ -334,8 +358,10 @@ class WeightPusher:
         return asked
 
     def _wait_for(self, awaited: Mapping[TargetWorker, _Awaited]) -> list[WorkerNews]:
-        """Blocks until somebody has begun a round, or is lost; all who have. An engine with a late worker is
-        lost, and no other one."""
+        """Blocks until a worker has begun a round or is lost, and returns the news of all such workers.
+
+        If a worker is late, only its engine is lost.
+        """
         left = min(one.due for one in awaited.values()) - time.monotonic()
         try:
             heard = [self._news.begun.get(timeout=min(max(left, 0), threading.TIMEOUT_MAX))]
@@ -343,7 +369,7 @@ class WeightPusher:
             return self._end_late(awaited)
         while not self._news.begun.empty():
             heard.append(self._news.begun.get())
-        # Not all ranks at the same receiver at once.
+        # Not all ranks write to the same receiver at once.
         first = self._source.rank % len(heard)
         return [*heard[first:], *heard[:first]]
 
@@ -356,17 +382,19 @@ class WeightPusher:
             if late is not None:
                 for worker in engine.workers:
                     self._end(worker, late)
-                # Also of links that were over before, of which there is no news.
+                # Links that ended earlier send no news, and count as well.
                 lost += [(worker, worker.link, None) for worker in waits]
         return lost
 
     def _end_engine_of(self, lost: TargetWorker) -> None:
-        """The engine of a worker that is lost does not get the version any more. Its other workers do not
-        wait for it, as another sender's version may wait for them."""
+        """Takes the version from the engine of a lost worker.
+
+        The engine's other workers do not wait for it, because another sender's version may wait for them.
+        """
         assert lost.link is not None
         for engine in self._engines:
             for worker in engine.workers if lost in engine.workers else ():
-                self._end(worker, f"{lost.link.address} of its engine is lost")
+                self._end(worker, f"worker {lost.link.address} of its engine is lost")
 
     def _end_failed(self) -> None:
         for worker in workers_of(self._engines):
@@ -374,18 +402,20 @@ class WeightPusher:
                 self._end(worker, failure)
 
     def _end(self, worker: TargetWorker, reason: str) -> None:
-        """It is joined anew for the next version."""
+        """Ends the session. The worker is joined again for the next version."""
         if worker.link is not None and not worker.link.over:
             self._links.end(worker.link, reason)
             self._news.lost(worker.link, reason)
 
     def cancel(self, reason: str) -> None:
-        """For good: a push that is under way returns soon, and its Update gives the reason. Any thread, also
-        while it is closed, and after."""
+        """Cancels this pusher for good. A running push returns soon, and its Update has the reason.
+
+        Any thread may call it, also during close() and after it.
+        """
         self._joining.cancelled = reason
         for worker in workers_of(self._engines):
             self._end(worker, reason)
-        self._links.end_all(reason)  # of who is only asked
+        self._links.end_all(reason)  # also of links that only query
 
     def _begins(self, worker: TargetWorker, version: str) -> Begin:
         assert self._plan is not None

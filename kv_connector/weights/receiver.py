@@ -1,8 +1,8 @@
-"""A worker's end: weights land in its arena while it serves, and are taken from there in one step; or, where
-there is no room for that, round by round while it is paused.
+"""WeightReceiver: a worker's side.
 
-``Landing`` decides; this carries it out, on a thread and a transfer engine of its own. The worker's main
-thread comes in only to take what has landed.
+Weights land in its arena while it serves, and the model takes them in one step. If there is no room for that,
+weights land round by round while the engine is paused. ``Landing`` decides, and this module carries out its
+actions, on its own thread and transfer engine. The worker's main thread only takes what has landed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
@@ -61,25 +61,25 @@ from kv_connector.weights.seeder import Lender, Seeder
 
 logger = logging.getLogger("kv_connector")
 
-# A fence takes a turn of the engine's worker; one that is stuck is asked for again.
+# A fence takes one turn of the transfer thread. A fence that takes longer is tried again.
 _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
-# A round of 2 GB takes a network of 1 Gbit/s 16 s; senders that live and have not written it for so long
+# A round of 2 GB takes 16 s over a network of 1 Gbit/s. Live senders that have not written it after this time
 # never will.
 _ROUND_S = 60.0
 
-_NOTHING = "there is no whole version beside the model that could be compared: push one, then verify it"
+_NOTHING = "no complete version lies beside the model to be compared: push a version, then verify it"
 
 
 class NotLanded(RuntimeError):
-    """The version is not there; the message says what is."""
+    """The version has not landed. The message says which version is here."""
 
 
 @dataclass(frozen=True)
 class ReceiverConfig:
     name: str  # in logs and at peers
-    address: Address  # of the control socket; port 0 takes a free one
+    address: Address  # of the control socket; port 0 takes a free port
     providers: tuple[str, ...]
-    data_host: str = ""  # empty: the control socket's
+    data_host: str = ""  # empty: the host of the control socket
     key: ClusterKey | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the arena
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -87,7 +87,7 @@ class ReceiverConfig:
 
 
 class WeightReceiver:
-    """start() it once, close() it once. Any thread may call any method."""
+    """The receiver of one worker. Call start() once and close() once. Any thread may call any method."""
 
     def __init__(
         self,
@@ -95,9 +95,14 @@ class WeightReceiver:
         record: Callable[[Sequence[Tensor]], Geometry],
         torn: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``record``: what the worker would load of a checkpoint, called on a thread of its own; raises
-        ValueError in words for the trainer. ``torn``: called with why the engine stays paused, or "" when it
-        goes on; of its first worker alone. Raises TransferError where a provider does not open."""
+        """``record``: finds out what the worker would load of a checkpoint. It is called on a separate
+        thread, and raises ValueError with a message for the trainer.
+
+        ``torn``: called on the engine's first worker with the reason why the engine stays paused, or "" when
+        it resumes.
+
+        Raises TransferError if a provider does not open.
+        """
         self._config = config
         self._record = record
         self._torn = torn
@@ -107,16 +112,19 @@ class WeightReceiver:
         self._recorder = ThreadPoolExecutor(1, "kvc-weights-record")
         self._landing = Landing(config.timeouts.dead, slots=SLOTS if config.streaming else 0)
         self._arena: Arena | None = None
-        self._tensors: tuple[Tensor, ...] = ()  # that it was made for
-        self._seeders: dict[Source, Seeder] = {}  # by who asked
+        self._tensors: tuple[Tensor, ...] = ()  # for which the arena was made
+        self._seeders: dict[Source, Seeder] = {}  # by requester
         self._region = -1
-        self._counters: dict[int, int] = {}  # their rounds
+        self._counters: dict[int, int] = {}  # round of each counter
         self._handed: queue.SimpleQueue[HandOver | GiveUp] = queue.SimpleQueue()
         self._fencing: dict[int, str] = {}
         self._workers: tuple[WorkerAddress, ...] = ()
 
     def start(self) -> Address:
-        """Raises zmq.ZMQError where the address cannot be bound."""
+        """Binds the control socket and starts the thread.
+
+        Raises zmq.ZMQError if the address cannot be bound.
+        """
         try:
             self._address = address = self._loop.sockets.bind(self._config.address)
         except zmq.ZMQError:
@@ -126,19 +134,20 @@ class WeightReceiver:
         self._loop.sockets.watch(self._engine.event_fd())
         self._loop.start(self)
         if self._config.device.type == "cuda":
-            # Memory is allocated and registered on the loop's thread.
+            # The loop's thread allocates and registers memory.
             self._loop.call(lambda: torch.cuda.set_device(self._config.device)).result()
         return address
 
     def set_workers(self, workers: Sequence[Address]) -> None:
-        """All of this engine, by rank; until then this one is the only one."""
+        """Sets the addresses of all workers of this engine, by rank. Before, this worker is the only one."""
         self._workers = tuple(WorkerAddress(worker.host, worker.port) for worker in workers)
 
     def take(self, version: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The version's rounds as they land: of each parameter its content in the arena, flat. It stays as it
-        is until the next is asked for. Raises NotLanded. finish() it in any case.
+        """Yields the version's rounds as they land: the arena's content of each parameter by name, flat.
 
-        Blocks for a turn of the loop, and in streaming mode until a round has landed.
+        A round stays valid until the next round is requested. Raises NotLanded. Call finish() in any case.
+
+        Blocks for one turn of the loop, and in streaming mode until a round has landed.
         """
 
         def take() -> tuple[queue.SimpleQueue[HandOver | GiveUp], int]:
@@ -151,7 +160,7 @@ class WeightReceiver:
             try:
                 what = handed.get(timeout=_ROUND_S)
             except queue.Empty:
-                raise NotLanded(f"{left} rounds have not come within {_ROUND_S:g} s") from None
+                raise NotLanded(f"{left} rounds have not arrived within {_ROUND_S:g} s") from None
             if isinstance(what, GiveUp):
                 raise NotLanded(what.reason)
             assert self._arena is not None
@@ -159,7 +168,10 @@ class WeightReceiver:
             self._loop.call(lambda round=round: self._run(self._landing.released(round))).result()  # type: ignore[misc]
 
     def finish(self, problem: str, *, torn: bool = False) -> None:
-        """What was taken is served, or is not, and why. ``torn``: the model has some of it."""
+        """Reports the result of the taken version.
+
+        Empty: it is served. ``torn``: the model has a part of it.
+        """
         self._loop.call(lambda: self._run(self._landing.applied(problem, torn=torn))).result()
 
     def state(self) -> State:
@@ -167,13 +179,13 @@ class WeightReceiver:
 
     def close(self) -> None:
         for seeder in list(self._seeders.values()):
-            seeder.cancel("the worker ends")
+            seeder.cancel("the worker shuts down")
             seeder.join()
         self._recorder.shutdown(cancel_futures=True)
         self._loop.stop()
         close_or_log(self._engine, self._engine.config.name)
 
-    # --- The loop's
+    # --- Called by the loop
 
     def received(self, now: float, received: Received[WeightMessage]) -> None:
         if received.message is None:
@@ -190,7 +202,7 @@ class WeightReceiver:
             self._seed(received.source, received.message)
         elif isinstance(received.message, Leave) and received.source in self._seeders:
             said = received.message.reason or "it has left"
-            self._seeders[received.source].cancel(f"who asked for it: {said}")
+            self._seeders[received.source].cancel(f"the requester ended it: {said}")
         else:
             self._run(self._landing.receive(now, received.source, received.message))
 
@@ -218,7 +230,7 @@ class WeightReceiver:
     def _execute(self, action: Action) -> Sequence[Action]:
         match action:
             case LandingReply(source, message):
-                # Who takes nothing is silent, and is lost for that.
+                # A peer that takes no messages is silent, and is lost for that.
                 self._loop.sockets.send(source, message)
             case Record(tensors):
                 self._recorder.submit(self._record, tensors).add_done_callback(
@@ -248,7 +260,7 @@ class WeightReceiver:
             counters = self._engine.alloc_counters(1, peers)
             self._counters[counters.id] = round
             self._engine.expect(counters.id, [pages])
-        except TransferError as error:  # a peer is lost, of which the event is on its way
+        except TransferError as error:  # a peer is lost; its event follows
             return self._landing.not_opened(str(error))
         return self._landing.opened(counters.immediates[0], round)
 
@@ -259,7 +271,7 @@ class WeightReceiver:
         except TransferError as error:
             return self._landing.not_accepted(source, str(error))
         lane, region = self._engine.lane(shaken.peer), self._engine.region_descriptor(self._region)
-        logger.info("%s: %s may send weights, over %s", self._config.name, name, lane)
+        logger.info("%s: %s sends weights to this worker, over %s", self._config.name, name, lane)
         joined = Joined(shaken.data, region, self._arena.offsets, lane)
         return self._landing.accepted(source, shaken.peer, joined)
 
@@ -280,16 +292,16 @@ class WeightReceiver:
         except (ValueError, OSError, TransferError, torch.OutOfMemoryError) as error:
             self._run(self._landing.not_recorded(f"{self._config.name}: {error}"))
             return
-        except Exception as error:  # the model's own; whoever asked waits for an answer
+        except Exception as error:  # an error of the model; the requester waits for an answer
             logger.exception(
-                "%s: cannot say what it would load of %d tensors", self._config.name, len(tensors)
+                "%s: cannot find out what the model loads of %d tensors", self._config.name, len(tensors)
             )
             self._run(self._landing.not_recorded(f"{self._config.name}: {type(error).__name__}: {error}"))
             return
         assert self._arena is not None
         self._tensors = tensors
         logger.info(
-            "%s: %d of %d tensors would be loaded, by %.2f GB beside the model, in %d rounds",
+            "%s: the model loads %d of %d tensors, through %.2f GB beside the model, in %d rounds",
             self._config.name,
             len({write.tensor for write in geometry.writes}),
             len(tensors),
@@ -299,8 +311,10 @@ class WeightReceiver:
         self._run(self._landing.recorded(digest(tensors), Described(geometry), self._arena.loaded_bytes))
 
     def _verify(self, source: Source, asked: Verify) -> None:
-        """Beside the loop, and not while another checkpoint is looked at, whose arena takes this one's
-        place."""
+        """Hashes the arena beside the loop.
+
+        It uses the recorder's thread: recording another checkpoint would replace the arena.
+        """
         arena, version = self._arena, self._landing.state().landed
         if not self._landing.has_recorded(asked.tensors):
             self._loop.sockets.send(source, Refused(NOT_DESCRIBED))
@@ -321,17 +335,17 @@ class WeightReceiver:
             hashing.add_done_callback(lambda done: self._loop.call(lambda: hashed(done)) and None)
 
     def _seed(self, source: Source, seed: Seed) -> None:
-        """Beside the loop. The arena is lent when the other engine is ready to be written to."""
+        """Seeds another engine beside the loop. The arena is lent once the other engine can be written to."""
         arena, config, me = self._arena, self._config, self._address
         to = str(Address(seed.engine.host, seed.engine.port))
         refusal = self._landing.why_not_lent(seed.version)
         if refusal or arena is None or source in self._seeders:
-            why = refusal or "it does so already"
+            why = refusal or "it already does so for this requester"
             self._loop.sockets.send(source, Refused(clip(f"{me} cannot seed {to}: {why}")))
             return
 
         def lend() -> str:
-            return "it has another arena" if self._arena is not arena else self._landing.lend(seed, to)
+            return "its arena was replaced" if self._arena is not arena else self._landing.lend(seed, to)
 
         def done(problem: str) -> None:
             del self._seeders[source]
@@ -366,7 +380,7 @@ class WeightReceiver:
         if self._arena is not None and self._arena.geometry == geometry:
             return
         if self._arena is not None:
-            # Nobody is connected, so that nothing is in flight.
+            # No sender is connected, so nothing is in flight.
             self._engine.deregister_memory(self._region, self._config.timeouts.drain)
             self._arena = None
         self._arena = Arena(geometry, self._config.device)

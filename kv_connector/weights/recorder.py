@@ -1,8 +1,8 @@
-"""Finds out what a model's loader does with a checkpoint, by having it load tensors that have no data.
+"""Recorder: finds out what a model's loader does with a checkpoint, by having it load tensors without data.
 
-Views of a tensor know where they begin in it and what their strides are, whatever the loader has done to come
-by them, and their storage says whose they are. So a mode that sees every operation needs to understand only
-those that write: what they copy is noted in ``geometry``'s terms and not carried out.
+A view of a tensor knows its offset and its strides, however the loader made it, and its storage identifies
+the tensor. A dispatch mode sees every operation. It needs to understand only those that write: it records
+their copies in the terms of ``geometry`` and does not carry them out.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from kv_connector.weights.geometry import Constant, Geometry, Index, Parameter, 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
-# That one copy may fall into. Loaders' copies are one box; more come of a slice with a step, where a row is
-# one. 65,536 take 0.8 s on one core of an AMD EPYC, and 1.3 MB in a message.
+# Boxes of one copy, at most. Most copies of loaders are one box. A slice with a step has a box for each row.
+# 65,536 boxes take 0.8 s on one core of an AMD EPYC, and 1.3 MB in a message.
 MAX_BOXES = 1 << 16
 
 
 class RecordError(ValueError):
-    """The loader does with a checkpoint what copies cannot; says which operation, tensor and parameter."""
+    """The loader does more with a checkpoint than copies can express.
+
+    The message names operation, tensor and parameter.
+    """
 
 
 def record(load: Load, parameters: Mapping[str, torch.Tensor], tensors: Sequence[Tensor]) -> Geometry:
-    """What ``load``, a model's ``load_weights``, does with a checkpoint of ``tensors``.
+    """Returns what ``load``, a model's ``load_weights``, does with a checkpoint of ``tensors``.
 
-    ``parameters`` are the model's, on meta or not; they are not written. A tensor that the loader does not
-    take is in no write. Raises RecordError for a loader that computes with a tensor, that puts two tensors in
-    one place, or that raises.
+    ``parameters`` are the model's, on meta or not. They are not written. A tensor that the loader does not
+    take is in no write.
+
+    Raises RecordError if the loader computes with a tensor, puts two tensors in one place, or raises.
     """
     recorder = _Recorder(parameters, tensors)
     try:
@@ -43,7 +47,7 @@ def record(load: Load, parameters: Mapping[str, torch.Tensor], tensors: Sequence
             load(recorder.checkpoint())
     except RecordError:
         raise
-    except Exception as error:  # the loader's own: a name that it does not know, a shape that does not fit
+    except Exception as error:  # an error of the loader: an unknown name, or a shape that does not fit
         raise RecordError(
             f"the model does not load {recorder.current or 'the checkpoint'}: {type(error).__name__}: {error}"
         ) from error
@@ -55,14 +59,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._tensors = tensors
         self._targets = [_RecordedParameter(name, parameter) for name, parameter in parameters.items()]
-        # What owns a storage. All of it lives as long as this does, so no other storage is taken for it.
+        # The owner of each storage. All owners live as long as this object, so no other storage can be
+        # mistaken for theirs.
         self._owners: dict[int, list[_RecordedParameter] | _CheckpointTensor] = {}
         for target in self._targets:
             owners = self._owners.setdefault(_storage(target.tensor), [])
             assert isinstance(owners, list)
             owners.append(target)
         self.current: str | None = None
-        """What the loader was given last, in words."""
+        """Description of what the loader received last."""
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, tensor in enumerate(self._tensors):
@@ -113,9 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return args[0]
         whose = " and ".join(dict.fromkeys(self._whose(one) for one in given))
         if func._schema.is_mutable:
-            raise RecordError(
-                f"{operation} on {whose}: of what writes, only copies and fills can be recorded"
-            )
+            raise RecordError(f"{operation} on {whose}: of all writes, only copies and fills can be recorded")
         made = func(*args, **(kwargs or {})) if operation not in _COMPUTE else None
         if operation == "clone":
             self._follow(args[0], made)
@@ -151,12 +154,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _target(
         self, operation: str, to: torch.Tensor, given: torch.Tensor | None = None
     ) -> _RecordedParameter:
-        """The parameter that ``to`` is a view of."""
+        """Returns the parameter of which ``to`` is a view."""
         for target in _targets(self._owner(to)):
             if to.dtype == target.tensor.dtype and target.has(to):
                 return target
         what = f" of {self._whose(given)}" if self._owner(given) is not None and given is not None else ""
-        raise RecordError(f"{operation}{what} writes into {self._whose(to)}, not into a parameter as it is")
+        raise RecordError(
+            f"{operation}{what} writes into {self._whose(to)}, not into a part of one parameter in its dtype"
+        )
 
     def _owner(self, one: Any) -> list[_RecordedParameter] | _CheckpointTensor | None:
         return self._owners.get(_storage(one)) if isinstance(one, torch.Tensor) else None
@@ -167,11 +172,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return f"tensor {owner.name!r}"
         return (
             " or ".join(f"parameter {target.name!r}" for target in _targets(owner))
-            or "a tensor of the loader's"
+            or "a tensor of the loader"
         )
 
 
-# Torch's own words for tensors without data would not say whose they are.
+# For these, torch raises errors on tensors without data that would not name the tensor.
 _COMPUTE = ("_local_scalar_dense", "_to_copy", "equal", "is_nonzero")
 
 
@@ -183,10 +188,10 @@ class _CheckpointTensor:
     name: str
     tensor: torch.Tensor
     copied: tuple[_CheckpointTensor, torch.Tensor] | None = None
-    """The view that this is a copy of, and whose it is."""
+    """The tensor of which this is a copy, and the view that was copied."""
 
     def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
-        """As ``_Grid.boxes``, of the tensor of the checkpoint."""
+        """Yields boxes as ``_Grid.boxes`` does, in terms of the checkpoint's tensor."""
         boxes = _Grid(self.tensor.shape).boxes(axes, at, to)
         if self.copied is None:
             yield from boxes
@@ -203,24 +208,24 @@ def _targets(owner: list[_RecordedParameter] | _CheckpointTensor | None) -> list
 
 
 class _RecordedParameter:
-    """A parameter, and what has been put where in it."""
+    """A parameter, and a record of what was put into it."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         self.elements = last + 1 if tensor.numel() else 0
-        # One that has gaps, or its dimensions in another order, is taken as it lies.
+        # A parameter with gaps, or with permuted dimensions, is handled as a flat range of memory.
         self.grid = _Grid(tensor.shape if tensor.is_contiguous() and tensor.dim() else (self.elements,))
         self.copied: list[tuple[int, ViewBox]] = []
-        """Of a tensor: where the box is in it, and where it goes here."""
+        """Number of a tensor, and a box of it with its place in this parameter."""
         self.filled: list[tuple[ViewBox, float]] = []
-        """Where here, and with what: nowhere where something is copied to."""
+        """Boxes of this parameter and the constant in each. None lies where a tensor is copied."""
         self._taken: list[tuple[int, ViewBox]] = []
-        """By which tensor, and where here."""
+        """Number of a tensor, and the box of this parameter that it fills."""
 
     def has(self, view: torch.Tensor) -> bool:
-        """Whether it lies between the parameter's first and last element; both are of one storage."""
+        """Returns whether a view of the same storage lies between the parameter's first and last element."""
         first = view.storage_offset() - self.tensor.storage_offset()
         last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
         return bool(first >= 0 and first + last < max(self.elements, 1))
@@ -250,10 +255,11 @@ class _RecordedParameter:
                     )
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raises RecordError where two tensors have been put in one place."""
+        """Raises RecordError if two tensors were put in one place."""
         if len(self._taken) < 2:
             return
-        # Boxes that meet do so along each dimension: along the one that they divide most, few are to compare.
+        # Boxes that overlap do so in each dimension. In the dimension that they divide most, the fewest pairs
+        # have to be compared.
         dimension = min(
             range(len(self.grid.shape)),
             key=lambda one: sum(box.extent[one] for _, box in self._taken) / self.grid.shape[one],
@@ -274,13 +280,13 @@ class _RecordedParameter:
         return self.grid.boxes(axes, to.storage_offset() - self.tensor.storage_offset(), 0)
 
     def _clear(self, box: ViewBox) -> None:
-        """What is put here last stays."""
+        """Removes earlier constants from the box: what is put there last stays."""
         if self.filled:
             self.filled = [(part, value) for filled, value in self.filled for part in filled.without(box)]
 
 
 class Axis(NamedTuple):
-    """Of two views of one shape: so many elements, so far apart in the one and in the other."""
+    """One axis of two views of the same shape: its length, and its step in each view."""
 
     extent: int
     step: int
@@ -288,7 +294,7 @@ class Axis(NamedTuple):
 
 
 class ViewBox(NamedTuple):
-    """A part of a view, and where it goes; the fields are those of ``geometry.Write``."""
+    """A part of a view, and its place. The fields are those of ``geometry.Write``."""
 
     start: Index
     extent: Index
@@ -307,8 +313,10 @@ class ViewBox(NamedTuple):
         )
 
     def without(self, other: ViewBox) -> Iterator[ViewBox]:
-        """What is left of it: a box before and one behind ``other`` along each dimension. Only starts and
-        extents count."""
+        """Yields what is left of the box without ``other``.
+
+        That is a box before and a box behind it in each dimension. Only starts and extents count.
+        """
         if not self.meets(other):
             yield self
             return
@@ -336,14 +344,17 @@ class _Grid:
         }
 
     def place(self, box: ViewBox) -> tuple[int, Index]:
-        """Where its first element is, and its strides."""
+        """Returns the offset of the box's first element, and its strides."""
         strides = tuple(
             stride if extent > 1 else 0 for stride, extent in zip(self.strides, box.extent, strict=True)
         )
         return _dot(box.start, self.strides), strides
 
     def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
-        """The view that ``axes`` span from element ``at``, as boxes; ``to``: where its first element goes."""
+        """Yields the view that ``axes`` span from element ``at``, as boxes.
+
+        ``to``: the place of its first element.
+        """
         if all(axis.extent for axis in axes):
             yield from self._boxes(_joined(axes), at, to)
 
@@ -351,7 +362,8 @@ class _Grid:
         along: dict[int, Axis] = {}
         for axis in sorted(axes, reverse=True):
             dimension = self._dimensions.get(axis.step)
-            if dimension is None or dimension in along:  # a step of several, or a second one that is along it
+            # a step over several elements, or a second axis along the same dimension
+            if dimension is None or dimension in along:
                 rest = _but(axes, axis)
                 for index in range(axis.extent):
                     yield from self._boxes(rest, at + index * axis.step, to + index * axis.target_step)
@@ -360,7 +372,7 @@ class _Grid:
         start = [at // stride % size for stride, size in zip(self.strides, self.shape, strict=True)]
         for dimension, axis in along.items():
             size = self.shape[dimension]
-            if start[dimension] + axis.extent > size:  # it goes on in the next dimension
+            if start[dimension] + axis.extent > size:  # it continues in the next dimension
                 rest = _but(axes, axis)
                 head = -start[dimension] % size
                 rows, tail = divmod(axis.extent - head, size)
@@ -381,7 +393,7 @@ class _Grid:
 
 
 def _joined(axes: Iterable[Axis]) -> list[Axis]:
-    """Two axes of which one goes on where the other ends, in both views, are one."""
+    """Joins two axes if one continues where the other ends, in both views."""
     left = [axis for axis in axes if axis.extent > 1]
     for outer in left:
         for inner in left:
@@ -399,12 +411,12 @@ def _but(axes: Sequence[Axis], axis: Axis) -> list[Axis]:
 
 
 def _one_value(operation: str, target: _RecordedParameter, given: torch.Tensor) -> float:
-    """Of a tensor of the loader's own."""
+    """Returns the single value of a tensor that the loader made itself."""
     if not given.is_meta and given.numel():
         first = given.flatten()[0]
         if bool((given == first).all()):
             return float(first)
-    raise RecordError(f"{operation} puts values of the loader's own into parameter {target.name!r}")
+    raise RecordError(f"{operation} puts the loader's own values into parameter {target.name!r}")
 
 
 def _dot(indices: Sequence[int], strides: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Has an engine write the version that it serves to another one: without a trainer, while both serve."""
+"""Seeding: has an engine write its version to another engine, without a trainer, while both serve."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kv_connector.weights.messages import (
 
 logger = logging.getLogger("kv_connector")
 
-# More than each step of a seeder's may take by itself: to look at a checkpoint, to write, to be applied.
+# More than each step of a seeder may take: recording a checkpoint, writing, and applying.
 SEED_S = 600.0
 
 
-# Seconds between two rounds of questions. The first is the duration of a short push. The longest bounds the
-# questions of a fleet whose engines all start at once.
+# Seconds between two rounds of attempts. The first is the duration of a short push. The longest bounds the
+# requests of a fleet whose engines all start at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 
 class SeedError(RuntimeError):
-    """The engine was not seeded; the message says why. ``final``: asking again cannot change it."""
+    """The engine was not seeded. The message has the reason. ``final``: another attempt cannot succeed."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -43,8 +43,10 @@ class SeedError(RuntimeError):
 
 
 def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
-    """Blocks until ``engine`` serves the version that ``seeder`` serves, whose name it returns. Both are
-    controllers. ``timeout``: seconds, for all of it. Raises SeedError."""
+    """Blocks until ``engine`` serves the version that ``seeder`` serves. Returns the version's name.
+
+    Both addresses are those of controllers. ``timeout``: limit for all of it, in seconds. Raises SeedError.
+    """
     dialled: list[Link] = []
 
     def dial(address: Address) -> Link:
@@ -59,7 +61,7 @@ def seed(seeder: Address, engine: Address, links: Links, timeout: float) -> str:
         raise SeedError(str(error)) from None
     finally:
         for link in dialled:
-            links.end(link, "who asked for it does not wait any more")
+            links.end(link, "it does not wait any more")
 
 
 def _seed(
@@ -69,13 +71,17 @@ def _seed(
     state = links.wait(links.ask(controller, Ask()), controller, links.timeouts.connect)
     assert isinstance(state, State)
     if state.torn:
-        raise SeedError(f"{seeder} has weights of more than one version, and stays paused: push it one")
+        raise SeedError(
+            f"{seeder} has weights of more than one version, and stays paused: push a version to it"
+        )
     if not state.served:
         if state.landing or state.landed:
             raise SeedError(
                 f"{seeder} is about to serve its first version, {shown(state.landing or state.landed)}"
             )
-        raise SeedError(f"{seeder} serves what it was started with: push it a version first", final=True)
+        raise SeedError(
+            f"{seeder} serves the weights that it was started with: push a version to it first", final=True
+        )
     here = links.wait(links.ask(controller, Workers()), controller, links.timeouts.connect)
     assert isinstance(here, WorkersAre)
     asked: list[Future[WeightMessage]] = []
@@ -84,7 +90,7 @@ def _seed(
         link = dial(Address(worker.host, worker.port))
         asked.append(links.ask(link, order))
         links.watch(link)
-    # The first that cannot is the reason, and the others are not waited for.
+    # The first worker that fails decides the reason. The others are not waited for.
     done, waiting = wait_for(asked, timeout, FIRST_EXCEPTION)
     for answer in done:
         answer.result()
@@ -98,13 +104,14 @@ def _seed(
 def seed_at_start(
     seeders: Sequence[Address], engine: Address, key: ClusterKey | None, *, required: bool = False
 ) -> None:
-    """Has the first of ``seeders`` that can write its version to ``engine``. BLOCKS until that is done.
+    """Has the first possible engine of ``seeders`` write its version to ``engine``.
 
-    A seeder may be unable for a moment only: a push is under way, or it starts itself. All are asked again
-    until one can, for SEED_S at most. Only seeders that never will end this at once.
+    Blocks until that is done. A seeder may be unable for a moment only: a push runs, or it is starting. All
+    seeders are tried again until one succeeds, for SEED_S at most. If none of them can ever succeed, the
+    attempts end at once.
 
-    Then, ``required`` (the engine has no weights of its own) raises SeedError; an engine that has some goes
-    on with these.
+    If no seeder succeeded, ``required`` (the engine has no own weights) raises SeedError. An engine with
+    weights keeps these.
     """
     deadline = time.monotonic() + SEED_S
     pause, problems = _FIRST_PAUSE_S, dict[Address, str]()
@@ -132,22 +139,22 @@ def seed_at_start(
     reasons = "; ".join(problems.values())
     if required:
         raise SeedError(
-            f"no engine of seed_from could seed this engine, which has no weights of its own "
-            f"(--load-format dummy): {reasons}. Start it again when one of them serves a pushed version, or "
-            "without --load-format dummy"
+            f"no engine of seed_from could seed this engine, which has no own weights "
+            f"(--load-format dummy): {reasons}. Start this engine again when a seeder serves a pushed "
+            "version, or without --load-format dummy"
         )
     logger.warning(
-        "weights: none of seed_from could seed this engine, which goes on with what it has: %s", reasons
+        "weights: no engine of seed_from could seed this engine, which keeps its weights: %s", reasons
     )
 
 
 def _served(engine: Address, links: Links) -> str:
-    """The version that an engine serves by now; empty: what it was started with, or something torn."""
+    """Returns the version that an engine serves. Empty: the weights from its start, or torn weights."""
     link = links.dial(engine)
     try:
         state = links.wait(links.ask(link, Ask()), link, links.timeouts.connect)
     except LinkError:
         return ""
     finally:
-        links.end(link, "the answer is here")
+        links.end(link, "its query was answered")
     return shown(state.served) if isinstance(state, State) and not state.torn else ""

@@ -1,5 +1,7 @@
-"""A worker's part in seeding another engine: what lies in its arena is written there, as a trainer's rank
-would. It has a thread, a transfer engine and links of its own: the engine serves meanwhile.
+"""Seeder: a worker's part in seeding another engine.
+
+It writes the contents of its arena there, as a trainer's rank would. It has its own thread, transfer engine
+and links, so that its engine keeps serving.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from kv_connector.weights.update import PushError, Update
 
 logger = logging.getLogger("kv_connector")
 
-# For the other engine's pause: as long as a trainer waits for one, if it says nothing else.
+# Limit for the other engine's pause, in seconds. A trainer waits as long by default.
 _APPLIED_S = 60.0
 
 
 @dataclass(frozen=True)
 class Lender:
-    """A worker, as it seeds others."""
+    """The facts of a worker that seeds others."""
 
     name: str
     arena: Arena
-    tensors: tuple[Tensor, ...]  # that the arena was made for
+    tensors: tuple[Tensor, ...]  # for which the arena was made
     workers: tuple[Address, ...]  # of its engine, by rank
     rank: int
     providers: tuple[str, ...]
@@ -47,7 +49,7 @@ class Lender:
 
 
 class Seeder:
-    """start() it once. Any thread may call cancel() and join()."""
+    """One seeding. Call start() once. Any thread may call cancel() and join()."""
 
     def __init__(
         self,
@@ -57,9 +59,11 @@ class Seeder:
         give_back: Callable[[], None],
         done: Callable[[str], None],
     ) -> None:
-        """``lend``: from its return on the arena is not written, until ``give_back``; says why it cannot be.
-        ``done``: why the other engine does not serve the version; empty: it does. All three are called on
-        this one's thread."""
+        """``lend``: lends the arena, so that it is not written until ``give_back``. Returns the reason if it
+        cannot be lent. ``done``: receives the reason why the other engine does not serve the version, or "".
+
+        All three are called on this seeder's thread.
+        """
         self._lender, self._seed = lender, seed
         self._lend, self._give_back, self._done = lend, give_back, done
         self._to = Address(seed.engine.host, seed.engine.port)
@@ -71,10 +75,10 @@ class Seeder:
         self._thread.start()
 
     def cancel(self, reason: str) -> None:
-        """It ends soon."""
+        """Ends the seeding soon. Does not block."""
         self._cancelled = reason
         if (pusher := self._pusher) is not None:
-            # Fences may take their time.
+            # Fences may take a while.
             threading.Thread(target=pusher.cancel, args=[reason], name="kvc-weights-cancel").start()
 
     def join(self) -> None:
@@ -97,14 +101,14 @@ class Seeder:
         except (PushError, LinkError, ValueError, OSError, torch.OutOfMemoryError) as error:
             problem = str(error)
         except Exception as error:
-            logger.exception("%s: seeding %s", name, self._to)
+            logger.exception("%s: seeding %s failed", name, self._to)
             problem = f"{type(error).__name__}: {error}"
         if problem:
             logger.warning("%s: did not seed %s with version %s: %s", name, self._to, version, problem)
         self._done(problem)
 
     def _send(self) -> int:
-        """Its bytes."""
+        """Seeds the other engine. Returns the bytes that were written."""
         lender = self._lender
         if lender.arena.device.type == "cuda":
             torch.cuda.set_device(lender.arena.device)
@@ -129,11 +133,14 @@ class Seeder:
             return sum(part.nbytes for part in self._pusher.parts())
 
     def _push(self, pusher: WeightPusher) -> Update:
-        """While it is lent. A trainer that begins meanwhile waits so long for an answer, too."""
+        """Pushes while the arena is lent, for ``timeouts.orphan`` at most.
+
+        A trainer that begins a version meanwhile waits as long for an answer.
+        """
         limit = self._lender.timeouts.orphan
         if refusal := self._lend():
             raise PushError(refusal)
-        deadline = threading.Timer(limit, self.cancel, [f"it was not written within {limit:g} s"])
+        deadline = threading.Timer(limit, self.cancel, [f"the version was not written within {limit:g} s"])
         deadline.start()
         try:
             return pusher.push(self._seed.version)
@@ -142,7 +149,10 @@ class Seeder:
             self._give_back()
 
     def _geometries(self) -> Sequence[Geometry]:
-        """Of all workers of this engine, by rank: each can tell what the others hold."""
+        """Returns what all workers of this engine load, by rank.
+
+        Each worker needs it to know what the others hold.
+        """
         lender = self._lender
         with questions(lender.key, lender.timeouts) as links:
             asked = [

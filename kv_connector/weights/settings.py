@@ -1,4 +1,4 @@
-"""What an operator may set for an engine that takes weights. vLLM has no place for it but the environment."""
+"""Settings of an engine that takes weights, from the environment, as vLLM has no other place for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kv_connector.protocol.actions import Address
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_WEIGHTS"
 
-# Of the controller; the workers' follow. Not the KV cache's (5600), which one engine may have as well.
+# Default port of the controller. The workers' ports follow it. The KV cache connector of the same engine has
+# 5600.
 CONTROL_PORT = 5800
 
 _MODES = ("shadow", "streaming")
-# Of the connector's settings, those that mean something here.
+# The connector's settings that have a meaning for weights.
 _USED = (
     "control_host",
     "control_port",
@@ -30,17 +31,17 @@ _USED = (
 
 @dataclass(frozen=True)
 class WeightSettings:
-    """``agent``: what the KV cache's connector has as well."""
+    """Settings of an engine that takes weights. ``agent``: those that the KV cache connector has as well."""
 
     agent: Settings
     streaming: bool
-    """Versions land round by round in a pause, instead of beside what is served."""
+    """Whether versions land round by round in a pause, instead of beside the weights in use."""
     seed_from: tuple[Address, ...]
-    """Engines that are asked, one after the other, to write what they serve when this one starts."""
+    """Engines that are requested, in this order, to write their version to this engine when it starts."""
 
 
 def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightSettings:
-    """``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
+    """Parses ``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
     given = settings_in_environment(environment, SETTINGS_VARIABLE, CONTROL_PORT)
     mode = given.pop("mode", _MODES[0])
     if mode not in _MODES:
@@ -49,7 +50,7 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
     if unused := sorted(given.keys() - set(_USED)):
         valid = ", ".join(("mode", "seed_from", *_USED))
         raise SettingsError(
-            f"{SETTINGS_VARIABLE}: {', '.join(unused)} mean nothing for weights. Valid: {valid}."
+            f"{SETTINGS_VARIABLE}: {', '.join(unused)} cannot be set for weights. Valid: {valid}."
         )
     try:
         agent = parse_settings(given).for_device(device_type)
@@ -59,7 +60,7 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
 
 
 def _addresses(given: Any) -> tuple[Address, ...]:
-    example = 'a list of what the engines have as control_host and control_port: ["10.0.0.5:5800"]'
+    example = 'a list of engines by their control_host and control_port: ["10.0.0.5:5800"]'
     try:
         if not isinstance(given, list):
             raise ValueError(repr(given))

@@ -1,7 +1,7 @@
-"""What a sender's rank holds: boxes of the checkpoint's tensors, sharded as its parallelism has them.
+"""Sources: the boxes of the checkpoint's tensors that a sender's rank holds, as its parallelism shards them.
 
-Of a module under FSDP2 or HSDP nothing is gathered: each rank sends the rows that it has. And so does each
-worker of an engine that sends what it was sent.
+Nothing is gathered, also of a module under FSDP2 or HSDP: each rank sends the rows that it has. So does each
+worker of an engine that seeds another one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from kv_connector.weights.plan import Box, Shard
 
 
 class SourceError(ValueError):
-    """These weights cannot be sent; the message names the tensor, and says what to do."""
+    """These weights cannot be sent. The message names the tensor and what to do."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a tensor that this rank has. ``local()`` is it, with the extent of its box: the same memory
-    each time where it is ``resident``, else read anew."""
+    """A part of a tensor on this rank. ``local()`` returns it, with the extent of its box.
+
+    If it is ``resident``, the memory is the same each time. Otherwise it is read anew.
+    """
 
     shard: Shard
     local: Callable[[], torch.Tensor]
@@ -38,52 +40,63 @@ class Held:
 
 @dataclass(frozen=True)
 class Engines:
-    """What engines answer."""
+    """The answers of the engines."""
 
-    workers: list[list[tuple[str, int]]]  # of each engine
+    workers: list[list[tuple[str, int]]]  # addresses of each engine's workers
     geometries: list[bytes]  # of all workers, as MessagePack
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know alike."""
+    """The facts on which all ranks agree."""
 
     run: str
-    engines: Engines | str  # or why there are none
+    engines: Engines | str  # or the reason why there are none
     held: list[list[Shard]]  # by rank
     content: str = ""
-    """Names the values of the weights, where they do not change; empty: each version has other ones."""
+    """The name of the weights' values, if these do not change. Empty: each version has other values."""
 
 
 class Source(Protocol):
-    """Of one rank of a trainer, or of an engine that seeds another."""
+    """The weights of one rank of a trainer, or of an engine that seeds another one."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device that holds the weights."""
 
     def tensors(self) -> Sequence[Tensor]:
-        """The whole checkpoint, in an order that all ranks have."""
+        """Returns the tensors of the whole checkpoint, in the same order on all ranks."""
 
     def held(self) -> Sequence[Held]:
-        """What this rank can send. All ranks' together are each tensor once, or several times whole."""
+        """Returns what this rank can send.
+
+        All ranks together hold each tensor whole, once or several times.
+        """
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
-        """A collective: all ranks call it. ``ask``: asks the engines, which one rank does for all, or each;
-        why it could not is a string."""
+        """Agrees with the other ranks. A collective: all ranks call it.
+
+        ``ask``: queries the engines, and returns a string if that failed. One rank queries for all, or each
+        rank does.
+        """
 
     def refresh(self) -> None:
-        """Before each version: what is made of the weights is made anew. Of a trainer's ranks all call it."""
+        """Makes anew what was derived from the weights.
+
+        Called before each version, by all ranks of a trainer.
+        """
 
 
 def agree(
     source: Source, exchange: Callable[[object], list[object]], ask: Callable[[], Engines | str]
 ) -> Agreed:
-    """The first rank asks the engines, and decides what the run is called. ``exchange``: everybody's value,
-    by rank."""
+    """Agrees with the other ranks: the first rank queries the engines and names the run.
+
+    ``exchange``: returns the values of all ranks, by rank.
+    """
     first = cast(
         "tuple[str, Engines | str]", exchange((uuid.uuid4().hex, ask()) if source.rank == 0 else None)[0]
     )
@@ -95,15 +108,15 @@ def agree(
 
 
 class TensorSource:
-    """Named tensors, among them DTensors: a module's parameters, or anything else with the checkpoint's
-    names."""
+    """Named tensors or DTensors: a module's parameters, or any others with the checkpoint's names."""
 
     def __init__(
         self,
         named: Iterable[tuple[str, torch.Tensor]],
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        """``group``: of all ranks of the trainer; default: torch.distributed's, where it is initialised."""
+        """``group``: all ranks of the trainer. Default: the group of torch.distributed, if it is
+        initialised."""
         self._named = list(named)
         self._group = group
         self._distributed = torch.distributed.is_initialized()
@@ -126,15 +139,15 @@ class TensorSource:
         return agree(self, self.exchange, ask)
 
     def refresh(self) -> None:
-        """All lies as it is sent."""
+        """Does nothing: the tensors are sent as they lie."""
 
     def maximum(self, values: torch.Tensor) -> None:
-        """Of each, everybody's largest, in place. A collective: all ranks call it."""
+        """Sets each value to its maximum over all ranks, in place. A collective: all ranks call it."""
         if self._distributed:
             torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
 
     def exchange(self, value: object) -> list[object]:
-        """Everybody's, by rank. A collective: all ranks call it."""
+        """Returns the values of all ranks, by rank. A collective: all ranks call it."""
         if not self._distributed:
             return [value]
         values: list[object] = [None] * torch.distributed.get_world_size(self._group)
@@ -147,13 +160,14 @@ def module_source(
     group: torch.distributed.ProcessGroup | None = None,
     rename: Callable[[str], str] = str,
 ) -> TensorSource:
-    """A module's parameters and persistent buffers, as its checkpoints have them, by their names or what
-    ``rename`` makes of them: those of the checkpoint that the engine was started from.
+    """Returns a source of a module's parameters and persistent buffers, as its checkpoints have them.
 
-    Change buffers in place: refresh() raises SourceError where another tensor is in the place of one.
+    ``rename`` maps their names to those of the checkpoint that the engine was started from.
 
-    It reshards a module under FSDP2. A forward pass without a backward pass leaves whole copies of parameters
-    in their place, which FSDP2 frees later.
+    Change buffers in place: refresh() raises SourceError if a buffer was replaced by another tensor.
+
+    The call reshards a module under FSDP2. A forward pass without a backward pass leaves whole copies of
+    parameters in their place, and FSDP2 frees these later.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -178,8 +192,8 @@ class _ModuleSource(TensorSource):
         for name, buffer in self._buffers.items():
             if self._module.get_buffer(name) is not buffer:
                 raise SourceError(
-                    f"the buffer {name} is another tensor than when this source was made, which would send "
-                    "the old one: change it in place (copy_, add_)"
+                    f"the buffer {name} is another tensor than when this source was made, and the source "
+                    "would send the old tensor. Change buffers in place (copy_, add_)"
                 )
 
 
@@ -198,36 +212,35 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
         box = Box((0,) * value.dim(), tuple(value.shape))
         return Held(Shard(number, box), lambda: _with_memory(name, value.detach()))
     if any(isinstance(placement, Partial) for placement in value.placements):
-        raise SourceError(
-            f"{name} is a sum that has not been taken yet ({value.placements}): reduce it first"
-        )
+        raise SourceError(f"{name} is a partial sum over ranks ({value.placements}): reduce it first")
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
-    # Asked for each tensor of each version: to_local() makes a view of it, in 4 us, or for autograd in 20.
+    # This runs for each tensor of each version. to_local() would make a view, in 4 us, or in 20 us for
+    # autograd.
     return Held(Shard(number, box), lambda: _with_memory(name, value._local_tensor.detach()))
 
 
 def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor. Raises SourceError where its storage was freed: a read would end the process."""
+    """Returns the tensor. Raises SourceError if its storage was freed: a read would end the process."""
     if not local.data_ptr() and local.numel():
         raise SourceError(
             f"{name} has no memory: its storage was freed or offloaded. Load the weights before you push "
-            "them, and make the source of an FSDP2 module by module_source()"
+            "them, and make the source of an FSDP2 module with module_source()"
         )
     return local
 
 
 class CheckpointSource:
-    """The safetensors of a directory, read as they are sent."""
+    """The safetensors files of a directory, read while they are sent."""
 
     rank = 0
     device = torch.device("cpu")
 
     def __init__(self, directory: Path) -> None:
-        """Raises SourceError."""
+        """Opens the files. Raises SourceError."""
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise SourceError(f"there are no .safetensors in {directory}")
+            raise SourceError(f"no .safetensors files are in {directory}")
         self._tensors: list[Tensor] = []
         self._held: list[Held] = []
         self._directory = directory
@@ -238,7 +251,8 @@ class CheckpointSource:
                 raise SourceError(f"{path} is not readable as safetensors: {error}") from error
 
     def _read(self, path: Path) -> None:
-        # Open as long as the source: a header of 3,000 tensors takes 5.4 ms to parse, too long for each read.
+        # The file stays open as long as the source. Parsing a header of 3,000 tensors takes 5.4 ms, too long
+        # for each read.
         file: Any = safe_open(path, "pt")
         for name in file.keys():  # noqa: SIM118  (it is no mapping)
             part = file.get_slice(name)
@@ -260,22 +274,27 @@ class CheckpointSource:
         return replace(agree(self, lambda value: [value], ask), content=self._content())
 
     def _content(self) -> str:
-        """Names, sizes and times of the files. A hash of their content would read the whole checkpoint."""
+        """Returns names, sizes and times of the files.
+
+        A hash of their content would read the whole checkpoint.
+        """
         files = sorted(self._directory.glob("*.safetensors"))
         return repr([(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files])
 
     def refresh(self) -> None:
-        """It is read as it is sent."""
+        """Does nothing: the files are read while they are sent."""
 
 
 class ArenaSource:
-    """What has landed at one of an engine's workers: boxes of the checkpoint's tensors, in the dtypes of its
-    model. The workers are the ranks. They do not wait for each other: each asks by itself."""
+    """The landed weights of one worker of an engine, in the dtypes of its model.
+
+    The workers are the ranks. They do not wait for each other: each queries the engines by itself.
+    """
 
     def __init__(
         self, arena: Arena, tensors: Sequence[Tensor], rank: int, run: str, others: Sequence[Geometry]
     ) -> None:
-        """``others``: what all workers load of ``tensors``, by rank, this one's included."""
+        """``others``: what all workers load of ``tensors``, by rank, with this one's."""
         self.rank, self.device = rank, arena.device
         self._tensors, self._run, self._others = tensors, run, others
         self._held = [
@@ -293,14 +312,14 @@ class ArenaSource:
         return Agreed(self._run, ask(), [_shards(geometry) for geometry in self._others])
 
     def refresh(self) -> None:
-        """All lies as it is sent."""
+        """Does nothing: the arena is sent as it lies."""
 
 
 def _shards(geometry: Geometry) -> list[Shard]:
     return [Shard(write.tensor, Box(write.start, write.extent)) for write in geometry.writes]
 
 
-# By what safetensors call them.
+# Names of torch's dtypes, by the names of safetensors.
 DTYPES: Mapping[str, str] = {
     "F64": "float64",
     "F32": "float32",

@@ -1,4 +1,4 @@
-"""Room in which a sender converts and lays out what cannot be sent as it lies: two halves, in turn."""
+"""Staging: memory in which a sender converts and lays out weights that cannot be sent as they lie."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from kv_connector.weights.plan import Piece
 
 
 class Staging:
-    """``nbytes`` in the memory of ``device``. While one half is on its way the other is filled."""
+    """A buffer of ``nbytes`` in the memory of ``device``, in two halves.
+
+    One half is filled while the other is in flight.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.half_bytes = max(nbytes // 2 // ALIGNMENT, 1) * ALIGNMENT
@@ -22,7 +25,7 @@ class Staging:
         self._used = 0
 
     def put(self, part: torch.Tensor, dtype: torch.dtype) -> int | None:
-        """Copies the part, row by row, and returns where to, in bytes; None: this half is full."""
+        """Copies the part, row by row, and returns its place in bytes. None: this half is full."""
         nbytes = part.numel() * dtype.itemsize
         if self._used + nbytes > self.half_bytes:
             return None
@@ -33,21 +36,21 @@ class Staging:
         return place
 
     def turn(self, drained: Callable[[], None]) -> None:
-        """From now on the other half is filled, of which nothing may be on its way: ``drained`` waits."""
+        """Switches to the other half. ``drained`` must block until nothing of that half is in flight."""
         drained()
         self._half, self._used = 1 - self._half, 0
 
     def packed(self) -> None:
-        """Blocks until all that was put is there."""
+        """Blocks until all copies of put() are complete."""
         settle(self._device)
 
 
 def split(piece: Piece, elements: int) -> Iterator[Piece]:
-    """The piece in parts of at most so many elements each (one at least)."""
+    """Yields the piece in parts of at most ``elements`` elements each, but at least one."""
     if piece.elements <= elements:
         yield piece
         return
-    # Along the dimension that is outermost at the receiver, so that runs stay long.
+    # Splits along the dimension that is outermost at the receiver, so that runs stay long.
     dimension = max((d for d, n in enumerate(piece.extent) if n > 1), key=lambda d: (piece.strides[d], -d))
     row = piece.elements // piece.extent[dimension]
     step = max(elements // row, 1)
@@ -69,7 +72,7 @@ def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
 
 
 def laid_out(local: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
-    """The piece of a shard, as a view in which row by row is the receiver's order."""
+    """Returns a view of the piece whose row order is the receiver's order."""
     if not local.dim():
         return local
     part = local

@@ -1,4 +1,4 @@
-"""Update: a version that a trainer pushes, and how far each engine has come with it."""
+"""Update: a version that a trainer pushes, with the progress of each engine."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ Stage = Literal["landed", "applied"]
 
 
 class PushError(RuntimeError):
-    """A version did not get where it should; the message says which engine, where it stopped, and why."""
+    """A version did not reach an engine. The message names the engine, the stage and the reason."""
 
 
 class Update:
-    """A version that a trainer pushes. It records for each engine how far that has come."""
+    """A version that a trainer pushes. It records the progress of each engine."""
 
     def __init__(self, version: str, engines: Sequence[str], identity: str = "") -> None:
         """``identity``: the name that engines give the version. Default: ``version``."""
         self.version = version
         self.identity = identity or version
         self.pause_seconds: dict[str, float] = {}
-        """Seconds that each engine paused. Rank 0 has them where the controller applied the version."""
+        """Pause of each engine, in seconds. Rank 0 has it if the controller applied the version."""
         self._done: dict[Stage, dict[str, Future[None]]] = {
             "landed": {engine: Future() for engine in engines},
             "applied": {engine: Future() for engine in engines},
         }
 
     def wait(self, stage: Stage = "applied", timeout: float = 60.0) -> None:
-        """Blocks until all engines are there; raises PushError with all that are not, and why. At an engine
-        that has no room beside what it serves a version has landed when it is applied.
+        """Blocks until all engines have reached the stage.
 
-        Other ranks than the first hear of it from the workers that they write to; where there are none of an
-        engine, they do not wait for it.
+        Raises PushError with each engine that has not, and the reason. If an engine has no room beside its
+        weights, its version lands when it is applied.
+
+        Ranks other than the first learn the stage from the workers to which they write. They do not wait for
+        engines to which they write nothing.
         """
         deadline = time.monotonic() + timeout
         problems = []

@@ -1,4 +1,4 @@
-"""Whether what lies in engines' arenas is a checkpoint, parameter by parameter."""
+"""Verification: compares the contents of engines' arenas with a checkpoint, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kv_connector.weights.links import Link, LinkError, Links
 from kv_connector.weights.messages import Hashed, Verify, WeightMessage, Workers, WorkersAre
 from kv_connector.weights.sources import Source
 
-# BLAKE2b takes a second for a GB of one core: of 80 GB, on a machine that has other things to do.
+# One core hashes a GB a second with BLAKE2b. The limit is for 80 GB on a machine with other work.
 _HASH_S = 300.0
 _CONNECT_S = Timeouts().connect
 
 
 def of_checkpoint(geometry: Geometry, source: Source) -> tuple[bytes, ...]:
-    """Of a source that holds each tensor whole."""
+    """Returns the hashes of a checkpoint's parameters. The source must hold each tensor whole."""
     held = {one.shard.tensor: one for one in source.held()}
     last: tuple[int, torch.Tensor] = -1, torch.empty(0)
 
     def box(write: Write) -> torch.Tensor:
         nonlocal last
-        if last[0] != write.tensor:  # a fused one is written in parts, one behind the other
+        if last[0] != write.tensor:  # a fused tensor is written in parts, one after another
             last = write.tensor, held[write.tensor].local()
         part = last[1][tuple(slice(a, a + n) for a, n in zip(write.start, write.extent, strict=True))]
         return part.to(getattr(torch, geometry.parameters[write.parameter].dtype))
@@ -40,8 +40,10 @@ def of_checkpoint(geometry: Geometry, source: Source) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class Verified:
-    """A worker; or an engine, with what its workers leave out of the checkpoint together. ``problem``: why it
-    cannot be verified, or is not the checkpoint."""
+    """The result for a worker, or for an engine with what its workers together leave out of the checkpoint.
+
+    ``problem``: the reason why it cannot be verified or does not match.
+    """
 
     worker: str
     version: str = ""
@@ -57,8 +59,11 @@ class Verified:
 def verify(
     source: Source, engines: Sequence[Address], links: Links, partial: Sequence[str] = ()
 ) -> Iterator[Verified]:
-    """Asks all workers of the engines, which hash side by side. An engine that is not there is one line, and
-    so is what an engine leaves out, unless ``partial`` names it."""
+    """Has all workers of the engines hash at the same time, and yields a result for each.
+
+    An engine that does not answer is one result. So is what an engine leaves out, unless ``partial`` names
+    it.
+    """
     tensors = tuple(source.tensors())
     asked: list[tuple[Address, Link, Future[WeightMessage]]] = []
     for engine in engines:
@@ -72,7 +77,7 @@ def verify(
         for one in workers.workers:
             worker = links.dial(Address(one.host, one.port))
             asked.append((engine, worker, links.ask(worker, Verify(digest(tensors)))))
-    known: dict[bytes, tuple[bytes, ...]] = {}  # by geometry: replicas have the same
+    known: dict[bytes, tuple[bytes, ...]] = {}  # by geometry: replicas have the same hashes
     loaded: dict[Address, list[Geometry]] = {}
     failed: set[Address] = set()
     for engine, link, answer in asked:

@@ -1,4 +1,4 @@
-"""What engines say of a trainer's version, and what follows from it."""
+"""VersionNews: handles the engines' messages about a trainer's version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VersionNews:
         name: str,
         apply: Callable[[str], None] | None,
     ) -> None:
-        """Opens the links. ``apply`` is WeightPusher's."""
+        """Opens the links. ``apply``: the argument of WeightPusher."""
         self._rank = rank
         self._engines = engines
         self._writer = writer
@@ -60,11 +60,11 @@ class VersionNews:
     def carry(self, link: Link) -> None:
         """From now on the link's loss fails its engine's part of the version. Raises LinkError."""
         self._carriers.add(link)
-        if link.over:  # lost() may have come before
+        if link.over:  # lost() may have run before
             raise LinkError(f"{link.address}: {link.over}")
 
     def heard(self, link: Link, news: News) -> None:
-        """A worker or a controller has sent news."""
+        """Handles news from a worker or a controller."""
         update = self._update
         if update is None or news.version != update.identity:
             return
@@ -81,7 +81,7 @@ class VersionNews:
     def _from_worker(self, update: Update, engine: TargetEngine, link: Link, news: News) -> None:
         name = str(engine.address)
         if isinstance(news, Dropped):
-            return  # the link is over with it, which lost() hears
+            return  # the link ends with it: lost() follows
         mine = [worker for worker in engine.workers if worker.link is not None]
         if isinstance(news, Begun):
             for worker in mine:
@@ -93,7 +93,8 @@ class VersionNews:
         if not all(worker.number in reached for worker in mine):
             return
         if isinstance(news, Applied):
-            # Rank 0 hears it of the controller, where that applies it: when the engine has gone on.
+            # If the controller applies the version, rank 0 waits for the controller's news, sent when the
+            # engine has resumed.
             if self._rank != 0 or self._apply is not None:
                 update.reached(name, "applied")
             return
@@ -105,7 +106,10 @@ class VersionNews:
             self.links.tell(engine.link, Apply(update.identity))
 
     def _apply_once(self) -> None:
-        """Any thread may call it: the links' own, and those of push() and cancel()."""
+        """Applies the version once all remaining workers are ready. Any thread may call it.
+
+        The callers are the links' thread and the threads of push() and cancel().
+        """
         update = self._update
         if self._apply is None or self._rank != 0 or update is None:
             return
@@ -121,7 +125,7 @@ class VersionNews:
         self._apply(update.identity)
 
     def lost(self, link: Link, reason: str) -> None:
-        """Nothing more comes over the link. Any thread may call it."""
+        """Handles the end of a link. Any thread may call it."""
         for engine in self._engines:
             if link is engine.link or any(worker.link is link for worker in engine.workers):
                 logger.warning("%s: lost %s: %s", self._name, link.address, reason)

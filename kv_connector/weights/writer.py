@@ -1,4 +1,4 @@
-"""How a rank's pieces get onto the wire: as they lie where they can, else converted and laid out first."""
+"""Writer: sends a rank's pieces as they lie in memory, or converts or lays them out first."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kv_connector.weights.staging import Staging, laid_out, split
 
 logger = logging.getLogger("kv_connector")
 
-# What is packed, and on its way, at a time, in two halves. One of 64 MiB takes a 50 GB/s NIC 1.3 ms, many
-# times what a turn costs.
+# Bytes of the staging buffer, in two halves. A half of 64 MiB takes a NIC of 50 GB/s 1.3 ms, many times the
+# cost of a switch.
 STAGING_BYTES = 128 << 20
-# Runs shorter than this are laid out before they are sent, where that makes them longer: below it a NIC's
-# rate of messages decides, not that of bytes.
+# Shorter runs, in bytes, are laid out before they are sent, if that makes them longer. Below this length, a
+# NIC's message rate limits, not its bandwidth.
 _LEAST_RUN_BYTES = 32 << 10
-# A peer that takes nothing for so long is lost: the links' heartbeat has found out long before.
+# Seconds after which a peer that receives nothing is lost. The heartbeat of the links notices it long before.
 _STUCK_S = 300.0
 _FENCE_S = 1.0
-# Nothing reads the sources between two versions, but what a lost peer left in flight. A fence needs _FENCE_S.
+# Between two versions only writes to a lost peer can still read the sources. A fence of it needs _FENCE_S.
 _DEREGISTER_S = 5.0
 
 
@@ -51,9 +51,9 @@ class Send:
     runs: Runs
     dtype: torch.dtype  # of the receiver
 
-    round: int = 0  # in which it is to land
+    round: int = 0  # in which it lands
 
-    # Of thousands a version, so worked out once.
+    # A version has thousands of these, so each value is computed once.
 
     @cached_property
     def pages(self) -> int:
@@ -69,7 +69,7 @@ class Send:
 
     @cached_property
     def first(self) -> tuple[int, int]:
-        """Bytes before the first run, at the source and at the target."""
+        """Offsets of the first run, at the source and at the target, in bytes."""
         item = int(self.dtype.itemsize)
         return int(self.runs.source[0]) * item, int(self.runs.target[0]) * item
 
@@ -80,35 +80,36 @@ class Target:
 
     peer: int
     region: int
-    offsets: Sequence[int]  # bytes, of its parameters
+    offsets: Sequence[int]  # of its parameters, in bytes
     immediate: int
     sends: Sequence[Send]
 
 
 class Writer:
-    """Of one rank. Called by one thread, but for fence()."""
+    """The writer of one rank. One thread calls it. Any thread may call fence()."""
 
     def __init__(self, engine: TransferEngine, source: Source, staging_bytes: int) -> None:
         self._engine = engine
-        # By storage, not by address: a registration names the memory that was there, and later memory may
-        # have the same address. A weak reference keeps no memory, and no later storage equals it.
+        # The key is the storage, not the address: a registration belongs to the memory at the time, and later
+        # memory may have the same address. A weak reference keeps no memory alive, and no later storage
+        # equals it.
         self._registered: dict[StorageWeakRef, _Registered] = {}
         self._outdated: list[int] = []  # regions whose memory is gone
-        # Of a shard that is sent as it lies: its address, its region, and the bytes before it there.
+        # For each shard that is sent as it lies: its address, its region, and its offset in bytes.
         self._places: dict[int, tuple[int, int, int]] = {}
         self._source = source
         self._device = source.device
         self._staging = Staging(staging_bytes, source.device)
         (self._staging_region,) = engine.register_ranges([self._staging.range])
         self._halves: list[list[tuple[int, int]]] = [[], []]  # (peer, transfer) that read each half
-        self._direct: list[tuple[int, int]] = []  # (peer, transfer) of what is sent as it lies
+        self._direct: list[tuple[int, int]] = []  # (peer, transfer) of pieces that are sent as they lie
         self.failures: dict[int, str] = {}
-        """Of this version: by peer, why it does not get all."""
+        """The reason why a peer does not get all of this version, by peer."""
         self.posted: dict[int, int] = {}
-        """Of this version: bytes by peer, of which at most what the staging holds is not there yet."""
+        """Bytes posted per peer for this version. At most one staging buffer of them is still in flight."""
 
     def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
-        """Registers the memory of what is sent as it lies."""
+        """Plans the sends of these pieces. Registers the memory of those that are sent as they lie."""
         sends = []
         all_held = self._source.held()
         for piece in pieces:
@@ -130,16 +131,18 @@ class Writer:
         return sends
 
     def start(self) -> None:
-        """Of a version; blocks until the source has its weights."""
+        """Starts a version. Blocks until the source has its weights."""
         self.failures = {}
         self.posted = {}
         self._source.refresh()
         settle(self._device)  # the optimiser's last step
 
     def deregister_freed(self) -> None:
-        """Deregisters the memory of tensors that were freed since the last version. To be called before a
-        version's first write(). Blocks if there are any."""
-        # 0.2 us a storage, of which large models have 37,000. StorageWeakRef.expired() takes 0.7.
+        """Deregisters the memory of tensors that were freed since the last version.
+
+        Call it before a version's first write(). Blocks if such tensors exist.
+        """
+        # It takes 0.2 us a storage, and large models have 37,000. StorageWeakRef.expired() takes 0.7 us.
         expired = torch.UntypedStorage._expired
         self._forget([storage for storage in self._registered if expired(storage.cdata)])
         try:
@@ -148,7 +151,7 @@ class Writer:
             logger.warning("weights: memory of freed tensors stays registered until the next push: %s", error)
 
     def write(self, target: Target) -> None:
-        """Blocks until nothing has to be laid out any more."""
+        """Writes to a receiver. Blocks until nothing is left to lay out."""
         try:
             self._direct.append((target.peer, self._write(target)))
         except (TransferError, SourceError) as error:
@@ -160,21 +163,26 @@ class Writer:
             self._drain(transfers)
 
     def release(self) -> None:
-        """Deregisters the memory of the source, between two versions. Blocks. The next version registers what
-        it sends. TransferError: some memory is still registered."""
+        """Deregisters the memory of the source. Call it between two versions. Blocks.
+
+        The next version registers what it sends. TransferError: some memory is still registered.
+        """
         self._forget(list(self._registered))
         self._deregister()
 
     def fence(self, peer: int) -> None:
-        """Ends the peer, and what is open to it. Any thread; blocks, for a moment as a rule."""
+        """Ends the peer, and all transfers that are open to it. Any thread may call it.
+
+        Blocks, mostly for a moment.
+        """
         try:
             self._engine.fence(peer, _FENCE_S)
         except TransferError as error:
             if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
-                logger.warning("the link to a lost worker is not over yet: %s", error)
+                logger.warning("weights: the link to a lost worker is still open: %s", error)
 
     def _write(self, target: Target) -> int:
-        """What lies right goes at once, in the transfer that it returns."""
+        """Writes to a receiver. Returns the transfer of the pieces that are sent as they lie."""
         direct = self._engine.open_transfer(target.peer)
         try:
             packed: list[tuple[Send, int]] = []
@@ -196,7 +204,7 @@ class Writer:
         return self._staging.put(part, send.dtype)
 
     def _send_half(self, target: Target, packed: list[tuple[Send, int]]) -> None:
-        """What is in the half that was filled goes, and the other one is filled next."""
+        """Sends the half that was filled, and switches to the other half."""
         self._staging.packed()
         transfer = self._engine.open_transfer(target.peer)
         filled, other = self._halves
@@ -239,7 +247,7 @@ class Writer:
         )
 
     def _drain(self, transfers: list[tuple[int, int]]) -> None:
-        """Blocks until these have ended."""
+        """Blocks until these transfers have ended."""
         for peer, transfer in transfers:
             try:
                 event = self._engine.wait_transfer(transfer, _STUCK_S)
@@ -251,7 +259,7 @@ class Writer:
         transfers.clear()
 
     def _place(self, shard: int, local: torch.Tensor) -> tuple[int, int]:
-        """(region, bytes before the tensor's first element). Registers what is new, or has moved."""
+        """Returns the region and the tensor's offset in bytes. Registers memory that is new or has moved."""
         address = local.data_ptr()
         place = self._places.get(shard)
         if place is None or place[0] != address:
@@ -259,7 +267,7 @@ class Writer:
         return place[1], place[2]
 
     def _region(self, local: torch.Tensor) -> tuple[int, int]:
-        """(region, bytes before the tensor's first element). Registers a storage as a whole."""
+        """Returns the region and the tensor's offset in bytes. Registers whole storages."""
         storage = local.untyped_storage()
         reference = StorageWeakRef(storage)
         begin, nbytes = storage.data_ptr(), storage.nbytes()

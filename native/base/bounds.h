@@ -1,12 +1,12 @@
-// fits(): whether a piece lies within something. Offsets and lengths are a peer's words, or a caller's: their sums may
-// overflow.
+// fits(): whether a range lies within another one. Its offsets and lengths may come from a peer or a caller, so their
+// sums may overflow.
 #pragma once
 
 #include <cstdint>
 
 namespace kvc {
 
-// [offset, offset + bytes) within [0, size).
+// True if [offset, offset + bytes) lies within [0, size).
 constexpr bool fits(uint64_t offset, uint64_t bytes, uint64_t size) noexcept {
   return bytes <= size && offset <= size - bytes;
 }

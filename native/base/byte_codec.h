@@ -1,7 +1,7 @@
-// ByteWriter and ByteReader: little-endian, length-prefixed bytes for what peers hand each other.
+// ByteWriter and ByteReader: encode and decode the bytes that peers exchange (little-endian, length-prefixed).
 //
-// A reader never reads past its end and never throws: the first thing that does not fit makes everything after it
-// zero or empty, and complete() false. So a decoder reads all fields in a row and asks once.
+// A reader never reads past its end and never throws. After the first field that does not fit, all later fields are
+// zero or empty and complete() is false. A decoder can therefore read all fields and check complete() once.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ class ByteReader {
     if (length > max_bytes) fail();
     return take(length);
   }
-  // What a peer calls itself ends up in log lines, and in Python's strings: whatever is not printable ASCII is '?'.
+  // Peer names end up in log lines and in Python strings, so every byte that is not printable ASCII becomes '?'.
   std::string text(size_t max_bytes) {
     const std::span<const std::byte> raw = blob(max_bytes);
     std::string name(reinterpret_cast<const char*>(raw.data()), raw.size());
@@ -61,7 +61,7 @@ class ByteReader {
     rest_ = {};
   }
   bool failed() const { return failed_; }
-  // Everything was well-formed and nothing is left over.
+  // True if every field was well-formed and no bytes are left.
   bool complete() const { return !failed_ && rest_.empty(); }
 
  private:

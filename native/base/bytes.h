@@ -1,4 +1,4 @@
-// Bytes: what peers hand each other, as a value.
+// Bytes: a buffer that peers exchange, as a value.
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,7 @@ std::string_view name(ErrorCode code) noexcept {
     case ErrorCode::kSystem:
       return "SYSTEM";
   }
-  return "UNKNOWN";  // a value outside the enum: only from a cast gone wrong
+  return "UNKNOWN";  // a value outside the enum: only a wrong cast gives one
 }
 
 std::string Error::to_string() const {

@@ -1,7 +1,7 @@
-// Errors are values: what an engine operation returns instead of throwing.
+// Error and Result: errors as values, which transfer engine operations return instead of throwing.
 //
-// Background: one peer's failure must never stop another peer's traffic, so nothing on the worker's path may
-// unwind or abort. Every failure carries who (provider, peer), what (operation) and the library's own words.
+// A peer's failure must never stop another peer's traffic, so the code of the transfer thread neither unwinds nor
+// aborts. Every error names the provider, the peer and the operation, and quotes the message of the library.
 #pragma once
 
 #include <cstdint>
@@ -14,43 +14,44 @@
 namespace kvc {
 
 enum class ErrorCode : uint8_t {
-  kInvalidArgument,  // the caller passed something that can never work
-  kUnknownPeer,      // no such peer, or it was disconnected
-  kUnknownRegion,    // no such memory region, or its key was revoked
+  kInvalidArgument,  // the arguments of the caller can never work
+  kUnknownPeer,      // the peer does not exist or was disconnected
+  kUnknownRegion,    // the memory region does not exist, or its key was revoked
   kOutOfRange,       // bytes outside a registered region
-  kNotReachable,  // this provider does not lead there (another machine, memory of another kind); another provider may
-  kRefused,       // the kernel, the library or the peer forbids it
-  kPeerDown,      // the link to the peer broke, or its process is gone
-  kResources,     // a bounded resource is used up (counters, descriptors, memory)
+  // The provider does not lead to this peer (another machine, another kind of memory). Another provider may.
+  kNotReachable,
+  kRefused,    // the kernel, the library or the peer forbids it
+  kPeerDown,   // the link to the peer broke, or its process is gone
+  kResources,  // a bounded resource is used up (counters, descriptors, memory)
   kTimeout,
   kCancelled,
-  kClosed,  // the engine is shutting down
-  kSystem,  // a system call failed in a way that has no better code
+  kClosed,  // the transfer engine is shutting down
+  kSystem,  // a system call failed, and no other code fits
 };
 
-// The code's stable name, as logs and Python show it ("PEER_DOWN").
+// Returns the stable name of the code, as logs and Python show it ("PEER_DOWN").
 std::string_view name(ErrorCode code) noexcept;
 
 struct Error {
   ErrorCode code = ErrorCode::kSystem;
-  std::string provider;   // "tcp"; empty where no provider was involved
-  std::string peer;       // the peer's name; empty where no peer was involved
+  std::string provider;   // "tcp"; empty if no provider was involved
+  std::string peer;       // the peer's name; empty if no peer was involved
   std::string operation;  // "write_pages", "accept", ...
-  std::string message;    // the library's or the kernel's own words, and what to do where we know it
+  std::string message;    // message of the library or the kernel, and a remedy if one is known
 
   // One line: "PEER_DOWN in write_pages over tcp to decode-0: connection reset by peer".
   std::string to_string() const;
 };
 
-// The engine's own refusal of what its caller asks for.
+// Returns the error of a call whose arguments the transfer engine refuses.
 inline Error invalid(std::string operation, std::string message) {
   return Error{ErrorCode::kInvalidArgument, {}, {}, std::move(operation), std::move(message)};
 }
 
-// An Error built from errno's words.
+// Returns an Error with the system's message for `error_number` (an errno value).
 Error system_error(std::string_view provider, std::string_view operation, int error_number);
 
-// A T or an Error. Check ok() before value(); value() of an error is a programming mistake (asserts).
+// A T or an Error. Call ok() before value(). Calling value() on an error is a programming mistake.
 template <typename T>
 class [[nodiscard]] Result {
  public:

@@ -1,4 +1,4 @@
-// IdSource: numbers of one kind of thing, each given once.
+// IdSource: gives out numbers for one kind of object, each number once.
 #pragma once
 
 #include <atomic>
@@ -6,8 +6,8 @@
 
 namespace kvc {
 
-// Any thread. Each kind of thing has its own, so that what there is much of (transfers) does not use up the numbers of what
-// there is little of: 32 bits last for 136 years of one peer or region a second.
+// Any thread. Each kind of object has its own source, so that frequent objects (transfers) do not use up the numbers of
+// rare ones. With one peer or region a second, 32 bits last for 136 years.
 template <typename Id>
 class IdSource {
  public:

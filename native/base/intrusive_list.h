@@ -1,24 +1,25 @@
-// IntrusiveList: a list whose links lie in its elements, so that neither end of it ever allocates.
+// IntrusiveList: a list whose links lie in its elements, so that insertion and removal never allocate.
 #pragma once
 
 #include <cassert>
 
 namespace kvc {
 
-// What an element holds for each list that it may be in.
+// The links of an element. An element has one hook for each list that it may be in.
 template <typename T>
 struct ListHook {
   T* next = nullptr;
   T* previous = nullptr;
 };
 
-// One thread; owns nothing. An element is in one list of its hook at most, and whoever puts it in knows whether it is.
+// One thread. The list owns no element. An element is in at most one list per hook, and its owner tracks whether it is
+// in one.
 template <typename T, ListHook<T> T::* kHook>
 class IntrusiveList {
  public:
   bool empty() const noexcept { return first_ == nullptr; }
   T* front() const noexcept { return first_; }
-  // The one behind `element`; null: it is the last.
+  // The element after `element`; null if `element` is the last.
   static T* after(const T& element) noexcept { return (element.*kHook).next; }
 
   void push_back(T& element) noexcept { insert(element, last_, nullptr); }
@@ -35,7 +36,7 @@ class IntrusiveList {
     erase(*element);
     return element;
   }
-  // All of `other`, behind what is here.
+  // Moves all elements of `other` to the end of this list.
   void append(IntrusiveList& other) noexcept {
     if (other.empty()) return;
     (last_ != nullptr ? (last_->*kHook).next : first_) = other.first_;

@@ -1,4 +1,4 @@
-// Latch: what a thread blocks on while the worker does something for it.
+// Latch: blocks a thread until the transfer thread has done something for it.
 #pragma once
 
 #include <algorithm>
@@ -16,20 +16,22 @@ class Latch {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return done_; });
   }
-  // True if done. False: the time is over, and the worker will not do it any more (it is abandoned).
+  // Returns true if the work is done. False: the timeout passed, and the transfer thread will not try again
+  // (abandoned).
   bool wait_for(Timeout timeout) {
     const auto deadline = std::chrono::steady_clock::now() + std::min<Timeout>(timeout, std::chrono::hours(24 * 365));
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, deadline, [this] { return done_; });
-    // What it is doing right now may be the last step: whoever is told that it is not done can rely on that.
+    // The try that runs now may finish the work. Waiting for it makes a result of false final.
     changed_.wait(lock, [this] { return !trying_; });
     abandoned_ = !done_;
     return done_;
   }
 
-  // --- The worker.
+  // --- The transfer thread.
 
-  // Around each try of something that may have to be tried again. False: it is abandoned.
+  // begin() and end() enclose each try of work that may need several tries. begin() returns false if the work is
+  // abandoned.
   bool begin() {
     const std::lock_guard lock(mutex_);
     trying_ = !abandoned_;
@@ -39,7 +41,7 @@ class Latch {
     const std::lock_guard lock(mutex_);
     trying_ = false;
     done_ = done;
-    changed_.notify_all();  // under the lock: the waiter may destroy this as soon as it can see `done_`
+    changed_.notify_all();  // under the lock: the waiter may destroy this object as soon as it sees `done_`
   }
   void set_done() { end(true); }
 

@@ -1,4 +1,4 @@
-// Overloaded: one function object out of several, for std::visit.
+// Overloaded: combines several function objects into one, for std::visit.
 #pragma once
 
 namespace kvc {

@@ -10,7 +10,7 @@
 namespace kvc {
 
 Status PollLoop::open(const std::string& name, int cpu) {
-  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());  // what the kernel keeps
+  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());  // the kernel keeps 15 characters
   if (cpu >= 0) {
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
@@ -18,7 +18,8 @@ Status PollLoop::open(const std::string& name, int cpu) {
     if (const int error = pthread_setaffinity_np(pthread_self(), sizeof(cpus), &cpus); error != 0) {
       Error refused = system_error({}, "pin worker", error);
       refused.code = ErrorCode::kInvalidArgument;
-      refused.message += ": core " + std::to_string(cpu) + " is not one this process may run on";
+      refused.message +=
+          ": this process may not run on core " + std::to_string(cpu) + ". Set worker_cpu to a core that it may use";
       return refused;
     }
   }
@@ -39,7 +40,7 @@ void PollLoop::run(Work& work, std::chrono::microseconds spin) {
   using Clock = std::chrono::steady_clock;
   Clock::time_point idle_since{};
   bool idle = false;
-  // Acquires what its owner has done before it stopped us: closing takes apart what others have read.
+  // Acquires all that the owner did before stop(): closing takes apart what other threads have read.
   while (!stopping_.load(std::memory_order_acquire)) {
     if (work.turn()) {
       idle = false;
@@ -48,21 +49,21 @@ void PollLoop::run(Work& work, std::chrono::microseconds spin) {
     const Clock::time_point now = Clock::now();
     if (!std::exchange(idle, true)) idle_since = now;
     if (now - idle_since < spin) {
-      // Yields instead of pausing: where the peer's worker shares this core, spinning would keep it from doing what we
-      // wait for. Measured on two busy cores, one way, pausing and yielding: tcp 30 and 10 us, host 28 and 5 us.
-      // Where nobody else wants the core it returns in 0.3 us.
+      // Yields instead of pausing. If the peer's transfer thread shares this core, spinning would delay the work that
+      // this thread waits for. One-way latency on two busy cores, pausing and yielding: tcp 30 and 10 us, host 28 and 5
+      // us. If no other thread needs the core, sched_yield() returns in 0.3 us.
       sched_yield();
       continue;
     }
     waker_->announce_sleep();
     if (!stopping_.load(std::memory_order_seq_cst) && !waker_->take_nudge() && work.prepare_sleep()) {
       const std::optional<std::chrono::milliseconds> longest = work.longest_sleep();
-      // One descriptor is enough to know: everything is looked at in the next turn. EINTR is a wake-up like another.
+      // One event is enough, because the next turn looks at everything. EINTR is a wake-up like any other.
       epoll_event event;
       epoll_wait(epoll_fd_.get(), &event, 1, longest ? static_cast<int>(longest->count()) : -1);
     }
     waker_->awake();
-    idle = false;  // what woke it up tends to come in bursts
+    idle = false;  // events that end a sleep tend to come in bursts
   }
 }
 

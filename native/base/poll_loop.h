@@ -1,5 +1,5 @@
-// PollLoop: how a thread of the engine waits: it works while there is something to do, then looks for more for a while, then
-// sleeps on descriptors, so that an idle engine uses no CPU.
+// PollLoop: the loop of a transfer thread. It works while it has work, then polls for a short time, then sleeps on
+// descriptors. An idle transfer engine therefore uses no CPU.
 #pragma once
 
 #include <atomic>
@@ -16,32 +16,31 @@ namespace kvc {
 
 class PollLoop {
  public:
-  // The longest sleep while something has to be asked again (a fence, a revoked key): it ends without a descriptor saying
-  // so.
+  // The longest sleep while a step has to be repeated (a fence, a revoked key): no descriptor reports its end.
   static constexpr std::chrono::milliseconds kRetry{1};
 
-  // What the thread does.
+  // The work of the thread.
   class Work {
    public:
     virtual ~Work() = default;
-    // True if anything was done.
+    // One round of work. Returns true if anything was done.
     virtual bool turn() = 0;
-    // The thread is about to sleep. False: there is work already.
+    // Called before the thread sleeps. Returns false if work has arrived meanwhile.
     virtual bool prepare_sleep() = 0;
-    // How long it may sleep although no descriptor says anything; nothing: as long as it likes.
+    // The longest sleep without an event on a descriptor. No value: no limit.
     virtual std::optional<std::chrono::milliseconds> longest_sleep() const = 0;
   };
 
-  // `waker`: how other threads end the sleep.
+  // `waker`: the means by which other threads end the sleep.
   explicit PollLoop(std::shared_ptr<Waker> waker) : waker_(std::move(waker)) {}
 
-  // Names the calling thread, pins it to the core (-1: not), and gets ready to sleep.
+  // Names the calling thread, pins it to the core `cpu` (-1: no pinning) and opens the descriptors for sleeping.
   Status open(const std::string& name, int cpu);
-  // The descriptor ends the sleep when it is readable.
+  // Adds a descriptor that ends the sleep when it is readable.
   Status watch(int fd);
   void forget(int fd);
 
-  // Runs `work` on the calling thread until stop(). Spins for `spin` before it sleeps.
+  // Runs `work` on the calling thread until stop(). An idle thread polls for `spin` before it sleeps.
   void run(Work& work, std::chrono::microseconds spin);
   // Any thread.
   void stop();

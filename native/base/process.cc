@@ -7,7 +7,7 @@
 
 #include <fstream>
 
-#ifndef SYS_pidfd_open  // Linux 5.3, but not in the headers of every distribution that a wheel is built on
+#ifndef SYS_pidfd_open  // Linux 5.3, but missing in the headers of some distributions that build wheels
 #define SYS_pidfd_open 434
 #endif
 

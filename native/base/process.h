@@ -1,4 +1,4 @@
-// Other processes of this machine: whether one is still alive, and which machine this is.
+// Queries about processes and the machine: whether a process is alive, and which machine this is.
 #pragma once
 
 #include <sys/types.h>
@@ -11,18 +11,18 @@
 
 namespace kvc {
 
-// Any thread; nothing here blocks.
+// Every function here may be called by any thread and does not block.
 
-// Readable once the process is gone with all its threads. None for this process, which outlives all that it has, for 0,
-// and where the kernel gives none (another pid namespace).
+// A descriptor that is readable once the process and all its threads are gone. Empty for this process (which outlives
+// its own objects), for pid 0, and if the kernel refuses (another pid namespace).
 UniqueFd open_pidfd(pid_t pid);
-// False where `pidfd` is none.
+// Whether the process of `pidfd` is gone. False for an empty `pidfd`.
 bool is_gone(const UniqueFd& pidfd);
 
-// The running kernel, since it was booted (/proc/sys/kernel/random/boot_id); empty if unknown.
+// Id of the running kernel since its boot (/proc/sys/kernel/random/boot_id). Empty if unknown.
 std::string boot_id();
 
-// The number of this process's namespace of that kind ("pid", "user"), unique under one running kernel; 0: unknown.
+// Number of this process's namespace of the given kind ("pid", "user"), unique under one running kernel. 0 if unknown.
 uint64_t own_namespace(std::string_view kind);
 
 }  // namespace kvc

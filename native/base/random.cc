@@ -9,10 +9,10 @@ namespace kvc {
 
 void fill_random(std::span<std::byte> bytes) noexcept {
   while (!bytes.empty()) {
-    // Up to 256 bytes come whole and uninterrupted (getrandom(2)).
+    // The kernel returns up to 256 bytes whole and uninterrupted (getrandom(2)).
     const size_t part = std::min<size_t>(bytes.size(), 256);
     if (getrandom(bytes.data(), part, 0) != static_cast<ssize_t>(part)) {
-      // A sandbox forbids the call: the library has other ways to the same pool.
+      // A sandbox may forbid the call. The library has other ways to the same pool.
       std::random_device device;
       std::generate_n(bytes.begin(), part, [&] { return static_cast<std::byte>(device()); });
     }

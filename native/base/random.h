@@ -1,4 +1,4 @@
-// Random numbers of the kernel's: keys that are hard to guess, and secrets that prove who somebody is.
+// Random numbers from the kernel: keys that are hard to guess, and secrets that prove an identity.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace kvc {
 
-// Any thread. Cannot fail, and blocks only before the kernel's pool is ready, which it is long before there is a network.
+// Any thread. Cannot fail. Blocks only until the kernel's pool is ready, which is long before the network starts.
 void fill_random(std::span<std::byte> bytes) noexcept;
 
 // 64 random bits, never 0.
@@ -19,7 +19,7 @@ struct Secret {
   std::array<std::byte, 16> bytes{};
 
   static Secret make() noexcept;
-  // In time that does not depend on where the two differ.
+  // Compares in a time that does not depend on the position of the first difference.
   bool equals(const Secret& other) const noexcept;
 };
 

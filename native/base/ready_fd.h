@@ -1,4 +1,4 @@
-// ReadyFd: a descriptor that is readable while something waits, for whoever sleeps in poll() or an event loop.
+// ReadyFd: a descriptor that is readable while items wait, for threads that sleep in poll() or an event loop.
 #pragma once
 
 #include "base/error.h"
@@ -6,13 +6,15 @@
 
 namespace kvc {
 
-// Its owner guards it with the lock of what it stands for.
+// The owner guards this object with the lock of the items.
 class ReadyFd {
  public:
   Status open();
-  // Kept up to date from the first call on: an engine whose owner never asks makes no system call an event.
+  // Returns the descriptor and sets its state. update() is a no-op before the first call, so that an unused descriptor
+  // costs no system calls.
   int fd(bool ready);
-  // One write when the first thing comes and one read when the last has gone: not one for each.
+  // Sets whether items wait. Costs one write when the first item arrives and one read when the last has gone, not one
+  // per item.
   void update(bool ready);
 
  private:

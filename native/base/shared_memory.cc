@@ -9,8 +9,11 @@
 namespace kvc {
 
 Result<SharedMemory> SharedMemory::create(const std::string& name, uint64_t bytes) {
-  if (bytes == 0) return Error{ErrorCode::kInvalidArgument, {}, {}, "create_shared_memory", "0 bytes asked for"};
-  // Sealing: the host lane forbids that the file shrinks, so that a peer can map it without fear of SIGBUS.
+  if (bytes == 0) {
+    return Error{
+        ErrorCode::kInvalidArgument, {}, {}, "create_shared_memory", "0 bytes requested: at least 1 byte is needed"};
+  }
+  // MFD_ALLOW_SEALING: the host lane seals the file against shrinking, so that a peer that maps it cannot get SIGBUS.
   UniqueFd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return system_error({}, "memfd_create", errno);
   void* data = MAP_FAILED;

@@ -1,4 +1,4 @@
-// SharedMemory: memory that other processes can map, because a memfd of ours is behind it.
+// SharedMemory: memory that other processes can map, backed by a memfd of this process.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,11 @@
 
 namespace kvc {
 
-// Owns the mapping and the descriptor. Zero at first. Movable; not thread-safe itself (the memory is anyone's).
+// Owns the mapping and the descriptor. The memory starts at zero. Movable. The object is not thread-safe, but any
+// thread may use the memory.
 class SharedMemory {
  public:
-  // `name` only shows up in /proc. `bytes` > 0; the mapping is rounded up to whole pages, size() is not.
+  // `name` only appears in /proc. `bytes` must be above 0. The mapping is rounded up to whole pages; size() is not.
   static Result<SharedMemory> create(const std::string& name, uint64_t bytes);
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;

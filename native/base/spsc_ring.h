@@ -1,4 +1,4 @@
-// SpscRing: a bounded queue from one thread to another, of slots that stay where they are.
+// SpscRing: a bounded queue from one thread to another. Its slots never move.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@ namespace kvc {
 template <typename T>
 class SpscRing {
  public:
-  // `slots`: a power of two.
+  // `slots` must be a power of two.
   explicit SpscRing(size_t slots) : slots_(slots) {}
   SpscRing(const SpscRing&) = delete;
   SpscRing& operator=(const SpscRing&) = delete;
 
-  // --- The thread that puts in.
+  // --- The producer thread.
 
-  // The slot to fill next, with whatever was left in it; null: the ring is full.
+  // The next slot to fill, with the contents of its last use. Null if the ring is full.
   T* vacant() noexcept {
     const uint64_t put = put_.load(std::memory_order_relaxed);
     if (put - taken_seen_ == slots_.size()) {
@@ -27,14 +27,15 @@ class SpscRing {
     }
     return &slots_[put & (slots_.size() - 1)];
   }
-  // What vacant() gave is filled. Sequentially consistent: followed by Waker::wake(), it is not slept through.
+  // Publishes the slot from vacant(). Sequentially consistent, so that a following Waker::wake() reaches a sleeping
+  // consumer.
   void put() noexcept { put_.store(put_.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst); }
-  // How many were put in, ever.
+  // Number of items ever put in.
   uint64_t puts() const noexcept { return put_.load(std::memory_order_relaxed); }
 
-  // --- The thread that takes out.
+  // --- The consumer thread.
 
-  // How many were put in, ever; all of them can be taken.
+  // Number of items ever put in. All of them can be taken.
   uint64_t ready() const noexcept { return put_.load(std::memory_order_seq_cst); }
   uint64_t taken() const noexcept { return taken_.load(std::memory_order_relaxed); }
   T& front() noexcept { return slots_[taken() & (slots_.size() - 1)]; }
@@ -43,7 +44,8 @@ class SpscRing {
  private:
   std::vector<T> slots_;
   alignas(64) std::atomic<uint64_t> put_{0};
-  uint64_t taken_seen_ = 0;  // of who puts in: it looks again only where the ring seems full
+  // The producer's copy of taken_. It is refreshed only when the ring seems full.
+  uint64_t taken_seen_ = 0;
   alignas(64) std::atomic<uint64_t> taken_{0};
 };
 

@@ -1,8 +1,8 @@
-// SubmissionQueue: many threads push, one thread takes everything, in the order of the pushes.
+// SubmissionQueue: many threads push, one thread takes all items in the order of the pushes.
 //
-// An intrusive list behind one atomic head: push is one compare-and-swap loop, no lock, no allocation of its own, no
-// limit to run into; the taker swaps the whole list out and turns it round. There is no pop of single nodes, hence
-// no ABA problem, and no moment at which a pushed node is invisible (which the sleep protocol relies on).
+// An intrusive list behind one atomic head. A push is one compare-and-swap loop without lock, allocation or size limit.
+// The consumer swaps out the whole list and reverses it. Single nodes are never popped, so no ABA problem exists. A
+// pushed node is visible at once, on which the sleep protocol relies.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace kvc {
 
-// Node: a type with a member `Node* next`.
+// Node must have a member `Node* next`.
 template <typename Node>
 class SubmissionQueue {
  public:
@@ -21,8 +21,9 @@ class SubmissionQueue {
     drain([](std::unique_ptr<Node>) {});
   }
 
-  // Any thread. Sequentially consistent: a push followed by a look at the worker's sleeping flag is seen either by
-  // the worker's last look at empty(), or sees the flag.
+  // Any thread. Sequentially consistent: if a thread pushes and then reads the transfer thread's sleeping flag, one of
+  // the two holds. Either the transfer thread's last call of empty() sees the push, or the pushing thread sees the
+  // flag.
   void push(std::unique_ptr<Node> node) noexcept {
     Node* raw = node.release();
     raw->next = head_.load(std::memory_order_relaxed);
@@ -32,10 +33,11 @@ class SubmissionQueue {
 
   bool empty() const noexcept { return head_.load(std::memory_order_seq_cst) == nullptr; }
 
-  // The taking thread only: calls `take(std::unique_ptr<Node>)` for each node, oldest first; false if none was there.
+  // The consumer thread only. Calls `take(std::unique_ptr<Node>)` for each node, oldest first. Returns false if the
+  // queue was empty.
   template <typename Take>
   bool drain(Take&& take) {
-    if (head_.load(std::memory_order_relaxed) == nullptr) return false;  // the common case costs no write
+    if (head_.load(std::memory_order_relaxed) == nullptr) return false;  // the common case writes nothing
     Node* newest = head_.exchange(nullptr, std::memory_order_acquire);
     Node* oldest = nullptr;
     while (newest != nullptr) {

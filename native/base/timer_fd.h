@@ -1,4 +1,4 @@
-// TimerFd: a descriptor that is readable from a point in time on, for whoever sleeps in epoll.
+// TimerFd: a descriptor that becomes readable at a set time, for threads that sleep in epoll.
 #pragma once
 
 #include <sys/timerfd.h>
@@ -14,7 +14,7 @@
 
 namespace kvc {
 
-// One owner thread; nothing here blocks.
+// One owner thread. No call blocks.
 class TimerFd {
  public:
   using Clock = std::chrono::steady_clock;
@@ -28,8 +28,9 @@ class TimerFd {
   TimerFd() = default;
 
   int fd() const noexcept { return fd_.get(); }
-  // Readable from `when` on, at once if that has passed; nothing: not at all. Whatever was set before is void, and a
-  // descriptor that was readable is so no more until `when`. No system call where nothing changes.
+  // Makes the descriptor readable from `when` on (at once if `when` has passed). No value disarms it. A new setting
+  // replaces the old one, so a readable descriptor becomes unreadable until `when`. An unchanged setting costs no
+  // system call.
   void arm(std::optional<Clock::time_point> when) noexcept {
     if (when == armed_ && (!when || *when > Clock::now())) return;
     armed_ = when;

@@ -7,7 +7,7 @@
 
 namespace kvc {
 
-// Owns one descriptor, or none (-1). Movable, not copyable, no lock: one owner thread.
+// Owns one descriptor or none (-1). Movable, not copyable. One owner thread; no lock.
 class UniqueFd {
  public:
   UniqueFd() = default;
@@ -26,7 +26,7 @@ class UniqueFd {
 
   int get() const noexcept { return fd_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
-  // Closes what is owned, if anything.
+  // Closes the descriptor, if it owns one.
   void reset() noexcept {
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
   }

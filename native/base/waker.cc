@@ -16,14 +16,14 @@ Result<std::shared_ptr<Waker>> Waker::create() {
 
 void Waker::signal() noexcept {
   const uint64_t one = 1;
-  // Fails only when the counter is full, and then the descriptor is readable anyway.
+  // The write fails only if the counter is full, and the descriptor is readable in that case.
   [[maybe_unused]] const ssize_t written = write(fd_.get(), &one, sizeof(one));
 }
 
 void Waker::awake() noexcept {
   sleeping_.store(false, std::memory_order_seq_cst);
-  // Always: who took our last announcement back may have been preempted before it signalled. That signal comes during
-  // this sleep, and left unread it would end every later one at once.
+  // Reads even if no signal seems to be pending: a thread that took back the last announcement may be preempted before
+  // its signal. That signal arrives during this sleep, and an unread signal would end every later sleep at once.
   uint64_t count = 0;
   [[maybe_unused]] const ssize_t got = read(fd_.get(), &count, sizeof(count));
 }

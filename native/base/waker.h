@@ -1,8 +1,8 @@
-// Waker: how other threads end the worker's sleep, with a system call only if it sleeps.
+// Waker: ends the sleep of the transfer thread, with a system call only if it sleeps.
 //
-// The protocol that loses no wake-up: a thread makes its work visible (sequentially consistent), then calls wake();
-// the worker calls announce_sleep(), then looks for work once more, and only then sleeps on fd(). Either the worker
-// sees the work, or the thread sees the announcement.
+// This protocol loses no wake-up. A thread publishes its work (sequentially consistent), then calls wake(). The
+// transfer thread calls announce_sleep(), looks for work once more, and only then sleeps on fd(). Either the transfer
+// thread sees the work, or the other thread sees the announcement.
 #pragma once
 
 #include <atomic>
@@ -26,24 +26,26 @@ class Waker {
     if (sleeping_.load(std::memory_order_seq_cst) && sleeping_.exchange(false, std::memory_order_seq_cst)) signal();
   }
 
-  // Any thread; never blocks. As wake(), of what the worker does not look for before it sleeps: it takes a turn more.
+  // Any thread; never blocks. Like wake(), for work that the transfer thread does not look for before it sleeps: it
+  // runs one more turn.
   void nudge() noexcept {
     nudged_.store(true, std::memory_order_seq_cst);
     wake();
   }
 
-  // The worker only. Not to be slept through, once the sleep is announced, where it is true.
+  // The transfer thread only. If this returns true after announce_sleep(), the thread must not sleep.
   bool take_nudge() noexcept { return nudged_.exchange(false, std::memory_order_seq_cst); }
-  // The worker only.
+  // The transfer thread only.
   void announce_sleep() noexcept { sleeping_.store(true, std::memory_order_seq_cst); }
-  // Back at work: takes the announcement back and empties the descriptor.
+  // The transfer thread only, after a sleep. Takes back the announcement and empties the descriptor.
   void awake() noexcept;
   int fd() const noexcept { return fd_.get(); }
 
  private:
   void signal() noexcept;
 
-  alignas(64) std::atomic<bool> sleeping_{false};  // read by every submission: its own cache line
+  // Every submission reads this word, so it has its own cache line.
+  alignas(64) std::atomic<bool> sleeping_{false};
   std::atomic<bool> nudged_{false};
   const UniqueFd fd_;
 };

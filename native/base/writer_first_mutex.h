@@ -5,9 +5,9 @@
 
 namespace kvc {
 
-// glibc's read-write lock lets readers in as long as others hold it, so that a few threads in a tight loop of submissions
-// would keep the worker from ever ending a transfer. Here a writer that waits holds up new readers. Nobody may lock it
-// shared twice.
+// glibc's read-write lock admits readers as long as other readers hold it. A few threads that submit in a tight loop
+// would keep the transfer thread from ever ending a transfer. Here a waiting writer blocks new readers. A thread must
+// not hold the shared lock twice.
 class WriterFirstMutex {
  public:
   WriterFirstMutex() noexcept {

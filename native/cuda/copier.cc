@@ -10,7 +10,7 @@ namespace {
 constexpr int kReadInStreamOrder = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 constexpr unsigned kOverlapWithCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
-// Each stream's finished-word has its own cache line, as the worker polls it.
+// Each stream's word of finished launches has its own cache line, because the transfer thread polls it.
 constexpr size_t kWordStride = 64;
 constexpr size_t kListsOffset = kStreams * kWordStride;
 constexpr size_t kListBytes = kLaunchPages * sizeof(PageCopy);
@@ -61,7 +61,7 @@ Copier::~Copier() {
   wait();
   const Context::Scope scope(*context_);
   if (blocks_done_ != 0) context_->driver().cuMemFree_v2(blocks_done_);
-  // Here and not in their destructors after this one: they need the scope.
+  // Freed here, because their destructors need the scope.
   pinned_ = {};
   for (OwnedStream& stream : streams_) stream = {};
   module_ = {};
@@ -89,8 +89,8 @@ Status Copier::launch() {
   if (engines_ && pages_ <= kEnginePages) {
     engines_ = launch_engines();
     if (engines_) return {};
-    // Copies of it that are under way end before the kernel begins, which makes them again; and where it does not begin,
-    // before who is told that nothing was launched has its pages back.
+    // If the engines fail, copies that have begun end before the kernel begins, and the kernel repeats them. If the
+    // kernel does not begin, wait for those copies: after an error, the caller may reuse the pages.
     const uint64_t place = launched_ % kStreams;
     Status launched = launch_kernel();
     if (!launched) context_->driver().cuStreamSynchronize(streams_[place].get());
@@ -103,7 +103,7 @@ Status Copier::launch_kernel() {
   const uint64_t units_per_page = (page_bytes_ + kUnitBytes - 1) / kUnitBytes;
   const uint64_t units = units_per_page * pages_;
   if (units > UINT32_MAX) {
-    return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page of more than 64 TiB"};
+    return Error{ErrorCode::kInvalidArgument, "cuda", {}, "write", "a page exceeds 64 TiB"};
   }
   const uint64_t stream = launched_ % kStreams;
   CopyLaunch launch{
@@ -118,7 +118,7 @@ Status Copier::launch_kernel() {
   const bool bulk = bulk_ != nullptr && address_bits_ % 16 == 0;
   const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(blocks_, units));
   void* arguments[] = {&launch};
-  // The list is written with plain stores: the launch itself publishes them to the GPU.
+  // The list is written with plain stores. The launch itself makes them visible to the GPU.
   const int result = context_->driver().cuLaunchKernel(
       bulk ? bulk_ : vector_, blocks, 1, 1, bulk ? kBulkThreads : kVectorThreads, 1, 1, bulk ? kBulkSharedBytes : 0,
       streams_[stream].get(), static_cast<void**>(arguments), nullptr);
@@ -139,7 +139,7 @@ bool Copier::launch_engines() {
   }
   CopyAttributes attributes{
       .source_order = kReadInStreamOrder, .source_hint = {}, .target_hint = {}, .flags = kOverlapWithCompute};
-  size_t first = 0;  // the page from which on these hold
+  size_t first = 0;  // index of the first page to which the attributes apply
   size_t failed = 0;
   const Driver& driver = context_->driver();
   const uint64_t place = launched_ % kStreams;
@@ -148,8 +148,8 @@ bool Copier::launch_engines() {
                                 stream) != kSuccess) {
     return false;
   }
-  // Flags 0: behind a fence that is to the stream what __threadfence_system() is to a thread. So who sees the number, and
-  // the peer whom it then tells, sees the bytes: as behind the kernel's own fence.
+  // Flags 0: the write follows a fence that is for the stream what __threadfence_system() is for a thread. A reader of
+  // the number, and a peer that it then notifies, therefore sees the bytes, as after the kernel's fence.
   const DevicePointer word = pinned_.device() + place * kWordStride;
   if (driver.cuStreamWriteValue64_v2(stream, word, launched_ + 1, 0) != kSuccess) return false;
   ++launched_;
@@ -158,7 +158,7 @@ bool Copier::launch_engines() {
 }
 
 uint64_t Copier::finished() noexcept {
-  // Launch n ran on stream (n - 1) % kStreams, where all before it have ended too.
+  // Launch n ran on stream (n - 1) % kStreams, on which all earlier launches have ended too.
   while (finished_seen_ < launched_) {
     const std::atomic<uint64_t>& word = pinned_.word(finished_seen_ % kStreams * kWordStride);
     if (word.load(std::memory_order_acquire) <= finished_seen_) break;

@@ -10,7 +10,7 @@ Result<std::shared_ptr<Copier>> DomainGpu::adopt(int device) {
                  "cuda",
                  {},
                  "register_memory",
-                 "this memory is on GPU " + std::to_string(device) + ", and earlier memory on GPU " +
+                 "this memory is on GPU " + std::to_string(device) + " and earlier memory is on GPU " +
                      std::to_string(context_->device()) + ": one engine serves one GPU"};
   }
   if (copier_ != nullptr) return copier_;

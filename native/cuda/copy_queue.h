@@ -1,7 +1,7 @@
-// CopyQueue: the copies of one domain that its GPU has, and what each of them is for.
+// CopyQueue: the GPU copies of one domain, and the work that each copy completes.
 //
-// It has two halves, like its domain. The connector's is a DomainGpu, which opens the GPU when the first memory of a GPU
-// is registered; the domain's is the CopyQueue, which gets what the other has opened with that registration.
+// Like its domain, it has two halves. The connector has a DomainGpu, which opens the GPU when its first GPU memory is
+// registered. The domain has the CopyQueue, which receives the opened Copier with that registration.
 #pragma once
 
 #include <cstdint>
@@ -16,45 +16,45 @@
 
 namespace kvc::cuda {
 
-// The GPU that one domain serves: that of the first GPU memory registered with it. Memory thread.
+// The GPU of one domain: the GPU of the first GPU memory that was registered with it. Used on the memory thread.
 class DomainGpu {
  public:
-  // `copy_blocks`: how many of the GPU's SMs a copy may occupy.
+  // `copy_blocks`: number of the GPU's SMs that a copy may occupy.
   explicit DomainGpu(uint32_t copy_blocks) : copy_blocks_(copy_blocks) {}
 
-  // The Copier of the GPU `device`, opened if this is the first. kInvalidArgument: it is another GPU than the first.
-  // Blocks.
+  // Returns the Copier of the GPU `device`, and opens it in the first call. kInvalidArgument: an earlier call was for
+  // another GPU. Blocks.
   Result<std::shared_ptr<Copier>> adopt(int device);
-  // Null before.
+  // Null before the first adopt().
   const std::shared_ptr<Context>& context() const noexcept { return context_; }
 
  private:
   const uint32_t copy_blocks_;
   std::shared_ptr<Context> context_;
-  std::shared_ptr<Copier> copier_;  // its end, which waits for copies, comes here or in a task: where it may block
+  std::shared_ptr<Copier> copier_;  // its destructor waits for copies, and runs here or in a task, where it may block
 };
 
-// One thread; nothing here blocks. Each launch of the Copier has flights: whatever the domain has to end when the GPU has
-// finished that launch.
+// One thread; no call blocks. Each launch of the Copier has flights: objects that the domain ends when the GPU has
+// finished the launch.
 template <typename Flight>
 class CopyQueue {
  public:
-  // What DomainGpu::adopt() returned; the same each time.
+  // Sets the Copier, which DomainGpu::adopt() returned. It is the same in every call.
   void open(const std::shared_ptr<Copier>& copier) { copier_ = copier; }
   // Null before open().
   const std::shared_ptr<Copier>& copier() const noexcept { return copier_; }
 
-  // There is room for a launch: Copier::begin(), add(), and then launch() here.
+  // True if there is room for a launch: Copier::begin(), add(), and then launch() of this object.
   bool can_begin() const noexcept { return copier_ != nullptr && !dead_ && copier_->can_begin(); }
-  // Hands over what was added, and takes what it is for: one flight at least, though there may be nothing to copy.
+  // Launches the added pages for the given flights. At least one flight is needed, but pages may be missing.
   void launch(std::span<Flight> flights) {
     const Status launched = copier_->launch();
     if (!launched) die(launched.error());
     for (Flight& flight : flights) entries_.push_back({copier_->launched(), !launched, std::move(flight)});
   }
 
-  // Ends the launches that the GPU has finished: calls `end(Flight&, const Error* failed)` for their flights, in the order
-  // in which they came. `failed`: the GPU has not made the copy, or broke down in it. True if there was one.
+  // Ends the launches that the GPU has finished. Calls `end(Flight&, const Error* failed)` for their flights, in the
+  // order of arrival. `failed`: the GPU did not make the copy, or failed during it. Returns true if there was one.
   template <typename End>
   bool settle(End&& end) {
     if (entries_.empty()) return false;
@@ -70,21 +70,22 @@ class CopyQueue {
     return any;
   }
   bool idle() const noexcept { return entries_.empty(); }
-  // For who has to wait for copies that are launched, or gathered for the next launch: the number of that one, and
-  // whether all up to it have ended.
+  // For callers that wait for copies, launched or gathered for the next launch. next_launch() is the number of that launch,
+  // and settled() tells whether all launches up to a number have ended.
   uint64_t next_launch() const noexcept { return copier_ != nullptr ? copier_->launched() + 1 : 0; }
   bool settled(uint64_t launch) const noexcept { return entries_.empty() || entries_.front().launch > launch; }
 
-  // The GPU's error, after which no launch is possible any more; null: it is well.
+  // The GPU's error, after which no launch is possible any more. Null: no error.
   const Error* dead() const noexcept { return dead_ ? &*dead_ : nullptr; }
 
  private:
-  // How often the GPU is asked for errors while copies are under way: 1 us, and never needed in a life without one.
+  // Turns between checks of the GPU for errors while copies are in flight. A check takes 1 us and rarely finds an
+  // error.
   static constexpr uint32_t kTurnsPerCheck = 1024;
 
   struct Entry {
-    uint64_t launch;  // the Copier's; all up to it must have ended
-    bool failed;      // and it is not among them: the driver did not take it
+    uint64_t launch;  // number of the Copier's launch; all launches up to it must have ended
+    bool failed;      // true: the driver refused the launch itself
     Flight flight;
   };
 
@@ -101,7 +102,7 @@ class CopyQueue {
   std::shared_ptr<Copier> copier_;
   std::deque<Entry> entries_;
   std::optional<Error> dead_;
-  bool gone_ = false;  // nothing of this process runs on the GPU any more
+  bool gone_ = false;  // no work of this process runs on the GPU any more
   uint32_t turns_ = 0;
 };
 

@@ -10,7 +10,7 @@ namespace kvc::cuda {
 
 namespace {
 
-// CUDA 12.0: the oldest driver that runs the kernels' PTX and has the functions above in these versions.
+// CUDA 12.0: the oldest driver that runs the kernels' PTX and has these versions of the functions.
 constexpr int kOldestDriver = 12000;
 
 constexpr unsigned kMemoryTypeDevice = 2;  // CU_MEMORYTYPE_DEVICE
@@ -20,14 +20,14 @@ constexpr unsigned kHostDeviceMap = 2;      // CU_MEMHOSTALLOC_DEVICEMAP
 constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-// The mutex guards all of this; the table does not change any more once it is filled.
+// The mutex guards the following variables. The table does not change once it is filled.
 std::mutex mutex;
 Driver table{};
 bool filled = false;
-bool ready = false;   // it is also initialised, and new enough
-std::string missing;  // of the table's functions
+bool ready = false;   // the driver is also initialised and new enough
+std::string missing;  // names of missing functions
 
-// Fills the table, once there is a library; false: there is none. `mode` is 0 or RTLD_NOLOAD. With the mutex held.
+// Fills the table if the library is there; false otherwise. `mode` is 0 or RTLD_NOLOAD. The caller holds the mutex.
 bool fill_table(int mode) {
   if (filled) return true;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | mode);
@@ -116,12 +116,12 @@ Status initialise() {
   int version = 0;
   table.cuDriverGetVersion(&version);
   if (version < kOldestDriver) {
-    return cuda_refused("open", "the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+    return cuda_refused("open", "the CUDA driver has version " + std::to_string(version / 1000) + "." +
                                     std::to_string(version % 1000 / 10) + ": 12.0 or later is needed");
   }
   int devices = 0;
   table.cuDeviceGetCount(&devices);
-  if (devices == 0) return cuda_refused("open", "no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)");
+  if (devices == 0) return cuda_refused("open", "no GPU is visible to this process: check CUDA_VISIBLE_DEVICES");
   return {};
 }
 
@@ -194,7 +194,8 @@ int Context::attribute(int attribute) const {
 Result<bool> is_device_memory(const Driver& driver, DevicePointer address) {
   const RelaxedCapture relaxed(driver);
   unsigned type = 0;
-  // The plural has no type for memory that CUDA does not know; the singular fails for it, which sanitizers report.
+  // cuPointerGetAttributes() returns no type for memory that CUDA does not know. The singular call fails for it, which
+  // sanitizers report.
   int attribute = kPointerMemoryType;
   void* value = &type;
   const int result = driver.cuPointerGetAttributes(1, &attribute, &value, address);

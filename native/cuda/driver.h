@@ -1,8 +1,9 @@
-// The CUDA driver, opened at run time: no build or wheel depends on it, and a machine without it learns why.
+// Driver: the CUDA driver, opened at run time. No build or wheel depends on it, and a machine without it gets the
+// reason as an error.
 //
-// Only what kv-connector calls, declared here in the driver's own terms (its C ABI is stable, so no CUDA header is
-// needed to build). Every call's status becomes an Error; nothing here throws. Any thread may call anything; a call that
-// works on "the current context" says so, and is made in a Context::Scope.
+// It declares only the calls that kv-connector uses, in the driver's terms. The driver's C ABI is stable, so the build
+// needs no CUDA header. The status of each call becomes an Error; nothing here throws. Any thread may call any function.
+// A call that works on "the current context" states it, and must be made in a Context::Scope.
 #pragma once
 
 #include <array>
@@ -26,13 +27,13 @@ using ModuleHandle = struct CUmod_st*;        // CUmodule
 using Function = struct CUfunc_st*;           // CUfunction
 using AllocationHandle = unsigned long long;  // CUmemGenericAllocationHandle: a physical allocation, mapped or not
 
-// CUipcMemHandle: names an allocation of one process to others on the same machine.
+// CUipcMemHandle: names an allocation for other processes on the machine.
 struct IpcHandle {
   std::array<std::byte, 64> bytes{};
   bool operator==(const IpcHandle&) const = default;
 };
 
-// CUmemAccessDesc: what one device may do with mapped memory.
+// CUmemAccessDesc: access rights of one device to mapped memory.
 struct MemoryAccess {
   int location_type;  // CUmemLocationType
   int location;       // the device's ordinal
@@ -40,7 +41,7 @@ struct MemoryAccess {
 };
 static_assert(sizeof(MemoryAccess) == 12);
 
-// CUmemAllocationProp: what cuMemCreate makes.
+// CUmemAllocationProp: properties of an allocation of cuMemCreate.
 struct AllocationProperties {
   int type;           // CUmemAllocationType
   int handle_types;   // CUmemAllocationHandleType
@@ -51,7 +52,7 @@ struct AllocationProperties {
 };
 static_assert(sizeof(AllocationProperties) == 32);
 
-// CUlaunchAttribute and CUlaunchConfig: a launch with more to it than a grid and a stream.
+// CUlaunchAttribute and CUlaunchConfig: a launch with attributes beyond grid and stream.
 struct LaunchAttribute {
   int id;  // CUlaunchAttributeID
   int padding;
@@ -71,7 +72,7 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56);
 
-// CUmemcpyAttributes: how the copies of a batch are made.
+// CUmemcpyAttributes: properties of the copies of a batch.
 struct CopyAttributes {
   int source_order;    // CUmemcpySrcAccessOrder
   int source_hint[2];  // CUmemLocation, for managed memory
@@ -80,7 +81,7 @@ struct CopyAttributes {
 };
 static_assert(sizeof(CopyAttributes) == 24);
 
-// The driver's functions, by the names that it exports. Looked up once, never unloaded.
+// The driver's functions under their exported names. Looked up once, never unloaded.
 struct Driver {
   int (*cuInit)(unsigned);
   int (*cuDriverGetVersion)(int*);
@@ -148,29 +149,30 @@ struct Driver {
   int (*cuLaunchKernelEx)(const LaunchConfig*, Function, void**, void**);
 };
 
-// The loaded and initialised driver, or why there is none (no libcuda.so.1, no GPU, a driver that is too old). The first
-// call loads it, which takes a while. A failure is not remembered.
+// Returns the loaded and initialised driver, or the reason why it is missing (no libcuda.so.1, no GPU, a driver that is
+// too old). The first call loads it, which takes a while. A failure is not remembered.
 Result<const Driver*> driver();
 
-// The driver if this process has loaded it already, whoever did, and null otherwise: what it does not run it has no use
-// for. It may be older than 12.0, and then lack functions, or not be initialised: then there is no GPU memory.
+// Returns the driver if any code of this process has loaded it, and null otherwise: a process that has no driver has no
+// GPU memory. The driver may be older than 12.0 and lack functions, or be uninitialised; no GPU memory exists in that
+// case.
 const Driver* loaded_driver();
 
-// `result` (a CUresult that is not 0) of `call` in the driver's own words.
+// Returns an error with the driver's description of `result` (a CUresult that is not 0) of `call`.
 Error cuda_error(std::string_view operation, std::string_view call, int result);
 Error cuda_refused(std::string_view operation, std::string message);
 
-// CUresult values that callers tell apart.
+// CUresult values that callers distinguish.
 inline constexpr int kSuccess = 0;
 inline constexpr int kInvalidValue = 1;                // CUDA_ERROR_INVALID_VALUE
 inline constexpr int kNotReady = 600;                  // CUDA_ERROR_NOT_READY
 inline constexpr int kPeerAccessAlreadyEnabled = 704;  // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 inline constexpr int kNotSupported = 801;              // CUDA_ERROR_NOT_SUPPORTED
 
-// While a thread has one, stream captures are no concern of its calls. PyTorch captures CUDA graphs in global mode, in
-// which an allocation, the registration of host memory or a look at a stream by any thread of the process fails with
-// CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and ruins the capture. Nothing that we call is meant to be captured, except what
-// StreamSignal enqueues. They nest; 12 ns (H100).
+// While a thread has one of these, stream captures do not affect its calls. PyTorch captures CUDA graphs in global
+// mode. In that mode, an allocation, a registration of host memory or a stream query by any thread of the process fails
+// with CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and ruins the capture. None of our calls is meant to be captured, except
+// those of StreamSignal. Objects may be nested; each takes 12 ns (H100).
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) { exchange(); }
@@ -182,14 +184,14 @@ class RelaxedCapture {
   void exchange() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
 
   const Driver& driver_;
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; while this lives the thread's own
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; during the object's life, the thread's previous mode
 };
 
-// A device's primary context: the one that frameworks (PyTorch's runtime API) use, so that their pointers and streams
-// are valid here. Retained as long as the object lives.
+// A device's primary context. Frameworks (PyTorch's runtime API) use it too, so their pointers and streams are valid
+// here. The context is retained as long as the object lives.
 class Context {
  public:
-  // Of the device with this ordinal among those visible to the process. Creates the context if nobody has yet.
+  // Retains the context of the device with this ordinal among the visible devices. Creates the context if necessary.
   static Result<std::shared_ptr<Context>> retain(int device);
   Context(const Driver& driver, int device, ContextHandle handle) : driver_(driver), device_(device), handle_(handle) {}
   Context(const Context&) = delete;
@@ -203,10 +205,10 @@ class Context {
   int device() const noexcept { return device_; }
   ContextHandle handle() const noexcept { return handle_; }
   std::string name() const;
-  // CUdevice_attribute, 0 where the driver does not know it.
+  // Value of a CUdevice_attribute; 0 if the driver does not know the attribute.
   int attribute(int attribute) const;
 
-  // Makes the context current on this thread for the scope's life, and captures no concern of it.
+  // Makes the context current on this thread during its life, and keeps stream captures from affecting its calls.
   class Scope {
    public:
     explicit Scope(const Context& context) : Scope(context.driver_, context.handle_) {}
@@ -248,23 +250,24 @@ inline constexpr int kPointerHandleTypes = 14;   // ..._ALLOWED_HANDLE_TYPES
 inline constexpr int kPointerMappingSize = 18;   // ..._MAPPING_SIZE
 inline constexpr int kPointerMappingStart = 19;  // ..._MAPPING_BASE_ADDR
 
-// Whether a GPU's memory is at `address`, which may be anything.
+// Whether `address` is in GPU memory. `address` may have any value.
 Result<bool> is_device_memory(const Driver& driver, DevicePointer address);
 
-// Where a pointer lies.
+// The location of a pointer.
 struct Placement {
-  int device = -1;               // -1: not in a GPU's memory
-  DevicePointer allocation = 0;  // the allocation that it lies in; of memory in pieces: the addresses reserved for it
+  int device = -1;  // -1: not GPU memory
+  // The allocation that contains the pointer. For memory in pieces: the addresses reserved for it.
+  DevicePointer allocation = 0;
   uint64_t allocation_bytes = 0;
-  bool ipc_capable = false;  // cuIpcGetMemHandle() works on it; false: virtual_memory.h has another way
+  bool ipc_capable = false;  // whether cuIpcGetMemHandle() works on it; virtual_memory.h has another way
 };
 Result<Placement> placement(const Driver& driver, const void* pointer);
 
-// Page-locked host memory that every GPU of the process reads and writes at `device`. Made and freed in the same current
-// context.
+// Page-locked host memory that every GPU of the process can access at `device`. Allocate and free it in the same
+// current context.
 class PinnedMemory {
  public:
-  // Filled with zeros.
+  // Allocates memory that is filled with zeros.
   static Result<PinnedMemory> allocate(const Driver& driver, size_t bytes);
   PinnedMemory() = default;
   PinnedMemory(PinnedMemory&& other) noexcept { *this = std::move(other); }
@@ -279,7 +282,7 @@ class PinnedMemory {
   }
   void* data() const noexcept { return data_; }
   DevicePointer device() const noexcept { return device_; }
-  // The 64 bits at `offset`, through which the host and the GPUs tell each other how far something has come.
+  // The 64 bits at `offset`, through which the host and the GPUs report progress to each other.
   std::atomic<uint64_t>& word(size_t offset = 0) const noexcept {
     return *reinterpret_cast<std::atomic<uint64_t>*>(static_cast<std::byte*>(data_) + offset);
   }
@@ -312,10 +315,10 @@ class OwnedStream {
   Stream stream_ = nullptr;
 };
 
-// The kernels of kernels.cu in the current context.
+// The kernels of kernels.cu, loaded into the current context.
 class Module {
  public:
-  // kRefused where this build holds no kernels (no nvcc when it was built), or none for this GPU.
+  // kRefused: this build holds no kernels (it was built without nvcc), or none for this GPU.
   static Result<Module> load(const Driver& driver);
   Module() = default;
   Module(Module&& other) noexcept { *this = std::move(other); }
@@ -327,7 +330,7 @@ class Module {
   ~Module() {
     if (module_ != nullptr) driver_->cuModuleUnload(module_);
   }
-  // `shared_bytes`: dynamic shared memory that a block of it may ask for.
+  // `shared_bytes`: dynamic shared memory that a block of the kernel may use.
   Result<Function> function(const char* name, uint32_t shared_bytes = 0) const;
 
  private:
@@ -335,7 +338,7 @@ class Module {
   ModuleHandle module_ = nullptr;
 };
 
-// The compiled kernels.cu as the driver loads it; empty in a build without nvcc.
+// The compiled kernels.cu in the form that the driver loads. Empty in a build without nvcc.
 std::span<const unsigned char> kernel_image() noexcept;
 
 }  // namespace kvc::cuda

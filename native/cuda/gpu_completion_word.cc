@@ -31,7 +31,7 @@ Result<std::unique_ptr<GpuCompletionWord>> GpuCompletionWord::create(int device,
                  "cuda",
                  {},
                  std::string(kOperation),
-                 gpu.name() + " cannot write 64-bit words from a stream: take one in host memory"};
+                 gpu.name() + " cannot write 64-bit words from a stream: create the completion word in host memory"};
   }
   Result<OwnedStream> stream = OwnedStream::create(driver, OwnedStream::Priority::kHighest);
   if (!stream) return stream.error();
@@ -47,7 +47,7 @@ Result<std::unique_ptr<GpuCompletionWord>> GpuCompletionWord::create(int device,
 
 GpuCompletionWord::~GpuCompletionWord() {
   const Context::Scope scope(*context_);
-  // Here and not in their destructors after this one: they need the scope.
+  // Freed here, because their destructors need the scope.
   stream_ = {};
   pinned_ = {};
   if (word_ != 0) context_->driver().cuMemFree_v2(word_);
@@ -62,7 +62,7 @@ Status GpuCompletionWord::store(uint64_t value) noexcept {
     return {};
   }
   const Context::Scope scope(*context_);
-  // Flags 0: with a memory barrier, so that what the word stands for is visible before it.
+  // Flags 0: with a memory barrier, so that the pages are visible before the word changes.
   const int result = context_->driver().cuStreamWriteValue64_v2(stream_.get(), word_, value, 0);
   if (result != kSuccess) return cuda_error("store", "cuStreamWriteValue64", result);
   return {};

@@ -1,9 +1,9 @@
-// GpuCompletionWord: a 64-bit word that the engine stores and a kernel polls: how a GPU learns, without a launch, that what
-// it waits for has come.
+// GpuCompletionWord: a 64-bit word that the transfer engine stores and a kernel polls. A running kernel thus learns
+// without a launch that its pages have arrived.
 //
-// It lies in page-locked host memory, where the store is a plain one and each look of the GPU's goes over PCIe; or in
-// the GPU's memory, where the GPU looks at full speed, and a stream of ours writes it. A kernel that polls it loads it
-// with acquire, of system scope, and then reads what it stands for.
+// The word lies in one of two places. In page-locked host memory, the store is a plain one, and each poll of the GPU
+// crosses PCIe. In GPU memory, the GPU polls at full speed, and a stream of the transfer engine writes the word. The
+// polling kernel must load the word with acquire semantics at system scope before it reads the pages.
 #pragma once
 
 #include <atomic>
@@ -23,22 +23,22 @@ class GpuCompletionWord final : public CompletionWord {
  public:
   enum class Place : uint8_t { kHost, kGpu };
 
-  // For kernels of the GPU `device`; 0 at first. `remote_writes`: NICs write what it stands for into that GPU's memory
-  // (remote_writes.h), which each store shows to running kernels first. kRefused where the GPU cannot do what is asked.
-  // Blocks.
+  // Creates a word for kernels of the GPU `device`, with the value 0. `remote_writes`: NICs write the pages into that
+  // GPU's memory (remote_writes.h), and each store first makes their writes visible to running kernels. kRefused: the
+  // GPU does not support the request. Blocks.
   static Result<std::unique_ptr<GpuCompletionWord>> create(int device, Place place, bool remote_writes);
   GpuCompletionWord(const GpuCompletionWord&) = delete;
   GpuCompletionWord& operator=(const GpuCompletionWord&) = delete;
-  // When no kernel polls it any more. Blocks.
+  // To be called when no kernel polls the word any more. Blocks.
   ~GpuCompletionWord() override;
 
-  // One thread at a time; does not wait for what runs on the GPU. In host memory the word has its value when this returns;
-  // in the GPU's the store is on the stream then, and a kernel sees it a while later.
+  // One thread at a time. Does not wait for work that runs on the GPU. A word in host memory has its value when the
+  // call returns. For a word in GPU memory the store is then on the stream, and kernels see it a little later.
   Status store(uint64_t value) noexcept override;
 
-  // Where the host finds it; null: it is in the GPU's memory.
+  // The word's address on the host; null: the word is in GPU memory.
   const std::atomic<uint64_t>* host() const noexcept { return pinned_.data() != nullptr ? &pinned_.word() : nullptr; }
-  // Where kernels do.
+  // The word's address for kernels.
   DevicePointer device() const noexcept { return pinned_.data() != nullptr ? pinned_.device() : word_; }
 
  private:
@@ -48,7 +48,7 @@ class GpuCompletionWord final : public CompletionWord {
   std::optional<RemoteWrites> remote_writes_;
   PinnedMemory pinned_;     // kHost
   DevicePointer word_ = 0;  // kGpu
-  OwnedStream stream_;      // kGpu: nothing else runs on it
+  OwnedStream stream_;      // kGpu: no other work runs on it
 };
 
 }  // namespace kvc::cuda

@@ -13,11 +13,11 @@ namespace kvc::cuda {
 
 namespace {
 
-// Values of cuda.h.
+// Values from cuda.h.
 constexpr unsigned kContextSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
 constexpr int kDmaBufHandle = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
-// What make_synchronous() does for memory in pieces on this device.
+// Does the work of make_synchronous() for memory in pieces on this device.
 Status make_context_synchronous(const Driver& driver, int device) {
   if (driver.cuCtxSetFlags == nullptr) return {};
   const Result<std::shared_ptr<Context>> context = Context::retain(device);
@@ -38,7 +38,7 @@ bool is_gpu_memory(const std::byte* address) {
   const Driver* const driver = loaded_driver();
   if (driver == nullptr) return false;
   const Result<bool> found = is_device_memory(*driver, reinterpret_cast<DevicePointer>(address));
-  return found && found.value();  // an error: a driver without a GPU
+  return found && found.value();  // an error means a driver without a GPU
 }
 
 const std::byte* allocation_end(const std::byte* address) {
@@ -53,7 +53,7 @@ const std::byte* allocation_end(const std::byte* address) {
     if (driver.cuPointerGetAttribute(&bytes, of_size, pointer) != kSuccess) return 0;
     return start + bytes;
   };
-  // Of memory in pieces, the range is all that was reserved, with holes where nothing is mapped.
+  // For memory in pieces, the range is everything that was reserved, including parts where nothing is mapped.
   const DevicePointer range = end(kPointerRangeStart, kPointerRangeSize);
   const DevicePointer piece = end(kPointerMappingStart, kPointerMappingSize);
   return reinterpret_cast<const std::byte*>(piece > pointer ? std::min(piece, range) : range);
@@ -66,9 +66,9 @@ Status refuse_gpu_memory(std::string_view provider, const std::byte* address) {
                lane,
                {},
                "register_memory",
-               "this is GPU memory, which the " + lane +
-                   " lane cannot reach: use nvlink or a NIC, or the provider bounce, "
-                   "which goes through host memory"};
+               "the " + lane +
+                   " lane cannot reach GPU memory: use nvlink, a NIC, or the provider bounce, which copies "
+                   "through host memory"};
 }
 
 Status make_synchronous(const std::byte* address) {
@@ -88,10 +88,10 @@ Status make_synchronous(const std::byte* address) {
 Result<DmaBuf> export_dma_buf(const std::byte* base, uint64_t bytes) {
   const Driver* const driver = loaded_driver();
   if (driver == nullptr || driver->cuMemGetHandleForAddressRange == nullptr) {
-    return cuda_refused("register_memory", "this CUDA driver exports no DMA-BUF (11.7 and later do)");
+    return cuda_refused("register_memory", "this CUDA driver cannot export a DMA-BUF: CUDA 11.7 or later is needed");
   }
   const RelaxedCapture relaxed(*driver);
-  // The exported range has to begin and end at pages of the host.
+  // The exported range must begin and end at page boundaries of the host.
   const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uint64_t>(base);
   const uint64_t begin = address / page * page;

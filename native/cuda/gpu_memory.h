@@ -1,5 +1,5 @@
-// GPU memory as lanes that are no GPU's see it. Everything here asks the CUDA driver that the process has loaded
-// already, and loads none: in a process without one there is no GPU memory.
+// Queries and exports of GPU memory for lanes that do not use the GPU. They use the CUDA driver that the process has
+// loaded already, and load none: a process without a driver has no GPU memory.
 #pragma once
 
 #include <cstddef>
@@ -11,26 +11,26 @@
 
 namespace kvc::cuda {
 
-// Any thread; nothing blocks, except as said.
+// Any thread may call these functions. They do not block, except where stated.
 
 bool is_gpu_memory(const std::byte* address);
 
-// Where the GPU allocation ends that `address` lies in, or the piece of it (virtual_memory.h); null: it is no GPU memory.
+// End of the GPU allocation, or of its piece (virtual_memory.h), that contains `address`. Null: not GPU memory.
 const std::byte* allocation_end(const std::byte* address);
 
-// For a lane that moves host memory only: kNotReachable if `address` is a GPU's.
+// For lanes of host memory only: returns kNotReachable if `address` is in GPU memory.
 Status refuse_gpu_memory(std::string_view provider, const std::byte* address);
 
-// For every lane that reads GPU memory without the GPU's streams knowing (a NIC, another process's GPU), when it is
-// registered: from now on a 'synchronous' copy into the allocation at `address` is over when it returns. Otherwise CUDA
-// returns from a copy of up to 64 KiB while its bytes are still on the way, and a write posted then sends what was there
-// before. Memory in pieces (virtual_memory.h) knows no such attribute: for it the GPU's primary context is made to do so
-// for all its memory. The first time, that blocks until the GPU is idle; drivers before CUDA 12.1 cannot, and nothing is
-// done.
+// For lanes that read GPU memory without the knowledge of the GPU's streams (a NIC, another process's GPU), at
+// registration. Afterwards a 'synchronous' copy into the allocation at `address` has ended when it returns. Otherwise
+// CUDA returns from a copy of up to 64 KiB while its bytes are in flight, and a write posted then would send the old
+// bytes. Memory in pieces (virtual_memory.h) has no such attribute. For it, the GPU's primary context is changed to do
+// so for all its memory. The first such change blocks until the GPU is idle. Drivers before CUDA 12.1 cannot do it, and
+// nothing changes.
 Status make_synchronous(const std::byte* address);
 
-// A DMA-BUF that covers the memory; the memory begins at `offset` of it. The NIC's registration keeps what it needs:
-// the descriptor may be closed after it.
+// A DMA-BUF that covers the memory, which begins at `offset` in it. A NIC's registration keeps what it needs, so the
+// descriptor may be closed afterwards.
 struct DmaBuf {
   UniqueFd fd;
   uint64_t offset = 0;

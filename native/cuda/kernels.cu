@@ -1,7 +1,7 @@
-// The GPU's part: scattered pages from local memory into a peer GPU's, and the words that a stream writes.
+// Copy kernels (scattered pages from local memory into a peer GPU's memory) and kernels that write a signal's word.
 //
-// A block copies a contiguous range of a launch's units. The last block to finish writes the launch's number into
-// pinned host memory, so that completion needs neither an event nor a second operation on the stream.
+// A block copies a contiguous range of a launch's units. The last block writes the launch's number into pinned host
+// memory. Completion therefore needs neither an event nor a second operation on the stream.
 
 #include "cuda/kernels.h"
 #include "cuda/moe_kernels.cuh"
@@ -24,7 +24,7 @@ __device__ void store_release(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Once per block, by one thread that has seen all of the block's writes complete.
+// Called once per block, by one thread that has seen all writes of the block complete.
 __device__ void finish_block(const CopyLaunch& launch) {
   __threadfence_system();
   if (atomicAdd(launch.blocks_done, 1U) + 1 < gridDim.x) return;
@@ -40,8 +40,8 @@ __device__ uint32_t unit_bytes(const CopyLaunch& launch, uint32_t part) {
 
 }  // namespace
 
-// Hopper and later: the bulk copy engine moves each unit through shared memory; one thread issues everything.
-// Addresses and page_bytes are multiples of 16.
+// For Hopper and later. The bulk copy engine moves each unit through shared memory, and one thread issues all
+// operations. Addresses and page_bytes must be multiples of 16.
 extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const __grid_constant__ CopyLaunch launch) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const _
   __syncwarp();
 
   uint32_t tile_first = 0;
-  uint32_t tile_end = 0;  // pages of the launch that the tile holds now
+  uint32_t tile_end = 0;  // end of the launch's pages that the tile holds now
   const uint32_t last_page = count > 0 ? (range.end - 1) / launch.units_per_page : 0;
   const auto load = [&](uint32_t index) {
     const uint32_t unit = range.begin + index;
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const _
                    "r"(address(shared + stage * kUnitBytes)), "r"(lengths[stage])
                    : "memory");
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      // The stage that the next load takes was stored kStoresInFlight units ago.
+      // The stage of the next load was stored kStoresInFlight units ago.
       asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStoresInFlight) : "memory");
     }
     if (index + kLoadsAhead < count) load(index + kLoadsAhead);
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kBulkThreads) kvc_copy_bulk(const _
 #endif
 }
 
-// Everything else: GPUs before Hopper, and pages that are not multiples of 16 bytes.
+// For all other cases: GPUs before Hopper, and pages that are not multiples of 16 bytes.
 extern "C" __global__ void __launch_bounds__(kVectorThreads)
     kvc_copy_vector(const __grid_constant__ CopyLaunch launch) {
   __shared__ PageCopy tile[kTilePages];
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kVectorThreads)
     if (((source | target | bytes) & 15) == 0) {
       const auto* from = reinterpret_cast<const uint4*>(source);
       auto* to = reinterpret_cast<uint4*>(target);
-      // kUnitBytes is two vectors a thread: both are under way before the first is stored.
+      // kUnitBytes is two vectors per thread. Both are loaded before the first one is stored.
       static_assert(kUnitBytes == 2 * 16 * kVectorThreads);
       const uint32_t vectors = bytes / 16;
       const uint32_t first = threadIdx.x;
@@ -173,14 +173,14 @@ extern "C" __global__ void __launch_bounds__(kVectorThreads)
   if (threadIdx.x == 0) finish_block(launch);
 }
 
-// A LayerSignal's word, for drivers that cannot write 64-bit words from a stream.
+// Stores the word of a LayerSignal, for drivers that cannot write 64-bit words from a stream.
 extern "C" __global__ void kvc_signal_store(uint64_t* word, uint64_t value) {
   __threadfence_system();
   store_release(word, value);
 }
 
-// The same, one further than it was: what a CUDA graph captures, so that every replay advances. The stream is the only
-// writer, so nothing is lost between the load and the store.
+// Raises the word by one. A CUDA graph captures it, so that every replay advances the word. The stream is the only
+// writer, so no change is lost between the load and the store.
 extern "C" __global__ void kvc_signal_advance(uint64_t* word) {
   __threadfence_system();
   uint64_t value = 0;
@@ -188,7 +188,7 @@ extern "C" __global__ void kvc_signal_advance(uint64_t* word) {
   store_release(word, value + 1);
 }
 
-// For measurements (native/bench/gpu): the GPU's clock in ns, read once `*gate` has reached `value`.
+// For measurements (native/bench/gpu): stores the GPU's clock in ns, read once `*gate` has reached `value`.
 extern "C" __global__ void kvc_stamp(uint64_t* out, const uint64_t* gate, uint64_t value) {
   uint64_t seen = 0;
   do {

@@ -1,9 +1,10 @@
 // Dispatch and combine of a mixture-of-experts layer over GPUs that map each other's memory. Part of kernels.cu.
 //
-// Order, in the terms of the PTX memory model. Dispatch: a block's stores, __syncthreads, and an atomic with acquire and
-// release at GPU scope by its first thread. The last block's atomic reads what all released; each thread of it that
-// raises a flag fences at system scope first, all in one instruction. Combine: the launch before it wrote the results;
-// the same fence stands before its flags. Whoever waits polls with loads that acquire.
+// Memory order, in the terms of the PTX memory model. Dispatch: each block's stores are followed by __syncthreads and
+// by an atomic of its first thread, with acquire and release at GPU scope. The last block's atomic reads what all
+// blocks released. Each of its threads that sets a flag first fences at system scope, all in one instruction. Combine:
+// the previous launch wrote the results, and the same fence precedes the flags. Waiting threads poll with acquire
+// loads.
 #pragma once
 
 #include "cuda/moe.h"
@@ -11,14 +12,14 @@
 namespace kvc::moe {
 namespace {
 
-// Programmatic dependent launch: this grid may have begun while the one before it still runs. Nothing that a kernel
-// before it reads or writes may be touched earlier.
+// Programmatic dependent launch: this grid may begin while the previous grid still runs. Memory that an earlier kernel
+// reads or writes must not be touched before this call.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next grid may begin; it still waits for this one's end before it touches memory.
+// Allows the next grid to begin. It still waits for the end of this grid before it touches memory.
 __device__ __forceinline__ void let_successor_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -55,14 +56,14 @@ __device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t fl
   return reinterpret_cast<uint32_t*>(segment + flags + rank * kFlagBytes);
 }
 
-// The first fault is told; whoever comes later finds `faulted`, or the other slot's in the host's word.
+// Records the first fault. Later callers find `faulted` set, or the other slot's fault in the host's word.
 __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
   if (atomicCAS(&control->faulted, 0U, 1U) != 0 || load_relaxed(&host->fault) != 0) return;
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
 }
 
-// Whether the flag has come to the epoch. The host's word lies across PCIe and the timer takes its time: they are looked
-// at every 1,024th poll, which is about every millisecond.
+// Returns whether the flag reached the epoch. The host's word lies across PCIe, and reading the timer takes time. Both
+// are read at every 1,024th poll only, about once a millisecond.
 __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epoch, uint32_t rank, Fault timeout,
                                               uint64_t timeout_ns, Control* control, HostWords* host) {
   uint32_t polls = 0;
@@ -80,7 +81,7 @@ __device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epo
   return true;
 }
 
-// The ranks that own an expert of the token, the same in every lane. Called by whole warps.
+// The ranks that own an expert of the token, equal in every lane. Whole warps must call it.
 __device__ __forceinline__ uint32_t ranks_of(const DispatchLaunch& launch, uint32_t token) {
   if (launch.experts_per_rank == 0 && launch.owners == nullptr) return (1U << launch.ranks) - 1;
   const uint32_t lane = threadIdx.x % 32;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void store_unit(const DispatchLaunch& launch, uint32_
   }
 }
 
-// A row of a column, by all or by one warp's threads.
+// Copies one row of a column with all threads, or with one warp.
 template <typename Unit>
 __device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Column& column, uint32_t token,
                                          uint32_t mask, uint32_t first, uint32_t step) {
@@ -123,9 +124,10 @@ __device__ __forceinline__ void copy_row(const DispatchLaunch& launch, const Col
   copy_row<unsigned char>(launch, column, token, mask, first, step);
 }
 
-// `all`: every rank; 0 after a fault, so that nothing is stored any more. It is needed last, as its load takes its time.
+// `all`: every rank, or 0 after a fault, so that nothing is stored any more. It is needed last, because its load takes
+// time.
 __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_t token, uint32_t all) {
-  // The widest column comes first. Up to two vectors a thread are under way before the ids are known.
+  // The widest column comes first. Up to two vectors per thread are loaded before the ids are known.
   const Column& wide = launch.columns[0];
   const uint64_t row = static_cast<uint64_t>(token) * wide.row_bytes;
   const uint32_t vectors = wide.unit == 16 ? wide.row_bytes / 16 : 0;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_
     store_unit(launch, wanted, wide.target + row + i * 16U, source[i]);
   }
   if (vectors == 0) copy_row(launch, wide, token, wanted, threadIdx.x, blockDim.x);
-  // The others are short: a warp each.
+  // The other columns are short: one warp each.
   const uint32_t warps = blockDim.x / 32;
   for (uint32_t i = 1 + threadIdx.x / 32; i < launch.column_count; i += warps) {
     const Column& column = launch.columns[i];
@@ -152,7 +154,7 @@ __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_
   }
 }
 
-// The flags of all sources, by as many threads.
+// Waits for the flags of all sources, with one thread per flag.
 __device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint32_t epoch) {
   if (threadIdx.x < launch.ranks) {
     wait_for_flag(flag_of(launch.segments[launch.rank], launch.arrived, threadIdx.x), epoch, threadIdx.x,
@@ -173,7 +175,7 @@ __device__ __forceinline__ void add(Sums& sums, const uint4& vector) {
   }
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 __device__ __forceinline__ uint32_t to_bf16(float value) {
   const uint32_t bits = __float_as_uint(value);
   if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fffU;
@@ -186,8 +188,8 @@ __device__ __forceinline__ uint4 rounded(const Sums& sums) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// kVectors vectors of a row by each thread: those of every rank are under way before the first is added. `mask`: the ranks
-// that had the token's row.
+// Sums kVectors vectors of a row per thread. The vectors of every rank are loaded before the first is added. `mask`:
+// the ranks that received the token's row.
 template <int kVectors, uint32_t kRanks>
 __device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32_t token, uint32_t first,
                                              uint32_t mask) {
@@ -217,16 +219,16 @@ __device__ __forceinline__ void combine_part(const CombineLaunch& launch, uint32
   }
 }
 
-// For up to kRanks ranks.
+// Combine for up to kRanks ranks.
 template <int kVectors, uint32_t kRanks>
 __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   wait_for_predecessor();
   __shared__ uint32_t epoch;
   __shared__ bool faulted;
   const uint32_t units = launch.tokens * launch.parts;
-  // Before the wait: it is local, and takes as long as a flag's flight.
+  // Loaded before the wait: it is local, and takes as long as the flight of a flag.
   uint32_t mask = blockIdx.x < units ? launch.masks[blockIdx.x / launch.parts] : 0;
-  // A second warp loads what the flags need while the first fences.
+  // A second warp loads what the flags need while the first one fences.
   const bool raises = blockIdx.x == 0 && (launch.phases & kSend) != 0 && threadIdx.x < launch.ranks;
   if (raises) fence_system();
   if (threadIdx.x == 32) {
@@ -257,7 +259,7 @@ __device__ __forceinline__ void combine(const CombineLaunch& launch) {
 
 }  // namespace
 
-// A block a token, or several tokens one after the other. At least one block: the flags are raised for 0 tokens, too.
+// One block per token, or several tokens in sequence. At least one block, because the flags are set for 0 tokens, too.
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
     kvc_moe_dispatch(const __grid_constant__ DispatchLaunch launch) {
   wait_for_predecessor();
@@ -290,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);
 }
 
-// Combine for up to R ranks, with V vectors of a row a thread.
+// Combine for up to R ranks, with V vectors of a row per thread.
 #define KVC_MOE_COMBINE(V, R)                                                     \
   extern "C" __global__ void __launch_bounds__(kMaxThreads)                       \
       kvc_moe_combine_v##V##_r##R(const __grid_constant__ CombineLaunch launch) { \

@@ -4,9 +4,9 @@ namespace kvc::cuda {
 
 namespace {
 
-// Values of cuda.h.
-constexpr int kFlushFromHost = 1;      // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: the call below works
-constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER; larger: for more GPUs
+// Values from cuda.h.
+constexpr int kFlushFromHost = 1;      // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: the call in flush() works
+constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER; larger values: for more GPUs
 constexpr int kTargetCurrent = 0;      // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 constexpr int kScopeOwner = 100;       // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 
@@ -15,11 +15,12 @@ constexpr int kScopeOwner = 100;       // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWN
 Result<RemoteWrites> RemoteWrites::of(std::shared_ptr<Context> context) {
   const bool ordered = context->attribute(kAttributeWritesOrdering) >= kOrderedForOwner;
   if (!ordered && (context->attribute(kAttributeFlushOptions) & kFlushFromHost) == 0) {
-    return Error{ErrorCode::kRefused,
-                 "cuda",
-                 {},
-                 "flush",
-                 context->name() + " cannot show to running kernels what a NIC has written: launch a kernel instead"};
+    return Error{
+        ErrorCode::kRefused,
+        "cuda",
+        {},
+        "flush",
+        context->name() + " cannot make the writes of a NIC visible to running kernels: launch a kernel instead"};
   }
   return RemoteWrites(std::move(context), ordered);
 }

@@ -1,8 +1,9 @@
-// RemoteWrites: what NICs write into one GPU's memory (GPUDirect RDMA), for kernels that are running there meanwhile.
+// RemoteWrites: makes NIC writes into one GPU's memory (GPUDirect RDMA) visible to kernels that are running on that
+// GPU.
 //
-// A kernel that is launched after a transfer was counted sees its bytes: that is CUDA's rule. One that runs already and
-// polls a word does so only where the GPU keeps remote writes in order (Hopper does for its own kernels, as an H100
-// says), or is told to flush them before the word is stored.
+// By CUDA's rules, a kernel that is launched after a transfer was counted sees the bytes. A kernel that is running
+// already and polls a word sees them in two cases only. Either the GPU keeps remote writes in order (Hopper does for
+// its own kernels, as an H100 reports), or a flush comes before the store of the word.
 #pragma once
 
 #include <memory>
@@ -15,11 +16,11 @@ namespace kvc::cuda {
 
 class RemoteWrites {
  public:
-  // Of the context's GPU. kRefused: neither can be had there.
+  // For the GPU of `context`. kRefused: the GPU neither keeps the order nor supports the flush.
   static Result<RemoteWrites> of(std::shared_ptr<Context> context);
 
-  // Any thread. What a completion has told of before is visible to the GPU's running kernels afterwards. Nothing to do
-  // where the GPU keeps order; else a call of the driver's that waits for the flush.
+  // Makes everything visible to running kernels that a completion has reported before. Any thread. Does nothing if the
+  // GPU keeps the order. Otherwise a driver call waits for the flush.
   Status flush() const;
 
  private:

@@ -16,7 +16,7 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
                  "cuda",
                  {},
                  "create_stream_signal",
-                 "no CUDA context is current on this thread: call it where the forward pass runs"};
+                 "no CUDA context is current on this thread: call it on the thread of the forward pass"};
   }
   Result<PinnedMemory> memory = PinnedMemory::allocate(driver, sizeof(uint64_t));
   if (!memory) return memory.error();
@@ -57,7 +57,8 @@ StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, Pin
       context_(context) {}
 
 StreamSignal::~StreamSignal() {
-  // Any thread but the worker (ControlOwned): it has another context or none, and freeing waits for the streams that use it.
+  // Runs on any thread but the transfer thread (ControlOwned). That thread has another context or none, and freeing
+  // waits for the streams that use the memory.
   const Context::Scope scope(driver_, context_);
   module_ = {};
   memory_ = {};
@@ -80,7 +81,7 @@ Status StreamSignal::advance_on_stream(Stream stream) noexcept {
 
 Status StreamSignal::launch(Function kernel, Stream stream, uint64_t value) noexcept {
   DevicePointer word = memory_.device();
-  void* arguments[] = {&word, &value};  // kvc_signal_advance takes the first only
+  void* arguments[] = {&word, &value};  // kvc_signal_advance takes only the first one
   const int result =
       driver_.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, static_cast<void**>(arguments), nullptr);
   if (result != kSuccess) return cuda_error("store_on_stream", "cuLaunchKernel", result);

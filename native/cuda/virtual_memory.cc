@@ -39,7 +39,7 @@ Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer b
     int result = driver.cuPointerGetAttribute(&device, kPointerDevice, at);
     if (result == kInvalidValue) {  // nothing is mapped there
       return plain_error(ErrorCode::kInvalidArgument,
-                         "nothing is mapped behind the first " + std::to_string(at - base) + " bytes of the region");
+                         "nothing is mapped after the first " + std::to_string(at - base) + " bytes of the region");
     }
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&handle_types, kPointerHandleTypes, at);
     if (result == kSuccess) result = driver.cuPointerGetAttribute(&size, kPointerMappingSize, at);
@@ -47,15 +47,15 @@ Result<std::vector<MemoryChunk>> pieces_of(const Driver& driver, DevicePointer b
     if (result != kSuccess) return cuda_error("register_memory", "cuPointerGetAttribute", result);
     if ((handle_types & kDescriptor) == 0) {
       return plain_error(ErrorCode::kRefused,
-                         "this GPU memory was allocated so that no other process can map it "
-                         "(without CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)");
+                         "other processes cannot map this GPU memory: it was allocated without "
+                         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR");
     }
     if (first_device < 0) first_device = device;
     if (device != first_device) {
-      return plain_error(ErrorCode::kInvalidArgument, "the region lies in several GPUs");
+      return plain_error(ErrorCode::kInvalidArgument, "the region spans several GPUs");
     }
     if (at - start >= size) {
-      return plain_error(ErrorCode::kSystem, "the driver names a piece of memory that does not hold the address");
+      return plain_error(ErrorCode::kSystem, "the driver reported a piece of memory that does not contain the address");
     }
     pieces.push_back({start, size});
     at = start + size;
@@ -103,7 +103,7 @@ Result<UniqueFd> create_piece(const Context& context, uint64_t bytes) {
 
 Status allow_access(const Context& context, const std::vector<MemoryChunk>& pieces) {
   const RelaxedCapture relaxed(context.driver());
-  // One by one: neighbours may have been reserved apart.
+  // One by one, because neighbours may have been reserved separately.
   for (const MemoryChunk& piece : pieces) {
     if (int result = set_access(context, piece.address, piece.bytes); result != kSuccess) {
       return cuda_error("accept", "cuMemSetAccess", result);
@@ -144,7 +144,7 @@ Status PieceMapping::append(int descriptor, uint64_t bytes) {
   const Driver& driver = context_->driver();
   const RelaxedCapture relaxed(driver);
   AllocationHandle handle = 0;
-  // The descriptor travels in the pointer: that is the call's way.
+  // The call takes the descriptor in its pointer argument.
   if (int result = driver.cuMemImportFromShareableHandle(
           &handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor);
       result != kSuccess) {

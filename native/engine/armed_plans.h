@@ -1,6 +1,6 @@
-// ArmedPlans: requests that wait for a signal's value.
+// ArmedPlans: requests that wait for a signal to reach a value.
 //
-// Every method runs on the worker thread. A signal is read once a turn, whatever waits for it.
+// Every method runs on the transfer thread. A signal is read once a turn, however many requests wait for it.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,12 @@ struct ArmedPlan {
   std::shared_ptr<Transfer> transfer;
   ControlOwned<LayerSignal> signal;
   std::vector<Item> items;  // by rising value
-  size_t next = 0;          // the first one whose value has not come
+  size_t next = 0;          // the first item whose value has not been reached
 };
 
 class ArmedPlans {
  public:
-  // Of a transfer that goes on, and with at least one item.
+  // Adds a plan with at least one item, of a transfer that has not ended.
   void add(ArmedPlan plan) {
     Stream& stream = plan.transfer->stream;
     ++stream.armed;
@@ -43,7 +43,8 @@ class ArmedPlans {
     watched->plans.push_back(std::move(plan));
   }
 
-  // Calls `post(Stream&, uint64_t value, RequestRef)` for each request whose value has come; true if there was one.
+  // Calls `post(Stream&, uint64_t value, RequestRef)` for each request whose value has been reached. Returns true if
+  // there was one.
   template <typename Post>
   bool release(Post&& post) {
     bool any = false;
@@ -65,16 +66,17 @@ class ArmedPlans {
     return any;
   }
 
-  // Nothing of this stream is released any more.
+  // Drops all plans of this stream: none of their requests is released any more.
   void drop(Stream& stream) {
     if (stream.armed == 0) return;
     for (Watched& watched : watched_) {
       std::erase_if(watched.plans, [&](const ArmedPlan& plan) { return &plan.transfer->stream == &stream; });
     }
-    stream.armed = 0;  // what is left without plans goes at the next release()
+    stream.armed = 0;  // the next release() removes signals without plans
   }
 
-  // A signal has passed since the last release(), or a GPU may write one at any time: the worker must not sleep.
+  // True if a signal has reached a value since the last release(), or if a GPU may write one at any time. The transfer
+  // thread must not sleep while this is true.
   bool may_be_due() const {
     return std::any_of(watched_.begin(), watched_.end(), [](const Watched& watched) {
       return !watched.plans.empty() && (watched.signal->polled() || watched.signal->load() >= watched.next_value);
@@ -86,11 +88,11 @@ class ArmedPlans {
 
   struct Watched {
     ControlOwned<LayerSignal> signal;
-    uint64_t next_value;  // the least that a plan waits for, or less
+    uint64_t next_value;  // the lowest value that a plan waits for, or a lower one
     std::vector<ArmedPlan> plans;
   };
 
-  // True: the plan is through.
+  // Posts the due items of a plan. Returns true if none is left.
   template <typename Post>
   static bool advance(ArmedPlan& plan, uint64_t value, uint64_t& next_value, Post&& post) {
     Stream& stream = plan.transfer->stream;

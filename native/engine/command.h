@@ -1,4 +1,4 @@
-// Command: what other threads ask the worker to do. A closed set.
+// Command: a request of another thread to the transfer thread. The set of commands is closed.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,8 @@
 
 namespace kvc {
 
-// A single write, the command that there are most of: it refers to what was found in the registries and counts no
-// reference, for each would move a count from one core to the other. Submitted under the registries' mutex.
+// A single write, the most frequent command. It refers to registry objects without counting references, because each
+// count would move between two cores. Submitted under the mutex of the registries.
 struct AddWrite {
   Transfer* transfer;
   LocalRegion* source;
@@ -23,7 +23,8 @@ struct AddWrite {
   std::optional<uint32_t> immediate;
   SingleWrite write;
 };
-// The same for a write that is all that its transfer has: no member more, for that would be one more cache line.
+// A single write that is the only write of its transfer. It adds no member, because that would take one more cache
+// line.
 struct WriteOne : AddWrite {};
 
 struct AddRequest {
@@ -40,26 +41,26 @@ struct Seal {
   std::shared_ptr<Transfer> transfer;
 };
 
-// One submission of a prepared scatter. It keeps itself.
+// One submission of a prepared scatter. The run keeps its scatter alive.
 struct StartScatter {
   ScatterRun* run;
 };
 
-// A counter set that was complete when its targets were set: the worker calls its callback.
+// A counter set that had reached its targets when they were set. The transfer thread calls its callback.
 struct Fire {
   std::unique_ptr<CounterSets::Fired> set;
 };
 
-// Anything rare: control operations whose caller waits. The function is not in the command: each C++ library has its own
-// size and alignment for it (libc++ 48 and 16 bytes, libstdc++ 32 and 8), which would be those of all commands.
+// A rare command: a control operation whose caller waits. The function is allocated apart, because its size and
+// alignment would be those of all commands: libc++ 48 and 16 bytes, libstdc++ 32 and 8.
 struct Call {
   explicit Call(std::function<void()> function) : run(std::make_unique<std::function<void()>>(std::move(function))) {}
   std::unique_ptr<std::function<void()>> run;
 };
 
-// Small, for its cache lines change sides with it.
+// Kept small, because its cache lines move between cores.
 struct Command {
-  Command* next = nullptr;  // of the list that it is in
+  Command* next = nullptr;  // in the list that holds it
   std::variant<std::monostate, AddWrite, WriteOne, AddRequest, Arm, Seal, StartScatter, Fire, Call> body;
 };
 static_assert(sizeof(Command) <= 80);

@@ -1,5 +1,5 @@
-// CommandPool: spent commands, for whoever submits next. A command that one thread allocates and another frees costs
-// both of them the allocator's slow path (150 instructions for the submitting one, and a lock that they share).
+// CommandPool: used commands, for the next submission. If one thread allocates a command and another frees it, both
+// take the allocator's slow path: 150 instructions for the submitting thread, and a lock that both share.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 namespace kvc {
 
-// The worker fills a list of its own and lays it out for others when the one before has been taken; who submits takes
-// a command from the list that is in use, and what the worker has laid out where that is empty. Always the whole of a
-// list is taken, so that what was taken is the taker's alone.
+// Three lists. The transfer thread fills its own list. When the previous published list has been taken, it publishes
+// this one. A submitting thread takes a command from the list in use, and takes the published list if that one is
+// empty. A thread always takes a whole list, so that its commands belong to it alone.
 class CommandPool {
  public:
-  // In each list: 0.3 MB. What a larger burst leaves is the allocator's again.
+  // Most commands in each list: 0.3 MB. The allocator frees the commands of a larger burst.
   static constexpr uint32_t kKept = 1024;
-  // So many at a time change sides: one by one, each would move the list's cache line there and back.
+  // Commands that are published at once. Single commands would move the list's cache line back and forth.
   static constexpr uint32_t kLaidOut = 32;
 
   CommandPool() = default;
@@ -30,23 +30,23 @@ class CommandPool {
     destroy(own_);
   }
 
-  // Any thread; never blocks. An empty command.
+  // Returns an empty command. Any thread; never blocks.
   std::unique_ptr<Command> take() {
     Command* list = stash_.exchange(nullptr, std::memory_order_acquire);
     if (list == nullptr) list = spent_.exchange(nullptr, std::memory_order_acquire);
     if (list == nullptr) return std::make_unique<Command>();
     std::unique_ptr<Command> command(list);
     Command* const rest = std::exchange(command->next, nullptr);
-    // The worker's core has the next one's cache lines: they are here when it is asked for.
+    // The next command's cache lines are on the transfer thread's core. The prefetch brings them here in time.
     for (size_t line = 0; rest != nullptr && line < sizeof(Command); line += 64) {
       __builtin_prefetch(reinterpret_cast<const std::byte*>(rest) + line, 1);
     }
-    // Not null only where another thread came in between with a list of its own: one of the two is given up.
+    // The old value is null unless another thread put its list there in between. One of the two lists is then freed.
     destroy(stash_.exchange(rest, std::memory_order_acq_rel));
     return command;
   }
 
-  // Commands in all lists, while nobody takes or gives any. For tests.
+  // Number of commands in all lists, for tests, while no thread takes or gives any.
   uint32_t size() const {
     uint32_t count = 0;
     for (const Command* list : {stash_.load(std::memory_order_relaxed), spent_.load(std::memory_order_relaxed), own_}) {
@@ -55,9 +55,9 @@ class CommandPool {
     return count;
   }
 
-  // The worker only: it has been carried out.
+  // Takes back a command that was carried out. The transfer thread only.
   void give(std::unique_ptr<Command> command) {
-    command->body.emplace<std::monostate>();  // what it held ends now
+    command->body.emplace<std::monostate>();  // releases what the command held
     if (given_ == kKept) return;
     ++given_;
     Command* const empty = command.release();
@@ -75,11 +75,11 @@ class CommandPool {
     }
   }
 
-  alignas(64) std::atomic<Command*> stash_{nullptr};  // in use by those who submit
-  alignas(64) std::atomic<Command*> spent_{nullptr};  // laid out
-  // The worker's:
+  alignas(64) std::atomic<Command*> stash_{nullptr};  // used by submitting threads
+  alignas(64) std::atomic<Command*> spent_{nullptr};  // published by the transfer thread
+  // Used by the transfer thread:
   alignas(64) Command* own_ = nullptr;
-  uint32_t given_ = 0;  // how many these are
+  uint32_t given_ = 0;  // number of commands in own_
 };
 
 }  // namespace kvc

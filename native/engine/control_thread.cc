@@ -45,7 +45,7 @@ void ControlThread::watch(Connector& connector) {
   if (connector.fd() >= 0) watched_.push_back(&connector);
 }
 
-// False: it has to stop, and nothing is left to do.
+// Runs all tasks. Returns false if the thread has to stop and no task is left.
 bool ControlThread::run_tasks() {
   for (bool ran = false;; ran = true) {
     std::function<void()> task;
@@ -58,8 +58,8 @@ bool ControlThread::run_tasks() {
         tasks_.pop_front();
       }
     }
-    // Of the task before: the next one may take seconds. After the lock, which keeps what a waker reads from overtaking what
-    // that task has written.
+    // Reports the previous task before the next one, which may take seconds. It is called after the lock was taken,
+    // because the lock keeps the reads of a waker behind the writes of that task.
     if (ran) after_();
     if (!task) return !stopping;
     task();

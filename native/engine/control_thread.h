@@ -1,9 +1,9 @@
-// ControlThread: a thread of the engine for what may block.
+// ControlThread: a thread of the transfer engine for calls that may block.
 //
-// An engine has two. One makes and ends links. The other registers and deregisters memory, which takes 30 ms a GiB and
-// more: on the first thread it would hold up every fence, and the settlement of broken links, for as long.
-// A ControlThread carries out tasks in the order in which they came, and lets connectors serve what comes to them by
-// itself. It may wait for the worker; the worker never waits for it.
+// A transfer engine has two. One makes and ends links. The other registers and deregisters memory, which takes 30 ms a
+// GiB and more. On the first thread, this would delay every fence and the settlement of broken links for as long. A
+// ControlThread runs its tasks in the order of submission and lets connectors serve incoming work. It may wait for the
+// transfer thread. The transfer thread never waits for it.
 #pragma once
 
 #include <atomic>
@@ -26,21 +26,21 @@ namespace kvc {
 
 class ControlThread final : public ControlQueue {
  public:
-  // `after`: called on the thread after each task.
+  // `after` is called on the thread after each task.
   explicit ControlThread(std::function<void()> after) : after_(std::move(after)) {}
-  // Stops if it runs.
+  // Calls stop().
   ~ControlThread() override;
 
-  // `name`: the kernel keeps its first 15 characters.
+  // Starts the thread. The kernel keeps the first 15 characters of `name`.
   Status start(const std::string& name);
-  // Carries out what is left and ends the thread. Blocks.
+  // Runs the remaining tasks and ends the thread. Blocks.
   void stop();
 
   bool runs() const noexcept { return thread_.joinable(); }
 
   void run(std::function<void()> task) override;
-  // Runs `task` on the thread and waits until it is done: false if that takes longer than `timeout`. The task still runs then,
-  // after those before it. Blocks. Not on the thread itself.
+  // Runs `task` on the thread and waits for its end. Returns false if that takes longer than `timeout`; the task still
+  // runs in its turn. Blocks. Must not be called on the thread itself.
   bool run_for(std::function<void()> task, Timeout timeout) {
     const auto latch = std::make_shared<Latch>();
     run([task = std::move(task), latch] {
@@ -50,7 +50,8 @@ class ControlThread final : public ControlQueue {
     return latch->wait_for(timeout);
   }
 
-  // Runs `f` (which returns a Result) on the thread and returns what it returns. Blocks. Not on the thread itself.
+  // Runs `f` (which returns a Result) on the thread and returns the result. Blocks. Must not be called on the thread
+  // itself.
   template <typename F>
   std::invoke_result_t<F> call(F f) {
     std::optional<std::invoke_result_t<F>> result;
@@ -63,7 +64,7 @@ class ControlThread final : public ControlQueue {
     return std::move(*result);
   }
 
-  // On the thread: from now on the connector is served, until unwatch_all().
+  // Serves the connector until unwatch_all(). Called on the thread.
   void watch(Connector& connector);
   void unwatch_all() { watched_.clear(); }
 
@@ -78,7 +79,7 @@ class ControlThread final : public ControlQueue {
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
   bool stopping_ = false;                    // guarded by mutex_
 
-  std::vector<Connector*> watched_;  // the thread's
+  std::vector<Connector*> watched_;  // used on the thread only
 };
 
 }  // namespace kvc

@@ -13,7 +13,7 @@ Error no_such_set(std::string_view operation, CounterSetId id) {
                {},
                {},
                std::string(operation),
-               "no counter set " + std::to_string(id) + ": never allocated here, or released"};
+               "counter set " + std::to_string(id) + " does not exist: it was released or never allocated here"};
 }
 
 }  // namespace
@@ -29,9 +29,9 @@ Result<CounterSet> CounterSets::allocate(uint32_t n, std::vector<PeerId> raisers
                  {},
                  {},
                  "alloc_counters",
-                 std::to_string(n) + " counters asked for, " +
+                 std::to_string(n) + " counters requested, " +
                      std::to_string(ImmCounterTable::kSlots - table_.allocated()) +
-                     " free: release sets that are no longer needed"};
+                     " are free: release counter sets that are no longer needed"};
   }
   ++next_id_;
   CounterSet answer{id, set.immediates};
@@ -52,7 +52,8 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
                  {},
                  {},
                  "expect",
-                 "counter set " + std::to_string(id) + " has not reached its last targets yet: new ones follow them"};
+                 "counter set " + std::to_string(id) +
+                     " has not reached its current targets: wait for its event before you set new targets"};
   }
   if (targets.size() != set.immediates.size()) {
     return Error{ErrorCode::kInvalidArgument,
@@ -60,11 +61,16 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
                  {},
                  "expect",
                  std::to_string(targets.size()) + " targets for " + std::to_string(set.immediates.size()) +
-                     " counters: give one target a counter"};
+                     " counters: give one target for each counter"};
   }
   for (const uint64_t target : targets) {
     if (target > ImmCounterTable::kMaxCount) {
-      return Error{ErrorCode::kInvalidArgument, {}, {}, "expect", "target " + std::to_string(target) + " is too large"};
+      return Error{ErrorCode::kInvalidArgument,
+                   {},
+                   {},
+                   "expect",
+                   "target " + std::to_string(target) + " is too large: the limit is " +
+                       std::to_string(ImmCounterTable::kMaxCount)};
     }
   }
   std::swap(set.callback, callback);
@@ -97,19 +103,21 @@ Result<std::vector<uint32_t>> CounterSets::read(CounterSetId id) {
 }
 
 Result<std::shared_ptr<const void>> CounterSets::release(CounterSetId id) {
-  decltype(sets_)::node_type ended;  // after the lock, which the worker takes: the callback is its maker's
+  // Destroyed after the lock is released: the transfer thread takes the lock, and the callback belongs to the caller.
+  decltype(sets_)::node_type ended;
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("release_counters", id);
   for (const uint32_t immediate : found->second.immediates) table_.release(immediate);
   std::shared_ptr<const void> raisers;
-  if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // fewer are in the counters
+  if (found->second.raisers->size() > 1) raisers = std::move(found->second.raisers);  // one is in the counters
   ended = sets_.extract(found);
   return raisers;
 }
 
 void CounterSets::clear() {
-  std::unordered_map<CounterSetId, Set> ended;  // after the lock: callbacks are their makers'
+  // Destroyed after the lock is released: the callbacks belong to their callers.
+  std::unordered_map<CounterSetId, Set> ended;
   const std::lock_guard lock(mutex_);
   ended.swap(sets_);
 }
@@ -129,7 +137,7 @@ bool CounterSets::acted_on(uint32_t immediate) const {
 std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
-  // Released between the count and here: nobody waits for it any more.
+  // The set was released after the count: no thread waits for it any more.
   if (found == sets_.end() || --found->second.remaining > 0) return std::nullopt;
   return found->second.fire(id);
 }

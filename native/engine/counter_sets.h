@@ -1,8 +1,8 @@
-// CounterSets: the receiver's counters in groups, each with one "all reached their targets" event for each time
-// that targets are set. Counts only grow, so targets are cumulative, and nobody has to know when the last one was passed.
+// CounterSets: the receiver's counters in groups. Each expect() leads to one event "all targets reached".
 //
-// Any thread may call anything here. The lock is taken only when a counter reaches its target, so counting itself stays
-// lock-free. Callbacks are never called here: they belong to the worker, which asks for the fired sets.
+// Counts only grow, so targets are cumulative, and nothing has to record when the last target was passed. Any thread
+// may call any method. The lock is taken only when a counter reaches its target, so counting itself is lock-free.
+// Callbacks are never called here: the transfer thread asks for the fired sets and calls them.
 #pragma once
 
 #include <cstdint>
@@ -21,39 +21,41 @@ namespace kvc {
 
 class CounterSets {
  public:
-  // A set whose counters have all reached their targets: it is reported once for each expect().
+  // A set whose counters have all reached their targets. It is reported once for each expect().
   struct Fired {
     CounterSetId id = 0;
     EventCallback callback;
-    ControlOwned<CompletionWord> word;  // null: none
-    uint64_t value = 0;                 // what it becomes
+    ControlOwned<CompletionWord> word;  // null: no word
+    uint64_t value = 0;                 // the new value of `word`
   };
 
-  // `raisers`: whose immediates count; empty: anybody's who is connected.
+  // Allocates a set of `n` counters. `raisers`: the peers whose immediates count. Empty: all connected peers.
   Result<CounterSet> allocate(uint32_t n, std::vector<PeerId> raisers);
-  // The set, if its counters are there already. `control`: where the share in `word` ends; it outlives the sets, or clear().
+  // Sets new targets. Returns the set if its counters have reached them already. `control` is where the reference to
+  // `word` ends. It must outlive the sets, or clear().
   Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback,
                                       std::shared_ptr<CompletionWord> word, uint64_t value, ControlQueue& control);
   Result<std::vector<uint64_t>> values(CounterSetId id) const;
-  // The set's immediates, for a reader of their counts: acted_on() holds for all of them from now on.
+  // Returns the set's immediates, for a reader of the counts. From now on acted_on() is true for all of them.
   Result<std::vector<uint32_t>> read(CounterSetId id);
-  // Forgets all sets, and with them their words: no set is used any more. Counters stay readable.
+  // Forgets all sets and their words, when no set is used any more. Counters stay readable.
   void clear();
-  // The answer, if any, has to live until an add() that is under way has ended.
+  // Releases the set. The caller must keep the returned object, if any, until every add() that runs now has ended.
   Result<std::shared_ptr<const void>> release(CounterSetId id);
   bool exists(CounterSetId id) const;
-  // The immediate's counter is allocated and not released.
+  // True if the immediate's counter is allocated and not released.
   bool live(uint32_t immediate) const { return table_.value(immediate).has_value(); }
-  // Pages that the immediate's counter has counted may have been used, and hold other bytes by now: a target of its set was
-  // reached, or its counts are read. Takes the lock.
+  // True if pages counted by this counter may have been used and hold other bytes now: its set has reached a target, or
+  // its counts are read. Takes the lock.
   bool acted_on(uint32_t immediate) const;
-  // Of a live counter; 0 for one that was released. Lock-free.
+  // The count of a live counter; 0 if it was released. Lock-free.
   uint64_t value(uint32_t immediate) const noexcept { return table_.value(immediate).value_or(0); }
 
-  // Counts an immediate of `peer` that landed, and says what became of it. Once for each page: what a reached target entails
-  // is the caller's next call, so that this one returns in two registers.
+  // Counts an immediate of `peer` that landed, and returns the outcome. Called for every page: the work after a reached
+  // target is in reached(), so that this call returns in two registers.
   ImmCounterTable::Added add(uint32_t immediate, PeerId peer) noexcept { return table_.add(immediate, peer); }
-  // add() said that a counter of this set has reached its target: the set, if it was the last one.
+  // To call after add() reported that a counter of this set reached its target. Returns the set if this was its last
+  // counter.
   std::optional<Fired> reached(CounterSetId id);
 
   uint32_t allocated() const noexcept { return table_.allocated(); }
@@ -64,7 +66,7 @@ class CounterSets {
     std::shared_ptr<const std::vector<PeerId>> raisers;  // sorted
     size_t remaining = 0;                                // counters below their target
     EventCallback callback;
-    ControlOwned<CompletionWord> word;  // until the next expect(), or the set's end
+    ControlOwned<CompletionWord> word;  // kept until the next expect() or the end of the set
     uint64_t value = 0;
     bool acted_on = false;
 

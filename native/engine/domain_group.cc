@@ -12,11 +12,11 @@ namespace kvc {
 
 namespace {
 
-// How long closing waits for fences. Only a peer on this machine that is stopped in the middle of a copy needs more
-// than milliseconds, and a process that ends cannot wait for it for ever.
+// Limit for fences while closing. A fence takes milliseconds, unless a peer on this machine is stopped in the middle of a
+// copy. A process that ends cannot wait for such a peer without limit.
 constexpr auto kCloseTimeout = std::chrono::seconds(5);
-// Imported regions of a fenced peer that one step forgets, under the lock that every write takes: some 0.1 us each, of
-// thousands that a peer has which takes weights.
+// Imported regions of a fenced peer that one step forgets, under the lock that every write takes. Each takes about 0.1
+// us, and a peer that receives weights has thousands.
 constexpr size_t kForgottenPerStep = 512;
 
 uint32_t sequence_of(std::span<const std::byte> message) {
@@ -34,7 +34,7 @@ DomainGroup::DomainGroup(Shared shared)
       disconnects_(
           shared_.events,
           [this](Peer& peer) {
-            return fence_step(peer, Error{ErrorCode::kPeerDown, {}, {}, "disconnect", "this peer has left"});
+            return fence_step(peer, Error{ErrorCode::kPeerDown, {}, {}, "disconnect", "the peer disconnected"});
           },
           [this](Peer& peer, std::span<const std::byte> goodbye) { return scheduler_.say_goodbye(peer, goodbye); }) {}
 
@@ -47,13 +47,13 @@ void DomainGroup::open() {
 }
 
 void DomainGroup::close() {
-  const Error closed{ErrorCode::kClosed, {}, {}, "close", "the engine was closed"};
+  const Error closed{ErrorCode::kClosed, {}, {}, "close", "the transfer engine was closed"};
   const auto deadline = std::chrono::steady_clock::now() + kCloseTimeout;
   const std::vector<std::shared_ptr<LocalRegion>> regions = shared_.regions.all();
   bool fenced = false;
   while (!fenced && std::chrono::steady_clock::now() < deadline) {
     fenced = true;
-    // The time is looked at for each peer: one pass over many may outlast it.
+    // Checked for each peer, because one pass over many peers may take longer than the limit.
     for (const std::shared_ptr<Peer>& peer : shared_.peers.all()) {
       if (std::chrono::steady_clock::now() >= deadline) {
         fenced = false;
@@ -63,7 +63,7 @@ void DomainGroup::close() {
     }
     retry_endings();
     fenced &= endings_.empty();
-    // Its owner may free it then, and a GPU's must not be while another process maps it.
+    // The owner may free its memory after this, and GPU memory must not be freed while another process maps it.
     if (fenced) {
       for (const auto& region : regions) fenced &= withdraw_step(*region->memory);
     }
@@ -109,7 +109,7 @@ bool DomainGroup::withdraw_step(LocalMemory& memory) {
   bool all = true;
   for (Lane& lane : shared_.lanes.all()) {
     for (LaneDomain& domain : lane.domains) {
-      // Of two threads that deregister it, one may be past this, and end the registrations.
+      // If two threads deregister the memory, one may be past this step and end the registrations.
       if (memory.withdrawn[domain.place]) continue;
       Registration* const registration = memory.registrations[domain.place].get();
       memory.withdrawn[domain.place] = registration == nullptr || domain.domain->withdraw(*registration);
@@ -126,7 +126,7 @@ bool DomainGroup::connect(const std::shared_ptr<Peer>& peer, FirstLink& first, b
   Lane& lane = *first.lane;
   const auto own = static_cast<uint32_t>(lane.domains.size());
   const uint32_t count = std::max(own, first.remote_domains);
-  // The same on both sides: link i leads from the first link's domains i further, here and there.
+  // Both sides compute the same pairs: link i connects the domains i places after those of the first link.
   for (uint32_t i = 0; i < count; ++i) {
     LaneDomain& domain = lane.domains[(first.local_domain + i) % own];
     peer->links.emplace_back(domain.domain.get(), domain.connector.get(), domain.place, (first.local_domain + i) % own,
@@ -156,7 +156,7 @@ bool DomainGroup::fence_step(Peer& peer, const Error& why) {
   }
   if (!fence_links(peer)) return false;
   for (const Link& link : peer.links) forget_link(link.id);
-  keeper_.forget(peer);  // once more: links may have ended while they were fenced
+  keeper_.forget(peer);  // again: links may have ended while they were fenced
   std::erase_if(falling_, [&](const auto& other) { return other.get() == &peer; });
   std::vector<std::shared_ptr<const RemoteRegion>> forgotten;
   const bool all = shared_.remote_regions.erase_some(peer.regions, kForgottenPerStep, forgotten);
@@ -179,11 +179,11 @@ bool DomainGroup::fence_links(Peer& peer) {
 
 bool DomainGroup::fence(Domain& domain, LinkId id) {
   const bool fenced = domain.fence(id);
-  hear(domain);  // what it has told up to here belongs to the link's accounts
+  hear(domain);  // events up to here belong to the accounts of the link
   return fenced;
 }
 
-// --- What domains tell
+// --- Events of domains
 
 bool DomainGroup::hear(Domain& domain) {
   return domain.completions().drain([&](Completion& completion) {
@@ -213,7 +213,7 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
   }
   const Place place = find_link(id);
   if (place.peer == nullptr) return Stats::add(shared_.stats.immediates_stale, pages);
-  // Counted for the link too, where there is another one that could have to stand in for it.
+  // Also counted for the link, if another link could replace it.
   if (place.peer->links.size() > 1) place.link->counted.add(immediate);
   const ImmCounterTable::Added added = shared_.counters.add(immediate, place.peer->id);
   if (added.reached) {
@@ -226,7 +226,7 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
                         {},
                         {},
                         "count",
-                        "the peer raised a counter that is another peer's: it is broken, or hostile"});
+                        "the peer raised a counter of another peer: the peer is faulty or hostile"});
   } else if (added.stale) {
     Stats::add(shared_.stats.immediates_stale, pages);
   }
@@ -234,7 +234,7 @@ void DomainGroup::count(LinkId id, uint32_t immediate) {
 
 void DomainGroup::hear_message(Domain& domain, LinkId id, uint32_t slot, Bytes& message) {
   const Place place = find_link(id);
-  if (place.peer == nullptr || message.empty()) return domain.take(id, slot);  // nobody is there to read it
+  if (place.peer == nullptr || message.empty()) return domain.take(id, slot);  // no reader
   Peer& peer = *place.peer;
   switch (static_cast<MessageTag>(message[0])) {
     case MessageTag::kUser:
@@ -253,7 +253,7 @@ void DomainGroup::hear_message(Domain& domain, LinkId id, uint32_t slot, Bytes& 
   domain.take(id, slot);
 }
 
-// False: there is no room for it now.
+// Returns false if there is no room for it now.
 bool DomainGroup::take_message(Peer& peer, std::span<const std::byte> message) {
   if (message.size() <= kUserHeaderBytes) return true;
   const uint32_t sequence = sequence_of(message);
@@ -263,7 +263,7 @@ bool DomainGroup::take_message(Peer& peer, std::span<const std::byte> message) {
   return true;
 }
 
-// Each by itself: one whose peer has no room must not keep others back.
+// Each message is tried, so that one peer without room does not hold back the others.
 bool DomainGroup::retry_untaken() {
   if (untaken_.empty() || !shared_.messages.room_again()) return false;
   return std::erase_if(untaken_, [this](Untaken& untaken) {
@@ -276,7 +276,7 @@ bool DomainGroup::retry_untaken() {
 
 void DomainGroup::link_down(LinkId id, const Error& error) {
   const Place place = find_link(id);
-  if (place.peer == nullptr) return;  // fenced here meanwhile
+  if (place.peer == nullptr) return;  // fenced on this side meanwhile
   if (disconnects_.link_ended(*place.peer)) return;
   keeper_.broke(*place.peer, *place.link, id, error);
 }
@@ -340,7 +340,7 @@ void DomainGroup::complete_link(Peer& peer, const Link& link, LinkId id, Bytes b
   });
 }
 
-// Domains of unknown speed among them: all are taken for equal.
+// Sets the cost of each link. If the speed of any domain is unknown, all count as equal.
 void DomainGroup::weigh(Peer& peer, const Lane& lane) {
   peer.limits = lane.limits;
   double fastest = 0;
@@ -365,16 +365,16 @@ void DomainGroup::lose_peer(Peer& peer, Error error) {
   if (error.provider.empty()) error.provider = peer.provider;
   scheduler_.fail_peer(peer, error);
   keeper_.forget(peer);
-  // What is posted on its links ends with them, whether or not somebody calls fence().
+  // Ends the work that is posted on its links, whether or not fence() is called.
   if (!fence_links(peer)) falling_.push_back(shared_.peers.find(peer.id));
   shared_.events.push(Event{.kind = EventKind::kPeerDown, .id = peer.id, .error = std::move(error)});
 }
 
-// --- The worker's turn
+// --- The turn of the transfer thread
 
 bool DomainGroup::turn() {
-  // What the last turn heard of broken links, after the commands that came meanwhile: who has sealed a transfer before the
-  // peer left is not told that it failed.
+  // Handles broken links that the last turn reported, after the commands that arrived since. A transfer that was sealed
+  // before the peer disconnected is therefore not reported as failed.
   bool any = keeper_.step();
   if (any) scheduler_.settle();
   any |= scheduler_.post_due_layers();
@@ -386,7 +386,7 @@ bool DomainGroup::turn() {
   for (Peer* const peer : scheduler_.take_wanting()) keeper_.make_links(*peer);
   any |= retry_untaken();
   any |= deliver_messages();
-  // Where a link broke, the next turn tells of the peer's end first, and then of what failed with it.
+  // If a link broke, the next turn reports the end of the peer first, and then what failed with it.
   any |= keeper_.broken() > 0 || scheduler_.settle();
   any |= disconnects_.turn();
   any |= retry_endings();
@@ -395,7 +395,7 @@ bool DomainGroup::turn() {
 
 bool DomainGroup::deliver_messages() {
   if (!message_callback_) return false;
-  bool wake = false;  // the worker is awake: it polls again after this turn
+  bool wake = false;  // the transfer thread is awake and polls again after this turn
   const std::vector<Message> messages = shared_.messages.take(MessagePool::kRoom, wake);
   for (const Message& message : messages) {
     try {

@@ -1,10 +1,10 @@
-// DomainGroup: the peers of one engine, the links to them, and the domains that carry these.
+// DomainGroup: the peers of one transfer engine, the links to them, and the domains that carry the links.
 //
-// Every method runs on the worker thread, and so does every domain, or its proxy (domain_proxy.h). All domains of one
-// provider form a lane; a peer is reached over exactly one lane. It has max(own, its) links, so that each domain of either
-// side carries traffic also where the two sides have different numbers of them: the first one from the handshake, the others
-// from the LinkKeeper once there is something to write. A link that breaks while the peer has others is the LinkKeeper's;
-// with its last one the peer is down.
+// Every method runs on the transfer thread, and so does every domain or its proxy (domain_proxy.h). All domains of one
+// provider form a lane. A peer is reached over exactly one lane. A peer has as many links as the side with more
+// domains, so that each domain of both sides carries traffic. The handshake makes the first link. The LinkKeeper makes
+// the others when there is something to write. If a link breaks while the peer has others, the LinkKeeper handles it.
+// If the last link breaks, the peer is down.
 #pragma once
 
 #include <array>
@@ -38,7 +38,7 @@ namespace kvc {
 
 class DomainGroup final : private LinkKeeper::Owner {
  public:
-  // What several parts of an engine share. All of it outlives the group.
+  // Objects that several parts of a transfer engine share. All of them outlive the group.
   struct Shared {
     Lanes& lanes;
     Registry<Peer>& peers;
@@ -50,40 +50,40 @@ class DomainGroup final : private LinkKeeper::Owner {
     MessagePool& messages;
     Stats& stats;
     ControlQueue& control;
-    // Has the worker run something; never blocks.
+    // Runs a function on the transfer thread; never blocks.
     std::function<void(std::function<void()>)> on_worker;
   };
   explicit DomainGroup(Shared shared);
   ~DomainGroup() override;
 
-  // Once the lanes are open.
+  // Takes the domains of the lanes, once these are open.
   void open();
-  // Ends every peer and transfer, and the domains. Keeps calling them until all links are fenced and no peer's GPU
-  // maps our memory any more, or kCloseTimeout.
+  // Ends every peer and transfer, and the domains. Repeats the calls until all links are fenced and no peer's GPU maps
+  // this process's memory any more, or until kCloseTimeout.
   void close();
 
-  // --- Control operations. Those that end in _step may have to be called again: until true.
+  // --- Control operations. Calls named _step return false if they have to be repeated.
 
-  // The peer's first link is made: it is connected. `offerer`: this side has offered. False: fence() has begun, and the
-  // link's end stays with the caller.
+  // Connects the peer after its first link was made. `offerer`: this side made the offer. Returns false if fence() has
+  // begun; the link's end then stays with the caller.
   bool connect(const std::shared_ptr<Peer>& peer, FirstLink& first, bool offerer);
   bool fence_step(Peer& peer, const Error& why);
-  // Begins to part from the peer in good order, if that has not begun (peer_disconnects.h).
+  // Begins a graceful disconnect from the peer, if it has not begun (peer_disconnects.h).
   void leave(const std::shared_ptr<Peer>& peer) { disconnects_.leave(peer); }
   void publish(LocalMemory& memory);
   bool published(const LocalMemory& memory) const;
   bool withdraw_step(LocalMemory& memory);
-  // Where messages go from now on; empty: they wait in the pool.
+  // Sets the receiver of messages. Empty: messages wait in the pool.
   void set_message_callback(MessageCallback callback) { message_callback_ = std::move(callback); }
 
   TransferScheduler& scheduler() { return scheduler_; }
 
-  // --- The worker's turn: post, poll, settle; true if anything happened.
+  // --- The turn of the transfer thread: post, poll, settle. Returns true if anything happened.
   bool turn();
-  // False: there is work already.
+  // Returns false if there is work already.
   bool prepare_sleep();
-  // How long the worker may sleep although no descriptor says anything (links that wait for their fence or for a
-  // time); nothing: as long as it likes.
+  // The longest sleep without an event on a descriptor (links that wait for their fence or for a deadline). No value:
+  // no limit.
   std::optional<std::chrono::milliseconds> longest_sleep() const;
   std::vector<int> fds() const;
 
@@ -92,18 +92,18 @@ class DomainGroup final : private LinkKeeper::Owner {
     Peer* peer = nullptr;
     Link* link = nullptr;
   };
-  struct Ending {  // a link that is nobody's any more
+  struct Ending {  // a link that no peer uses any more
     Domain* domain;
     LinkId link;
   };
-  struct Untaken {  // a user's message that the pool has no room for
+  struct Untaken {  // a user's message for which the pool has no room
     Domain* domain;
     LinkId link;
     uint32_t slot;
     Bytes bytes;
   };
 
-  // What a domain has told.
+  // Handles the events of a domain.
   bool hear(Domain& domain);
   void count(LinkId link, uint32_t immediate);
   void hear_message(Domain& domain, LinkId link, uint32_t slot, Bytes& message);
@@ -135,14 +135,15 @@ class DomainGroup final : private LinkKeeper::Owner {
 
   std::vector<Domain*> domains_;             // of all lanes
   std::unordered_map<LinkId, Place> links_;  // of connected peers
-  // Of links_, by the low bits of the id: each immediate asks for its link, and a hash table would be most of its cost.
+  // The latest entries of links_, by the low bits of the id. Each immediate looks up its link, and the hash table would
+  // be most of its cost.
   struct Recent {
     LinkId id = 0;
     Place place;
   };
   std::array<Recent, 64> recent_{};
   std::vector<Ending> endings_;
-  std::vector<std::shared_ptr<Peer>> falling_;  // down, and not all of their links are fenced
+  std::vector<std::shared_ptr<Peer>> falling_;  // peers that are down and have links that are not fenced
   std::deque<Untaken> untaken_;                 // oldest first
 };
 

@@ -5,7 +5,7 @@
 
 namespace kvc {
 
-// --- The scheduler's end
+// --- The side of the scheduling thread
 
 void DomainProxy::ask(Request request) {
   request.after = passage_->batches.puts();
@@ -48,7 +48,8 @@ bool DomainProxy::has_room(LinkId link) {
 
 Posted DomainProxy::post(LinkId link, const WriteBatch& batch) {
   if (!has_room(link)) {
-    // Said first, then looked at again: either there is room now, or the other thread sees that it has to tell.
+    // The flag is set first, then the room is checked again: either there is room now, or the other thread sees the
+    // flag.
     passage_->refused.store(true, std::memory_order_seq_cst);
     refused_ = !has_room(link);
     if (refused_) return Posted::kBusy;
@@ -122,10 +123,10 @@ void DomainProxy::hear(DomainPassage::Told& told) {
   }
 }
 
-// --- The domain's end
+// --- The side of the domain's thread
 
 DrivenDomain::~DrivenDomain() {
-  // Ends of links belong to the domain, which knows where they may end.
+  // Links that were never attached go to the domain, which knows where to end them.
   passage_->requests.drain([this](std::unique_ptr<Request> request) {
     if (request->kind == Request::Kind::kAttach) domain_->attach(request->link, std::move(request->end));
   });
@@ -133,7 +134,7 @@ DrivenDomain::~DrivenDomain() {
 
 bool DrivenDomain::turn() {
   const uint64_t told = passage_->told.puts();
-  // Looked at before the requests: so the link of a batch is attached before it.
+  // Read before the requests, so that the link of each batch is attached before the batch is posted.
   const uint64_t until = passage_->batches.ready();
   bool any = passage_->requests.drain([this](std::unique_ptr<Request> request) { begin(std::move(request)); });
   any |= post_until(until);
@@ -141,7 +142,7 @@ bool DrivenDomain::turn() {
   any |= std::erase_if(steps_, [this](const auto& request) { return step(*request); }) > 0;
   if (untold_.empty()) any |= domain_->poll();
   any |= tell_completions();
-  // Also where nothing is new: what the ring had no room for before, and what a fence has told that is not through.
+  // Also counts events that are not new: events for which the ring had no room, and events of an unfinished fence.
   any |= passage_->told.puts() != told;
   if (any) passage_->scheduler->wake();
   return any;
@@ -237,7 +238,7 @@ bool DrivenDomain::step(Request& request) {
   return true;
 }
 
-// What waits for room on a link that is fenced ends with it.
+// Fails the work that waits for room on a link that is being fenced.
 void DrivenDomain::drop(LinkId link) {
   const auto node = waiting_.extract(link);
   if (node.empty()) return;

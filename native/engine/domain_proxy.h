@@ -1,8 +1,8 @@
-// DomainProxy: a domain that another thread drives, on the thread that schedules.
+// DomainProxy: stands for a domain that another thread drives, on the thread that schedules.
 //
-// What the scheduler asks of it goes over to the domain's thread, and what the domain tells comes back, each in order; so
-// the scheduler finds the contract of any other domain. A batch is copied on the way, 1 KiB at most: 50 ns, where posting
-// its 64 pages can cost fifty times that.
+// Calls of the scheduler are passed to the domain's thread and events of the domain are passed back, each in order. The
+// scheduler therefore sees the contract of a normal domain. A batch is copied on the way, 1 KiB at most, which takes 50
+// ns. Posting its 64 pages can cost fifty times as much.
 #pragma once
 
 #include <array>
@@ -23,14 +23,14 @@
 
 namespace kvc {
 
-// What lies between the two threads.
+// The queues between the two threads.
 struct DomainPassage {
   struct Batch {
     LinkId link = 0;
-    WriteBatch write;  // of the first of `pages`
+    WriteBatch write;  // its pages are the first ones of `pages`
     std::array<PageWrite, Immediate::kMaxMultiplicity> pages;
   };
-  // Whatever else is asked.
+  // Any call other than post().
   struct Request {
     enum class Kind : uint8_t { kPublish, kWithdraw, kAttach, kFence, kSend, kTake };
     Kind kind = Kind::kTake;
@@ -39,7 +39,7 @@ struct DomainPassage {
     Registration* region = nullptr;
     std::unique_ptr<LinkEnd> end{};
     Bytes message{};
-    uint64_t after = 0;  // so many batches were posted before it
+    uint64_t after = 0;  // number of batches that were posted before this request
     Request* next = nullptr;
   };
   struct Told {
@@ -50,9 +50,9 @@ struct DomainPassage {
     Registration* region = nullptr;  // kPublished, kWithdrawn
   };
 
-  // 16 batches each for 16 links: their windows are full before.
+  // 16 batches for each of 16 links. The links' windows are full before that.
   static constexpr size_t kBatches = 256;
-  // Completions, 32 KiB of them. Beyond that the domain is not polled.
+  // Completions, 32 KiB of them. While the ring is full, the domain is not polled.
   static constexpr size_t kTold = 1024;
 
   explicit DomainPassage(std::shared_ptr<Waker> of_scheduler) : scheduler(std::move(of_scheduler)) {}
@@ -61,17 +61,17 @@ struct DomainPassage {
   SubmissionQueue<Request> requests;
   SpscRing<Told> told{kTold};
   const std::shared_ptr<Waker> scheduler;
-  // Links that the domain had no room for when it was asked last. They share places by their ids: one may find itself
-  // busy for another's sake.
+  // Links for which the domain had no room at the last try. Links share entries by their ids, so a link may appear busy
+  // because of another link.
   std::array<std::atomic<uint32_t>, 256> busy{};
   std::atomic<uint32_t>& busy_of(LinkId link) noexcept { return busy[link % busy.size()]; }
-  // A post was refused, and there was no more room since.
+  // A post was refused, and no room has become free since.
   std::atomic<bool> refused{false};
 };
 
 class DomainProxy final : public Domain {
  public:
-  // `wake`: wakes the domain's thread. `close`: ends the domain there; blocks.
+  // `wake` wakes the domain's thread. `close` ends the domain there, and blocks.
   DomainProxy(std::shared_ptr<DomainPassage> passage, std::function<void()> wake, std::function<void()> close)
       : passage_(std::move(passage)), wake_(std::move(wake)), close_(std::move(close)) {}
   ~DomainProxy() override;
@@ -106,12 +106,12 @@ class DomainProxy final : public Domain {
   std::unordered_map<LinkId, Link> links_;
   std::unordered_map<WorkId, LinkId> messages_;
   std::unordered_set<const Registration*> publishing_;
-  std::unordered_map<Registration*, bool> withdrawing_;  // true: the domain has let go of it
+  std::unordered_map<Registration*, bool> withdrawing_;  // true: the domain has released the region
   bool refused_ = false;
   bool announced_ = false;
 };
 
-// The domain itself, on its thread.
+// The domain itself, on its own thread.
 class DrivenDomain {
  public:
   DrivenDomain(std::unique_ptr<Domain> domain, std::shared_ptr<DomainPassage> passage)
@@ -120,14 +120,14 @@ class DrivenDomain {
 
   bool turn();
   bool prepare_sleep();
-  // A fence or a withdrawal is not through: no descriptor says when it is.
+  // A fence or a withdrawal is not finished, and no descriptor reports its end.
   bool retries() const noexcept { return !steps_.empty(); }
   int fd() const { return domain_->fd(); }
 
  private:
   using Request = DomainPassage::Request;
   using Batch = DomainPassage::Batch;
-  // What the domain has no room for, oldest first.
+  // Batches and messages for which the domain has no room, oldest first.
   struct Waiting {
     std::deque<Batch> batches;
     std::deque<std::unique_ptr<Request>> messages;
@@ -146,7 +146,7 @@ class DrivenDomain {
   const std::shared_ptr<DomainPassage> passage_;
   std::unordered_map<LinkId, Waiting> waiting_;
   std::vector<std::unique_ptr<Request>> steps_;  // fences and withdrawals
-  std::deque<DomainPassage::Told> untold_;       // the ring is full
+  std::deque<DomainPassage::Told> untold_;       // events for which the ring has no room
 };
 
 }  // namespace kvc

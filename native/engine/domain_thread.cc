@@ -20,7 +20,7 @@ Status DomainThread::start(const std::string& name, int cpu, std::chrono::micros
   Status thread = start_thread(thread_, [&, this, spin] {
     status = loop_.open(name, cpu);
     const bool ok = status.ok();
-    started.set_done();  // `status` and `started` are the starting thread's: not touched after this
+    started.set_done();  // `status` and `started` belong to the starting thread and are not touched after this
     if (ok) loop_.run(*this, spin);
   });
   if (!thread) return thread;

@@ -1,5 +1,5 @@
-// DomainThread: one more worker of an engine. It drives some of the domains, and nothing else: what is posted on them, and
-// what comes of it, is the scheduling worker's affair (domain_proxy.h).
+// DomainThread: an additional transfer thread. It drives some of the domains and nothing else. The scheduling thread
+// decides what is posted on them and handles the outcome (domain_proxy.h).
 #pragma once
 
 #include <functional>
@@ -21,13 +21,14 @@ class DomainThread final : private PollLoop::Work {
   explicit DomainThread(std::shared_ptr<Waker> waker) : loop_(std::move(waker)) {}
   DomainThread(const DomainThread&) = delete;
   DomainThread& operator=(const DomainThread&) = delete;
-  // Stops the thread; its domains have ended. Blocks.
+  // Stops the thread, after its domains have ended. Blocks.
   ~DomainThread() override;
 
-  // Blocks until the thread runs; after a failure there is none. Pinned to `cpu` unless that is -1.
+  // Starts the thread and blocks until it runs. After a failure there is no thread. `cpu`: the core to pin to; -1: no
+  // pinning.
   Status start(const std::string& name, int cpu, std::chrono::microseconds spin);
 
-  // Opens a domain on this thread, and gives the calling one its proxy. Blocks, as the proxy's end does.
+  // Opens a domain on this thread and returns its proxy to the caller. Blocks, as the destructor of the proxy does.
   Result<OpenedDomain> open(const DomainFactory& factory, const DomainConfig& config, ControlQueue& control);
 
   // Any thread.
@@ -47,7 +48,7 @@ class DomainThread final : private PollLoop::Work {
   PollLoop loop_;
   std::thread thread_;
   SubmissionQueue<Task> tasks_;
-  std::vector<std::unique_ptr<DrivenDomain>> domains_;  // the thread's
+  std::vector<std::unique_ptr<DrivenDomain>> domains_;  // used on the thread only
 };
 
 }  // namespace kvc

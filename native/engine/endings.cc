@@ -42,7 +42,7 @@ void Endings::tell(CounterSets::Fired& set) {
   if (set.word) {
     if (Status stored = set.word->store(set.value); !stored) event.error = stored.error();
   }
-  // Released since its last counter was reached: nobody wants to know any more.
+  // False if the set was released after its last counter reached the target. The event is then not wanted.
   const auto wanted = [&] { return counters_.exists(set.id); };
   if (!set.callback) {
     events_.push_if(std::move(event), wanted);
@@ -55,7 +55,7 @@ void Endings::call(const EventCallback& callback, const Event& event) noexcept {
   try {
     callback(event);
   } catch (...) {
-    // No callback can stop the engine: what it threw is its own affair, and stats() tells that it did.
+    // No callback can stop the transfer engine. stats() counts its exceptions.
     Stats::add(stats_.callback_errors, 1);
   }
 }

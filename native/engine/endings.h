@@ -1,7 +1,7 @@
-// Endings: what has to be looked at because it may be over, and the one event that each thing ends with.
+// Endings: the streams that may have ended, and the one event that reports each end.
 //
-// Every method runs on the worker thread. What happens to streams only puts them on a list; settle() ends them and calls
-// callbacks, at one place of the worker's turn.
+// Every method runs on the transfer thread. Other units only put streams on a list. settle() ends them and calls
+// callbacks, at one point of the turn.
 #pragma once
 
 #include <memory>
@@ -21,21 +21,22 @@ class Endings {
   Endings(Registry<Transfer>& transfers, const CounterSets& counters, EventQueue& events, Stats& stats)
       : transfers_(transfers), counters_(counters), events_(events), stats_(stats) {}
 
-  // The stream may be over.
+  // Marks a stream that may have ended.
   void touch(Stream& stream) {
     if (stream.ended || std::exchange(stream.touched, true)) return;
     touched_.push_back(&stream);
   }
-  // The stream's first error stays.
+  // Records an error of the stream. Its first error stays.
   static void record(Stream& stream, Error error);
   void fail(Stream& stream, Error error) {
     record(stream, std::move(error));
     touch(stream);
   }
-  // A set whose counters have all reached their targets.
+  // Records a set whose counters have all reached their targets.
   void fired(CounterSets::Fired set) { fired_.push_back(std::move(set)); }
 
-  // Calls `look(Stream&)` for each that was touched, which may touch others, and tells of counters; true if there was any.
+  // Calls `look(Stream&)` for each marked stream, which may mark others, and reports fired counter sets. Returns true
+  // if there was any.
   template <typename Look>
   bool settle(Look&& look) {
     bool any = false;
@@ -50,17 +51,17 @@ class Endings {
     return any;
   }
 
-  // The transfer is over: its final event.
+  // Ends the transfer and reports its final event.
   void end(Transfer& transfer);
-  // Calls it, whatever it throws.
+  // Calls the callback and catches all exceptions.
   void call(const EventCallback& callback, const Event& event) noexcept;
   EventQueue& events() noexcept { return events_; }
 
-  // Keeps what was erased from a registry until the commands that may mean it are carried out (Registry::peek): those
-  // that have been submitted by now.
+  // Keeps an object that was erased from a registry until all commands submitted by now are carried out. Such commands
+  // may refer to it (Registry::peek).
   void retire(std::shared_ptr<const void> erased) { retired_.push_back(std::move(erased)); }
   size_t retired() const { return retired_.size(); }
-  // Lets go of the oldest `count`.
+  // Releases the oldest `count` objects.
   void release(size_t count);
 
  private:
@@ -71,7 +72,7 @@ class Endings {
   EventQueue& events_;
   Stats& stats_;
 
-  std::vector<Stream*> touched_;  // a stream lives until it has ended, and for as long as it may stand here
+  std::vector<Stream*> touched_;  // a stream lives until it has ended and left this list
   std::vector<CounterSets::Fired> fired_;
   std::vector<std::shared_ptr<const void>> retired_;
 };

@@ -1,4 +1,4 @@
-// TransferEngine: peer groups, and scatters to them.
+// TransferEngine: peer groups and scatters.
 #include <set>
 #include <string>
 #include <utility>
@@ -10,7 +10,7 @@ namespace kvc {
 namespace {
 
 Error no_scatter(const char* operation, ScatterId id) {
-  return invalid(operation, "no prepared scatter " + std::to_string(id));
+  return invalid(operation, "no prepared scatter " + std::to_string(id) + ": it was released or never prepared");
 }
 
 }  // namespace
@@ -22,9 +22,9 @@ Result<PeerGroupId> TransferEngine::add_peer_group(const std::vector<PeerId>& me
     if (!peer) return peer.error();
     group->members.push_back(std::move(peer.value()));
   }
-  if (group->members.empty()) return invalid("add_peer_group", "a group without members");
+  if (group->members.empty()) return invalid("add_peer_group", "the group has no members: name at least one peer");
   if (std::set<PeerId>(members.begin(), members.end()).size() != members.size()) {
-    return invalid("add_peer_group", "a peer is named twice");
+    return invalid("add_peer_group", "a peer is named twice: name each member once");
   }
   const PeerGroupId id = impl_->group_ids.next();
   impl_->peer_groups.insert(id, std::move(group));
@@ -33,12 +33,14 @@ Result<PeerGroupId> TransferEngine::add_peer_group(const std::vector<PeerId>& me
 
 Status TransferEngine::remove_peer_group(PeerGroupId group) {
   if (impl_->peer_groups.erase(group)) return {};
-  return invalid("remove_peer_group", "no peer group " + std::to_string(group));
+  return invalid("remove_peer_group", "no peer group " + std::to_string(group) + ": it was removed or never added");
 }
 
 Result<std::shared_ptr<PeerGroup>> TransferEngine::Impl::find_group(PeerGroupId id, const char* operation) const {
   std::shared_ptr<PeerGroup> found = peer_groups.find(id);
-  if (found == nullptr) return invalid(operation, "no peer group " + std::to_string(id));
+  if (found == nullptr) {
+    return invalid(operation, "no peer group " + std::to_string(id) + ": it was removed or never added");
+  }
   return found;
 }
 
@@ -55,7 +57,7 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
     const PreparedSlice& slice = slices[i];
     if (slice.member >= members.size() || slice.member < member) {
       return invalid(operation, "slice " + std::to_string(i) + " is for member " + std::to_string(slice.member) +
-                                    ": slices follow the " + std::to_string(members.size()) + " members' order");
+                                    ": give members below " + std::to_string(members.size()) + ", in rising order");
     }
     member = slice.member;
     const Peer& peer = *members[member];
@@ -65,11 +67,14 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
     made.source = regions.find(slice.source);
     made.target = remote_regions.find(slice.target);
     if (made.source == nullptr) {
-      return unknown_region(operation, "no local region " + std::to_string(slice.source));
+      return unknown_region(
+          operation, "no local region " + std::to_string(slice.source) + ": it was deregistered or never registered");
     }
-    // The regions of a fenced peer are forgotten with it: that member's failure. Else it is the caller's mistake.
+    // The regions of a fenced peer are forgotten with it, which makes it that member's failure. Otherwise the caller is
+    // wrong.
     if (made.target == nullptr && peer.state.load(std::memory_order_acquire) == Peer::State::kConnected) {
-      return unknown_region(operation, "no imported region " + std::to_string(slice.target));
+      return unknown_region(operation, "no imported region " + std::to_string(slice.target) +
+                                           ": it was never imported, or its peer was fenced");
     }
     if (made.target != nullptr && made.target->peer != peer.id) {
       return invalid(operation, "region " + std::to_string(slice.target) + " belongs to another peer than member " +
@@ -81,8 +86,8 @@ Result<std::shared_ptr<Scatter>> TransferEngine::Impl::make_scatter(PeerGroupId 
                    {},
                    peer.name,
                    operation,
-                   std::to_string(slice.bytes) + " bytes from offset " + std::to_string(slice.source_offset) +
-                       " to offset " + std::to_string(slice.target_offset) + " lie outside a region"};
+                   std::to_string(slice.bytes) + " bytes from source offset " + std::to_string(slice.source_offset) +
+                       " to target offset " + std::to_string(slice.target_offset) + " lie outside a region"};
     }
   }
   const ScatterId id = scatter_ids.next();
@@ -102,7 +107,7 @@ Result<TransferId> TransferEngine::Impl::submit(const std::shared_ptr<Scatter>& 
                  {},
                  {},
                  "submit_scatter",
-                 "as many submissions of this scatter are in flight as may be: wait for one"};
+                 "too many submissions of this scatter are in flight: wait for the end of one of them"};
   }
   run->fill(updates);
   worker.submit<StartScatter>(run);
@@ -168,7 +173,7 @@ Status TransferEngine::Impl::check_members(PeerGroupId id, size_t given, const c
   if (found.value()->members.size() == given) return {};
   return invalid(operation, std::to_string(given) + " given for a group of " +
                                 std::to_string(found.value()->members.size()) +
-                                " members: one for each, in their order");
+                                " members: give one for each, in their order");
 }
 
 }  // namespace kvc

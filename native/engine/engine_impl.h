@@ -1,4 +1,4 @@
-// TransferEngine::Impl: the parts of an engine, and what several of its operations need.
+// TransferEngine::Impl: the parts of a transfer engine, and helpers that several operations share.
 #pragma once
 
 #include <unistd.h>
@@ -35,7 +35,7 @@
 
 namespace kvc {
 
-// The members keep being known when they are gone: they then fail.
+// A peer group. It keeps members that are gone; writes to them fail.
 struct PeerGroup {
   std::vector<std::shared_ptr<Peer>> members;
 };
@@ -53,7 +53,7 @@ class TransferEngine::Impl {
         group({lanes, peers, transfers, regions, remote_regions, counters, events, messages, stats, control,
                [this](std::function<void()> task) { worker.submit<Call>(std::move(task)); }}),
         worker(config, lanes, group, waker, stats) {}
-  // Blocks until all has ended, however long a GPU takes: end() comes before it, where that is too long.
+  // Blocks until everything has ended, however long a GPU takes. Call end() first to bound the wait.
   ~Impl() {
     stop();
     control.run([this] { end_memory(); });
@@ -63,7 +63,7 @@ class TransferEngine::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  // All threads; blocks until the domains are open.
+  // Starts all threads. Blocks until the domains are open.
   Status start() {
     const uint32_t others = std::min(config.workers - 1, static_cast<uint32_t>(config.domains.size()));
     for (uint32_t i = 0; i < others; ++i) {
@@ -87,28 +87,29 @@ class TransferEngine::Impl {
     return {};
   }
 
-  // Unmapping a peer's memory takes 50 to 250 us (H100), so a domain's 16,384 regions some 4 s. Copies of our own GPU have had
-  // DomainGroup's 5 s to end before this begins.
+  // Unmapping a peer's memory takes 50 to 250 us (H100), so a domain's 16,384 regions take about 4 s. Before that,
+  // copies of this process's GPU have had the 5 s of DomainGroup to end.
   static constexpr Timeout kEndTimeout = std::chrono::seconds(5);
 
-  // Ends all but the object, once. kTimeout: the control thread is still in a call of a driver, as where a GPU hangs, and
-  // uses this object.
+  // Ends everything but the object; call it once. kTimeout: the control thread is still in a driver call (a hanging
+  // GPU) and uses this object.
   Status end() {
     stop();
     if (!control.runs()) return {};
     std::string domains;
     for (const Lane& lane : lanes.all()) {
       for (const LaneDomain& domain : lane.domains) {
-        // Not LaneDomain's, of before the memory was registered: now it names the GPU.
+        // Not LaneDomain::description, which dates from before the memory was registered. Now the description names the
+        // GPU.
         domains += (domains.empty() ? "" : ", ") + domain.connector->description();
       }
     }
-    // What the domains have left to the thread: links, which wait for our copies.
+    // Waits for tasks that the domains left to the thread: ends of links, which wait for this process's copies.
     bool ended = control.run_for([] {}, kEndTimeout);
     if (ended) {
-      control.run_for([this] { end_memory(); }, Timeout::max());  // 30 ms a GiB, and no GPU is waited for
+      control.run_for([this] { end_memory(); }, Timeout::max());  // 30 ms a GiB, and no wait for a GPU
       ended = control.run_for([this] { end_lanes(); }, kEndTimeout) &&
-              control.run_for([] {}, kEndTimeout);  // and what that left to the thread: words in a GPU's memory
+              control.run_for([] {}, kEndTimeout);  // also what end_lanes() left to the thread: words in GPU memory
     }
     if (ended) return {};
     return Error{
@@ -122,23 +123,23 @@ class TransferEngine::Impl {
             "free or reuse the registered memory before this process ends, and restart the process"};
   }
 
-  // Runs `f` (which returns a Result) on the control thread and returns what it returns. Blocks.
+  // Runs `f` (which returns a Result) on the control thread and returns the result. Blocks.
   template <typename F>
   std::invoke_result_t<F> on_control(const char* operation, F f) {
     if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
     return control.call(std::move(f));
   }
-  // The same on the thread that registers memory.
+  // Runs `f` on the thread that registers memory. Blocks.
   template <typename F>
   std::invoke_result_t<F> on_memory_thread(const char* operation, F f) {
     if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
     return memory.call(std::move(f));
   }
 
-  // --- Looking up.
+  // --- Lookups.
 
   static Error no_transfer(TransferId id, const char* operation) {
-    return invalid(operation, "no open transfer " + std::to_string(id) + ": it has ended");
+    return invalid(operation, "transfer " + std::to_string(id) + " is not open: it has ended");
   }
   static Error unknown_region(const char* operation, std::string message) {
     return Error{ErrorCode::kUnknownRegion, {}, {}, operation, std::move(message)};
@@ -151,20 +152,24 @@ class TransferEngine::Impl {
   Result<std::shared_ptr<Peer>> find_peer(PeerId id, const char* operation) const {
     std::shared_ptr<Peer> peer = peers.find(id);
     if (peer == nullptr) {
-      return Error{
-          ErrorCode::kUnknownPeer, {}, {}, operation, "no peer " + std::to_string(id) + ": never connected, or fenced"};
+      return Error{ErrorCode::kUnknownPeer,
+                   {},
+                   {},
+                   operation,
+                   "peer " + std::to_string(id) + " is unknown: it was fenced or never connected"};
     }
     return peer;
   }
-  // One that has answered.
+  // Finds a peer that has answered the offer.
   Result<std::shared_ptr<Peer>> find_connected(PeerId id, const char* operation) const {
     Result<std::shared_ptr<Peer>> peer = find_peer(id, operation);
     if (peer && peer.value()->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
-      return invalid(operation, "peer " + peer.value()->name + " has not answered yet: call complete() first");
+      return invalid(operation,
+                     "peer " + peer.value()->name + " has not answered the offer yet: call complete() first");
     }
     return peer;
   }
-  // The scatter whose submission is known as `id`, and its run; nothing: there is none in flight.
+  // The scatter whose submission has this `id`, and its run. No value: no such submission is in flight.
   struct Submission {
     std::shared_ptr<Scatter> scatter;
     ScatterRun* run = nullptr;
@@ -177,22 +182,22 @@ class TransferEngine::Impl {
     return Submission{std::move(scatter), run};
   }
 
-  // What a write needs, belonging together.
+  // The objects that a write needs, which belong together.
   struct Ends {
     Transfer* transfer = nullptr;
     LocalRegion* source = nullptr;
     const RemoteRegion* target = nullptr;
   };
-  // Finds the regions of `ends.transfer`. The caller holds writes_mutex as long as it uses them.
+  // Finds the regions of `ends.transfer`. The caller holds writes_mutex while it uses them.
   Status peek_regions(Ends& ends, RegionId source, RemoteRegionId target, const char* operation) const;
-  // In each write: here, so that it is compiled into it.
+  // Called for each write. Defined here so that the compiler inlines it.
   Status peek_ends(Ends& ends, TransferId transfer, RegionId source, RemoteRegionId target,
                    const char* operation) const {
     ends.transfer = transfers.peek(transfer);
     if (ends.transfer == nullptr) return no_transfer(transfer, operation);
     return peek_regions(ends, source, target, operation);
   }
-  // The same for longer than a moment.
+  // Like Ends, but holding references, for use without the mutex.
   struct HeldEnds {
     std::shared_ptr<Transfer> transfer;
     std::shared_ptr<LocalRegion> source;
@@ -201,28 +206,29 @@ class TransferEngine::Impl {
   Status hold_ends(HeldEnds& held, TransferId transfer, RegionId source, RemoteRegionId target, const char* operation);
   Status check_single(const Ends& ends, const SingleWrite& write, uint64_t bytes, const char* operation) const;
 
-  // A transfer that only its maker knows: publish() makes it one of the engine's.
+  // Creates a transfer that only the caller knows. publish() adds it to the registry.
   Result<std::shared_ptr<Transfer>> make_transfer(PeerId peer, EventCallback callback,
                                                   Transfer::Kind kind = Transfer::Kind::kWrites);
   Status publish(const std::shared_ptr<Transfer>& transfer);
   Status publish_locked(const std::shared_ptr<Transfer>& transfer);
 
   Result<std::shared_ptr<PeerGroup>> find_group(PeerGroupId id, const char* operation) const;
-  // Whether there is one of the `given` for each member.
+  // Checks that `given` is the number of members.
   Status check_members(PeerGroupId id, size_t given, const char* operation) const;
   Result<std::shared_ptr<Scatter>> make_scatter(PeerGroupId group, const std::vector<PreparedSlice>& slices,
                                                 EventCallback callback, const char* operation);
   Result<TransferId> submit(const std::shared_ptr<Scatter>& scatter, std::span<const ScatterUpdate> updates);
-  // One that was made for this submission alone.
+  // Submits a scatter that was made for this submission alone.
   Result<TransferId> submit_once(const Result<std::shared_ptr<Scatter>>& scatter,
                                  std::span<const ScatterUpdate> updates);
 
-  // The worker ends first, and needs the control thread for that; the connectors end last, on the control thread.
+  // The transfer thread ends first, because it needs the control thread for that. The connectors end last, on the
+  // control thread.
   void stop() {
     worker.stop();
     memory.stop();
   }
-  // On the control thread, in this order. Each does nothing the second time.
+  // Both run on the control thread, in this order. A second call does nothing.
   void end_memory() {
     control.unwatch_all();
     for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
@@ -234,9 +240,9 @@ class TransferEngine::Impl {
   }
 
   const EngineConfig config;
-  const pid_t process = getpid();  // a fork has none of the threads
+  const pid_t process = getpid();  // a forked child has none of the threads
   WriterFirstMutex peers_mutex;
-  WriterFirstMutex writes_mutex;  // of what a write looks up
+  WriterFirstMutex writes_mutex;  // guards what a write looks up
   Registry<Peer> peers{peers_mutex};
   Registry<PeerGroup> peer_groups{peers_mutex};
   Registry<Scatter> scatters{peers_mutex};
@@ -249,18 +255,18 @@ class TransferEngine::Impl {
   IdSource<TransferId> transfer_ids;
   IdSource<RegionId> region_ids;
   IdSource<RemoteRegionId> remote_region_ids;
-  const std::shared_ptr<CounterSets> counted = std::make_shared<CounterSets>();  // also its readers'
+  const std::shared_ptr<CounterSets> counted = std::make_shared<CounterSets>();  // shared with CounterReaders
   CounterSets& counters = *counted;
   EventQueue events;
   MessagePool messages;
   Stats stats;
   Trace trace;
   std::shared_ptr<Waker> waker;
-  std::vector<std::unique_ptr<DomainThread>> domain_threads;  // EngineConfig::workers less the first
+  std::vector<std::unique_ptr<DomainThread>> domain_threads;  // EngineConfig::workers minus the first
   Lanes lanes;
   ControlThread control;
-  ControlThread memory{[] {}};  // registers and deregisters; wakes nobody: its callers wait for it
-  Offers offers;                // the control thread's
+  ControlThread memory{[] {}};  // registers and deregisters memory; wakes no thread, because its callers wait for it
+  Offers offers;                // used on the control thread
   DomainGroup group;
   Worker worker;
 };

@@ -1,4 +1,4 @@
-// TransferEngine: memory, this process's and the peers'.
+// TransferEngine: memory of this process and of its peers.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -12,27 +12,29 @@ namespace kvc {
 
 namespace {
 
-// Memories that the worker publishes in one turn: 0.1 us each, and for each of at most a few domains.
+// Memories that the transfer thread publishes in one turn: 0.1 us for each, times a few domains at most.
 constexpr size_t kPublishedPerTurn = 256;
 
-// Regions that import_regions() adds under one lock, which every write takes: some 0.2 us each.
+// Regions that import_regions() adds under one lock, which every write takes. Each takes about 0.2 us.
 constexpr size_t kImportedPerLock = 256;
 
-// Ranges that are registered in one piece.
+// A range that is registered in one piece, and the caller's ranges in it.
 struct MergedRange {
   MemoryRange whole;
-  std::vector<size_t> ranges;  // places in the caller's list
+  std::vector<size_t> ranges;  // indices in the caller's list
 };
 
 Status check_range(const MemoryRange& range) {
-  if (range.base == nullptr || range.bytes == 0) return invalid("register_memory", "an empty region");
+  if (range.base == nullptr || range.bytes == 0) {
+    return invalid("register_memory", "the region is empty: give an address and at least 1 byte");
+  }
   if (range.bytes > UINT64_MAX - reinterpret_cast<uintptr_t>(range.base)) {
     return invalid("register_memory", "the region ends beyond the address space");
   }
   return {};
 }
 
-// The memfd goes on where the piece's does.
+// True if the memfd of `range` continues that of `piece`.
 bool same_file(const MemoryRange& piece, const MemoryRange& range) {
   if (piece.memfd != range.memfd) return false;
   return piece.memfd < 0 || range.memfd_offset - piece.memfd_offset == static_cast<uint64_t>(range.base - piece.base);
@@ -43,7 +45,8 @@ std::vector<MergedRange> pieces_of(std::span<const MemoryRange> ranges) {
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ranges[a].base < ranges[b].base; });
   std::vector<MergedRange> pieces;
-  const std::byte* allocation_end = nullptr;  // of the GPU memory that the last piece ends in; null: it is host memory
+  // End of the GPU allocation that holds the last piece's end. Null: the piece is host memory.
+  const std::byte* allocation_end = nullptr;
   for (const size_t i : order) {
     const MemoryRange& range = ranges[i];
     const auto continues = [&](const MemoryRange& last) {
@@ -70,8 +73,8 @@ Result<RegionId> TransferEngine::register_memory(std::byte* base, uint64_t bytes
 
 Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const MemoryRange> ranges) {
   if (ranges.empty() || ranges.size() > kMaxRegions) {
-    return invalid("register_memory", std::to_string(ranges.size()) + " ranges; 1 to " + std::to_string(kMaxRegions) +
-                                          " are possible in a call");
+    return invalid("register_memory",
+                   std::to_string(ranges.size()) + " ranges: one call takes 1 to " + std::to_string(kMaxRegions));
   }
   for (const MemoryRange& range : ranges) {
     if (Status status = check_range(range); !status) return status.error();
@@ -80,7 +83,7 @@ Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const Me
     const std::vector<MergedRange> pieces = pieces_of(ranges);
     std::vector<std::shared_ptr<LocalMemory>> memories;
     for (const MergedRange& piece : pieces) {
-      // Nobody was told the keys of those before: they just end.
+      // On an error, the memories before it simply end, because no peer has received their keys.
       Result<std::shared_ptr<LocalMemory>> memory =
           impl_->lanes.register_memory(piece.whole, impl_->config.allow_fallback);
       if (!memory) return memory.error();
@@ -116,7 +119,10 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
   std::vector<std::shared_ptr<LocalMemory>> memories;
   for (const RegionId id : ids) {
     const std::shared_ptr<LocalRegion> region = impl_->regions.find(id);
-    if (region == nullptr) return Impl::unknown_region(kOperation, "no local region " + std::to_string(id));
+    if (region == nullptr) {
+      return Impl::unknown_region(
+          kOperation, "no local region " + std::to_string(id) + ": it was deregistered or never registered");
+    }
     if (std::find(memories.begin(), memories.end(), region->memory) != memories.end()) continue;
     for (const RegionId other : region->memory->regions) {
       if (std::find(ids.begin(), ids.end(), other) != ids.end()) continue;
@@ -136,9 +142,10 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
         }
         return true;
       },
-      timeout, "writes may still be landing, or a peer still maps the memory: fence the peer that is stuck");
+      timeout,
+      "writes of a peer may still land, or a peer still maps the memory: fence the peer that does not respond");
   if (!status) return status;
-  // The memory is its owner's again when the NIC does not know it any more.
+  // The owner may free the memory only when the NIC does not know it any more.
   return impl_->on_memory_thread(kOperation, [&]() -> Status {
     for (const auto& memory : memories) memory->registrations.clear();
     return {};
@@ -148,7 +155,7 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
 Result<Bytes> TransferEngine::region_descriptor(RegionId region) { return region_descriptor(std::span(&region, 1)); }
 
 Result<Bytes> TransferEngine::region_descriptor(std::span<const RegionId> ids) {
-  if (ids.empty()) return invalid("region_descriptor", "no region");
+  if (ids.empty()) return invalid("region_descriptor", "no region given");
   RegionDescriptor descriptor;
   for (const Lane& lane : impl_->lanes.all()) {
     descriptor.lanes.push_back({lane.provider, static_cast<uint32_t>(lane.domains.size())});
@@ -156,9 +163,12 @@ Result<Bytes> TransferEngine::region_descriptor(std::span<const RegionId> ids) {
   std::vector<const LocalMemory*> memories;
   for (const RegionId id : ids) {
     const std::shared_ptr<LocalRegion> region = impl_->regions.find(id);
-    if (region == nullptr) return Impl::unknown_region("region_descriptor", "no local region " + std::to_string(id));
+    if (region == nullptr) {
+      return Impl::unknown_region(
+          "region_descriptor", "no local region " + std::to_string(id) + ": it was deregistered or never registered");
+    }
     const LocalMemory& memory = *region->memory;
-    // Regions of one piece follow each other in most lists.
+    // In most lists, regions of one piece follow each other.
     auto known = std::find(memories.rbegin(), memories.rend(), &memory);
     if (known == memories.rend()) {
       memories.push_back(&memory);
@@ -184,7 +194,7 @@ Result<RemoteRegionId> TransferEngine::import_region(PeerId peer, std::span<cons
   if (!regions) return regions.error();
   if (regions.value().size() == 1) return regions.value().front();
   return invalid("import_region",
-                 "a descriptor of " + std::to_string(regions.value().size()) + " regions: import_regions() takes them");
+                 "the descriptor holds " + std::to_string(regions.value().size()) + " regions: call import_regions()");
 }
 
 Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_id, std::span<const std::byte> bytes) {
@@ -193,7 +203,9 @@ Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_i
   if (!found) return found.error();
   Peer& peer = *found.value();
   const std::optional<RegionDescriptor> descriptor = decode_region_descriptor(bytes);
-  if (!descriptor) return invalid(kOperation, "not a region descriptor of an engine of this version");
+  if (!descriptor) {
+    return invalid(kOperation, "the bytes are not a region descriptor of this version: run one release on both sides");
+  }
   const auto lane = std::find_if(descriptor->lanes.begin(), descriptor->lanes.end(), [&](const auto& candidate) {
     return candidate.provider == peer.provider && candidate.domains == peer.remote_domains;
   });
@@ -206,9 +218,10 @@ Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_i
   for (const RegionDescriptor::Region& region : descriptor->regions) {
     const RegionDescriptor::Memory& memory = descriptor->memories[region.memory];
     if (memory.rkeys[place].empty()) {
-      return Error{ErrorCode::kNotReachable, peer.provider, peer.name, kOperation,
-                   "the lane to this peer does not reach memory of that kind there: it lies in " +
-                       std::string("host memory where this lane takes a GPU's, or the other way round")};
+      return Error{
+          ErrorCode::kNotReachable, peer.provider, peer.name, kOperation,
+          "the lane to this peer does not reach this memory of the peer: either the lane takes GPU memory and this is "
+          "host memory, or the other way round"};
     }
     regions.push_back(std::make_shared<const RemoteRegion>(impl_->remote_region_ids.next(), peer_id, memory.base,
                                                            region.offset, region.bytes, memory.rkeys[place]));
@@ -225,14 +238,15 @@ Result<std::vector<RemoteRegionId>> TransferEngine::import_regions(PeerId peer_i
       peer.regions.push_back(id);
       impl_->remote_regions.insert_locked(id, std::move(region));
     }
-    // After the insertion: a fence first changes the state, and then forgets the regions that it finds.
+    // Read after the insertion: a fence first changes the state, and then forgets the regions that it finds.
     connected = peer.state.load(std::memory_order_seq_cst) == Peer::State::kConnected;
   }
   if (connected) return ids;
-  // Nobody knows them yet. What a fence has not come to by now, it finds gone.
+  // The ids were not returned yet. Regions that a fence has not reached are removed here, and the fence finds them
+  // gone.
   for (const RemoteRegionId id : ids) impl_->remote_regions.erase(id);
   return Error{ErrorCode::kPeerDown, peer.provider, peer.name, kOperation,
-               "this peer was lost, fenced, or has left meanwhile"};
+               "the peer was lost, fenced or disconnected during the call"};
 }
 
 }  // namespace kvc

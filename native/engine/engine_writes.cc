@@ -1,4 +1,4 @@
-// TransferEngine: transfers, and what is written in them.
+// TransferEngine: transfers and their writes.
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -11,8 +11,8 @@ namespace kvc {
 
 namespace {
 
-// Where the pages of one side end, the offsets of layers not included: each lies within [offset, end). Indices that are
-// negative are above every other once they are unsigned. nullopt: one is, or the end is beyond what 64 bits hold.
+// End of the pages of one side, without the offsets of layers: all pages lie within [offset, end). Negative indices
+// become larger than all others when they are unsigned. nullopt: an index is negative, or the end exceeds 64 bits.
 std::optional<uint64_t> end_of(const Pages& pages, uint64_t page_bytes) {
   uint64_t largest = 0;
   for (const int64_t index : pages.indices) largest = std::max(largest, static_cast<uint64_t>(index));
@@ -24,7 +24,7 @@ std::optional<uint64_t> end_of(const Pages& pages, uint64_t page_bytes) {
   return end;
 }
 
-// The pages of one side, moved by the offset of a layer, against their region. `end`: end_of() them.
+// Checks the pages of one side, moved by the offset of a layer, against their region. `end` is the result of end_of().
 Status check_pages(const char* side, const Pages& pages, std::optional<uint64_t> end, uint64_t extra_offset,
                    uint64_t page_bytes, uint64_t region_bytes) {
   if (end && fits(extra_offset, *end, region_bytes)) return {};
@@ -42,26 +42,33 @@ Status check_pages(const char* side, const Pages& pages, std::optional<uint64_t>
                    std::to_string(pages.stride) + ", page " + std::to_string(page_bytes) + " bytes)"};
 }
 
-// What write_pages() and arm() check alike.
+// Checks that write_pages() and arm() share.
 Status check_table(const PagedWrite& write, const char* operation) {
-  if (write.page_bytes == 0) return invalid(operation, "pages of 0 bytes");
+  if (write.page_bytes == 0) return invalid(operation, "page_bytes is 0: a page needs at least 1 byte");
   if (write.source_pages.indices.size() != write.target_pages.indices.size()) {
     return invalid(operation, std::to_string(write.source_pages.indices.size()) + " source pages for " +
-                                  std::to_string(write.target_pages.indices.size()) + " target pages");
+                                  std::to_string(write.target_pages.indices.size()) +
+                                  " target pages: give as many of both");
   }
   return {};
 }
 
 }  // namespace
 
-// --- Looking up
+// --- Lookups
 
 Status TransferEngine::Impl::peek_regions(Ends& ends, RegionId source, RemoteRegionId target,
                                           const char* operation) const {
   ends.source = regions.peek(source);
   ends.target = remote_regions.peek(target);
-  if (ends.source == nullptr) return unknown_region(operation, "no local region " + std::to_string(source));
-  if (ends.target == nullptr) return unknown_region(operation, "no imported region " + std::to_string(target));
+  if (ends.source == nullptr) {
+    return unknown_region(operation,
+                          "no local region " + std::to_string(source) + ": it was deregistered or never registered");
+  }
+  if (ends.target == nullptr) {
+    return unknown_region(
+        operation, "no imported region " + std::to_string(target) + ": it was never imported, or its peer was fenced");
+  }
   if (ends.target->peer != ends.transfer->peer->id) {
     return invalid(operation, "region " + std::to_string(target) + " belongs to another peer than the transfer");
   }
@@ -79,14 +86,14 @@ Status TransferEngine::Impl::hold_ends(HeldEnds& held, TransferId transfer, Regi
 
 Status TransferEngine::Impl::check_single(const Ends& ends, const SingleWrite& write, uint64_t bytes,
                                           const char* operation) const {
-  if (bytes == 0) return invalid(operation, "a write of 0 bytes");
+  if (bytes == 0) return invalid(operation, "the write has 0 bytes: at least 1 byte is needed");
   const Peer& peer = *ends.transfer->peer;
   if (write.domain) {
     const Lane* const lane = lanes.find(peer.provider);
     const size_t domains = lane == nullptr ? 0 : lane->domains.size();
     if (*write.domain >= domains) {
       return invalid(operation, "domain " + std::to_string(*write.domain) + " of " + std::to_string(domains) +
-                                    " in this peer's lane (" + peer.provider + ")");
+                                    " in this peer's lane (" + peer.provider + "): domains are counted from 0");
     }
   }
   if (!fits(write.source_offset, bytes, ends.source->bytes) || !fits(write.target_offset, bytes, ends.target->bytes)) {
@@ -94,9 +101,10 @@ Status TransferEngine::Impl::check_single(const Ends& ends, const SingleWrite& w
                  {},
                  peer.name,
                  operation,
-                 std::to_string(bytes) + " bytes from offset " + std::to_string(write.source_offset) + " of " +
-                     std::to_string(ends.source->bytes) + " to offset " + std::to_string(write.target_offset) + " of " +
-                     std::to_string(ends.target->bytes)};
+                 std::to_string(bytes) + " bytes from offset " + std::to_string(write.source_offset) +
+                     " of the source region (" + std::to_string(ends.source->bytes) + " bytes) to offset " +
+                     std::to_string(write.target_offset) + " of the target region (" +
+                     std::to_string(ends.target->bytes) + " bytes) do not fit"};
   }
   return {};
 }
@@ -115,15 +123,15 @@ Status TransferEngine::Impl::publish(const std::shared_ptr<Transfer>& transfer) 
 
 Status TransferEngine::Impl::publish_locked(const std::shared_ptr<Transfer>& transfer) {
   transfers.insert_locked(transfer->id, transfer);
-  // After the insertion: when the peer goes down, the worker first changes its state and then fails every transfer
-  // that it finds. Either it will find this one, or we see the new state here.
+  // Read after the insertion. When a peer goes down, the transfer thread first changes the state, and then fails every
+  // transfer that it finds. Either it finds this transfer, or this thread sees the new state.
   const Peer& peer = *transfer->peer;
   const Peer::State state = peer.state.load(std::memory_order_seq_cst);
   if (state == Peer::State::kConnected) return {};
   transfers.erase_locked(transfer->id);
   return Error{ErrorCode::kPeerDown, peer.provider, peer.name, "open_transfer",
-               state == Peer::State::kLeaving ? "this peer is leaving: nothing new can be sent to it"
-                                              : "the link to this peer broke: fence it, then connect again"};
+               state == Peer::State::kLeaving ? "the peer is disconnecting: no new transfer to it is possible"
+                                              : "the link to this peer broke: fence the peer, then connect again"};
 }
 
 // --- Writing
@@ -141,7 +149,7 @@ Status TransferEngine::write(TransferId transfer, RegionId source, uint64_t sour
   const SingleWrite write{source_offset, target_offset, domain};
   std::unique_ptr<Command> command = impl_->worker.take_command();
   {
-    // Until the command is in the queue: what it refers to lives until the worker has taken it from there.
+    // Held until the command is in the queue: objects that it refers to then live until the transfer thread has run it.
     const std::shared_lock lock(impl_->writes_mutex);
     Impl::Ends ends;
     if (Status status = impl_->peek_ends(ends, transfer, source, target, "write"); !status) return status;
@@ -176,7 +184,7 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
                            std::vector<ArmedLayer> layers) {
   Impl::HeldEnds ends;
   if (Status s = impl_->hold_ends(ends, transfer, pages.source, pages.target, "arm"); !s) return s;
-  if (signal == nullptr) return invalid("arm", "no signal");
+  if (signal == nullptr) return invalid("arm", "no signal given");
   if (Status s = check_table(pages, "arm"); !s) return s;
   if (pages.source_pages.indices.empty() || layers.empty()) return {};
   const std::optional<uint64_t> source_end = end_of(pages.source_pages, pages.page_bytes);
@@ -212,11 +220,11 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
 Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSignal> signal,
                                   std::vector<ArmedSlice> slices) {
   constexpr const char* kOperation = "arm_slices";
-  if (signal == nullptr) return invalid(kOperation, "no signal");
+  if (signal == nullptr) return invalid(kOperation, "no signal given");
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, kOperation);
   if (!found) return found.error();
   if (slices.empty()) return {};
-  // Before anything is made of them. What is not armed in the end is given back.
+  // Reserved before any slice is built. Slices that are not armed in the end are given back.
   const auto count = static_cast<uint32_t>(std::min<size_t>(slices.size(), kMaxArmedSlices + 1));
   std::atomic<uint32_t>& armed = found.value()->armed_slices;
   struct Reserved {
@@ -225,12 +233,12 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     ~Reserved() { armed.fetch_sub(count, std::memory_order_relaxed); }
   } reserved{armed, count};
   if (armed.fetch_add(count, std::memory_order_relaxed) + count > kMaxArmedSlices) {
-    return Error{
-        ErrorCode::kResources,
-        {},
-        {},
-        kOperation,
-        std::to_string(kMaxArmedSlices) + " slices of a transfer may wait or be in flight: wait_drained() first"};
+    return Error{ErrorCode::kResources,
+                 {},
+                 {},
+                 kOperation,
+                 "at most " + std::to_string(kMaxArmedSlices) +
+                     " slices of a transfer may be armed or in flight: call wait_drained() first"};
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const ArmedSlice& a, const ArmedSlice& b) { return a.signal_value < b.signal_value; });
@@ -242,14 +250,14 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     const SingleWrite write{slice.source_offset, slice.target_offset};
     Impl::HeldEnds held;
     {
-      // Each by itself: under one lock for all, 65,536 of them keep the worker from ending transfers for 15 ms.
+      // One lock per slice: under one lock, 65,536 slices keep the transfer thread from ending transfers for 15 ms.
       const std::shared_lock lock(impl_->writes_mutex);
       if (Status s = impl_->peek_regions(ends, slice.source, slice.target, kOperation); !s) return s;
       held = {nullptr, ends.source->shared_from_this(), ends.target->shared_from_this()};
     }
     if (Status s = impl_->check_single(ends, write, slice.bytes, kOperation); !s) return s;
     if (slice.signal_value == std::numeric_limits<uint64_t>::max())
-      return invalid(kOperation, "the value is too large");
+      return invalid(kOperation, "signal_value is too large: the limit is 2^64 - 2");
     RequestRef request =
         Request::make(std::move(held.source), std::move(held.target), slice.bytes, slice.immediate, write);
     request->released_by = slice.signal_value + 1;
@@ -287,7 +295,7 @@ Status TransferEngine::seal(TransferId transfer) {
 Status TransferEngine::cancel(TransferId transfer) {
   if (std::optional<Impl::Submission> submission = impl_->find_submission(transfer)) {
     return impl_->worker.call("cancel", [&]() -> Status {
-      // It may have ended meanwhile, and its run be in use for another one.
+      // The submission may have ended meanwhile, and its run may be in use for another one.
       if (submission->run->id() == transfer) impl_->group.scheduler().cancel(*submission->run);
       return {};
     });
@@ -333,7 +341,7 @@ Result<TransferId> TransferEngine::write_one(PeerId peer, RegionId source, uint6
   const SingleWrite write{source_offset, target_offset, domain};
   std::unique_ptr<Command> command = impl_->worker.take_command();
   {
-    // As in write(); not shared, since the transfer becomes one of the engine's.
+    // As in write(), but exclusive, because the transfer is added to the registry.
     const std::unique_lock lock(impl_->writes_mutex);
     Impl::Ends ends{.transfer = transfer.value().get()};
     if (Status status = impl_->peek_regions(ends, source, target, "write_one"); !status) return status.error();

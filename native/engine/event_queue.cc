@@ -8,8 +8,8 @@ namespace kvc {
 
 namespace {
 
-// Who waits and may be called away (by Ctrl-C in Python, by another thread's close()) is asked this often: a person does
-// not notice it, and it costs nothing.
+// Interval of the checks of `stays` while a thread waits (Ctrl-C in Python, close() on another thread). A person does
+// not notice the delay, and the check costs nothing.
 constexpr auto kLook = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -77,7 +77,7 @@ std::optional<Event> EventQueue::take(uint64_t event_key) {
 
 Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending,
                                const std::function<bool()>& stays) {
-  // A deadline beyond the clock's range would overflow into the past.
+  // A deadline beyond the range of the clock would overflow into the past.
   const auto deadline = std::chrono::steady_clock::now() + std::min<Timeout>(timeout, std::chrono::hours(24 * 365));
   const uint64_t event_key = key(subject, id);
   const char* operation = subject == Subject::kTransfer ? "wait_transfer" : "wait_counters";
@@ -108,13 +108,13 @@ Result<Event> EventQueue::wait(Subject subject, uint64_t id, Timeout timeout, co
   if (--waiting_[event_key] == 0) {
     waiting_.erase(event_key);
     if (auto left = reserved_.extract(event_key)) {
-      for (Event& other : left.mapped()) deliver(std::move(other));  // whoever polls gets them
+      for (Event& other : left.mapped()) deliver(std::move(other));  // later polls return them
     }
   }
   if (event) return std::move(*event);
   if (why == ErrorCode::kTimeout) return Error{why, {}, {}, operation, "no event for " + std::to_string(id) + " yet"};
-  if (why == ErrorCode::kCancelled) return Error{why, {}, {}, operation, "who waits was called away"};
-  return Error{why, {}, {}, operation, std::to_string(id) + " is not open, and no event of it is left to take"};
+  if (why == ErrorCode::kCancelled) return Error{why, {}, {}, operation, "the wait was cancelled"};
+  return Error{why, {}, {}, operation, std::to_string(id) + " is not open and has no event left"};
 }
 
 void EventQueue::discard(Subject subject, uint64_t id) {

@@ -1,4 +1,4 @@
-// EventQueue: events on their way from the worker to whoever waits, polls, or watches the descriptor.
+// EventQueue: carries events from the transfer thread to threads that wait, poll or watch the descriptor.
 #pragma once
 
 #include <chrono>
@@ -18,27 +18,29 @@
 
 namespace kvc {
 
-// Any thread may call anything; only wait() blocks.
+// Any thread may call any method. Only wait() blocks.
 class EventQueue {
  public:
   Status open() { return ready_.open(); }
 
-  // Hands an event over: to the thread that waits for it, or to the queue.
+  // Delivers an event to the thread that waits for it, or to the queue.
   void push(Event event);
-  // The same if `still_wanted`, asked under the queue's lock, says so. A transfer's final event forgets its id there, so
-  // that who has seen the event finds the id forgotten; false where somebody else has done so before.
+  // Delivers the event if `still_wanted`, called under the queue's lock, returns true. The final event of a transfer
+  // forgets the transfer's id in this call, so that a thread that has seen the event finds the id forgotten.
+  // `still_wanted` returns false if another thread has forgotten the id before.
   void push_if(Event event, const std::function<bool()>& still_wanted);
 
-  // Blocks until the event of (`kinds`, `id`) is there, and takes it; kTimeout after `timeout`. `pending` says under
-  // the queue's lock whether the event may still come: kInvalidArgument once it is false. `stays`: TransferEngine's.
+  // Blocks until the event of (`subject`, `id`) arrives, and takes it. Returns kTimeout after `timeout`. `pending`,
+  // called under the queue's lock, tells whether the event may still arrive; false ends the wait with kInvalidArgument.
+  // `stays` is described in TransferEngine.
   enum class Subject : uint8_t { kTransfer, kCounters, kPeer };
   Result<Event> wait(Subject subject, uint64_t id, Timeout timeout, const std::function<bool()>& pending,
                      const std::function<bool()>& stays = {});
-  // Drops an event that nobody has taken, and makes waiters ask their `pending` again.
+  // Drops an untaken event and makes waiting threads call `pending` again.
   void discard(Subject subject, uint64_t id);
 
   std::vector<Event> poll(size_t max);
-  // Readable while poll() would return something.
+  // Readable while poll() would return an event.
   int fd();
 
  private:
@@ -46,20 +48,20 @@ class EventQueue {
   static uint64_t key(const Event& event);
   struct Queued {
     Event event;
-    std::optional<std::list<Queued>::iterator> next{};  // the next one of the same key
+    std::optional<std::list<Queued>::iterator> next{};  // the next event of the same key
   };
   using Place = std::list<Queued>::iterator;
 
   void deliver(Event event);
   std::optional<Event> take(uint64_t key);
-  // The oldest one of its key leaves the queue.
+  // Removes the oldest event of a key from the queue.
   Event remove(std::unordered_map<uint64_t, std::pair<Place, Place>>::iterator entry);
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Queued> queue_;                                      // oldest first
-  std::unordered_map<uint64_t, std::pair<Place, Place>> index_;  // the oldest and the newest of each key
-  std::unordered_map<uint64_t, std::deque<Event>> reserved_;     // events that a thread is waiting for, oldest first
+  std::unordered_map<uint64_t, std::pair<Place, Place>> index_;  // the oldest and the newest event of each key
+  std::unordered_map<uint64_t, std::deque<Event>> reserved_;     // events for threads in wait(), oldest first
   std::unordered_map<uint64_t, uint32_t> waiting_;               // threads in wait() by key
   ReadyFd ready_;
 };

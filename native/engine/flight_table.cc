@@ -44,7 +44,7 @@ void FlightTable::put_back(WorkId work) {
   Flight& flight = entries_[place].flight;
   if (flight.source != nullptr) --flight.source->batches_in_flight;
   flight.request = {};
-  free(place);  // of the same generation: nobody has seen the id
+  free(place);  // the generation stays: no other code has seen the id
 }
 
 void FlightTable::free(uint32_t place) {

@@ -1,7 +1,7 @@
-// FlightTable: the accounts of what is posted and has not completed.
+// FlightTable: accounts for everything that is posted and has not completed.
 //
-// Everything that a domain is given has an entry here, and its WorkId names it: the place in the table, and a generation
-// against completions of an entry that was used again. There is no other kind of WorkId. The worker's.
+// Each item given to a domain has an entry here, which its WorkId names. A WorkId holds the place in the table, and a
+// generation that detects completions of a reused entry. No other kind of WorkId exists. Used on the transfer thread.
 #pragma once
 
 #include <cstdint>
@@ -18,29 +18,30 @@ namespace kvc {
 
 // A posted batch or message.
 struct Flight {
-  Stream* stream = nullptr;  // it does not end before this; null: an internal message
+  Stream* stream = nullptr;  // the stream does not end before this flight; null: an internal message
   RequestRef request{};
-  size_t position = 0;  // of the batch, in its request
+  size_t position = 0;  // of the batch in its request
   uint32_t pages = 0;
   bool message = false;
   bool waits = false;  // it ended when its link broke, and is in Link::unsettled
   bool used = false;
-  uint32_t goodbye_to = 0;  // an internal message: the peer that it says goodbye to; 0: it does not
+  uint32_t goodbye_to = 0;  // the peer to which this internal message says goodbye; 0: no goodbye
   uint64_t bytes = 0;
-  uint64_t charge = 0;  // of the link's window
+  uint64_t charge = 0;  // bytes that it takes of the link's window
   Link* link = nullptr;
-  LocalMemory* source = nullptr;  // it is not deregistered before this
+  LocalMemory* source = nullptr;  // not deregistered before this flight ends
 
-  // The counter that is raised by it.
+  // The counter that it raises.
   std::optional<uint32_t> counter() const;
 };
 
 class FlightTable {
  public:
-  // `first_generation`: where the entries' generations begin. Any will do; tests begin near the end.
+  // `first_generation`: the first generation of all entries. Any value works; tests start near the end of the range.
   explicit FlightTable(uint32_t first_generation = 0) : first_generation_(first_generation) {}
 
-  // Enters it into the accounts of its link and its source. Then it is posted, or given back by put_back().
+  // Adds a flight and charges it to its link and its source. The caller then posts it, or takes it back with
+  // put_back().
   WorkId take(Flight&& flight) {
     if (free_.empty()) grow();
     const uint32_t place = free_.back();
@@ -53,14 +54,14 @@ class FlightTable {
   }
   void put_back(WorkId work);
 
-  // The place of what is in flight under this id; nothing: it is not.
+  // The place of the flight with this id. No value: it is not in flight.
   std::optional<uint32_t> find(WorkId work) const noexcept;
   Flight& operator[](uint32_t place) noexcept { return entries_[place].flight; }
   const Flight& operator[](uint32_t place) const noexcept { return entries_[place].flight; }
 
-  // It has ended on its link. Its place stays its own until end().
+  // Ends the charge of a flight on its link. The place stays in use until end().
   void leave_link(uint32_t place);
-  // What it was; its place is free, and its source no longer read.
+  // Removes a flight and returns it. Its place is free, and its source is no longer read.
   Flight end(uint32_t place);
 
  private:

@@ -28,7 +28,7 @@ ByteReader open(std::span<const std::byte> bytes, Kind kind) {
   return reader;
 }
 
-// The domains of a side's lane, which of them a link ends at, and the link itself.
+// Writes the number of domains in the lane, the index of the link's domain, and the link's bytes.
 void write_link(ByteWriter& writer, uint32_t domains, uint32_t domain, const Bytes& link) {
   writer.number(static_cast<uint8_t>(domains));
   writer.number(static_cast<uint8_t>(domain));
@@ -139,7 +139,7 @@ std::optional<RegionDescriptor> decode_region_descriptor(std::span<const std::by
     RegionDescriptor::Memory& memory = descriptor.memories.emplace_back();
     memory.base = reader.number<uint64_t>();
     memory.bytes = reader.number<uint64_t>();
-    // Offsets are added to the base without further checks.
+    // Offsets are later added to the base without further checks.
     if (memory.bytes == 0 || memory.bytes > std::numeric_limits<uint64_t>::max() - memory.base) reader.fail();
     for (const RegionDescriptor::Lane& lane : descriptor.lanes) {
       std::vector<uint64_t>& rkeys = memory.rkeys.emplace_back();

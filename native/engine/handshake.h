@@ -1,7 +1,7 @@
-// What engines hand each other through the authenticated control plane: offers, answers, region descriptors.
+// Offers, answers and region descriptors: what transfer engines exchange through the authenticated control plane.
 //
-// Every message begins with a magic, a version and its kind. Decoding trusts nothing: nullopt for anything that is
-// not exactly one well-formed message of that kind.
+// Every message begins with a magic number, a version and its kind. Decoders trust no byte: they return nullopt unless
+// the input is exactly one well-formed message of that kind.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@
 
 namespace kvc {
 
-// Far above what any machine has; they bound what a hostile message can make us allocate.
+// Limits far above any real machine. They bound what a hostile message can allocate.
 inline constexpr uint32_t kMaxLanes = 8;
 inline constexpr uint32_t kMaxDomains = 16;
 inline constexpr uint32_t kMaxLinkBytes = 4096;
 inline constexpr uint32_t kMaxNameBytes = 255;
-// Of one descriptor: ten times the tensors of the largest models.
+// Regions in one descriptor: ten times the tensors of the largest models.
 inline constexpr uint32_t kMaxRegions = 1U << 17;
 
-// One link of a lane: `domain`, of the offerer's `domains` in it, is its end.
+// One link of a lane. It ends at `domain`, one of the `domains` of the offerer's lane.
 struct LaneOffer {
   std::string provider;
   uint32_t domains = 0;
@@ -35,7 +35,7 @@ struct Offer {
   std::vector<LaneOffer> lanes;  // in the offerer's order of preference
 };
 
-// The lane that the acceptor took, and its end of the link: `domain` of its `domains`.
+// The lane that the acceptor chose. The link ends at `domain`, one of the `domains` of the acceptor's lane.
 struct Answer {
   std::string engine;
   std::string provider;
@@ -44,9 +44,9 @@ struct Answer {
   Bytes link;
 };
 
-// Regions, and the registered memory that they lie in.
+// Regions, and the registered memory that contains them.
 struct RegionDescriptor {
-  // The lanes of an engine, the same for all its memory.
+  // A lane of a transfer engine. The lanes are the same for all its memory.
   struct Lane {
     std::string provider;
     uint32_t domains = 0;
@@ -54,11 +54,11 @@ struct RegionDescriptor {
   struct Memory {
     uint64_t base = 0;
     uint64_t bytes = 0;
-    std::vector<std::vector<uint64_t>> rkeys;  // by lane one per domain; none: the lane does not take this memory
+    std::vector<std::vector<uint64_t>> rkeys;  // per lane, one key per domain; empty: the lane does not take it
   };
   struct Region {
     uint32_t memory = 0;
-    uint64_t offset = 0;  // in it
+    uint64_t offset = 0;  // offset in the memory
     uint64_t bytes = 0;
   };
   std::vector<Lane> lanes;

@@ -16,7 +16,7 @@ constexpr uint32_t generation_of(uint64_t word) noexcept {
   return static_cast<uint32_t>((word >> kTagShift) & kGenerationMask);
 }
 
-// `raisers`: a slot's.
+// Whether `peer` is among the `raisers` of a slot.
 bool may_raise(uint64_t raisers, PeerId peer) noexcept {
   if (raisers == 0) return true;
   if (raisers % 2 == 1) return raisers / 2 == peer;
@@ -69,7 +69,7 @@ void ImmCounterTable::release(uint32_t immediate) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm.slot);
   if (slot == nullptr || !same_tag(slot->word.load(std::memory_order_seq_cst), tag(imm.generation))) return;
-  // The target goes first: an add() that wins the target after this point would report a set that is gone.
+  // The target is removed first. Otherwise an add() that takes the target after this point would report a released set.
   slot->target.store(0, std::memory_order_seq_cst);
   const uint64_t next = (uint64_t{imm.generation} + 1) & kGenerationMask;
   slot->word.store(next << kTagShift, std::memory_order_seq_cst);  // not live
@@ -86,15 +86,15 @@ ImmCounterTable::Added ImmCounterTable::add(uint32_t immediate, PeerId peer) noe
   do {
     if (!same_tag(word, expected_tag)) return {.stale = true};
     if (!may_raise(slot->raisers.load(std::memory_order_acquire), peer)) {
-      // Or the slot has changed hands since we looked at the word: then it is the new owner's raisers who are others.
+      // Or the slot has a new owner since the word was read, and these are the new owner's raisers.
       const bool same = same_tag(slot->word.load(std::memory_order_seq_cst), expected_tag);
       return {.stale = !same, .foreign = same};
     }
   } while (!slot->word.compare_exchange_weak(word, word + imm.multiplicity, std::memory_order_seq_cst,
                                              std::memory_order_acquire));
-  // expect() stores the target and then reads the count; here it is the other way round. One of the two sees the
-  // other, and who takes the target away (compare_exchange) reports it. The owner is read before that: while the
-  // target of our generation stands, the slot has not changed hands.
+  // expect() stores the target and then reads the count. This code does the opposite, so one of the two sees the other.
+  // The side that takes the target away (compare_exchange) reports it. The owner is read before that: as long as the
+  // target has our generation, the slot has not changed owner.
   uint64_t target = slot->target.load(std::memory_order_seq_cst);
   if (!same_tag(target, expected_tag)) return {};
   if (((word + imm.multiplicity) & kMaxCount) < (target & kMaxCount)) return {};
@@ -128,7 +128,7 @@ std::optional<uint64_t> ImmCounterTable::owner(uint32_t immediate) const noexcep
   const Slot* slot = find(imm.slot);
   if (slot == nullptr) return std::nullopt;
   const uint64_t owner = slot->owner.load(std::memory_order_seq_cst);
-  // Looked at last: while it is of our generation, the slot has not changed hands.
+  // Read last: as long as it has our generation, the slot has not changed owner.
   if (!same_tag(slot->word.load(std::memory_order_seq_cst), tag(imm.generation))) return std::nullopt;
   return owner;
 }

@@ -55,7 +55,7 @@ Result<std::shared_ptr<LocalMemory>> Lanes::register_memory(const MemoryRange& r
       any = true;
       continue;
     }
-    // A lane takes memory with all of its domains or not at all.
+    // A lane takes memory with all of its domains or with none.
     for (LaneDomain& domain : lane.domains) memory->registrations[domain.place].reset();
     if (refused->code != ErrorCode::kNotReachable && !allow_fallback) return *refused;
     memory->refusals.push_back(refused->to_string());

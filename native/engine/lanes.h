@@ -1,7 +1,7 @@
-// Lanes: the domains of one engine, by provider, and their control halves.
+// Lanes: the domains of one transfer engine and their connectors, by provider.
 //
-// Filled when the engine opens and not changed after that, so any thread may look; whose method may be called where is
-// Connector's and Domain's own affair.
+// Filled when the transfer engine opens and not changed afterwards, so any thread may read it. Connector and Domain
+// define which thread may call their methods.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@
 namespace kvc {
 
 struct LaneDomain {
-  uint32_t place = 0;  // among all domains of the engine
+  uint32_t place = 0;  // index among all domains of the transfer engine
   std::string description;
   uint64_t bits_per_second = 0;
   std::unique_ptr<Connector> connector;
   std::unique_ptr<Domain> domain;
 };
 
-// All domains of one provider.
+// All domains of one provider, in the order of the configuration.
 struct Lane {
   std::string provider;
   DomainLimits limits;
@@ -35,13 +35,14 @@ struct Lane {
 
 class Lanes {
  public:
-  // Opens every configured domain. With allow_fallback, those that cannot be opened are left out (see unusable()),
-  // as long as one is left. On the thread that will drive them, or on `others` by turns, where there are any; blocks.
+  // Opens every configured domain. With allow_fallback, domains that cannot be opened are left out (see unusable()), as
+  // long as one opens. Runs on the thread that will drive the domains. If `others` is not empty, its threads drive the
+  // domains in turn. Blocks.
   Status open(const EngineConfig& config, ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others);
 
   std::vector<Lane>& all() noexcept { return lanes_; }
   const std::vector<Lane>& all() const noexcept { return lanes_; }
-  // Null: no such lane.
+  // Null if there is no such lane.
   const Lane* find(std::string_view provider) const noexcept;
   Lane* find(std::string_view provider) noexcept {
     return const_cast<Lane*>(static_cast<const Lanes*>(this)->find(provider));
@@ -51,11 +52,11 @@ class Lanes {
   const std::vector<std::string>& descriptions() const noexcept { return descriptions_; }
   const std::vector<Error>& unusable() const noexcept { return unusable_; }
 
-  // Has each domain register the memory; a lane that does not reach memory of this kind is passed over, with its reason, as
-  // long as one takes it. On the memory thread; blocks.
+  // Registers the memory with each domain. A lane that does not reach this kind of memory is skipped and its reason
+  // kept, as long as another lane takes the memory. Runs on the memory thread; blocks.
   Result<std::shared_ptr<LocalMemory>> register_memory(const MemoryRange& range, bool allow_fallback);
 
-  // The two halves end, in this order: on the driving thread, and on the control thread.
+  // End the two halves, in this order: on the driving thread, then on the control thread.
   void close_domains();
   void close_connectors() { lanes_.clear(); }
 

@@ -4,7 +4,7 @@
 
 namespace kvc {
 
-// Here, because LinkRepair is complete here.
+// Defined here, because LinkRepair is complete here.
 Link::Link() = default;
 Link::Link(Domain* of, Connector* makes, uint32_t place, uint32_t local, uint32_t remote)
     : domain(of), connector(makes), domain_place(place), local_domain(local), remote_domain(remote) {}

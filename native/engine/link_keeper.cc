@@ -9,34 +9,35 @@ namespace kvc {
 
 namespace {
 
-// How long after a question it is asked again: many times what an answer takes (two worker turns and a round trip,
-// together below 1 ms), and well below kSettleTime. Asking twice does no harm.
+// Time until a question is repeated. It is many times longer than an answer takes (two turns and a round trip, together
+// below 1 ms), and well below kSettleTime. A repeated question does no harm.
 constexpr auto kAskAgain = std::chrono::milliseconds(100);
 
-// By then the peer must have closed its end and answered; ours must be closed too. A fence waits for the end of a copy
-// at most, so only a peer that is stopped needs more, and after 5 s of silence membership takes it for dead as well.
+// Limit for the peer to close its end and answer, and for this end to close. A fence waits for the end of a copy at
+// most, so only a stopped peer needs longer. After 5 s of silence, membership declares it dead as well.
 constexpr auto kSettleTime = std::chrono::seconds(5);
 
-// Between offers of a link that is out: a cable that was pulled comes back in seconds (link training takes 2 to 5), a
-// switch in a minute. The first try comes soon, for a queue pair that only had to be made anew; then half as often
-// each time down to one in 10 s, which costs nobody anything.
+// Pauses between offers of a link that is out. A pulled cable comes back within seconds (link training takes 2 to 5 s),
+// a switch within a minute. The first try comes soon, for a queue pair that only had to be made again. The pause then
+// doubles up to 10 s, at which the offers cost almost nothing.
 constexpr auto kFirstPause = std::chrono::milliseconds(100);
 constexpr auto kLongestPause = std::chrono::milliseconds(10000);
-// A link that was up this long after it came back has nothing to do with its last failure.
+// A link that was up this long after its return is considered unrelated to its last failure.
 constexpr auto kStableTime = kLongestPause;
 
-// An offer is answered, and a new link says hello, within this: a round trip, plus tcp's first retry of a lost SYN.
+// Limit for the answer to an offer and for the hello over a new link: a round trip, plus tcp's first retry of a lost
+// SYN.
 constexpr auto kProveTime = std::chrono::milliseconds(2000);
 
-// A step that comes this late says that this process was stopped (SIGSTOP, a paused machine). The worker's turns take
-// milliseconds at most, and it wakes in time for what is due; the least of the times above is twice as long.
+// A step that is this late shows that this process was stopped (SIGSTOP, a paused machine). A turn takes milliseconds
+// at most, and the thread wakes in time for due work. The shortest limit above is twice as long.
 constexpr auto kStopped = std::chrono::milliseconds(1000);
 
-// Messages about links that wait for step(): a step handles them all, so only a flood meets this bound, and what is
-// dropped here is asked again.
+// Messages about links that wait for step(). A step handles all of them, so only a flood reaches this limit. Questions
+// that are dropped here are repeated.
 constexpr size_t kMaxReceived = 1024;
 
-// One that is being proved counts: what is to be settled waits for it, and for its end at most.
+// A link that is being proved counts too: settlements wait for its outcome at most.
 bool other_link_works(const Peer& peer, const Link& than) {
   return std::any_of(peer.links.begin(), peer.links.end(), [&](const Link& link) {
     return &link != &than && (link.state == Link::State::kUp || link.state == Link::State::kProving);
@@ -91,7 +92,7 @@ bool LinkKeeper::step() {
   bool any = !broken_.empty() || !received_.empty();
   const std::array want{static_cast<std::byte>(MessageTag::kLinksWanted)};
   std::erase_if(wanting_, [&](Peer* peer) { return scheduler_.send(*peer, want); });
-  // Each of these may end a peer, whose others then mean nothing, and may have more come in.
+  // Each of these may end a peer, which makes other entries of that peer meaningless, and may add new entries.
   while (!broken_.empty()) {
     for (const Broken& broken : std::exchange(broken_, {})) take_out(broken);
   }
@@ -105,7 +106,7 @@ bool LinkKeeper::step() {
   for (size_t i = 0; i < repairs_.size();) {
     const Repair repair = repairs_[i];
     any |= advance(*repair.peer, *repair.link);
-    // Gone with its peer: another one stands here now.
+    // The entry was removed with its peer, and another one is at its place.
     if (i >= repairs_.size() || repairs_[i].link != repair.link) continue;
     const bool waits_for_peer = repair.link->state == Link::State::kOut && !repair.peer->offerer;
     if (repair.link->state != Link::State::kUp && !waits_for_peer) {
@@ -118,7 +119,7 @@ bool LinkKeeper::step() {
   return any;
 }
 
-// What peers have said while this process did not run is read after this step: their time begins anew.
+// Messages that arrived while this process was stopped are read after this step, so the peers' limits start again.
 void LinkKeeper::forgive_own_silence() {
   if (repairs_.empty()) return;
   const auto due = [](const Repair& repair) { return repair.link->repair->due; };
@@ -146,7 +147,7 @@ void LinkKeeper::enter(Link& link, Link::State state, Clock::duration wait) {
   link.repair->due = now_ + wait;
 }
 
-// --- Out
+// --- Links that break
 
 void LinkKeeper::take_out(const Broken& broken) {
   Peer& peer = *broken.peer;
@@ -194,7 +195,7 @@ bool LinkKeeper::advance(Peer& peer, Link& link) {
       if (close_and_ask(peer, link)) return true;
       if (now_ - repair.began > kSettleTime) {
         Error error = repair.why;
-        error.message += " (and the peer did not settle what was on the link within 5 s)";
+        error.message += " (and the peer did not report within 5 s what had landed over the link)";
         owner_.lose_peer(peer, std::move(error));
         return true;
       }
@@ -211,14 +212,13 @@ bool LinkKeeper::advance(Peer& peer, Link& link) {
     case Link::State::kProving:
       prove(peer, link);
       if (link.state == Link::State::kUp || now_ - repair.began <= kProveTime) return false;
-      take_out({&peer, &link, link.id,
-                Error{ErrorCode::kTimeout, {}, {}, "links", "a link that was brought back carries nothing"}});
+      take_out({&peer, &link, link.id, Error{ErrorCode::kTimeout, {}, {}, "links", "the new link carries no data"}});
       return true;
   }
   return false;
 }
 
-// Closes our end, answers the peer's question and asks ours. True if the link is settled.
+// Closes this end, answers the peer's question and sends the own question. Returns true if the link is settled.
 bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
   LinkRepair& repair = *link.repair;
   if (!link.fenced) link.fenced = owner_.fence(*link.domain, link.id);
@@ -226,7 +226,7 @@ bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
   if (!link.fenced) return false;
   std::erase_if(repair.peer_asks, [&](const LinkMessage& question) { return answer(peer, link, question); });
   if (!repair.asking) {
-    // Our end is closed: nothing is added to what is unsettled any more.
+    // This end is closed, so no entry is added to the unsettled ones any more.
     repair.asking = true;
     for (const uint32_t counter : scheduler_.unsettled_counters(link)) repair.landed.push_back({.counter = counter});
     repair.answered.assign(
@@ -253,7 +253,7 @@ bool LinkKeeper::close_and_ask(Peer& peer, Link& link) {
     for (size_t i = first; i < last; ++i) question.numbers.push_back(repair.landed[i].counter);
     asked &= scheduler_.send(peer, encode(question));
   }
-  if (!asked) return false;  // no link took all of it: in the next turn
+  if (!asked) return false;  // no link took all parts: try again in the next turn
   repair.ask_due = now_ + kAskAgain;
   if (repair.peer_asks.empty()) repair.due = repair.ask_due;
   return false;
@@ -265,7 +265,7 @@ void LinkKeeper::settle(Peer& peer, Link& link) {
   enter(link, Link::State::kOut, link.repair->pause);
 }
 
-// --- The peer's words
+// --- Messages of the peer
 
 bool LinkKeeper::handle(const Received& received) {
   Peer& peer = *received.peer;
@@ -291,7 +291,7 @@ bool LinkKeeper::handle(const Received& received) {
       hear_answer(peer, link, *std::move(message));
       return true;
     case MessageTag::kLinkHello:
-      // Over the new link itself, and perhaps before its answer, which comes over another one.
+      // Arrives over the new link itself, perhaps before the answer, which uses another link.
       if (link.repair == nullptr) return true;
       if (received.id == link.id || received.id == link.repair->offered) link.repair->hello_heard = true;
       return true;
@@ -303,18 +303,18 @@ bool LinkKeeper::handle(const Received& received) {
 void LinkKeeper::hear_lost(Peer& peer, Link& link, LinkMessage message) {
   if (message.epoch == link.epoch) {
     if (link.state == Link::State::kUp || link.state == Link::State::kProving) {
-      take_out(
-          {&peer, &link, link.id, Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer's end of the link broke"}});
+      take_out({&peer, &link, link.id,
+                Error{ErrorCode::kPeerDown, {}, {}, "links", "the peer reported that the link broke"}});
       if (ending(peer)) return;
     }
     if (link.fenced && answer(peer, link, message)) return;
-    // As many as there can be counters, in parts; what is too much, or comes later, is asked again.
+    // At most as many parts as all counters need. Later questions are dropped here and repeated by the peer.
     if (link.state == Link::State::kBroken &&
         link.repair->peer_asks.size() <= (1U << Immediate::kSlotBits) / LinkMessage::kMaxNumbers) {
       link.repair->peer_asks.push_back(std::move(message));
     }
   } else if (message.epoch > link.epoch && link.repair != nullptr && message.epoch <= link.repair->last_epoch) {
-    // It took an offer of ours whose answer came too late here: nothing was posted on it, on either side.
+    // The peer accepted an offer whose answer arrived too late here: neither side has posted anything on that link.
     if (link.state == Link::State::kOffered && message.epoch == link.repair->last_epoch) {
       withdraw(link);
       pause(link);
@@ -331,7 +331,7 @@ bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& questio
     if (!pages) {
       tallies.numbers.push_back(LinkMessage::kUnknown);
     } else {
-      // In this order: one that is released in between was at least released.
+      // In this order: a counter that is released in between is at least reported as released.
       const bool acted_on = counters_.acted_on(counter);
       const bool released = !counters_.live(counter);
       tallies.numbers.push_back(*pages | (released ? LinkMessage::kReleased : 0) |
@@ -341,9 +341,9 @@ bool LinkKeeper::answer(Peer& peer, const Link& link, const LinkMessage& questio
   return scheduler_.send(peer, encode(tallies));
 }
 
-// False: no answer to our question.
+// Returns false if the message does not fit the question.
 bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
-  // A second answer to a question that was asked twice may come late.
+  // The second answer to a repeated question may arrive late.
   if (message.epoch != link.epoch || link.state != Link::State::kBroken || !link.repair->asking) return true;
   LinkRepair& repair = *link.repair;
   if (message.part >= repair.answered.size()) return false;
@@ -362,7 +362,7 @@ bool LinkKeeper::hear_tallies(Link& link, const LinkMessage& message) {
   return true;
 }
 
-// --- Back
+// --- Links that return
 
 void LinkKeeper::pause(Link& link) {
   LinkRepair& repair = *link.repair;
@@ -393,7 +393,7 @@ void LinkKeeper::offer(Peer& peer, Link& link) {
 
 void LinkKeeper::offered(Peer& peer, size_t place, LinkId id, Result<Bytes> offer) {
   Link* const link = still_making(peer, place, id);
-  if (link == nullptr) return;  // withdrawn meanwhile, after this task or before it
+  if (link == nullptr) return;  // withdrawn meanwhile
   LinkRepair& repair = *link->repair;
   now_ = Clock::now();
   bool sent = false;
@@ -404,13 +404,13 @@ void LinkKeeper::offered(Peer& peer, size_t place, LinkId id, Result<Bytes> offe
                                          .bytes = std::move(offer.value())}));
   }
   if (sent) return enter(*link, Link::State::kOffered, kProveTime);
-  withdraw(*link);  // its device does not work yet, or no link takes the message
+  withdraw(*link);  // the device does not work yet, or no link takes the message
   pause(*link);
 }
 
 void LinkKeeper::hear_offer(Peer& peer, Link& link, LinkMessage message) {
-  // Anything else of ours (we are not done with its last failure, or with an offer before, say): the offer lapses, and
-  // comes again.
+  // Any other state of the link (for example, its last failure is not settled) lets the offer expire. The peer offers
+  // again.
   if (link.state != Link::State::kOut || message.epoch <= link.epoch) return;
   if (link.repair == nullptr) link.repair = std::make_unique<LinkRepair>();
   LinkRepair& repair = *link.repair;
@@ -427,7 +427,7 @@ void LinkKeeper::accepted(Peer& peer, size_t place, LinkId id, uint32_t epoch, R
   LinkMessage reply{.tag = MessageTag::kLinkAnswer, .link = place_of(peer, *link), .epoch = epoch};
   const bool made = accepted && accepted.value().answer.size() <= LinkMessage::kMaxBytes;
   if (made) {
-    // It takes in what comes from the moment that the peer hears of it.
+    // Attached first: messages may arrive as soon as the peer has the answer.
     link->domain->attach(id, std::move(accepted.value().end));
     reply.bytes = std::move(accepted.value().answer);
   }
@@ -461,8 +461,8 @@ void LinkKeeper::completed(Peer& peer, size_t place, LinkId id, Result<std::uniq
   renew(*link, id, link->repair->last_epoch);
 }
 
-// The link is another one from now on. Neither side posts on it before the other one has said hello over it, which it
-// does after this: so nothing of the old link's accounts can be asked for any more, and the new ones begin at nothing.
+// Replaces the link. A side posts on the new link only after the other side has said hello over it, which happens after
+// this call. So the old link's accounts are not needed any more, and the new ones start at zero.
 void LinkKeeper::renew(Link& link, LinkId id, uint32_t epoch) {
   link.id = id;
   link.epoch = epoch;

@@ -1,20 +1,20 @@
-// LinkKeeper: makes the links of a peer beyond its first one, takes a broken link out of a peer that has others, settles
-// with the peer what was on it, and brings it back.
+// LinkKeeper: makes a peer's links beyond the first one, and repairs broken links of peers that have others.
 //
-// Every method runs on the worker thread. One link's way, the same on both sides:
+// Every method runs on the transfer thread. The states of a link are the same on both sides:
 //
-//   kUp -> kBroken   it broke here, or the peer says that its end did. Nothing is posted on it any more. Our end is
-//                    closed (Domain::fence), so what landed over it is counted for good; then the peer is asked to
-//                    close its end and to tell what landed there (kLinkLost), over a link that works, again and again
-//                    until it answers (kTallies). The same question of the peer's is answered once our end is closed.
-//          -> kOut   all parts are answered: the scheduler writes again what is missing. A link that was not made yet
-//                    begins here, and rests until either side has something to post (kLinksWanted).
-//          -> kOffered -> kProving   the side that connected the peer offers the link (kLinkOffer, kLinkAnswer),
-//                    at growing intervals, for as long as it takes.
-//          -> kUp    with the peer's first message over it (kLinkHello): it carries.
+//   kUp -> kBroken   The link broke here, or the peer reported it. Nothing is posted on it any more. This side closes
+//                    its end (Domain::fence), so that its count of landed pages is final. It then asks the peer to
+//                    close its end and to report what landed there (kLinkLost). It asks over a working link, and
+//                    repeatedly until the peer answers (kTallies). This side answers the same question once its own
+//                    end is closed.
+//          -> kOut   All parts are answered. The scheduler repeats the missing writes. A link that was never made
+//                    begins in this state and rests until either side has something to post (kLinksWanted).
+//          -> kOffered -> kProving   The side that connected the peer offers the link (kLinkOffer, kLinkAnswer), at
+//                    growing intervals and without limit.
+//          -> kUp    The peer's first message over the link (kLinkHello) arrived, so the link works.
 //
-// Where no other link is up or being proved, or the peer does not play its part in time, the peer is down as if it had
-// one link only.
+// If no other link is up or being proved, or if the peer does not answer in time, the peer is down. Such a peer is
+// handled like one with a single link.
 #pragma once
 
 #include <chrono>
@@ -33,29 +33,30 @@
 
 namespace kvc {
 
-// What a link needs that is made beside the first one, or has broken.
+// State of a link that is made beside the first one, or has broken.
 struct LinkRepair {
   using Clock = std::chrono::steady_clock;
 
-  Error why;                  // it broke
-  Clock::time_point began{};  // the present state
-  Clock::time_point due{};    // the next thing to do in it
+  Error why;                  // why the link broke
+  Clock::time_point began{};  // start of the present state
+  Clock::time_point due{};    // time of the next action in this state
 
-  // kBroken: the question, and what is answered of it. One part at least, so that the peer confirms its end.
+  // kBroken: the question and the answers so far. It has at least one part, so that the peer confirms that its end is
+  // closed.
   bool asking = false;
-  Clock::time_point ask_due{};  // when it is asked (again)
+  Clock::time_point ask_due{};  // time of the (next) question
   std::vector<Landed> landed;
-  std::vector<bool> answered;          // by part
-  std::vector<LinkMessage> peer_asks;  // the peer's question, until our end is closed
+  std::vector<bool> answered;          // one entry per part
+  std::vector<LinkMessage> peer_asks;  // the peer's question, kept until this end is closed
 
-  // kOffered, kProving; and kOut of the side that answers
-  LinkId offered = 0;       // the new link's id, from the moment that its making began
-  uint32_t last_epoch = 0;  // of the offers made so far
+  // kOffered, kProving, and kOut of the side that answers
+  LinkId offered = 0;       // id of the new link, set when its making begins
+  uint32_t last_epoch = 0;  // epoch of the last offer
   bool hello_said = false;
   bool hello_heard = false;
 
-  std::chrono::milliseconds pause{};  // before the next offer
-  bool was_up = false;                // ever
+  std::chrono::milliseconds pause{};  // wait before the next offer
+  bool was_up = false;                // whether the link has ever been up
   Clock::time_point up_since{};
 };
 
@@ -63,19 +64,20 @@ class LinkKeeper {
  public:
   using Clock = LinkRepair::Clock;
 
-  // The group, as far as the keeper needs it.
+  // The DomainGroup, as far as the keeper needs it.
   class Owner {
    public:
     virtual ~Owner() = default;
-    virtual LinkId new_link(Peer& peer, Link& link) = 0;  // an id under which domains tell of `link` from now on
+    // Returns a new id under which domains report events of `link`.
+    virtual LinkId new_link(Peer& peer, Link& link) = 0;
     virtual void forget_link(LinkId id) = 0;
-    // Domain::fence, and what it has told is counted.
+    // Calls Domain::fence() and handles the events that the domain has reported.
     virtual bool fence(Domain& domain, LinkId id) = 0;
-    // Fences a link that is nobody's any more, in time, or withdraws its offer.
+    // Fences a link that is no longer used, repeating the call as needed, and withdraws its offer.
     virtual void abandon_link(const Link& link, LinkId id) = 0;
     virtual void lose_peer(Peer& peer, Error error) = 0;  // calls forget() in turn
 
-    // The three steps of a link, on the control thread. Each ends in offered(), accepted() or completed() below.
+    // The three steps of making a link, on the control thread. They end in offered(), accepted() and completed() below.
     virtual void offer_link(Peer& peer, const Link& link, LinkId id) = 0;
     virtual void accept_link(Peer& peer, const Link& link, LinkId id, uint32_t epoch, Bytes offer) = 0;
     virtual void complete_link(Peer& peer, const Link& link, LinkId id, Bytes answer) = 0;
@@ -84,33 +86,33 @@ class LinkKeeper {
   LinkKeeper(TransferScheduler& scheduler, const CounterSets& counters, Stats& stats, Owner& owner)
       : scheduler_(scheduler), counters_(counters), stats_(stats), owner_(owner) {}
 
-  // --- Only noted, step() acts.
+  // --- Recorded only; step() acts on them.
 
-  // The link `id` (link.id, or what it is offered as) broke, or its batches end with errors that speak of the link. The first
-  // such word is noted: as many as there were batches in flight may follow, and each makes a full error.
+  // Records that the link `id` (link.id, or the id of its offer) broke, or that its batches end with link errors. Only
+  // the first report is recorded. One report per batch in flight may follow, and each would copy a full error.
   void broke(Peer& peer, Link& link, LinkId id, const Error& error);
-  // It was noted before.
+  // True if broke() was recorded for this id.
   static bool noted(const Link& link, LinkId id) noexcept { return link.noted == id; }
-  // Notes that wait for step().
+  // Number of recorded failures that wait for step().
   size_t broken() const noexcept { return broken_.size(); }
-  // A message of the peer's with one of the tags of link_message.h, over the link `id`.
+  // A message of the peer with a tag of link_message.h, received over the link `id`.
   void receive(Peer& peer, LinkId id, std::span<const std::byte> message);
 
-  // --- What was done on the control thread for the link of this place and id. A link end that is of no use any more stays
-  //     with the caller.
+  // --- Results of the control thread for the link with this place and id. If a LinkEnd is not needed any more, it
+  // stays with the caller.
 
   void offered(Peer& peer, size_t place, LinkId id, Result<Bytes> offer);
   void accepted(Peer& peer, size_t place, LinkId id, uint32_t epoch, Result<Connector::Accepted>& accepted);
   void completed(Peer& peer, size_t place, LinkId id, Result<std::unique_ptr<LinkEnd>>& end);
 
-  // --- The worker's turn.
+  // --- The turn of the transfer thread.
 
   bool step();
-  // When step() has something to do although nothing happened.
+  // The time at which step() has work without any event.
   std::optional<Clock::time_point> next_step() const;
-  // There is use for the links of the peer that were not made yet.
+  // Makes the links of the peer that were not made yet, because they are needed now.
   void make_links(Peer& peer);
-  // The peer ends: its links are no longer the keeper's.
+  // Ends the keeper's work for the links of this peer, which ends.
   void forget(Peer& peer);
 
  private:
@@ -149,7 +151,7 @@ class LinkKeeper {
   void renew(Link& link, LinkId id, uint32_t epoch);
   void prove(Peer& peer, Link& link);
   void enter(Link& link, Link::State state, Clock::duration wait);
-  // Null: the link of this place is not being made under this id any more.
+  // Null if the link at this place is no longer being made under this id.
   static Link* still_making(Peer& peer, size_t place, LinkId id);
 
   TransferScheduler& scheduler_;
@@ -159,9 +161,9 @@ class LinkKeeper {
 
   std::vector<Broken> broken_;
   std::vector<Received> received_;
-  std::vector<Repair> repairs_;  // links that are not up, as far as there is something to do about them
-  std::vector<Peer*> wanting_;   // peers that have to be told that we want the other links
-  Clock::time_point now_{};      // of this step()
+  std::vector<Repair> repairs_;  // links that are not up and need work
+  std::vector<Peer*> wanting_;   // peers to which this side must report that it wants the other links
+  Clock::time_point now_{};      // time of the current step()
 };
 
 }  // namespace kvc

@@ -6,7 +6,7 @@ namespace {
 
 constexpr uint32_t kGenerations = 1U << Immediate::kGenerationBits;
 
-// Generations go round: what lies less than half a turn ahead is newer.
+// Generations wrap around: a generation less than half the range ahead is newer.
 bool newer(uint32_t generation, uint32_t than) {
   const uint32_t ahead = (generation - than) % kGenerations;
   return ahead != 0 && ahead < kGenerations / 2;

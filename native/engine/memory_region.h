@@ -1,4 +1,4 @@
-// Memory regions as the engine knows them: the local ones that it registered, and the peers' that were imported.
+// Memory regions of the transfer engine: local regions that it registered, and remote regions that it imported.
 #pragma once
 
 #include <atomic>
@@ -15,26 +15,26 @@
 
 namespace kvc {
 
-// Memory of this process as the domains registered it, in one piece. Several regions may lie in it. The memory itself is
-// the caller's.
+// Memory of this process as the domains registered it, in one piece. It may contain several regions. The caller owns
+// the memory itself.
 struct LocalMemory {
   explicit LocalMemory(const MemoryRange& of) : range(of) {}
 
   const MemoryRange range;
-  std::vector<std::unique_ptr<Registration>> registrations;  // by domain; null where its lane does not take this memory
-  std::vector<std::optional<uint64_t>> keys;                 // theirs; as they were once they have ended
-  std::vector<std::string> refusals;                         // of those lanes, a line each
-  std::vector<uint32_t> regions;                             // that lie in it
-  // False from the moment deregistration began: writes from it that were not posted yet fail.
+  std::vector<std::unique_ptr<Registration>> registrations;  // by domain; null if its lane does not take this memory
+  std::vector<std::optional<uint64_t>> keys;                 // of the registrations, also after their end
+  std::vector<std::string> refusals;                         // of lanes that do not take the memory, one line each
+  std::vector<uint32_t> regions;                             // regions in this memory
+  // False once deregistration has begun: writes from this memory that were not posted yet fail.
   std::atomic<bool> live{true};
 
-  // The worker's:
-  alignas(64) uint32_t batches_in_flight = 0;  // posted batches that read from here
+  // Used on the transfer thread:
+  alignas(64) uint32_t batches_in_flight = 0;  // posted batches that read from this memory
   std::vector<bool> withdrawn;                 // by domain
 };
 
-// Both on cache lines of their own, apart from the reference count that std::make_shared puts before them: the worker
-// changes that, and who submits a write reads them.
+// Both region types have cache lines of their own, apart from the reference count that std::make_shared puts before
+// them. The transfer thread changes that count while submitting threads read the regions.
 
 struct alignas(64) LocalRegion : std::enable_shared_from_this<LocalRegion> {
   LocalRegion(RegionId region_id, std::byte* address, uint64_t size, std::shared_ptr<LocalMemory> lies_in)
@@ -46,7 +46,7 @@ struct alignas(64) LocalRegion : std::enable_shared_from_this<LocalRegion> {
   const std::shared_ptr<LocalMemory> memory;
 };
 
-// A peer's region, as its descriptor told it.
+// A region of a peer, as its descriptor describes it.
 struct alignas(64) RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   RemoteRegion(RemoteRegionId region_id, PeerId of_peer, uint64_t memory_base, uint64_t offset_there, uint64_t size,
                std::vector<uint64_t> keys)
@@ -54,12 +54,12 @@ struct alignas(64) RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
 
   const RemoteRegionId id;
   const PeerId peer;
-  const uint64_t base;                // of the registered memory that it lies in, in the peer's address space
+  const uint64_t base;                // of the registered memory that contains the region, in the peer's address space
   const uint64_t offset;              // of the region in that memory
   const uint64_t bytes;               // of the region
   const std::vector<uint64_t> rkeys;  // one per domain of the peer's lane, in the peer's order
-  // The worker's: the peer has refused its key, so that nothing more is written there. Where a refusal breaks a link, as it
-  // does a queue pair, each further one would cost the next link.
+  // Used on the transfer thread: the peer has refused the key, so nothing more is written to the region. A refusal may
+  // break a link (it breaks a queue pair), and each further refusal would break the next link.
   mutable bool refused = false;
 };
 

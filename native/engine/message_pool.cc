@@ -52,7 +52,7 @@ std::vector<Message> MessagePool::take(size_t max, bool& wake) {
 }
 
 Result<Message> MessagePool::wait(Timeout timeout, bool& wake) {
-  // A deadline beyond the clock's range would overflow into the past.
+  // A deadline beyond the range of the clock would overflow into the past.
   const auto deadline = std::chrono::steady_clock::now() + std::min<Timeout>(timeout, std::chrono::hours(24 * 365));
   std::unique_lock lock(mutex_);
   if (!changed_.wait_until(lock, deadline, [this] { return !messages_.empty(); })) {

@@ -1,5 +1,5 @@
-// MessagePool: received messages on their way from the worker to whoever takes them. Bounded: what has no room stays with
-// its domain, and after that with its sender.
+// MessagePool: received messages on their way from the transfer thread to the user. Bounded: a message without room
+// stays with its domain, and beyond that with its sender.
 #pragma once
 
 #include <condition_variable>
@@ -17,25 +17,27 @@ namespace kvc {
 
 class MessagePool {
  public:
-  // 1 MiB of messages in all, and of one peer a quarter: a peer that floods us leaves room for the others.
+  // 1 MiB of messages in all, and a quarter of that for one peer, so that a flood of one peer leaves room for the
+  // others.
   static constexpr size_t kRoom = 256;
   static constexpr size_t kRoomOfOne = kRoom / 4;
 
   Status open() { return ready_.open(); }
 
-  // --- The worker.
+  // --- The transfer thread.
 
-  // False: no room for a message of this peer now.
+  // Adds a message. Returns false if there is no room for a message of this peer now.
   bool put(PeerId peer, std::span<const std::byte> bytes);
-  // There is room since put() said no: the domains are to be polled before the worker sleeps. Asking takes it back.
+  // True if room has become free since put() refused a message; resets the flag. The caller must poll the domains
+  // before it sleeps.
   bool room_again();
 
-  // --- Any thread. True in `wake`: the worker may sleep over messages that have room now.
+  // --- Any thread. `wake` is set to true if the transfer thread may sleep although a waiting message has room now.
 
   std::vector<Message> take(size_t max, bool& wake);
-  // Blocks until there is a message, or `timeout` (kTimeout).
+  // Blocks until a message arrives, or returns kTimeout after `timeout`.
   Result<Message> wait(Timeout timeout, bool& wake);
-  // Readable while take() would return something.
+  // Readable while take() would return a message.
   int fd();
 
  private:
@@ -44,7 +46,7 @@ class MessagePool {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Message> messages_;                 // oldest first
-  std::unordered_map<PeerId, size_t> of_peers_;  // how many of them; no entry for none
+  std::unordered_map<PeerId, size_t> of_peers_;  // messages by peer; no entry for 0
   bool refused_ = false;
   bool room_again_ = false;
   ReadyFd ready_;

@@ -24,7 +24,7 @@ LinkId next_link_id() {
   return last.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-// Over the first domain of the lane that works: one that is dead leaves the others.
+// Offers a link over the first domain of the lane that works, so that a dead domain does not block the others.
 Result<Offers::OfferedLink> Offers::offer_link(Lane& lane, Bytes& bytes) {
   std::optional<Error> why;
   for (uint32_t local = 0; local < lane.domains.size(); ++local) {
@@ -57,7 +57,11 @@ Result<Bytes> Offers::make(PeerId peer, std::span<const std::string> without) {
         {lane.provider, static_cast<uint32_t>(lane.domains.size()), link.value().local_domain, std::move(bytes)});
   }
   if (offer.lanes.empty() && !why) {
-    why = Error{ErrorCode::kNotReachable, {}, {}, "offer", "no other lane is configured here"};
+    why = Error{ErrorCode::kNotReachable,
+                {},
+                {},
+                "offer",
+                "no other lane is configured here: add a provider that reaches the peer"};
   }
   if (offer.lanes.empty()) return *std::move(why);
   return encode(offer);
@@ -66,7 +70,7 @@ Result<Bytes> Offers::make(PeerId peer, std::span<const std::string> without) {
 Result<Offers::Accepted> Offers::accept(const std::string& name, std::span<const std::byte> bytes) {
   const std::optional<Offer> offer = decode_offer(bytes);
   if (!offer) {
-    Error error = invalid("accept", "not an offer of an engine of this version");
+    Error error = invalid("accept", "the bytes are not an offer of this version: run one release on both sides");
     error.peer = name;
     return error;
   }
@@ -82,7 +86,7 @@ Result<Offers::Accepted> Offers::accept(const std::string& name, std::span<const
     }
     const auto count = static_cast<uint32_t>(lane->domains.size());
     std::optional<Error> why;
-    // The domain opposite the offered one, or else any that works.
+    // The domain opposite the offered one, or otherwise any domain that works.
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t local = (lane_offer.domain + i) % count;
       const LinkId id = next_link_id();
@@ -106,14 +110,14 @@ Result<Offers::Accepted> Offers::accept(const std::string& name, std::span<const
                {},
                peer,
                "accept",
-               "no common lane: it offers " + join(offered) + "; configured here: " + join(configured) +
+               "no common lane: the peer offers " + join(offered) + "; configured here: " + join(configured) +
                    (passed_over.empty() ? "" : " (" + join(passed_over) + ")")};
 }
 
 Result<FirstLink> Offers::complete(PeerId peer, std::span<const std::byte> bytes) {
   constexpr const char* kOperation = "complete";
   const auto open = offers_.find(peer);
-  if (open == offers_.end()) return invalid(kOperation, "this peer has no offer open");
+  if (open == offers_.end()) return invalid(kOperation, "this peer has no open offer: it was completed or withdrawn");
   std::vector<OfferedLink> links = std::move(open->second);
   offers_.erase(open);
   const auto drop = [&links] {
@@ -125,8 +129,8 @@ Result<FirstLink> Offers::complete(PeerId peer, std::span<const std::byte> bytes
   });
   if (found == links.end()) {
     drop();
-    return invalid(kOperation, answer ? "a lane that was not offered: " + answer->provider
-                                      : "not an answer of an engine of this version");
+    return invalid(kOperation, answer ? "the answer names a lane that was not offered: " + answer->provider
+                                      : "the bytes are not an answer of this version: run one release on both sides");
   }
   const OfferedLink link = *found;
   links.erase(found);

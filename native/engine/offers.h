@@ -1,7 +1,7 @@
-// Offers: how two engines come to their first link, on the control thread.
+// Offers: how two transfer engines make their first link. Runs on the control thread.
 //
-// One link is offered for each lane: the acceptor takes the first lane that leads here, and of its domains one that works.
-// The other links of a peer are made over this one, when there is use for them (LinkKeeper).
+// One link is offered for each lane. The acceptor takes the first lane that leads to the offerer, and the first of its
+// domains that works. The LinkKeeper makes the other links over this one when they are needed.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@
 
 namespace kvc {
 
-// Unique in the process, never reused. Any thread.
+// Returns an id that is unique in the process and never reused. Any thread.
 LinkId next_link_id();
 
-// A first link, ready to be its domain's.
+// The first link to a peer, ready for its domain.
 struct FirstLink {
   Lane* lane = nullptr;
-  uint32_t local_domain = 0;    // places in the lane,
-  uint32_t remote_domain = 0;   // here and there
-  uint32_t remote_domains = 0;  // how many the peer has in this lane
+  uint32_t local_domain = 0;    // index in the lane on this side
+  uint32_t remote_domain = 0;   // index in the lane at the peer
+  uint32_t remote_domains = 0;  // number of the peer's domains in this lane
   LinkId id = 0;
   std::unique_ptr<LinkEnd> end;
 };
@@ -34,20 +34,20 @@ class Offers {
  public:
   Offers(const EngineConfig& config, Lanes& lanes) : config_(config), lanes_(lanes) {}
 
-  // The bytes for the peer. The offer stays open until complete() or withdraw(). `without`: providers to leave out, where
-  // kNotReachable says that no other is configured.
+  // Returns the bytes for the peer. The offer stays open until complete() or withdraw(). `without` names providers to
+  // leave out. kNotReachable: no other provider is configured.
   Result<Bytes> make(PeerId peer, std::span<const std::string> without);
 
   struct Accepted {
     FirstLink link;
-    std::string offerer;  // what it calls itself
+    std::string offerer;  // the offerer's name for itself
     Bytes answer;
     std::vector<std::string> passed_over;
   };
-  // `name`: what the peer is called in errors; empty: as it calls itself.
+  // `name` is the peer's name in errors. Empty: the name that the offerer gives itself.
   Result<Accepted> accept(const std::string& name, std::span<const std::byte> offer);
 
-  // Uses the offer up, whatever comes of it.
+  // Consumes the offer, whatever the outcome.
   Result<FirstLink> complete(PeerId peer, std::span<const std::byte> answer);
   // Idempotent.
   void withdraw(PeerId peer);

@@ -34,14 +34,14 @@ void PeerDisconnects::said(PeerId to, bool arrived) {
   if (found == leaving_.end()) return;
   Parting& parting = (*found)->parting;
   parting.arrived |= arrived;
-  // Its link broke: once more over another one; hearing it twice is no harm. After the peer's own goodbye, though, a
-  // break is its fence, and what it has taken it may not have acknowledged any more.
+  // The link broke, so the goodbye is sent again over another link; receiving it twice does no harm. After the peer's
+  // own goodbye, a break is the peer's fence, and the peer may not have acknowledged what it took.
   if (!arrived && !parting.heard) parting.said = false;
 }
 
 bool PeerDisconnects::turn() {
   bool any = false;
-  // Not erase_if: a step takes in what the fenced domain has told, which may be of a goodbye, and looks through the list.
+  // Not erase_if: a step handles events of the fenced domain, which may concern a goodbye and search this list.
   for (size_t i = 0; i < leaving_.size();) {
     const std::shared_ptr<Peer> peer = leaving_[i];
     if (step(*peer, any)) {
@@ -53,11 +53,11 @@ bool PeerDisconnects::turn() {
   return any;
 }
 
-// True: it is through, one way or another.
+// Returns true if the disconnect is finished, with any outcome.
 bool PeerDisconnects::step(Peer& peer, bool& any) {
   Parting& parting = peer.parting;
   const Peer::State state = peer.state.load(std::memory_order_relaxed);
-  // It broke, or fence() was called for it: that has its own report.
+  // The last link broke, or fence() was called for the peer. Both are reported elsewhere.
   if (state != Peer::State::kLeaving && !parting.fencing) return true;
   if (!parting.said && peer.transfers.load(std::memory_order_seq_cst) == 0 && peer.scatter_parts == 0) {
     parting.said = say_(peer, std::array{static_cast<std::byte>(MessageTag::kGoodbye)});

@@ -1,11 +1,12 @@
-// PeerDisconnects: peers that part in good order, so that neither side loses anything and neither sees an error.
+// PeerDisconnects: graceful disconnects, in which neither side loses data or sees an error.
 //
-// Both sides do the same, whoever began: nothing new is opened towards the peer (Peer::State::kLeaving), what is open goes
-// on until it has ended, and then GOODBYE is sent. Who knows that its own has arrived and has heard the peer's fences the
-// peer and forgets it. A link that ends after both were sent is the peer's fence and no failure.
+// Both sides act alike, whichever side began. They open no new transfer to the peer (Peer::State::kLeaving), wait for
+// the end of the open ones, and send GOODBYE. A side whose goodbye has arrived and that has received the peer's goodbye
+// fences and forgets the peer. If a link ends after both goodbyes were sent, the peer has fenced it, which is no
+// failure.
 //
-// Every method runs on the worker thread. A transfer is counted before its opener looks at the peer's state, and here the
-// state is set before the count is read: so none is opened that is not waited for.
+// Every method runs on the transfer thread. A transfer is counted before its opener reads the peer's state, and this
+// class sets the state before it reads the count. So every opened transfer is waited for.
 #pragma once
 
 #include <functional>
@@ -20,23 +21,23 @@ namespace kvc {
 
 class PeerDisconnects {
  public:
-  // `fence`: one step of fencing a peer; true once it is fenced and forgotten. `say`: sends the peer this goodbye; false:
-  // no link takes it now.
+  // `fence` runs one step of fencing a peer and returns true once the peer is fenced and forgotten. `say` sends a
+  // goodbye to the peer and returns false if no link takes it now.
   PeerDisconnects(EventQueue& events, std::function<bool(Peer&)> fence,
                   std::function<bool(Peer&, std::span<const std::byte>)> say)
       : events_(events), fence_(std::move(fence)), say_(std::move(say)) {}
 
-  // disconnect() was called here. Idempotent.
+  // Handles a call of disconnect() on this side. Idempotent.
   void leave(const std::shared_ptr<Peer>& peer);
-  // The peer's goodbye came.
+  // Handles the peer's goodbye.
   void hear(const std::shared_ptr<Peer>& peer);
-  // A link to the peer ended: true if that is how it parts.
+  // Handles the end of a link to the peer. Returns true if it is part of a graceful disconnect.
   bool link_ended(Peer& peer);
 
-  // The goodbye to this peer is with its engine, or will not be.
+  // Reports whether the goodbye to this peer has arrived at its transfer engine, or never will.
   void said(PeerId peer, bool arrived);
 
-  // Takes every disconnect as far as it goes; true if anything happened.
+  // Advances every disconnect as far as possible. Returns true if anything happened.
   bool turn();
   bool empty() const { return leaving_.empty(); }
 

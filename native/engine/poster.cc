@@ -10,26 +10,26 @@ namespace kvc {
 
 namespace {
 
-// Batches that one stream posts before the next one of the same peer has its turn, and batches a peer posts before
-// the next peer has. Small enough that completions and commands are looked at every few tens of microseconds.
+// Batches that a stream posts before the next stream of its peer, and batches that a peer posts before the next peer.
+// Small enough that completions and commands are handled every few tens of microseconds.
 constexpr uint32_t kStreamQuantum = 4;
 constexpr uint32_t kPeerQuantum = 16;
 
-// Parts of a single write that is split over links. A split write is counted by an immediate of its own after its
-// parts have completed: one more round trip, 10 us with events on both sides. A link of 50 GB/s (400G) carries 512 KiB
-// in that time: from twice as much on, two links win what the round trip costs, and more on slower links.
+// Length of the parts of a single write that is split over links. After the parts have completed, a separate immediate
+// counts the write. That takes one more round trip, 10 us with events on both sides, in which a link of 50 GB/s (400G)
+// carries 512 KiB. From twice that length on, two links gain what the round trip costs, and more on slower links.
 constexpr uint64_t kPartBytes = 512 << 10;
-// Parts that a link gets of a large write at least, so that unequal links end at about the same time.
+// Least number of parts per link for a large write, so that unequal links end at about the same time.
 constexpr uint64_t kPartsPerLink = 4;
-constexpr uint64_t kPartAlignment = 4096;  // a page of memory: no two links write into one
+constexpr uint64_t kPartAlignment = 4096;  // a page of memory: no two links write into the same one
 
-// What a page takes of a link's window at least: a work request and its share of a header. It bounds the pages in
-// flight on a link, which LinkTally relies on.
+// The least that a page takes of a link's window: a work request and its share of a header. It bounds the pages in
+// flight on a link, on which LinkTally relies.
 constexpr uint64_t kLeastCharge = 256;
 static_assert((uint64_t{128} << 20) / kLeastCharge < LinkTally::kModulus / 2);
 
-// The user's messages in flight on a link: half of the room that every domain has, so that internal messages always find
-// room beside them, also where nobody reads.
+// User messages in flight on a link: half of the room that every domain has. Internal messages therefore always find
+// room, also if the peer does not read.
 constexpr uint32_t kMessageWindow = kMessageSlots / 2;
 
 inline bool has_room(const Link& link, bool message, uint64_t charge, const DomainLimits& limits) {
@@ -92,9 +92,9 @@ bool Poster::post_peer(Peer& peer) {
       stream.runnable = false;
     } else if (outcome == Outcome::kWaits) {
       peer.runnable.pop_front();
-      waiting.push_back(stream);  // for the next turn; messages that nobody reads, say, stop no writes
+      waiting.push_back(stream);  // for the next turn: for example, unread messages must not stop writes
     } else if (turn > 0 && IntrusiveList<Stream, &Stream::hook>::after(stream) != nullptr) {
-      // It had its turn. One that could not post at all keeps its place at the front.
+      // It had its turn. A stream that could not post anything keeps its place at the front.
       peer.runnable.pop_front();
       peer.runnable.push_back(stream);
     }
@@ -115,7 +115,7 @@ Poster::Outcome Poster::post_turn(Stream& stream, uint32_t& posted) {
 inline Link* Poster::pick_link(Peer& peer, const Request& request, bool message, uint64_t charge, uint32_t tried) {
   if (peer.links.size() > 1) return choose_link(peer, request, message, charge, tried);
   if (peer.links.empty() || tried != 0) return nullptr;
-  Link& only = peer.links.front();  // most peers': a third of the instructions of choosing
+  Link& only = peer.links.front();  // most peers have one link: a third of the instructions of choose_link()
   return only.state == Link::State::kUp && has_room(only, message, charge, peer.limits) ? &only : nullptr;
 }
 
@@ -141,7 +141,7 @@ Link* Poster::choose_link(Peer& peer, const Request& request, bool message, uint
       chosen = index;
     }
   }
-  // Equals take turns.
+  // Equally good links take turns.
   if (best != nullptr) peer.next_link = chosen + 1 == count ? 0 : chosen + 1;
   return best;
 }
@@ -149,7 +149,9 @@ Link* Poster::choose_link(Peer& peer, const Request& request, bool message, uint
 Poster::Outcome Poster::post_batch(Stream& stream) {
   if (stream.stopping() || stream.ready.empty()) return Outcome::kNothing;
   if (stream.kind == Stream::Kind::kRecovery && !owner_.may_post(stream)) {
-    owner_.fail(stream, {ErrorCode::kCancelled, {}, {}, "write again", "a transfer on the broken link was given up"});
+    owner_.fail(
+        stream,
+        {ErrorCode::kCancelled, {}, {}, "write again", "a transfer on the broken link was cancelled or has failed"});
     return Outcome::kNothing;
   }
   Peer& peer = *stream.peer;
@@ -165,18 +167,18 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
   }
   if (batch.target != nullptr && batch.target->refused) {
     owner_.fail(stream, {ErrorCode::kUnknownRegion, peer.provider, peer.name, "post",
-                         "the peer has refused a write to this region: it has deregistered it"});
+                         "the peer refused a write to this region: the peer has deregistered the region"});
     return Outcome::kNothing;
   }
   if (batch.page_bytes > peer.limits.page_bytes) {
     owner_.fail(stream, {ErrorCode::kOutOfRange, peer.provider, peer.name, "post",
-                         "pages of " + std::to_string(batch.page_bytes) + " bytes are longer than the " +
-                             std::to_string(peer.limits.page_bytes) + " that the lane takes"});
+                         "pages of " + std::to_string(batch.page_bytes) + " bytes exceed the lane's limit of " +
+                             std::to_string(peer.limits.page_bytes) + " bytes"});
     return Outcome::kNothing;
   }
   const bool message = batch.message != nullptr;
   if (request.needs_number()) {
-    if (peer.unsettled_messages > 0) return Outcome::kWaits;  // MessageWindow's condition
+    if (peer.unsettled_messages > 0) return Outcome::kWaits;  // required by MessageWindow
     request.number(peer.next_message++);
   }
   WriteBatch wire{.page_bytes = batch.page_bytes, .pages = std::span(pages_).first(batch.pages)};
@@ -195,7 +197,7 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
     if (batch.source != nullptr) {
       wire.source = batch.source->registrations[link->domain_place].get();
       if (wire.source == nullptr) {
-        std::string why = "the lane to this peer does not take the source's memory";
+        std::string why = "the lane to this peer does not take the memory of the source region";
         for (const std::string& refusal : batch.source->refusals) why += "; " + refusal;
         owner_.fail(stream, {ErrorCode::kNotReachable, peer.provider, peer.name, "post", std::move(why)});
         return Outcome::kNothing;
@@ -237,14 +239,14 @@ Poster::Outcome Poster::post_batch(Stream& stream) {
   return message || request.domain() ? Outcome::kWaits : Outcome::kBlocked;
 }
 
-// A large write goes in parts: over several links, so that each carries some of it; over one, so that it can be cancelled,
-// delays nobody for long, and keeps the link busy although it is longer than a window.
+// Splits a large write into parts. Over several links, each then carries some of it. Over one link, parts allow
+// cancelling, limit the delay of others, and keep the link busy although the write is longer than a window.
 void Poster::split(const Peer& peer, Request& request) {
   const uint64_t bytes = request.splittable();
   const auto up = static_cast<uint64_t>(std::count_if(peer.links.begin(), peer.links.end(),
                                                       [](const Link& link) { return link.state == Link::State::kUp; }));
   const bool spread = up > 1 && !request.domain();
-  // Unsplit it is one round trip less, and two of half a window keep a link as busy as its parts would.
+  // Unsplit, a write saves a round trip, and two writes of half a window keep a link as busy as parts do.
   const uint64_t most = std::min(peer.limits.page_bytes, peer.limits.window_bytes / 2);
   if (bytes <= most && (!spread || bytes < 2 * kPartBytes)) return;
   uint64_t part = std::max(kPartBytes, peer.limits.batch_bytes);

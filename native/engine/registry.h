@@ -1,9 +1,9 @@
-// Registry: objects that threads share, by id. Looked up often, changed rarely. Registries whose objects are looked up
-// together share a mutex: one lock for all.
+// Registry: objects that threads share, by id. Lookups are frequent and changes rare. Registries whose objects are
+// looked up together share a mutex, so that one lock covers all.
 //
-// Who finds an object holds a reference, or else, by peek(), the mutex. What was submitted to the worker under that mutex
-// may name an object that has been erased meanwhile: who erases keeps it until the worker has carried that out
-// (Endings::retire).
+// A thread that finds an object holds a reference, or the mutex in the case of peek(). A command that was submitted
+// under that mutex may name an object that has been erased since. The thread that erases an object therefore keeps it
+// until the transfer thread has carried out such commands (Endings::retire).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace kvc {
 
-// Any thread may call anything. What is found stays alive as long as its finder holds it.
+// Any thread may call any method. A found object lives as long as the finder holds it.
 template <typename T>
 class Registry {
  public:
@@ -27,14 +27,14 @@ class Registry {
     const std::unique_lock lock(mutex_);
     insert_locked(id, std::move(object));
   }
-  // The caller holds the mutex, not shared.
+  // The caller holds the mutex exclusively.
   void insert_locked(uint64_t id, std::shared_ptr<T> object) { objects_.emplace(id, std::move(object)); }
   std::shared_ptr<T> find(uint64_t id) const {
     const std::shared_lock lock(mutex_);
     const auto found = objects_.find(id);
     return found == objects_.end() ? nullptr : found->second;
   }
-  // Any one of which `wanted`, called with the mutex held, says so.
+  // Returns any object for which `wanted`, called with the mutex held, returns true.
   template <typename Predicate>
   std::shared_ptr<T> find_if(Predicate wanted) const {
     const std::shared_lock lock(mutex_);
@@ -43,23 +43,23 @@ class Registry {
     }
     return nullptr;
   }
-  // The caller holds the mutex, shared or not, as long as it uses what it gets.
+  // The caller holds the mutex, shared or exclusively, while it uses the object.
   T* peek(uint64_t id) const {
     const auto found = objects_.find(id);
     return found == objects_.end() ? nullptr : found->second.get();
   }
-  // The object, if it was there: of several threads that erase an id, one gets it.
+  // Returns the object if it was present. If several threads erase an id, one of them gets the object.
   std::shared_ptr<T> erase(uint64_t id) {
     const std::unique_lock lock(mutex_);
     return erase_locked(id);
   }
-  // The caller holds the mutex, not shared.
+  // The caller holds the mutex exclusively.
   std::shared_ptr<T> erase_locked(uint64_t id) {
     auto node = objects_.extract(id);
     return node.empty() ? nullptr : std::move(node.mapped());
   }
-  // Takes up to `limit` ids from the end of `ids`, which the mutex guards as well, and appends their objects to `erased`. True
-  // if none is left. Bounded: whoever writes waits for the mutex.
+  // Takes up to `limit` ids from the end of `ids`, which the mutex guards too, and appends their objects to `erased`.
+  // Returns true if none is left. Bounded, because threads that write wait for the mutex.
   template <typename Id>
   bool erase_some(std::vector<Id>& ids, size_t limit, std::vector<std::shared_ptr<T>>& erased) {
     const std::unique_lock lock(mutex_);
@@ -71,7 +71,7 @@ class Registry {
   std::vector<std::shared_ptr<T>> all() const {
     return all_if([](const T&) { return true; });
   }
-  // Those of which `wanted`, called with the mutex held, says so.
+  // Returns the objects for which `wanted`, called with the mutex held, returns true.
   template <typename Predicate>
   std::vector<std::shared_ptr<T>> all_if(Predicate wanted) const {
     const std::shared_lock lock(mutex_);

@@ -56,7 +56,7 @@ Request::Batch Request::batch_of_many(size_t position, std::span<PageWrite> room
           },
           [&](const MessageWrite& message) { return Batch{.steps = 1, .message = &message.bytes}; },
           [&](const Rewrite& rewrite) {
-            // As large as it was, whatever the limits are now: the same pages have to come again.
+            // Its original size, whatever the limits are now, because the same pages have to be repeated.
             const Rewrite::Batch& part = rewrite.batches[position];
             Batch batch = part.request->batch(part.position, room.first(part.pages), UINT64_MAX);
             batch.steps = 1;

@@ -1,10 +1,11 @@
-// Request: one entry of the closed set of things that a stream posts, yielding its pages a batch at a time.
+// Request: an entry of a stream (a closed set of kinds) that yields its pages one batch at a time.
 //
-// A request keeps its place, so that the worker can post a part of it, serve others, and come back; and it can give
-// any batch that was posted once more, should a link break under it. Everything was checked against both regions
-// before a Request exists; nothing here can fail.
+// A request remembers its position, so that the transfer thread can post a part of it, serve others, and come back. It
+// can also give any posted batch once more, if a link breaks under it. Everything is checked against both regions
+// before a Request exists, so nothing here can fail.
 //
-// Made by any thread; from its submission on the worker's alone, which counts the references to it without atomics.
+// Any thread creates a request. After its submission it belongs to the transfer thread, which counts its references
+// without atomics.
 #pragma once
 
 #include <algorithm>
@@ -25,13 +26,13 @@ namespace kvc {
 
 class Request;
 
-// Counts a request's references; the last one frees it.
+// A counted reference to a request. The last one frees the request.
 class RequestRef {
  public:
   RequestRef() = default;
-  // Takes over a reference: the first of one that was just made, or one that release() gave.
+  // Takes over a reference: the first one of a new request, or one from release().
   explicit RequestRef(Request* counted) noexcept : request_(counted) {}
-  // One more.
+  // Adds a reference.
   static RequestRef share(Request& request) noexcept;
   RequestRef(const RequestRef& other) noexcept;
   RequestRef(RequestRef&& other) noexcept : request_(std::exchange(other.request_, nullptr)) {}
@@ -45,25 +46,25 @@ class RequestRef {
   Request* operator->() const noexcept { return request_; }
   Request& operator*() const noexcept { return *request_; }
   explicit operator bool() const noexcept { return request_ != nullptr; }
-  // The reference itself, for a list that keeps it.
+  // Gives up the reference without ending it, for a list that keeps it.
   Request* release() noexcept { return std::exchange(request_, nullptr); }
 
  private:
-  static void free(Request* request) noexcept;  // out of line: what runs each time is a count
+  static void free(Request* request) noexcept;  // out of line: the frequent part is the count
 
   Request* request_ = nullptr;
 };
 
-// One contiguous write: one page of any size, however many parts it is posted in. `domain`: the one of our domains
-// in the peer's lane that carries it, while it works; none: split over the links, if it is large enough.
+// One contiguous write. It is one page of any size, whatever the number of parts. `domain` pins it to a local domain of
+// the peer's lane, as long as that domain works. No value: a large write is split over the links.
 struct SingleWrite {
   uint64_t source_offset = 0;
   uint64_t target_offset = 0;
   std::optional<uint32_t> domain{};
 };
 
-// Page i goes from source_offset + source.indices[i] * source.stride to the same on the target's side. The table
-// is shared by the layers of an armed plan, which differ in their offsets only.
+// Page i goes from source_offset + source.indices[i] * source.stride to the corresponding place of the target. The
+// layers of an armed plan share the table and differ in their offsets only.
 struct PageTable {
   Pages source;
   Pages target;
@@ -74,18 +75,18 @@ struct TableWrite {
   uint64_t target_offset = 0;
 };
 
-// Raises the request's immediate by `count` and writes nothing. No regions.
+// Raises the request's immediate by `count` and writes nothing. It has no regions.
 struct ImmediateOnly {
   uint32_t count = 1;
-  bool ends_parts = false;  // of a write in parts
+  bool ends_parts = false;  // counts a write that was posted in parts
 };
 
-// A message: kUserHeaderBytes of room, then the user's bytes. No regions.
+// A message: kUserHeaderBytes of room, then the user's bytes. It has no regions.
 struct MessageWrite {
   Bytes bytes;
 };
 
-// Batches of other requests once more, after a link broke: each as it was, but uncounted.
+// Repeats batches of other requests after a link broke. Each is as before, but uncounted.
 struct Rewrite {
   struct Batch {
     RequestRef request;
@@ -99,7 +100,7 @@ class Request {
  public:
   using Body = std::variant<SingleWrite, TableWrite, ImmediateOnly, MessageWrite, Rewrite>;
 
-  // `source` and `target`: null where the body says "no regions". `page_bytes` is the length of a SingleWrite.
+  // `source` and `target` are null for bodies without regions. `page_bytes` is the length of a SingleWrite.
   template <typename Kind>
   Request(std::shared_ptr<LocalRegion> source, std::shared_ptr<const RemoteRegion> target, uint64_t page_bytes,
           std::optional<uint32_t> immediate, Kind body)
@@ -117,7 +118,7 @@ class Request {
     return RequestRef(new Request(std::forward<Args>(args)...));
   }
 
-  // A SingleWrite that has ended, once more: other offsets and another length (0: its immediate alone).
+  // Reuses a SingleWrite that has ended, with new offsets and a new length. Length 0: its immediate alone.
   void again(uint64_t source_offset, uint64_t target_offset, uint64_t bytes) {
     page_bytes_ = bytes;
     part_bytes_ = 0;
@@ -135,60 +136,60 @@ class Request {
   }
 
   std::optional<uint32_t> immediate() const { return immediate_; }
-  // The local domain that has to carry it, if it can.
+  // The local domain that must carry the request, if that domain works.
   std::optional<uint32_t> domain() const;
-  // Bytes of a SingleWrite that is not in parts; 0 for anything else.
+  // Bytes of a SingleWrite that is not in parts; 0 for any other request.
   uint64_t splittable() const {
     return std::holds_alternative<SingleWrite>(body_) && part_bytes_ == 0 ? page_bytes_ : 0;
   }
-  // What the source pages of a SingleWrite or a TableWrite count from; null for anything else.
+  // The address that the source pages of a SingleWrite or TableWrite count from; null for any other request.
   const std::byte* first_source() const;
-  // Before anything of it was posted: posts the single write in parts of `part_bytes`, the last one shorter, each a
-  // batch of its own.
+  // Splits a single write into parts of `part_bytes` (the last one may be shorter), each a batch. Call it before any
+  // part was posted.
   void split(uint64_t part_bytes);
   bool in_parts() const { return part_bytes_ > 0; }
-  // It is the immediate at the end of one in parts.
+  // True if this is the immediate that counts a write in parts.
   bool ends_parts() const {
     const auto* only = std::get_if<ImmediateOnly>(&body_);
     return only != nullptr && only->ends_parts;
   }
 
-  // Counts apart from its batches: they are all uncounted, and once they have completed, `immediate` is raised by
-  // `pages` (nothing where that is 0). Fabrics keep no order, so the counting write may not be posted earlier.
+  // Makes all batches uncounted. When they have completed, the request's immediate is raised by `pages` (not at all if
+  // 0). Fabrics keep no order, so the counting write must not be posted earlier.
   void count_at_end(uint32_t pages);
   bool counted() const { return immediate_.has_value() && !at_end_; }
-  // What is left to count once it is done and nothing of it is in flight.
+  // Pages to count once the request is done and none of its batches is in flight.
   uint32_t pages_at_end() const { return at_end_.value_or(0); }
 
-  // --- Its batches.
+  // --- The batches of the request.
 
   bool done() const { return position_ == end_; }
   size_t position() const { return position_; }
   void advance(size_t steps) { position_ += steps; }
 
-  // What one post takes: `steps` of the request's positions.
+  // What one post takes. `steps` is the number of the request's positions in it.
   struct Batch {
     size_t steps = 0;
-    size_t pages = 0;  // written into `room`
+    size_t pages = 0;  // number of pages written into `room`
     uint64_t page_bytes = 0;
     LocalMemory* source = nullptr;         // null: nothing is read
     const RemoteRegion* target = nullptr;  // null: nothing is written
-    const Bytes* message = nullptr;        // a message, and no pages
+    const Bytes* message = nullptr;        // not null: a message without pages
     uint64_t bytes() const { return message == nullptr ? pages * page_bytes : message->size(); }
   };
-  // The batch at `position`, of `max_bytes` (but one page at least) and room.size() pages. Takes nothing: the same
-  // comes again until advance(), and later too, given the same room.
+  // Returns the batch at `position`, of at most `max_bytes` (but one page at least) and room.size() pages. It does not
+  // move the position: the same arguments give the same batch again, also after advance().
   Batch batch(size_t position, std::span<PageWrite> room, uint64_t max_bytes) const {
     const auto* single = std::get_if<SingleWrite>(&body_);
     return single != nullptr ? batch(*single, position, room) : batch_of_many(position, room, max_bytes);
   }
 
-  // A message that has no number yet gets one when it is posted for the first time.
+  // True for a message without a sequence number. It gets one when it is posted for the first time.
   bool needs_number() const { return !numbered_ && std::holds_alternative<MessageWrite>(body_); }
   void number(uint32_t sequence);
 
-  // The worker's: batches of it that are in flight, its place among its stream's requests, and for a slice of an armed list
-  // its value plus one.
+  // Used on the transfer thread: batches in flight, the signal value plus one of a slice of an armed list, and the
+  // links of the stream's queue.
   uint32_t in_flight = 0;
   uint64_t released_by = 0;
   ListHook<Request> hook{};
@@ -196,7 +197,7 @@ class Request {
  private:
   friend class RequestRef;
 
-  // In line, as the calls are a third of what it takes.
+  // Inline, because calls take a third of the time.
   Batch batch(const SingleWrite& write, size_t position, std::span<PageWrite> room) const {
     const uint64_t offset = position * part_bytes_;
     const uint64_t bytes = part_bytes_ == 0 ? page_bytes_ : std::min(part_bytes_, page_bytes_ - offset);
@@ -215,8 +216,8 @@ class Request {
   const std::shared_ptr<const RemoteRegion> target_;
   uint64_t page_bytes_;
   const std::optional<uint32_t> immediate_;
-  uint64_t part_bytes_ = 0;         // of a split write
-  std::optional<uint32_t> at_end_;  // see count_at_end()
+  uint64_t part_bytes_ = 0;         // length of the parts of a split write
+  std::optional<uint32_t> at_end_;  // set by count_at_end()
   bool numbered_ = false;
   uint32_t references_ = 1;
   size_t position_ = 0;
@@ -235,7 +236,7 @@ inline RequestRef::~RequestRef() {
   if (request_ != nullptr && --request_->references_ == 0) free(request_);
 }
 
-// Requests that wait to be posted, in order. Holds a reference to each.
+// Requests that wait to be posted, in order. The queue holds a reference to each.
 class RequestQueue {
  public:
   RequestQueue() = default;
@@ -247,7 +248,7 @@ class RequestQueue {
   Request& front() const noexcept { return *list_.front(); }
   void push_back(RequestRef request) noexcept { list_.push_back(*request.release()); }
   void push_front(RequestRef request) noexcept { list_.push_front(*request.release()); }
-  // The first one, with the list's reference.
+  // Removes the first request and returns it with the queue's reference.
   RequestRef pop_front() noexcept { return RequestRef(list_.pop_front()); }
   void clear() noexcept {
     while (!empty()) pop_front();

@@ -18,7 +18,7 @@ std::vector<uint32_t> Rewriter::unsettled_counters(const Link& link) const {
 }
 
 void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
-  // Counted entries by their counter; the others are nobody's affair but their stream's.
+  // Counted entries are grouped by counter, the others by stream.
   std::map<uint32_t, Entries> counted;
   std::map<const Stream*, Entries> uncounted;
   for (const uint32_t place : std::exchange(link.unsettled, {})) {
@@ -31,7 +31,7 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
   }
   for (auto& [stream, entries] : uncounted) {
     if (any_given_up(entries)) {
-      fail(entries, ErrorCode::kCancelled, "given up while its link was broken");
+      fail(entries, ErrorCode::kCancelled, "the transfer was cancelled or failed while its link was broken");
     } else {
       rewrite(peer, std::move(entries), std::nullopt, 0);
     }
@@ -44,30 +44,32 @@ void Rewriter::recover(Peer& peer, Link& link, std::span<const Landed> landed) {
     const bool tells = found != landed.end() && found->counter == counter;
     const std::optional<uint32_t> posted = link.posted.pages(counter);
     if (!tells || !found->known || !posted || link.refused.contains(counter)) {
-      fail(entries, ErrorCode::kPeerDown, "a link broke, and it is not known what of this counter it had carried");
+      fail(entries, ErrorCode::kPeerDown,
+           "a link broke, and the number of pages that it had carried for this counter is unknown");
       continue;
     }
     const uint32_t missing = (*posted - found->pages) % LinkTally::kModulus;
     if (missing == 0) {
       for (const uint32_t place : entries) resolve_(place, nullptr, false);
     } else if (missing > pages) {
-      fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer has counted less than had arrived there");
+      fail(entries, ErrorCode::kPeerDown, "a link broke, and the peer counted fewer pages than had completed");
     } else if (found->released) {
       fail(entries, ErrorCode::kRefused, "a link broke, and the peer has released the counter since");
     } else if (found->acted_on && missing < pages && any_writes(entries)) {
-      // Some of them were counted, and nobody knows which: these may hold other bytes by now.
+      // Some of the pages were counted, but not which is known. These may hold other bytes by now.
       fail(entries, ErrorCode::kRefused,
-           "a link broke, and the peer may have used some of the pages again since: it has reached a target of their "
-           "counter, or reads it");
+           "a link broke, and the peer may have reused some of the pages: their counter has reached a target there, or "
+           "a reader polls it");
     } else if (any_given_up(entries)) {
-      fail(entries, ErrorCode::kCancelled, "a transfer with the same counter was given up while its link was broken");
+      fail(entries, ErrorCode::kCancelled,
+           "a transfer with the same counter was cancelled or failed while its link was broken");
     } else {
       rewrite(peer, std::move(entries), counter, missing);
     }
   }
 }
 
-// Both ends have closed the link: nothing lands over it any more.
+// Fails the entries. Both ends have closed the link, so no write lands over it any more.
 void Rewriter::fail(const Entries& entries, ErrorCode code, const char* why) {
   const Error error{code, {}, {}, "write again", why};
   for (const uint32_t place : entries) resolve_(place, &error, false);
@@ -87,8 +89,8 @@ bool Rewriter::given_up(const Stream& stream) const {
   return stream.kind == Stream::Kind::kRecovery && any_given_up(static_cast<const Recovery&>(stream).entries);
 }
 
-// Writes the pages of `entries` again, uncounted, then raises `counter` by what is missing: which of them have landed
-// is not known, so none may be counted before all of them are there.
+// Repeats the pages of `entries` uncounted, then raises `counter` by the missing number. Which pages have landed is
+// unknown, so none may be counted before all of them are in place.
 void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> counter, uint32_t missing) {
   Recovery& recovery = *recoveries_.emplace_back(std::make_unique<Recovery>(peer));
   recovery.place = std::prev(recoveries_.end());
@@ -99,7 +101,7 @@ void Rewriter::rewrite(Peer& peer, Entries entries, std::optional<uint32_t> coun
     Stats::add(stats_.pages_rewritten, flight.source == nullptr ? 0 : flight.pages);
   }
   recovery.entries = std::move(entries);
-  if (again.batches.empty()) {  // immediates alone
+  if (again.batches.empty()) {  // only immediates
     recovery.ready.push_back(Request::make(nullptr, nullptr, 0, counter, ImmediateOnly{missing}));
   } else {
     RequestRef request = Request::make(nullptr, nullptr, 0, counter, std::move(again));

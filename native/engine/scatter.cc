@@ -6,7 +6,7 @@
 
 namespace kvc {
 
-// --- Submitting
+// --- Submission
 
 ScatterRun::ScatterRun(Scatter& of) : scatter_(of), updates_(of.slices_.size()) {
   for (const std::shared_ptr<Peer>& member : of.members_) parts_.emplace_back(*this, *member);
@@ -38,7 +38,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
                  {},
                  kOperation,
                  std::to_string(updates.size()) + " updates for " + std::to_string(slices_.size()) +
-                     " slices: one for each, in their order"};
+                     " slices: give one for each, in their order"};
   }
   for (size_t i = 0; i < updates.size(); ++i) {
     const ScatterUpdate& update = updates[i];
@@ -50,7 +50,7 @@ std::optional<Error> Scatter::check(std::span<const ScatterUpdate> updates) cons
                  kOperation,
                  "slice " + std::to_string(i) + ": " + std::to_string(update.bytes) + " bytes from offset " +
                      std::to_string(update.source_offset) + " to offset " + std::to_string(update.target_offset) +
-                     " lie outside the " + std::to_string(bytes) + " bytes that were prepared"};
+                     " lie outside the " + std::to_string(bytes) + " prepared bytes"};
   }
   return std::nullopt;
 }
@@ -70,7 +70,7 @@ ScatterRun* Scatter::take(TransferId id) {
 }
 
 ScatterRun* Scatter::find(TransferId id) const {
-  if (id == 0) return nullptr;  // what free runs say
+  if (id == 0) return nullptr;  // the id of free runs
   const std::lock_guard lock(mutex_);
   const auto found = std::find_if(runs_.begin(), runs_.end(), [id](const ScatterRun& run) { return run.id() == id; });
   return found == runs_.end() ? nullptr : const_cast<ScatterRun*>(&*found);
@@ -94,7 +94,7 @@ void Scatter::leave() {
   if (users_.fetch_sub(1, std::memory_order_acq_rel) == 1) on_end_();
 }
 
-// --- The worker
+// --- The transfer thread
 
 void ScatterRun::start(Poster& poster, Endings& endings) {
   parts_left_ = parts_.size();
@@ -108,7 +108,7 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
     part.error.reset();
     ++peer.scatter_parts;
     const Peer::State state = peer.state.load(std::memory_order_relaxed);
-    bool lost = false;  // what it was to be written to was forgotten with the peer
+    bool lost = false;  // the target region was forgotten with the peer
     for (; slice < requests_.size() && scatter_.slices_[slice].member == member; ++slice) {
       const Scatter::Slice& prepared = scatter_.slices_[slice];
       const ScatterUpdate& update = updates_[slice];
@@ -123,12 +123,14 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
     if (part.ready.empty()) {
       endings.touch(part);
     } else if (lost || peer.down || state == Peer::State::kFencing) {
-      endings.fail(part, peer.down
-                             ? *peer.down
-                             : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "this peer was fenced, or has left"});
+      endings.fail(
+          part, peer.down ? *peer.down
+                          : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "the peer was fenced or disconnected"});
     } else if (state != Peer::State::kConnected) {
       endings.fail(
-          part, Error{ErrorCode::kPeerDown, {}, {}, "scatter", "this peer is leaving: nothing new can be sent to it"});
+          part,
+          Error{
+              ErrorCode::kPeerDown, {}, {}, "scatter", "the peer is disconnecting: no new transfer to it is possible"});
     } else {
       poster.start(part);
     }
@@ -168,7 +170,7 @@ void ScatterRun::end(Stream& part, Endings& endings) {
   }
   const std::shared_ptr<Scatter> scatter = std::move(keep_);
   const auto forget = [&] {
-    id_.store(0, std::memory_order_release);  // the run is whoever's that takes it
+    id_.store(0, std::memory_order_release);  // from here on another submission may take the run
     scatter->leave();
     return true;
   };

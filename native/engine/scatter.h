@@ -1,8 +1,8 @@
-// Scatter: writes to several peers that are checked once, submitted as often as one likes with other lengths and offsets,
-// and end in one event each time.
+// Scatter: writes to several peers that are checked once and submitted any number of times. Each submission has its own
+// lengths and offsets and ends in one event.
 //
-// Whoever submits takes a run of the scatter, fills it in, and hands it to the worker; the run is free again when its event
-// is told. So a submission allocates nothing once as many runs exist as are in flight at a time.
+// A submission takes a run of the scatter, fills it in and hands it to the transfer thread. The run is free again when
+// its event is reported. A submission therefore allocates nothing if as many runs exist as are in flight at a time.
 #pragma once
 
 #include <atomic>
@@ -26,30 +26,31 @@ namespace kvc {
 
 class Scatter;
 
-// One submission. Its submitter's until it is handed to the worker, then the worker's until it is free again.
+// One submission. It belongs to the submitting thread until it is handed over, then to the transfer thread until it is
+// free again.
 class ScatterRun {
  public:
   explicit ScatterRun(Scatter& of);
-  // The run that a stream of kind kScatterPart belongs to.
+  // Returns the run to which a stream of kind kScatterPart belongs.
   static ScatterRun& of(Stream& part) { return static_cast<Part&>(part).run; }
 
-  // Which transfer this is for its user; 0: none, the run is free. Any thread.
+  // The transfer id of this submission; 0 if the run is free. Any thread.
   TransferId id() const noexcept { return id_.load(std::memory_order_acquire); }
 
-  // --- Its submitter.
+  // --- The submitting thread.
 
-  // Slice i goes as updates[i] says, or is an immediate alone, or nothing (no bytes, no immediate). Then it is handed over,
-  // and keeps its scatter.
+  // Fills in the lengths and offsets. Slice i follows updates[i]; without bytes it is an immediate alone, or nothing if
+  // it has no immediate. The run keeps its scatter alive from now on.
   void fill(std::span<const ScatterUpdate> updates);
-  // Ends a run that was handed over and is never started: no event follows, and the scatter is released. Called once the
-  // worker has ended.
+  // Ends a run that was handed over and will never start: no event follows, and the scatter is released. Called after
+  // the transfer thread has ended.
   void abandon();
 
-  // --- The worker.
+  // --- The transfer thread.
 
   void start(Poster& poster, Endings& endings);
   void cancel(Poster& poster, Endings& endings);
-  // The part, one of this run's, has nothing more in flight. The last one tells the event.
+  // Ends a part of this run that has nothing in flight. The last part reports the event.
   void end(Stream& part, Endings& endings);
 
  private:
@@ -61,11 +62,12 @@ class ScatterRun {
   };
 
   Scatter& scatter_;
-  std::shared_ptr<Scatter> keep_;  // while it runs
+  std::shared_ptr<Scatter> keep_;  // set while the run is in use
   std::atomic<TransferId> id_{0};
   std::deque<Part> parts_;            // by member
-  std::vector<RequestRef> requests_;  // by slice; none: this slice never writes nor counts
-  // By slice. The worker puts them into the requests: those stay with its core, and what changes cores is this alone.
+  std::vector<RequestRef> requests_;  // by slice; null: this slice never writes or counts
+  // By slice. The transfer thread copies them into the requests. The requests thus stay with its core, and only this
+  // vector moves between cores.
   std::vector<ScatterUpdate> updates_;
   Progress progress_;
   size_t parts_left_ = 0;
@@ -76,7 +78,7 @@ class ScatterRun {
 
 class Scatter : public std::enable_shared_from_this<Scatter> {
  public:
-  // What may go to a member in one slice. `target` null: the peer was fenced, or has left.
+  // What one slice may write to a member. A null `target`: the peer was fenced or disconnected.
   struct Slice {
     std::shared_ptr<LocalRegion> source;
     std::shared_ptr<const RemoteRegion> target;
@@ -87,8 +89,8 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
     std::optional<uint32_t> immediate;
   };
 
-  // `slices` by rising member. `callback`: gets each run's event; empty: the event queue does. `on_end`: called when it is
-  // released and no run is in flight, before the last one's event can be seen.
+  // `slices` are sorted by member. `callback` receives each run's event; empty: the event queue does. `on_end` is
+  // called when the scatter was released and no run is in flight, before the last run's event is visible.
   Scatter(ScatterId id, std::vector<std::shared_ptr<Peer>> members, std::vector<Slice> slices, EventCallback callback,
           std::function<void()> on_end)
       : id_(id),
@@ -102,23 +104,23 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
 
   // --- Any thread.
 
-  // nullopt, or why `updates` lie outside of what was checked.
+  // Returns no value, or the error if `updates` exceed the checked ranges.
   std::optional<Error> check(std::span<const ScatterUpdate> updates) const;
-  // A free run, known as `id` from now on. Null: it was released, or kMaxRuns are in flight.
+  // Takes a free run and gives it `id`. Null: the scatter was released, or kMaxRuns are in flight.
   ScatterRun* take(TransferId id);
-  // The run of this id; null: it has ended, or there never was one.
+  // The run with this id; null if it has ended or never existed.
   ScatterRun* find(TransferId id) const;
-  // Its user takes no more runs. False: it was released before.
+  // Ends the user's right to take runs. Returns false if the scatter was released before.
   bool release();
   bool released() const;
 
  private:
   friend class ScatterRun;
 
-  // In flight at a time: a round trip of 20 us holds ten submissions of 2 us.
+  // Most runs in flight at a time. A round trip of 20 us covers ten submissions of 2 us.
   static constexpr size_t kMaxRuns = 16;
 
-  // One who needs it to be found does so no more.
+  // Ends one use of the scatter (see users_).
   void leave();
 
   const ScatterId id_;
@@ -126,10 +128,10 @@ class Scatter : public std::enable_shared_from_this<Scatter> {
   const std::vector<Slice> slices_;
   const EventCallback callback_;
   const std::function<void()> on_end_;
-  std::atomic<uint32_t> users_{1};  // who need it to be found: its user, until release(), and each run in flight
+  std::atomic<uint32_t> users_{1};  // uses: its user, until release(), and each run in flight
   mutable std::mutex mutex_;
   bool released_ = false;        // guarded by mutex_
-  std::deque<ScatterRun> runs_;  // guarded by mutex_; they stay where they are
+  std::deque<ScatterRun> runs_;  // guarded by mutex_; runs never move
 };
 
 }  // namespace kvc

@@ -1,4 +1,4 @@
-// start_thread(): a thread, or an error where the system gives none.
+// start_thread(): starts a thread, or returns an error if the system refuses.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace kvc {
 
-// Runs `f` on `thread`, which is none so far. kResources where no thread can be made: std::thread's constructor throws then,
-// and nothing of the engine may. After a failure `f` never runs.
+// Runs `f` on `thread`, which must be empty. Returns kResources if no thread can be started: the constructor of
+// std::thread throws, and no transfer engine code may throw. After a failure `f` never runs.
 template <typename F>
 Status start_thread(std::thread& thread, F&& f) {
   try {
@@ -21,8 +21,8 @@ Status start_thread(std::thread& thread, F&& f) {
                  {},
                  {},
                  "create",
-                 std::string("no thread can be started (") + error.what() +
-                     "): raise the limit of processes (ulimit -u, pids.max of the container)"};
+                 std::string("cannot start a thread (") + error.what() +
+                     "): raise the process limit (ulimit -u, or pids.max of the container)"};
   }
   return {};
 }

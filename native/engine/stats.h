@@ -1,4 +1,4 @@
-// Stats: the worker's counters, readable by any thread while they grow.
+// Stats: the counters of the transfer thread. Any thread may read them while they grow.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,9 @@ struct Stats {
   std::atomic<uint64_t> sleeps{0};
   std::atomic<uint64_t> callback_errors{0};
 
-  Trace* trace = nullptr;  // the worker's; null: it is off
+  Trace* trace = nullptr;  // used on the transfer thread; null: tracing is off
 
-  // For counters with one writing thread: no locked instruction on the worker's path. A gauge goes down by adding less than
-  // nothing.
+  // Adds to a counter with one writing thread, without a locked instruction. To lower a gauge, add a negative number.
   static void add(std::atomic<uint64_t>& counter, uint64_t n) noexcept {
     counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }

@@ -1,6 +1,7 @@
-// Trace: what the worker did with each armed request and each counter, and when: a transfer's timeline is made of it.
+// Trace: records what the transfer thread did with each armed request and each counter, and when. A transfer's timeline
+// is built from it.
 //
-// Off until TransferEngine::start_trace(): until then Stats::trace, by which the worker finds it, is null.
+// Off until TransferEngine::start_trace(). Until then Stats::trace, which the transfer thread checks, is null.
 #pragma once
 
 #include <chrono>
@@ -16,14 +17,14 @@ namespace kvc {
 
 class Trace {
  public:
-  // From now on it keeps up to `capacity` steps until they are taken; what comes beyond them is lost, and counted.
+  // Keeps up to `capacity` steps between two calls of take(). Later steps are lost and counted.
   void start(size_t capacity) {
     const std::lock_guard lock(mutex_);
     capacity_ = capacity;
     steps_.reserve(capacity);
   }
 
-  // The step is made now. The worker's.
+  // Records a step with the current time. Used on the transfer thread.
   void note(TraceStep step) {
     step.nanoseconds = std::chrono::steady_clock::now().time_since_epoch().count();
     const std::lock_guard lock(mutex_);
@@ -34,9 +35,9 @@ class Trace {
     }
   }
 
-  // Any thread: the steps since the last call.
+  // Returns the steps since the last call. Any thread.
   TakenTrace take() {
-    // Not under the lock, which the worker takes for each note: a copy of 100,000 steps takes it milliseconds.
+    // Outside the lock, which the transfer thread takes for each note: allocating 100,000 steps takes milliseconds.
     std::vector<TraceStep> next;
     next.reserve(capacity());
     const std::lock_guard lock(mutex_);
@@ -50,7 +51,7 @@ class Trace {
     return capacity_;
   }
 
-  std::mutex mutex_;  // of all
+  std::mutex mutex_;  // guards all fields
   size_t capacity_ = 0;
   std::vector<TraceStep> steps_;
   uint64_t lost_ = 0;

@@ -16,24 +16,29 @@ namespace kvc {
 
 namespace {
 
-// Messages to one peer that it has not taken. Beyond this its user does not read, and the sender's memory (4 MiB) should
-// not pay for it.
+// Untaken messages to one peer. Beyond this the peer's user does not read, and the messages should not use more of the
+// sender's memory (4 MiB).
 constexpr uint32_t kMaxPendingSends = 1024;
 
 Status check_config(const EngineConfig& config) {
   if (config.name.empty() || config.name.size() > kMaxNameBytes) {
-    return invalid("create", "the engine needs a name of 1 to " + std::to_string(kMaxNameBytes) + " bytes");
+    return invalid("create",
+                   "the name of the transfer engine must have 1 to " + std::to_string(kMaxNameBytes) + " bytes");
   }
   if (config.domains.empty() || config.domains.size() > kMaxDomains) {
-    return invalid("create", std::to_string(config.domains.size()) + " domains configured; 1 to " +
-                                 std::to_string(kMaxDomains) + " are possible");
+    return invalid("create", std::to_string(config.domains.size()) + " domains configured: 1 to " +
+                                 std::to_string(kMaxDomains) + " are supported");
   }
   if (config.workers < 1 || config.workers > kMaxDomains + 1) {
-    return invalid("create", std::to_string(config.workers) + " workers: one, or at most one more than domains");
+    return invalid("create", std::to_string(config.workers) + " workers: 1 to " + std::to_string(kMaxDomains + 1) +
+                                 " are supported");
   }
   std::set<std::string> providers;
   for (const DomainConfig& domain : config.domains) providers.insert(domain.provider);
-  if (providers.size() > kMaxLanes) return invalid("create", "too many different providers");
+  if (providers.size() > kMaxLanes) {
+    return invalid("create", std::to_string(providers.size()) + " providers configured: at most " +
+                                 std::to_string(kMaxLanes) + " are supported");
+  }
   return {};
 }
 
@@ -44,7 +49,7 @@ TransferEngine::~TransferEngine() { (void)close(); }
 
 Status TransferEngine::close() {
   if (impl_ == nullptr) return {};
-  // In a child of fork() the threads, and what they held, are the parent's: nothing here may be ended.
+  // In a child of fork(), the threads and their objects belong to the parent: nothing may be ended here.
   if (impl_->process != getpid()) {
     [[maybe_unused]] Impl* const parents = impl_.release();
     return {};
@@ -54,8 +59,8 @@ Status TransferEngine::close() {
     impl_.reset();
     return ended;
   }
-  // Its control thread goes on, lets peers fence when the driver returns, and uses it meanwhile. Then another thread frees it;
-  // if no thread can start, its memory is lost.
+  // The control thread continues, lets peers fence when the driver returns, and uses the object meanwhile. Another
+  // thread then frees the object. If no thread can start, its memory is lost.
   Impl* const left = impl_.release();
   std::thread last;
   if (start_thread(last, [left] { std::unique_ptr<Impl>(left).reset(); })) last.detach();
@@ -116,7 +121,7 @@ Status TransferEngine::complete(PeerId id, std::span<const std::byte> answer) {
     if (!link) return refuse(link.error());
     return impl_->worker.call("complete", [&]() -> Status {
       if (impl_->group.connect(peer, link.value(), true)) return {};
-      return refuse({ErrorCode::kPeerDown, {}, {}, "complete", "this peer was fenced here"});
+      return refuse({ErrorCode::kPeerDown, {}, {}, "complete", "the peer was fenced on this side"});
     });
   });
 }
@@ -127,15 +132,15 @@ Status TransferEngine::fence(PeerId peer_id, Timeout timeout) {
   const std::shared_ptr<Peer>& peer = found.value();
   if (peer->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
     const Status withdrawn = impl_->on_control("fence", [&]() -> Status {
-      impl_->offers.withdraw(peer_id);  // if it has not been completed meanwhile
+      impl_->offers.withdraw(peer_id);  // if the offer was not completed meanwhile
       return {};
     });
     if (!withdrawn) return withdrawn;
   }
-  const Error why{ErrorCode::kPeerDown, {}, {}, "fence", "this peer was fenced here"};
+  const Error why{ErrorCode::kPeerDown, {}, {}, "fence", "the peer was fenced on this side"};
   Status status = impl_->worker.call_until(
       "fence", [impl = impl_.get(), peer, why] { return impl->group.fence_step(*peer, why); }, timeout,
-      "a write of this peer may still land here: call again");
+      "a write of this peer may still land here: call fence() again");
   if (!status) status.error().peer = peer->name;
   return status;
 }
@@ -145,7 +150,7 @@ Status TransferEngine::disconnect(PeerId peer_id, Timeout timeout) {
   if (!found) return found.error();
   const std::shared_ptr<Peer>& peer = found.value();
   if (peer->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
-    return invalid("disconnect", "peer " + peer->name + " has not answered yet: fence() withdraws the offer");
+    return invalid("disconnect", "peer " + peer->name + " has not answered the offer yet: withdraw it with fence()");
   }
   Status status = impl_->worker.call_until(
       "disconnect",
@@ -157,8 +162,8 @@ Status TransferEngine::disconnect(PeerId peer_id, Timeout timeout) {
         return std::nullopt;
       },
       timeout,
-      "transfers or messages between us and this peer have not ended: seal or cancel what is open on both sides and "
-      "call again, or fence()");
+      "transfers or messages with this peer have not ended: seal or cancel the open ones on both sides and call "
+      "disconnect() again, or call fence()");
   if (!status) status.error().peer = peer->name;
   return status;
 }
@@ -173,16 +178,17 @@ Result<std::string> TransferEngine::lane(PeerId peer_id) {
 
 Result<TransferId> TransferEngine::send(PeerId peer_id, std::span<const std::byte> message, EventCallback callback) {
   if (message.empty() || message.size() > kMaxUserMessageBytes) {
-    return invalid("send", "a message of " + std::to_string(message.size()) + " bytes; 1 to " +
-                               std::to_string(kMaxUserMessageBytes) + " are possible: write larger things");
+    return invalid("send", "a message of " + std::to_string(message.size()) + " bytes: 1 to " +
+                               std::to_string(kMaxUserMessageBytes) + " are supported. Send larger data with a write");
   }
   const Result<std::shared_ptr<Transfer>> made =
       impl_->make_transfer(peer_id, std::move(callback), Transfer::Kind::kMessage);
   if (!made) return made.error();
   const std::shared_ptr<Transfer>& transfer = made.value();
   if (transfer->peer->messages.load(std::memory_order_relaxed) > kMaxPendingSends) {
-    return Error{ErrorCode::kResources, transfer->peer->provider, transfer->peer->name, "send",
-                 std::to_string(kMaxPendingSends) + " messages to this peer wait already: it does not take them"};
+    return Error{
+        ErrorCode::kResources, transfer->peer->provider, transfer->peer->name, "send",
+        std::to_string(kMaxPendingSends) + " messages to this peer are waiting: the peer does not receive them"};
   }
   if (Status status = impl_->publish(transfer); !status) return status.error();
   Bytes bytes(kUserHeaderBytes + message.size());
@@ -219,7 +225,7 @@ Status TransferEngine::set_message_callback(MessageCallback callback) {
 // --- Counting
 
 Result<CounterSet> TransferEngine::alloc_counters(uint32_t n, const std::vector<PeerId>& raisers) {
-  if (n == 0) return invalid("alloc_counters", "0 counters asked for");
+  if (n == 0) return invalid("alloc_counters", "0 counters requested: a counter set needs at least 1");
   return impl_->counters.allocate(n, raisers);
 }
 
@@ -232,7 +238,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   if (fired.value()->callback || fired.value()->word) {
     impl_->worker.submit<Fire>(std::make_unique<CounterSets::Fired>(std::move(*fired.value())));
   } else {
-    // It may be released meanwhile.
+    // The set may be released meanwhile.
     impl_->events.push_if(Event{.kind = EventKind::kCountersReached, .id = set},
                           [&] { return impl_->counters.exists(set); });
   }
@@ -252,7 +258,7 @@ uint64_t CounterReader::value(size_t counter) const noexcept { return counters_-
 Status TransferEngine::release_counters(CounterSetId set) {
   Result<std::shared_ptr<const void>> released = impl_->counters.release(set);
   if (!released) return released.error();
-  // The worker may be looking at it right now.
+  // The transfer thread may be reading it right now.
   if (released.value()) impl_->worker.submit<Call>([kept = std::move(released.value())] {});
   impl_->events.discard(EventQueue::Subject::kCounters, set);
   return {};
@@ -265,7 +271,7 @@ Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout, cons
   const std::shared_ptr<Transfer> transfer = impl_->transfers.find(id);
   const std::optional<Impl::Submission> submission = transfer ? std::nullopt : impl_->find_submission(id);
   if ((transfer != nullptr && transfer->callback) || (submission && submission->scatter->has_callback())) {
-    return invalid("wait_transfer", "transfer " + std::to_string(id) + " has a callback, which gets its event");
+    return invalid("wait_transfer", "transfer " + std::to_string(id) + " has a callback, which receives its event");
   }
   const auto pending = [&] { return impl_->transfers.find(id) != nullptr || impl_->find_submission(id).has_value(); };
   return impl_->events.wait(EventQueue::Subject::kTransfer, id, timeout, pending, stays);
@@ -280,10 +286,10 @@ Result<Event> TransferEngine::wait_counters(CounterSetId set, Timeout timeout, c
 std::vector<Event> TransferEngine::poll_events(size_t max) { return impl_->events.poll(max); }
 int TransferEngine::event_fd() const { return impl_->events.fd(); }
 
-// --- The rest
+// --- Other methods
 
 std::shared_ptr<LayerSignal> TransferEngine::create_signal() {
-  // The waker is shared: a signal may outlive the engine.
+  // The waker is shared, because a signal may outlive the transfer engine.
   return std::make_shared<LayerSignal>([waker = impl_->waker] { waker->wake(); });
 }
 

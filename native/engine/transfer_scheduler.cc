@@ -11,8 +11,8 @@ namespace kvc {
 
 namespace {
 
-// After these the receiver has refused the batch, or the sender never sent it: nothing of it can land later. Any
-// other failure leaves that open.
+// True if the receiver has refused the batch, or the sender never sent it: none of its pages can land later. After any
+// other error they may.
 bool leaves_nothing_behind(ErrorCode code) {
   switch (code) {
     case ErrorCode::kInvalidArgument:
@@ -37,7 +37,7 @@ TransferScheduler::TransferScheduler(Registry<Transfer>& transfers, const Counte
       rewriter_(
           flights_, stats,
           [this](uint32_t place, const Error* error, bool may_land) { resolve(place, error, may_land); },
-          // Before others: they may wait for it, and it has waited.
+          // Before the other streams: they may depend on the recovery, and it has waited already.
           [this](Stream& recovery) { poster_.make_runnable(recovery, true); }),
       endings_(transfers, counters, events, stats) {}
 
@@ -76,30 +76,31 @@ void TransferScheduler::fail_peer(Peer& peer, const Error& error) {
   if (!peer.down) peer.down = error;
   const auto to_it = [&](const Transfer& transfer) { return transfer.peer.get() == &peer; };
   for (const std::shared_ptr<Transfer>& transfer : transfers_.all_if(to_it)) {
-    // One that may end is through, although it was not told yet: its last completion came just before the peer's end.
+    // A stream that may end is complete, although its end was not reported yet: its last completion came before the
+    // peer's end.
     if (!transfer->stream.may_end()) fail(transfer->stream, error);
   }
   for (Recovery* const recovery : rewriter_.of(peer)) fail(*recovery, error);
-  // What is left in its queue is no transfer: parts of scatters.
+  // The remaining streams in its queue are parts of scatters.
   while (!peer.runnable.empty()) {
     Stream& stream = *peer.runnable.pop_front();
     stream.runnable = false;
     fail(stream, error);
   }
-  // What waited for a settlement: it may land as long as the links are not fenced.
+  // Entries that waited for a settlement. Their pages may land as long as the links are not fenced.
   for (Link& link : peer.links) {
     for (const uint32_t place : std::exchange(link.unsettled, {})) resolve(place, &error, true);
   }
   std::erase(wanting_, &peer);
-  // Its links are on their way out with the peer: nobody may find it there.
+  // The peer ends with its links, so the poster must not find it any more.
   poster_.forget(peer);
 }
 
-// --- The worker's turn
+// --- The turn of the transfer thread
 
 bool TransferScheduler::post_due_layers() {
   return armed_.release([this](Stream& stream, uint64_t value, RequestRef request) {
-    if (stream.stopping()) return;  // settle() drops the rest
+    if (stream.stopping()) return;  // settle() drops the other requests
     if (stats_.trace != nullptr) {
       stats_.trace->note({.kind = TraceStep::Kind::kReleased,
                           .request = reinterpret_cast<uint64_t>(request.get()),
@@ -130,7 +131,7 @@ bool TransferScheduler::settle() {
 void TransferScheduler::look(Stream& stream) {
   if (stream.stopping()) drop_pending(stream);
   if (!stream.may_end()) return;
-  poster_.remove(stream);  // it may stand in its peer's queue with nothing left to post
+  poster_.remove(stream);  // it may be in its peer's queue with nothing left to post
   switch (stream.kind) {
     case Stream::Kind::kTransfer:
       return endings_.end(static_cast<Transfer::OwnStream&>(stream).transfer);
@@ -149,7 +150,7 @@ TransferScheduler::Ended TransferScheduler::complete(WorkId work, const Error* e
   if (!place) return {};
   flights_.leave_link(*place);
   Flight& flight = flights_[*place];
-  if (flight.stream == nullptr) {  // an internal message: who sent it asks again
+  if (flight.stream == nullptr) {  // an internal message: its sender repeats it
     return {.goodbye_to = flights_.end(*place).goodbye_to};
   }
   Peer& peer = *flight.stream->peer;
@@ -168,7 +169,7 @@ TransferScheduler::Ended TransferScheduler::complete(WorkId work, const Error* e
   return {};
 }
 
-// Ends an entry, off its link already. `may_land`: its pages may still land at the peer.
+// Ends an entry that is off its link already. `may_land`: its pages may still land at the peer.
 void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_land) {
   const Flight flight = flights_.end(place);
   Stream& stream = *flight.stream;
@@ -195,14 +196,14 @@ void TransferScheduler::resolve(uint32_t place, const Error* error, bool may_lan
     if (flight.counter() && stream.peer->links.size() > 1) flight.link->refused.insert(*flight.counter());
     Endings::record(stream, *error);
   }
-  // An open stream does not end here: it is not looked at.
+  // An open stream does not end here, so it is not put on the list.
   const bool may_end = stream.batches_in_flight == 0 && (stream.sealed || stream.stopping());
   if (may_end || error != nullptr) endings_.touch(stream);
 }
 
-// All of it was posted and has completed.
+// Called when all batches of a request have completed.
 void TransferScheduler::finish_request(Stream& stream, const Request& request) {
-  // A write in parts is one page, and done when it is counted: who cancels in between finds as many pages as counts.
+  // A write in parts is one page, and done when it is counted. If it is cancelled before, its pages match its count.
   const bool whole = request.in_parts() ? request.pages_at_end() == 0 : request.ends_parts();
   if (whole && !stream.error) {
     Stats::add(stream.progress->pages_done, 1);
@@ -216,7 +217,7 @@ void TransferScheduler::finish_request(Stream& stream, const Request& request) {
     own.transfer.armed_slices.fetch_sub(1, std::memory_order_relaxed);
   }
   if (request.pages_at_end() == 0) return;
-  // Of a scatter's part nobody has said so before, if all of it was in flight.
+  // For a part of a scatter this was not reported before, if all of it was in flight.
   if (stream.peer->down) return fail(stream, *stream.peer->down);
   stream.ready.push_front(Request::make(nullptr, nullptr, 0, request.immediate(),
                                         ImmediateOnly{request.pages_at_end(), request.in_parts()}));

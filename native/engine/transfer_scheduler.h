@@ -1,8 +1,8 @@
-// TransferScheduler: what is to be posted, from its submission to its event.
+// TransferScheduler: everything that is to be posted, from its submission to its event.
 //
-// Four units do the work: the Poster decides what is posted next and over which link, the FlightTable accounts for what was
-// posted, the Rewriter settles what a broken link has left open, and Endings tells how each thing ended. Here is what passes
-// between them. Every method runs on the worker thread.
+// Four units do the work. The Poster decides what is posted next and over which link. The FlightTable accounts for
+// posted work. The Rewriter settles what a broken link has left open. Endings reports how each stream ended. This class
+// connects them. Every method runs on the transfer thread.
 #pragma once
 
 #include <cstdint>
@@ -27,40 +27,42 @@ namespace kvc {
 
 class TransferScheduler final : private Poster::Owner {
  public:
-  // `first_generation`: of the FlightTable.
+  // `first_generation`: see FlightTable.
   TransferScheduler(Registry<Transfer>& transfers, const CounterSets& counters, EventQueue& events, Stats& stats,
                     uint32_t first_generation = 0);
 
-  // --- Commands. On a transfer that is ending they do nothing: its final event says why.
+  // --- Commands. If the transfer is ending, they do nothing: its final event gives the reason.
   void add(Transfer& transfer, RequestRef request);
   void arm(ArmedPlan plan);
   void seal(Transfer& transfer);
   void cancel(Transfer& transfer);
   void start(ScatterRun& run) { run.start(poster_, endings_); }
   void cancel(ScatterRun& run) { run.cancel(poster_, endings_); }
-  // Stops posting to the peer and fails what is open to it, now and in future.
+  // Stops posting to the peer and fails its open and future transfers.
   void fail_peer(Peer& peer, const Error& error);
 
-  // --- The worker's turn.
+  // --- The turn of the transfer thread.
   bool post_due_layers();
   bool post() { return poster_.post(); }
   bool settle();
-  // A signal passed since the last look, or a GPU may write one at any time: the worker must not sleep.
+  // True if a signal has reached a value since the last look, or if a GPU may write one at any time. The transfer
+  // thread must not sleep while this is true.
   bool has_due_layers() const { return armed_.may_be_due(); }
   Endings& endings() noexcept { return endings_; }
 
-  // What a completion of a domain's means.
+  // The outcome of a completion.
   struct Ended {
     Peer* peer = nullptr;
-    Link* link = nullptr;  // to be taken out: the error speaks of it and not of the batch, and the peer has other links
-    uint32_t goodbye_to = 0;  // it was the goodbye to this peer
+    // A link to take out of use: the error concerns the link and not the batch, and the peer has other links.
+    Link* link = nullptr;
+    uint32_t goodbye_to = 0;  // not 0: the completed work was the goodbye to this peer
   };
   Ended complete(WorkId work, const Error* error);
 
-  // Where the peer's other links were not made so far, and there is use for them.
+  // Returns the peers whose other links were not made so far and are needed now.
   std::vector<Peer*> take_wanting() { return std::exchange(wanting_, {}); }
 
-  // --- A link that broke, and that both ends have closed.
+  // --- A broken link that both ends have closed.
   std::vector<uint32_t> unsettled_counters(const Link& link) const { return rewriter_.unsettled_counters(link); }
   void recover(Peer& peer, Link& link, std::span<const Landed> landed) { rewriter_.recover(peer, link, landed); }
 

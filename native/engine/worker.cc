@@ -28,7 +28,7 @@ Status Worker::start(ControlQueue& control, std::span<const std::unique_ptr<Doma
   Status thread = start_thread(thread_, [&, this] {
     status = open(control, others);
     const bool ok = status.ok();
-    opened.set_done();  // `status` and `opened` are the starting thread's: not touched after this
+    opened.set_done();  // `status` and `opened` belong to the starting thread and are not touched after this
     if (ok) {
       loop_.run(*this, std::chrono::microseconds(config_.spin_us));
       run_commands();
@@ -52,7 +52,7 @@ Error Worker::blocking_in_callback(const char* operation) {
                {},
                {},
                operation,
-               "blocks, and was called from an event callback on the worker thread: call it from another thread"};
+               "this call blocks and was made in a callback on the transfer thread: call it from another thread"};
 }
 
 Status Worker::call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message) {
@@ -65,7 +65,7 @@ Status Worker::call_until(const char* operation, std::function<bool()> step, Tim
 
 Status Worker::call_until(const char* operation, std::function<std::optional<Status>()> step, Timeout timeout,
                           std::string message) {
-  // Written on the worker before the completion that this thread waits for.
+  // Written on the transfer thread before the completion for which this thread waits.
   const auto outcome = std::make_shared<std::optional<Status>>();
   Status status = call_until(
       operation, [outcome, step = std::move(step)] { return (*outcome = step()).has_value(); }, timeout,
@@ -75,7 +75,7 @@ Status Worker::call_until(const char* operation, std::function<std::optional<Sta
 
 Status Worker::open(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others) {
   if (Status opened = loop_.open("kvc-" + config_.name, config_.worker_cpu); !opened) return opened;
-  // After pinning, so that what a domain allocates lies near the core that uses it.
+  // After pinning, so that a domain allocates memory near the core that uses it.
   if (Status opened = lanes_.open(config_, control, others); !opened) return opened;
   group_.open();
   for (const int fd : group_.fds()) {
@@ -102,7 +102,7 @@ std::optional<std::chrono::milliseconds> Worker::longest_sleep() const {
 }
 
 bool Worker::run_commands() {
-  // What was retired before may be meant by commands that are in the queue now, and by none that come later.
+  // Commands in the queue may refer to objects that were retired before now. Later commands cannot.
   const size_t retired = group_.scheduler().endings().retired();
   const bool any = queue_.drain([this](std::unique_ptr<Command> command) {
     apply(*command);

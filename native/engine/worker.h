@@ -1,7 +1,7 @@
-// Worker: the one thread that drives a DomainGroup.
+// Worker: the transfer thread that drives a DomainGroup.
 //
-// Each turn: take the submitted commands; post layers whose signal has passed and a quantum of what is ready; poll the
-// domains; end what has ended.
+// Each turn, it carries out the submitted commands. It posts layers whose signal value has been reached, and a quantum
+// of the ready work. It then polls the domains and ends what has ended.
 #pragma once
 
 #include <functional>
@@ -27,23 +27,23 @@ namespace kvc {
 class Worker final : private PollLoop::Work {
  public:
   Worker(const EngineConfig& config, Lanes& lanes, DomainGroup& group, std::shared_ptr<Waker> waker, Stats& stats);
-  // Stops if it runs.
+  // Calls stop().
   ~Worker() override;
 
-  // Starts the thread and opens the lanes on it, or on `others`, which outlive it. Blocks until they are open; after a
-  // failure there is no thread.
+  // Starts the thread and opens the lanes on it, or on `others`, which must outlive it. Blocks until the lanes are
+  // open. After a failure there is no thread.
   Status start(ControlQueue& control, std::span<const std::unique_ptr<DomainThread>> others);
-  // Carries out what was submitted, closes the group on the worker and ends the thread. Commands that come later are never
-  // run. Blocks.
+  // Carries out the submitted commands, closes the group on the thread and ends the thread. Later commands never run.
+  // Blocks.
   void stop();
-  // After stop(): lets go of commands that came later, and of what they hold.
+  // Drops commands that were submitted after stop(), and releases what they hold.
   void drop_commands() {
     queue_.drain([](std::unique_ptr<Command> command) {
       if (auto* const start = std::get_if<StartScatter>(&command->body)) start->run->abandon();
     });
   }
 
-  // Any thread; never blocks. The command Kind, made of `args`.
+  // Submits a command of type Kind, made from `args`. Any thread; never blocks.
   template <typename Kind, typename... Args>
   void submit(Args&&... args) {
     std::unique_ptr<Command> command = take_command();
@@ -51,12 +51,12 @@ class Worker final : private PollLoop::Work {
     push(std::move(command));
     wake();
   }
-  // The same in its steps, for who holds a lock meanwhile: it is pushed under the lock, and wakes after it.
+  // The steps of submit(), for callers that push under a lock and wake after releasing it.
   std::unique_ptr<Command> take_command() { return pool_.take(); }
   void push(std::unique_ptr<Command> command) { queue_.push(std::move(command)); }
   void wake() { loop_.wake(); }
 
-  // Runs `f` (which returns a Result) on the worker and returns what it returns. Blocks for one turn.
+  // Runs `f` (which returns a Result) on the thread and returns the result. Blocks for one turn.
   template <typename F>
   std::invoke_result_t<F> call(const char* operation, F f) {
     using R = std::invoke_result_t<F>;
@@ -71,14 +71,14 @@ class Worker final : private PollLoop::Work {
     return std::move(*result);
   }
 
-  // Runs `step` on the worker once a turn until it says true, or `timeout` is over (kTimeout, with `message`). The
-  // step may run after the caller has left: it owns what it uses. Blocks.
+  // Runs `step` once a turn until it returns true. After `timeout` it returns kTimeout with `message`. The step may run
+  // after the call has returned, so it must own what it uses. Blocks.
   Status call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message);
-  // The same with a step that also says how it came out; nothing: again.
+  // The same for a step that returns its outcome. No value: run it again.
   Status call_until(const char* operation, std::function<std::optional<Status>()> step, Timeout timeout,
                     std::string message);
 
-  // What a blocking method answers on the worker thread, where it would wait for itself.
+  // The error of a blocking method that was called on the transfer thread, where it would wait for itself.
   static Error blocking_in_callback(const char* operation);
   bool on_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
@@ -104,7 +104,7 @@ class Worker final : private PollLoop::Work {
   SubmissionQueue<Command> queue_;
   PollLoop loop_;
   std::thread thread_;
-  std::vector<Step> steps_;  // the worker's
+  std::vector<Step> steps_;  // used on the thread only
 };
 
 }  // namespace kvc

@@ -1,4 +1,5 @@
-// CompletionQueue: what happened in a domain, as data. The domain puts in, in order; who drives it takes out.
+// CompletionQueue: the events of one domain, as data. The domain appends in order; the thread that drives the domain
+// takes them out.
 #pragma once
 
 #include <cstddef>
@@ -13,29 +14,30 @@
 
 namespace kvc {
 
-using LinkId = uint32_t;  // chosen by the engine, unique in the process, never reused
-using WorkId = uint64_t;  // chosen by the engine: our own id of a posted batch or message, returned in its completion
+using LinkId = uint32_t;  // chosen by the transfer engine, unique in the process, never reused
+// Chosen by the transfer engine: id of a posted batch or message, which its completion returns.
+using WorkId = uint64_t;
 
-// One thing that happened.
+// One event of a domain.
 struct Completion {
   enum class Kind : uint8_t {
-    // A posted batch or message ended. No error: every page is in place at the peer, or its engine has taken the message.
-    // Otherwise some pages may be in place, and the count at the peer may be anything from none to all of them. Each
-    // accepted batch ends exactly once, also when its link breaks or is fenced, and not before its source bytes may be
-    // overwritten.
+    // A posted batch or message ended. Without an error, every page is in place at the peer, or the peer's transfer
+    // engine has taken the message. With an error, some pages may be in place, and the peer may have counted none, some
+    // or all of them. Each accepted batch ends exactly once, also if its link breaks or is fenced. It does not end
+    // before its source bytes may be overwritten.
     kWork,
-    // `immediate` (with its multiplicity) landed over `link`: its pages are visible now.
+    // `immediate` (with its multiplicity) landed over `link`. Its pages are visible from now on.
     kImmediate,
-    // A peer's message came over `link`: `bytes`, in the sender's `slot` until Domain::take() gives that back. Messages
-    // come in no particular order, and each one once.
+    // A message of the peer arrived over `link`. `bytes` is its contents, and it occupies the sender's `slot` until
+    // Domain::take() frees the slot. Messages arrive in no particular order, each exactly once.
     kMessage,
-    // The link broke. Whoever drives the domain fences it, which ends what is still posted on it.
+    // The link broke. The thread that drives the domain must fence the link, which ends everything posted on it.
     kLinkDown,
   };
   Kind kind = Kind::kWork;
   LinkId link = 0;     // kImmediate, kMessage, kLinkDown
-  uint64_t value = 0;  // kWork: the WorkId; kImmediate: the immediate; kMessage: the slot
-  // Rare, and so apart: null for a batch that went well, and for an immediate.
+  uint64_t value = 0;  // WorkId (kWork), immediate (kImmediate) or slot (kMessage)
+  // Allocated only when needed, because it is rare: null for a successful batch and for an immediate.
   struct Detail {
     Error error;
     Bytes bytes;
@@ -67,13 +69,14 @@ class CompletionQueue {
   void link_down(LinkId link, Error error) {
     entries_.push_back({Completion::Kind::kLinkDown, link, 0, detail(std::move(error), {})});
   }
-  // One that another domain has put out.
+  // Appends an event that another domain has reported.
   void put(Completion completion) { entries_.push_back(std::move(completion)); }
 
-  // --- Whoever drives it.
+  // --- The thread that drives the domain.
 
   bool empty() const noexcept { return entries_.empty(); }
-  // Calls `use(Completion&)` for each, oldest first, those included that come meanwhile; false if there was none.
+  // Calls `use(Completion&)` for each event, oldest first, including events that arrive meanwhile. Returns false if
+  // there was none.
   template <typename Use>
   bool drain(Use&& use) {
     if (entries_.empty()) return false;
@@ -90,7 +93,7 @@ class CompletionQueue {
     return std::make_unique<Completion::Detail>(Completion::Detail{std::move(error), std::move(bytes)});
   }
 
-  std::vector<Completion> entries_;  // its memory is used again
+  std::vector<Completion> entries_;  // its memory is reused
 };
 
 }  // namespace kvc

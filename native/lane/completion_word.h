@@ -1,5 +1,5 @@
-// CompletionWord: memory that says how far a set of counters has come, for whoever polls it and is not the processor's: a
-// kernel that runs.
+// CompletionWord: a 64-bit word that reports the progress of a counter set to a poller outside the CPU (a running
+// kernel).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ class CompletionWord {
  public:
   virtual ~CompletionWord() = default;
 
-  // The word becomes `value` once the pages that have landed so far are visible to whoever reads it, perhaps after this has
-  // returned. One thread at a time; does not block.
+  // Sets the word to `value` once all pages that have landed so far are visible to its readers. This may happen after
+  // the call returned. One thread at a time; does not block.
   virtual Status store(uint64_t value) noexcept = 0;
 };
 

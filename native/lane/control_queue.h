@@ -1,4 +1,4 @@
-// ControlQueue: what the thread that posts and polls leaves to the control thread, because it may block.
+// ControlQueue: takes tasks that may block from the transfer thread to the control thread.
 #pragma once
 
 #include <functional>
@@ -11,11 +11,11 @@ class ControlQueue {
  public:
   virtual ~ControlQueue() = default;
 
-  // Any thread; never blocks. `task` runs on the control thread, soon and after all that were handed over before it; the
-  // threads that drive domains are then woken. Every task runs, also while the engine closes.
+  // Any thread; never blocks. `task` runs on the control thread soon, after all tasks handed over before it. The
+  // threads that drive domains are woken afterwards. Every task runs, also while the transfer engine closes.
   virtual void run(std::function<void()> task) = 0;
 
-  // The same for the end of something whose destructor may block.
+  // Destroys `object` on the control thread, for objects whose destructor may block.
   template <typename T>
   void dispose(std::unique_ptr<T> object) {
     if (object == nullptr) return;
@@ -23,13 +23,14 @@ class ControlQueue {
   }
 };
 
-// A share in something whose destructor may block, as one that frees a GPU's memory does. Wherever the last copy of a
-// ControlOwned ends, also on the worker or under a lock, the engine's share in the object ends on the control thread.
+// A shared reference to an object whose destructor may block (for example, one that frees GPU memory). The last copy of
+// a ControlOwned may end anywhere, also on the transfer thread or under a lock. The reference to the object is then
+// released on the control thread.
 template <typename T>
 class ControlOwned {
  public:
   ControlOwned() = default;
-  // `control` outlives every copy.
+  // `control` must outlive every copy.
   ControlOwned(ControlQueue& control, std::shared_ptr<T> object) {
     if (object == nullptr) return;
     T* const address = object.get();
@@ -41,7 +42,7 @@ class ControlOwned {
   T* get() const noexcept { return object_.get(); }
   T* operator->() const noexcept { return object_.get(); }
   explicit operator bool() const noexcept { return object_ != nullptr; }
-  // The same object, whoever holds it.
+  // Whether both refer to the same object.
   bool operator==(const ControlOwned& other) const noexcept { return object_ == other.object_; }
 
  private:

@@ -1,16 +1,16 @@
-// The 32-bit immediate of a WriteImm: slot | generation | multiplicity.
+// Immediate: the 32-bit value of a WriteImm, made of slot, generation and multiplicity.
 #pragma once
 
 #include <cstdint>
 
 namespace kvc {
 
-// Field widths. 32 bits is what every fabric carries (verbs imm_data, EFA remote CQ data).
-//  - slot, 16 bits: one counter per layer and request in flight; 65,536 hold 800 requests of an 80-layer model.
-//  - generation, 10 bits: raised each time a slot changes owner. A slot is reused in FIFO order, so 1,024
-//    generations are 65,536 x 1,024 allocations; a write that late was fenced long before.
-//  - multiplicity, 6 bits, stored minus one: how many pages this one immediate stands for, 1 to 64. Chains
-//    above 4 gave the paper nothing on RC; 64 keeps the per-frame cost of tcp and host below 1 % at 4 KiB pages.
+// Field widths. Every fabric carries 32 bits (verbs imm_data, EFA remote CQ data).
+//  - slot, 16 bits: one counter per layer and request in flight. 65,536 slots hold 800 requests of an 80-layer model.
+//  - generation, 10 bits: raised each time a slot changes owner. Slots are reused in FIFO order, so 1,024 generations
+//    are 65,536 x 1,024 allocations. A write that is this late was fenced long before.
+//  - multiplicity, 6 bits, stored minus one: the number of pages that this immediate counts, 1 to 64. In the paper,
+//    chains above 4 gained nothing on RC. 64 keeps the per-frame cost of tcp and host below 1 % at 4 KiB pages.
 struct Immediate {
   static constexpr uint32_t kSlotBits = 16;
   static constexpr uint32_t kGenerationBits = 10;
@@ -28,7 +28,7 @@ struct Immediate {
     return Immediate{raw >> (kGenerationBits + kMultiplicityBits),
                      (raw >> kMultiplicityBits) & ((1U << kGenerationBits) - 1), (raw & (kMaxMultiplicity - 1)) + 1};
   }
-  // The same counter, standing for `pages` pages.
+  // Returns the immediate of the same counter, for `pages` pages.
   static constexpr uint32_t with_multiplicity(uint32_t raw, uint32_t pages) noexcept {
     return (raw & ~(kMaxMultiplicity - 1)) | (pages - 1);
   }

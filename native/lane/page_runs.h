@@ -1,7 +1,7 @@
-// Page runs: pages of a batch that follow each other without a gap on both sides, as one piece.
+// Page runs: pages of a batch that are contiguous on both sides, as one piece.
 //
-// A provider may put each run onto the wire as one write; the immediate still stands for every page of it. A KV
-// cache that was filled in order is such a run throughout: one write then does the work of up to 64.
+// A provider may send each run as one write; the immediate still counts every page of it. A KV cache that was filled in
+// order is one run throughout, so that one write replaces up to 64.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ namespace kvc {
 struct PageRun {
   const std::byte* source = nullptr;
   uint64_t target_offset = 0;
-  uint32_t pages = 0;  // its length is pages * page_bytes
+  uint32_t pages = 0;  // the length is pages * page_bytes
 };
 
-// Calls `use(PageRun)` for the runs of `batch`, in order of its pages: together they are all its pages. `max_bytes`:
-// what one write of the provider may carry; a run ends before it would exceed that, but has one page at least.
-// A batch of 0-byte pages (an immediate alone) is one run.
+// Calls `use(PageRun)` for the runs of `batch`, in page order. Together the runs cover all pages. `max_bytes` is the
+// most that one write of the provider may carry: a run ends before it would exceed this, but has one page at least. A
+// batch of 0-byte pages (an immediate alone) is one run.
 template <typename Use>
 void for_each_run(const WriteBatch& batch, uint64_t max_bytes, Use&& use) {
   PageRun run;

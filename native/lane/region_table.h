@@ -1,4 +1,4 @@
-// RegionTable: the registered memory that a domain's peers may write, by key.
+// RegionTable: the registered memory that the peers of a domain may write to, by key.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,19 @@
 
 namespace kvc {
 
-// One owner thread. Owns nothing: a registration outlives its place here.
+// One owner thread. Owns nothing: a registration outlives its entry here.
 class RegionTable {
  public:
   void add(Registration& region) { regions_.emplace(region.key, &region); }
 
-  // Null for a key that is unknown or revoked. Who lands there for longer than a call counts in Registration::landing.
+  // Null if the key is unknown or revoked. Writes that land for longer than one call are counted in
+  // Registration::landing.
   Registration* find(uint64_t key) const noexcept {
     const auto found = regions_.find(key);
     return found == regions_.end() || found->second->revoked ? nullptr : found->second;
   }
 
-  // Revokes the key. True, and the region forgotten, once nothing is landing in it any more: until then call again.
+  // Revokes the key. Returns true and forgets the region once no write is landing in it. Until then call again.
   bool withdraw(Registration& region) noexcept {
     region.revoked = true;
     if (region.landing > 0) return false;

@@ -1,4 +1,4 @@
-// WorkSlots: what was posted on a link and has not ended, each in a slot by which its end is told.
+// WorkSlots: the work posted on a link and not ended. Each item has a slot, and its completion names the slot.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ class WorkSlots {
   static_assert(kSlots <= 32);
 
  public:
-  // The slot of one more; nothing: all are in use.
+  // Returns the slot for `work`. No value: all slots are in use.
   std::optional<uint32_t> put(WorkId work) noexcept {
     const auto slot = static_cast<uint32_t>(std::countr_one(used_));
     if (slot >= kSlots) return std::nullopt;
@@ -25,16 +25,16 @@ class WorkSlots {
     return slot;
   }
   bool full() const noexcept { return static_cast<uint32_t>(std::countr_one(used_)) >= kSlots; }
-  // It has ended (or was not posted after all): its work. Nothing: there is none, and whoever says so is out of its
-  // senses.
+  // Ends the work in `slot` (or takes back work that was not posted). No value: the slot is free, so the caller's
+  // report is wrong.
   std::optional<WorkId> take(uint32_t slot) noexcept {
     if (slot >= kSlots || (used_ & (1U << slot)) == 0) return std::nullopt;
     used_ &= ~(1U << slot);
     return works_[slot];
   }
-  // The slots in use, a bit each.
+  // One bit for each slot in use.
   uint32_t used() const noexcept { return used_; }
-  // The link has ended: calls `use(WorkId)` for each.
+  // Frees all slots at the end of the link. Calls `use(WorkId)` for each.
   template <typename Use>
   void clear(Use&& use) {
     for (; used_ != 0; used_ &= used_ - 1) use(works_[static_cast<size_t>(std::countr_zero(used_))]);
@@ -45,8 +45,8 @@ class WorkSlots {
   uint32_t used_ = 0;
 };
 
-// The messages of one link that the peer's engine has not taken. They can be taken in any order; the slots are the credit
-// by which a peer that does not read holds up nobody but its sender.
+// The messages of one link that the peer's transfer engine has not taken, in any order. The slots are the sender's
+// credit, so that a peer that does not read blocks only its own sender.
 using SentMessages = WorkSlots<kMessageSlots>;
 
 }  // namespace kvc

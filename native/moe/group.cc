@@ -14,18 +14,19 @@ namespace kvc::moe {
 
 namespace {
 
-constexpr int kHopper = 9;               // compute capability with programmatic dependent launch
+constexpr int kHopper = 9;               // compute capability that supports programmatic dependent launch
 constexpr int kSerialization = 6;        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr int kDependentGraphs = 12030;  // the first driver that captures such launches into graphs
+constexpr int kDependentGraphs = 12030;  // first driver that captures such launches into graphs
 constexpr uint64_t kLastClose = 2'000'000'000;
-constexpr uint64_t kLongest = 1'000'000'000'000'000;  // ns: what fits into any clock's sum
-constexpr uint32_t kMaxRowBytes = 1U << 24;           // a kernel's threads count a row's bytes in 32 bits
+constexpr uint64_t kLongest = 1'000'000'000'000'000;  // ns; added to any clock's time, it does not overflow
+constexpr uint32_t kMaxRowBytes = 1U << 24;           // a kernel's threads count the bytes of a row in 32 bits
 constexpr uint32_t kThreadsPerProcessor = 1024;
-constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the other loads
+constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the second loads
 
 uint32_t round_to_warps(uint32_t threads) { return std::clamp((threads + 31) / 32 * 32, 32U, kMaxThreads); }
 
-// A thread asks, as the call has no timeout. If that runs out, the thread ends with the GPU, or never.
+// Waits on a separate thread, because cuCtxSynchronize() has no timeout. After the timeout, that thread ends with the
+// GPU's work, or never.
 Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeout_ns) {
   struct State {
     std::mutex mutex;
@@ -49,7 +50,11 @@ Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeo
   std::unique_lock lock(state->mutex);
   const std::chrono::nanoseconds timeout(std::min(timeout_ns, kLongest));
   if (!state->changed.wait_for(lock, timeout, [&] { return state->done; })) {
-    return Error{ErrorCode::kTimeout, "cuda", {}, "moe_close", "the GPU does not come to rest: its memory is kept"};
+    return Error{ErrorCode::kTimeout,
+                 "cuda",
+                 {},
+                 "moe_close",
+                 "the GPU did not finish its work in time: its memory is not freed"};
   }
   if (state->result != cuda::kSuccess) return cuda::cuda_error("moe_close", "cuCtxSynchronize", state->result);
   return {};
@@ -61,7 +66,7 @@ struct Group::Memory {
   struct Kernels {
     cuda::Module module;
     cuda::Function dispatch = nullptr;
-    std::array<cuda::Function, 2> combine{};  // with one and with two vectors a thread
+    std::array<cuda::Function, 2> combine{};  // with one and with two vectors per thread
   };
 
   ~Memory() {
@@ -71,7 +76,7 @@ struct Group::Memory {
     kernels = {};
     pinned = {};
   }
-  // On a GPU launches begin before the one before them has ended.
+  // True if launches on the GPU begin before the previous launch has ended.
   bool overlaps() const { return major >= kHopper && driver_version >= kDependentGraphs; }
 
   std::shared_ptr<cuda::Context> context;  // null: host memory
@@ -95,7 +100,7 @@ struct Group::Memory {
 
 namespace {
 
-// Local memory: a Control and the masks of each slot, then the owners.
+// Sizes of the local memory: a Control and the masks of each slot, then the owners.
 struct Local {
   uint64_t slot_bytes;
   uint64_t bytes;
@@ -111,26 +116,35 @@ Status check(const GroupConfig& config) {
     return refuse(std::to_string(config.ranks) + " ranks: 1 to " + std::to_string(kMaxRanks) + " are supported");
   }
   if (config.rank >= config.ranks) {
-    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks));
+    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks) +
+                  ": ranks are counted from 0");
   }
-  if (config.slots == 0 || config.slots > kMaxSlots) return refuse("1 or 2 slots are supported");
+  if (config.slots == 0 || config.slots > kMaxSlots) {
+    return refuse(std::to_string(config.slots) + " slots: 1 or 2 are supported");
+  }
   if (config.max_tokens == 0 || config.dispatch_bytes == 0 || config.combine_bytes == 0) {
     return refuse("max_tokens, dispatch_bytes and combine_bytes must not be 0");
   }
   constexpr uint64_t kMost = 1ULL << 40;
-  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) return refuse("an area of more than 1 TiB");
-  // Rows are numbered in 32 bits, and an expert's rank fits into a byte.
-  if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
-    return refuse("more than 2^24 tokens or 2^16 experts");
+  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) {
+    return refuse("dispatch_bytes and combine_bytes must not exceed 1 TiB");
   }
-  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) return refuse("a timeout of 0, or of more than 11 days");
-  if (config.device < -1) return refuse("device " + std::to_string(config.device) + ": -1 is host memory");
+  // Rows are numbered in 32 bits, and the rank of an expert fits into a byte.
+  if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
+    return refuse("max_tokens must not exceed 2^24, and experts must not exceed 2^16");
+  }
+  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) {
+    return refuse("the timeout must be above 0 and at most 11 days");
+  }
+  if (config.device < -1) {
+    return refuse("device " + std::to_string(config.device) + ": give the ordinal of a GPU, or -1 for host memory");
+  }
   return {};
 }
 
 }  // namespace
 
-// Everybody's flags and the own counter are at the first epoch, as if everything before it were over.
+// Sets the flags of all ranks and the own counter to the first epoch, as if all earlier epochs had ended.
 Status Group::begin_epochs(Memory& memory, const GroupConfig& config) {
   if (config.first_epoch == 0) return {};
   unsigned char* const base = memory.segments[config.rank]->base();
@@ -214,7 +228,7 @@ Group::~Group() {
   if (!close(kLastClose)) memory_.release();  // NOLINT: the GPU may still use it
 }
 
-// A call that is in the memory: close() waits for its end.
+// A call that uses the memory: close() waits for its end.
 class Group::Use {
  public:
   explicit Use(const Group& group) : group_(const_cast<Group&>(group)) {
@@ -230,7 +244,7 @@ class Group::Use {
     const std::lock_guard lock(group_.mutex_);
     if (--group_.uses_ == 0) group_.unused_.notify_all();
   }
-  // Null: the group is closed.
+  // Null if the group is closed.
   Memory* memory() const noexcept { return memory_; }
   bool alone() const noexcept { return alone_; }
 
@@ -261,7 +275,7 @@ Status Group::attach(uint32_t rank, int descriptor) {
   const Use use(*this);
   if (use.memory() == nullptr) return closed("moe_attach");
   Memory& memory = *use.memory();
-  if (!use.alone()) return invalid("moe_attach", "another call is running");
+  if (!use.alone()) return invalid("moe_attach", "another call of this group is running: wait for its end");
   if (rank >= config_.ranks || memory.segments[rank]) {
     return invalid("moe_attach", "rank " + std::to_string(rank) + " is not in the group, or is attached already");
   }
@@ -275,7 +289,7 @@ Status Group::place(std::span<const uint32_t> owners) {
   const auto refuse = [](std::string message) { return invalid("moe_place", std::move(message)); };
   const Use use(*this);
   if (use.memory() == nullptr) return closed("moe_place");
-  if (!use.alone()) return refuse("another call is running");
+  if (!use.alone()) return refuse("another call of this group is running: wait for its end");
   Memory& memory = *use.memory();
   if (owners.empty()) {
     memory.experts_per_rank = 0;
@@ -291,7 +305,7 @@ Status Group::place(std::span<const uint32_t> owners) {
     if (owner >= config_.ranks) return refuse("rank " + std::to_string(owner) + " is not in the group");
     table.push_back(static_cast<uint8_t>(owner));
   }
-  // Equal blocks in rank order need no table, which saves a load on the way to the first store.
+  // Equal blocks in rank order need no table, which saves a load before the first store.
   const uint32_t block = config_.experts / config_.ranks;
   bool linear = block * config_.ranks == config_.experts;
   for (uint32_t i = 0; linear && i < config_.experts; ++i) linear = owners[i] == i / block;
@@ -312,12 +326,15 @@ Status Group::place(std::span<const uint32_t> owners) {
   return {};
 }
 
-// The rows before this rank's, and all of them.
+// Returns the number of rows before this rank's, and the number of all rows.
 Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_view operation, uint32_t slot,
                                                   std::span<const uint32_t> sizes) const {
   if (use.memory() == nullptr) return closed(operation);
   const std::string name(operation);
-  if (slot >= config_.slots) return invalid(name, "slot " + std::to_string(slot) + " is not one of the group's");
+  if (slot >= config_.slots) {
+    return invalid(name,
+                   "slot " + std::to_string(slot) + " does not exist: the group has " + std::to_string(config_.slots));
+  }
   if (sizes.size() != config_.ranks) {
     return invalid(name, std::to_string(sizes.size()) + " sizes for " + std::to_string(config_.ranks) + " ranks");
   }
@@ -326,7 +343,7 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
   for (uint32_t rank = 0; rank < config_.ranks; ++rank) {
     if (sizes[rank] > config_.max_tokens) {
       return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
-                               ": the group was made for " + std::to_string(config_.max_tokens));
+                               ": the group was created for at most " + std::to_string(config_.max_tokens));
     }
     if (!use.memory()->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
     if (rank < config_.rank) before += sizes[rank];
@@ -335,7 +352,7 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
   return std::pair{before, all};
 }
 
-// What launches of both kinds say alike.
+// Fills in the fields that launches of both kinds share.
 template <typename Launch>
 Launch Group::launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t phases) const {
   Launch launch{};
@@ -364,31 +381,35 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   if (columns.empty() || columns.size() > kMaxColumns) {
     return refuse(std::to_string(columns.size()) + " columns: 1 to " + std::to_string(kMaxColumns) + " are supported");
   }
-  if (ids_bytes != 4 && ids_bytes != 8) return refuse("ids of " + std::to_string(ids_bytes) + " bytes");
+  if (ids_bytes != 4 && ids_bytes != 8) {
+    return refuse("ids of " + std::to_string(ids_bytes) + " bytes: 4 or 8 are supported");
+  }
   if (top_k == 0 || top_k > kMaxTopK) {
     return refuse(std::to_string(top_k) + " experts a token: 1 to " + std::to_string(kMaxTopK) + " are supported");
   }
-  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase: give send, receive or both");
   const uint32_t tokens = sizes[config_.rank];
-  // A kernel that reads at null, or at a bad place, ends the process's use of the GPU.
-  if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) return refuse("no ids");
-  if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("ids that are not aligned");
+  // A kernel that reads at a null or wrong address ends this process's use of the GPU.
+  if (tokens > 0 && ids == nullptr && (memory.has_owners || memory.experts_per_rank > 0)) {
+    return refuse("no ids given: the placement needs the experts of each token");
+  }
+  if (reinterpret_cast<uintptr_t>(ids) % ids_bytes != 0) return refuse("the ids are not aligned to their size");
   auto launch = launch_of<DispatchLaunch>(memory, slot, tokens, phases);
-  uint64_t end = 0;  // of the columns so far
+  uint64_t end = 0;  // end of the columns so far
   for (size_t i = 0; i < columns.size(); ++i) {
     const ColumnSpec& spec = columns[i];
     if (spec.row_bytes == 0 || spec.offset % kColumnAlignment != 0 || spec.offset < end) {
-      return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the one before it");
+      return refuse("column " + std::to_string(i) + " is empty, not aligned, or overlaps the column before it");
     }
     if (spec.row_bytes > kMaxRowBytes || spec.offset > config_.dispatch_bytes ||
         (tokens > 0 && spec.source == nullptr)) {
       return refuse("column " + std::to_string(i) +
-                    " has rows of more than 16 MiB, begins behind the dispatch area, or has no source");
+                    " has rows of more than 16 MiB, begins past the end of the dispatch area, or has no source");
     }
     end = spec.offset + all * spec.row_bytes;
     if (end > config_.dispatch_bytes) {
       return refuse("column " + std::to_string(i) + " ends " + std::to_string(end - config_.dispatch_bytes) +
-                    " bytes behind the dispatch area");
+                    " bytes past the end of the dispatch area");
     }
     const uint64_t places = reinterpret_cast<uintptr_t>(spec.source) | spec.row_bytes;
     Column& column = launch.columns[i];
@@ -414,7 +435,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     return {};
   }
   if ((phases & kSend) == 0) return this->launch(memory, memory.kernels.dispatch, stream, 1, 32, &launch);
-  // Two vectors of the widest column a thread, and a warp for each of the others.
+  // Two vectors of the widest column per thread, and a warp for each of the other columns.
   const uint32_t vectors = (columns[0].row_bytes + 15) / 16;
   const uint32_t threads = round_to_warps(
       std::max(vectors <= kMaxThreads ? vectors : (vectors + 1) / 2, 32 * static_cast<uint32_t>(columns.size() - 1)));
@@ -432,12 +453,15 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const auto [before, all] = found.value();
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
   if (hidden == 0 || hidden % 8 != 0)
-    return refuse("a hidden size of " + std::to_string(hidden) + ", not of 8, 16, ...");
+    return refuse("a hidden size of " + std::to_string(hidden) + ": it must be a multiple of 8, and not 0");
   const uint64_t row_bytes = uint64_t{hidden} * 2;
-  if (all * row_bytes > config_.combine_bytes) return refuse("the results do not fit into the combine area");
+  if (all * row_bytes > config_.combine_bytes) {
+    return refuse("results of " + std::to_string(all * row_bytes) + " bytes do not fit into the combine area of " +
+                  std::to_string(config_.combine_bytes) + " bytes");
+  }
   if (reinterpret_cast<uintptr_t>(out) % 16 != 0) return refuse("`out` does not begin at a multiple of 16 bytes");
-  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase");
-  if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out`");
+  if (phases == 0 || (phases & ~(kSend | kReceive)) != 0) return refuse("no such phase: give send, receive or both");
+  if (sizes[config_.rank] > 0 && out == nullptr) return refuse("no `out` given, and this rank has tokens");
   auto launch = launch_of<CombineLaunch>(memory, slot, sizes[config_.rank], phases);
   launch.out = static_cast<unsigned char*>(out);
   launch.ready = Layout::ready(slot);
@@ -448,7 +472,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
     reference::combine(launch);
     return {};
   }
-  // A vector a thread as long as all blocks are resident at once, two of every rank's otherwise.
+  // One vector per thread as long as all blocks are resident at once, otherwise two vectors of every rank.
   const bool few = launch.tokens <= memory.processors / 2;
   const uint32_t per_thread = few ? 1 : 2;
   launch.parts = (launch.vectors + per_thread * kMaxThreads - 1) / (per_thread * kMaxThreads);
@@ -460,7 +484,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   return this->launch(memory, memory.kernels.combine[few ? 0 : 1], stream, blocks, threads, &launch);
 }
 
-// As many blocks as run at once: 1,024 threads of a processor leave its registers to a kernel that begins early.
+// Number of blocks that run at once. 1,024 threads of a processor leave registers for a kernel that begins early.
 uint32_t Group::resident(const Memory& memory, uint32_t threads) noexcept {
   return memory.processors * std::max(1U, kThreadsPerProcessor / threads);
 }
@@ -471,7 +495,7 @@ Status Group::launch(const Memory& memory, cuda::Function kernel, cuda::Stream s
   attribute.id = kSerialization;
   attribute.value = 1;
   cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, memory.overlaps() ? 1U : 0U};
-  // No RelaxedCapture: a launch is what a capture is for.
+  // No RelaxedCapture: launches are meant to be captured.
   const cuda::Driver& driver = memory.context->driver();
   driver.cuCtxPushCurrent_v2(memory.context->handle());
   const int result = driver.cuLaunchKernelEx(&config, kernel, &arguments, nullptr);
@@ -501,9 +525,10 @@ Status Group::close(uint64_t timeout_ns) {
   closing_ = true;
   std::atomic_ref(memory_->words()->lost).store((1U << config_.ranks) - 1);
   if (!unused_.wait_until(lock, deadline, [&] { return uses_ == 0; })) {
-    return Error{ErrorCode::kTimeout, {}, {}, "moe_close", "a call is still running: the memory is kept"};
+    return Error{
+        ErrorCode::kTimeout, {}, {}, "moe_close", "a call of this group is still running: its memory is not freed"};
   }
-  if (!memory_) return {};  // another close() was faster
+  if (!memory_) return {};  // another close() has freed it
   if (const std::shared_ptr<cuda::Context> context = memory_->context) {
     lock.unlock();
     const auto left = deadline - std::chrono::steady_clock::now();

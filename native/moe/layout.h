@@ -1,5 +1,5 @@
-// Where everything lies in a rank's segment: flags, then for each slot a dispatch area and a combine area. All ranks
-// have the same layout, so an offset is valid in everyone's segment.
+// Layout: the positions in a rank's segment: flags, then a dispatch area and a combine area for each slot. All ranks
+// have the same layout, so an offset is valid in every segment.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace kvc::moe {
 
 inline constexpr uint32_t kMaxSlots = 2;  // two micro-batches in flight
-// Areas begin where any vector, and any page that a framework may ask for, may begin.
+// Areas are aligned for any vector and for any page that a framework may require.
 inline constexpr uint64_t kAreaAlignment = 4096;
 // Columns begin at cache lines.
 inline constexpr uint64_t kColumnAlignment = 256;
@@ -21,7 +21,7 @@ struct Layout {
   static constexpr uint64_t align(uint64_t bytes) noexcept {
     return (bytes + kAreaAlignment - 1) / kAreaAlignment * kAreaAlignment;
   }
-  // The flags that ranks raise when their rows, or their results, are there.
+  // The flags that ranks set when their rows or their results are complete.
   static constexpr uint64_t arrived(uint32_t slot) noexcept { return (2ULL * slot) * kMaxRanks * kFlagBytes; }
   static constexpr uint64_t ready(uint32_t slot) noexcept { return (2ULL * slot + 1) * kMaxRanks * kFlagBytes; }
   static constexpr uint64_t flag_bytes() noexcept { return align(2ULL * kMaxSlots * kMaxRanks * kFlagBytes); }

@@ -1,8 +1,8 @@
 // Dispatch and combine on a CPU: the state machine of cuda/moe_kernels.cuh, over memory that all ranks map. Groups
-// without a GPU run it, and the stand-in for the CUDA driver in place of the kernels.
+// without a GPU run it, and so does the stand-in for the CUDA driver, in place of the kernels.
 //
-// Both functions return when the launch is over. They block while other ranks are awaited, at most for the launch's
-// timeout. Any thread; one launch of a slot at a time.
+// Both functions return when the launch has ended. They block while they wait for other ranks, at most for the launch's
+// timeout. Any thread may call them, with one launch of a slot at a time.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ inline std::atomic_ref<uint32_t> flag_of(unsigned char* segment, uint64_t flags,
   return word(*reinterpret_cast<uint32_t*>(segment + flags + uint64_t{rank} * kFlagBytes));
 }
 
-// False where the wait was given up; the fault is told then. It names a rank that is gone, or one that
-// has not raised its flag.
+// Returns false if it gave up waiting, and records the fault. The fault names a rank that is gone, or one whose flag is
+// not set.
 template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
   const auto begin = std::chrono::steady_clock::now();
@@ -34,11 +34,11 @@ bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault 
     }
     if (missing == 0) return true;
     const uint32_t lost = word(launch.host->lost).load() | (word(launch.host->left).load() & missing);
-    const bool other = word(launch.host->fault).load() != 0;  // the other slot's
+    const bool other = word(launch.host->fault).load() != 0;  // the other slot's fault
     const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
     if (lost != 0 || other || static_cast<uint64_t>(waited.count()) > launch.timeout_ns) {
       const auto rank = static_cast<uint32_t>(std::countr_zero(lost != 0 ? lost : missing));
-      uint32_t none = 0;  // the first fault is told
+      uint32_t none = 0;  // only the first fault is recorded
       word(launch.host->fault)
           .compare_exchange_strong(none, static_cast<uint32_t>(lost != 0 ? Fault::kLost : timeout) << 16 | rank);
       word(launch.control->faulted).store(1);
@@ -92,7 +92,7 @@ inline void dispatch(const DispatchLaunch& launch) {
 }
 
 inline float from_bf16(uint16_t bits) noexcept { return std::bit_cast<float>(uint32_t{bits} << 16); }
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 inline uint16_t to_bf16(float value) noexcept {
   const auto bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fffU;

@@ -15,7 +15,9 @@ namespace {
 constexpr std::string_view kOperation = "moe_segment";
 
 Result<UniqueFd> duplicate(int descriptor) {
-  if (descriptor < 0) return invalid(std::string(kOperation), "it is a peer's segment");
+  if (descriptor < 0) {
+    return invalid(std::string(kOperation), "the segment belongs to a peer: only its owner can give a descriptor");
+  }
   UniqueFd fd(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   if (!fd) return system_error({}, kOperation, errno);
   return fd;
@@ -35,7 +37,7 @@ class MappedHostSegment final : public Segment {
  public:
   using Segment::Segment;
   static Result<std::unique_ptr<Segment>> map(int descriptor, uint64_t bytes) {
-    // A file that shrinks under a mapping ends whoever reads it. Sealed first: what is measured then stays.
+    // A file that shrinks under a mapping kills its readers. It is sealed first, so that the measured size stays.
     if (fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return system_error({}, kOperation, errno);
     struct stat status{};
     if (fstat(descriptor, &status) != 0) return system_error({}, kOperation, errno);
@@ -55,7 +57,7 @@ class MappedHostSegment final : public Segment {
 
 class GpuSegment final : public Segment {
  public:
-  // `piece`: the descriptor of an own one.
+  // `piece`: the descriptor of an own segment, empty for a peer's.
   GpuSegment(std::shared_ptr<cuda::Context> context, cuda::PieceMapping mapping, UniqueFd piece)
       : Segment(reinterpret_cast<unsigned char*>(mapping.base()), mapping.bytes()),
         context_(std::move(context)),
@@ -96,7 +98,7 @@ Result<std::unique_ptr<Segment>> Segment::create(std::shared_ptr<cuda::Context> 
   const uint64_t rounded = (bytes + piece.value() - 1) / piece.value() * piece.value();
   Result<UniqueFd> made = cuda::create_piece(*context, rounded);
   if (!made) return made.error();
-  // Mapped from its own descriptor, as peers do: the mapping keeps the memory.
+  // Mapped from its own descriptor, as peers do. The mapping keeps the memory alive.
   Result<cuda::PieceMapping> mapping = map_piece(context, made.value().get(), rounded);
   if (!mapping) return mapping.error();
   if (const int result = context->driver().cuMemsetD8_v2(mapping.value().base(), 0, rounded); result != 0) {

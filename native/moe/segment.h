@@ -1,4 +1,4 @@
-// Segments: a rank's symmetric memory, and the mappings of its peers' in this process.
+// Segment: a rank's symmetric memory, or the mapping of a peer's in this process.
 #pragma once
 
 #include <array>
@@ -15,20 +15,21 @@
 
 namespace kvc::moe {
 
-// Memory that other processes map by a descriptor. One thread at a time; no call waits for kernels.
+// Memory that other processes map by a descriptor. One thread at a time. No call waits for kernels.
 class Segment {
  public:
   virtual ~Segment() = default;
 
-  // Zeros. `context`: the GPU's; null: host memory. On a GPU one piece of virtual memory, which outlives its owner as long
-  // as a peer has it mapped. `bytes` may be rounded up.
+  // Creates a segment of zeros. `context` is the GPU's context; null: host memory. On a GPU, it is one piece of virtual
+  // memory, which lives as long as a peer maps it. `bytes` may be rounded up.
   static Result<std::unique_ptr<Segment>> create(std::shared_ptr<cuda::Context> context, uint64_t bytes);
-  // Another process's. kInvalidArgument where it has less than `bytes`; kNotReachable where this GPU cannot reach that one.
+  // Maps another process's segment. kInvalidArgument: it has fewer than `bytes`. kNotReachable: this GPU cannot reach
+  // that GPU.
   static Result<std::unique_ptr<Segment>> map(std::shared_ptr<cuda::Context> context, int descriptor, uint64_t bytes);
 
   unsigned char* base() const noexcept { return base_; }
   uint64_t bytes() const noexcept { return bytes_; }
-  // A descriptor for peers; only of a segment that was created here.
+  // Returns a descriptor for peers. Only segments created here have one.
   virtual Result<UniqueFd> descriptor() const = 0;
 
  protected:

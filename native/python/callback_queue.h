@@ -1,6 +1,6 @@
-// CallbackQueue: events whose callback is a Python callable, on their way to the thread that calls it.
+// CallbackQueue: takes events with a Python callback from the transfer thread to the thread that calls it.
 //
-// The worker only appends here: it never waits for the interpreter's lock.
+// The transfer thread only appends here, so it never waits for the interpreter's lock.
 #pragma once
 
 #include <condition_variable>
@@ -26,7 +26,7 @@ class CallbackQueue {
     entries_.push_back({token, event});
     changed_.notify_one();
   }
-  // Blocks until an event is there. Nothing once the queue is closed and empty.
+  // Blocks until an event arrives. Returns no value once the queue is closed and empty.
   std::optional<Entry> take() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return closed_ || !entries_.empty(); });

@@ -1,4 +1,4 @@
-// Errors of the engine as Python exceptions, and results without them.
+// Conversion of native errors into Python exceptions, and of results into values.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,7 +17,7 @@ inline ErrorTuple to_tuple(const Error& error) {
   return {std::string(name(error.code)), error.provider, error.peer, error.operation, error.message};
 }
 
-// Raises kv_connector.engine.TransferError. With the GIL.
+// Raises kv_connector.engine.TransferError. The caller holds the GIL.
 [[noreturn]] inline void raise(const Error& error) {
   namespace py = pybind11;
   const py::object type = py::module_::import("kv_connector.engine").attr("TransferError");
@@ -36,7 +36,7 @@ inline void unwrap(Status status) {
   if (!status.ok()) raise(status.error());
 }
 
-// Runs `f` without the GIL: for whatever can block.
+// Runs `f` without the GIL, for calls that may block.
 template <typename F>
 auto without_gil(F f) {
   const pybind11::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// kv_connector._native: the module's table of contents. Its stub is kv_connector/_native.pyi.
+// kv_connector._native: the definition of the module. Its stub is kv_connector/_native.pyi.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -23,15 +23,15 @@ namespace kvc::python {
 
 namespace {
 
-// Every provider of this build: usable, or why a domain of it does not open here.
+// Returns for every provider of this build whether a domain of it opens here, and the error if it does not.
 std::vector<std::tuple<std::string, bool, std::string>> probe_providers() {
-  // There is nothing to leave to it: the domains end at once.
+  // Tasks run at once, because the domains end immediately.
   class Idle final : public ControlQueue {
     void run(std::function<void()> task) override { task(); }
   };
   std::vector<DomainConfig> configs;
   for (const std::string_view provider : provider_names()) configs.emplace_back().provider = provider;
-  load_libraries(configs);  // with the GIL
+  load_libraries(configs);  // the caller holds the GIL
   return without_gil([&] {
     std::vector<std::tuple<std::string, bool, std::string>> found;
     Idle control;
@@ -46,7 +46,7 @@ std::vector<std::tuple<std::string, bool, std::string>> probe_providers() {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The native engine; kv_connector.engine is its typed face.";
+  module.doc() = "The native transfer engine. kv_connector.engine is its typed interface.";
   module.def("probe_providers", &probe_providers);
   module.attr("MAX_MESSAGE_BYTES") = kMaxUserMessageBytes;
 
@@ -66,7 +66,7 @@ PYBIND11_MODULE(_native, module) {
   py::class_<LayerSignal, std::shared_ptr<LayerSignal>>(module, "LayerSignal")
       .def("store", &LayerSignal::store, py::arg("value"))
       .def("load", &LayerSignal::load);
-  // A stream travels as the integer that frameworks show (torch.cuda.Stream.cuda_stream).
+  // A stream is passed as the integer that frameworks provide (torch.cuda.Stream.cuda_stream).
   py::class_<cuda::StreamSignal, LayerSignal, std::shared_ptr<cuda::StreamSignal>>(module, "StreamSignal",
                                                                                    py::is_final())
       .def(

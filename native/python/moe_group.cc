@@ -27,11 +27,12 @@ using Sizes = std::vector<uint32_t>;
 using ColumnTuple = std::tuple<uintptr_t, uint32_t, uint64_t, bool>;
 
 uint64_t nanoseconds(double seconds) {
-  if (!std::isfinite(seconds) || seconds < 0) raise(invalid("moe_group", "a timeout is a number of seconds"));
+  if (!std::isfinite(seconds) || seconds < 0)
+    raise(invalid("moe_group", "the timeout must be a number of seconds, 0 or more"));
   return static_cast<uint64_t>(std::min(seconds, 1e6) * 1e9);
 }
 
-// Its end waits for the GPU: without the GIL.
+// Its destructor waits for the GPU, without the GIL.
 class PythonMoeGroup {
  public:
   PythonMoeGroup(uint32_t rank, uint32_t ranks, int device, uint64_t dispatch_bytes, uint64_t combine_bytes,
@@ -49,7 +50,9 @@ class PythonMoeGroup {
 
   moe::Group& group() { return *group_; }
   const moe::Layout& layout(uint32_t slot) const {
-    if (slot >= slots_) raise(invalid("moe_group", "slot " + std::to_string(slot) + " is not one of the group's"));
+    if (slot >= slots_)
+      raise(invalid("moe_group",
+                    "slot " + std::to_string(slot) + " does not exist: the group has " + std::to_string(slots_)));
     return group_->layout();
   }
 

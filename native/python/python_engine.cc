@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A blocking call looks at signals (Ctrl-C) and at close() this often, as EventQueue::wait() does.
+// Interval at which a blocking call checks for signals (Ctrl-C) and for close(), as in EventQueue::wait().
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
 std::span<const std::byte> view(const py::bytes& bytes) {
@@ -26,8 +26,9 @@ HandshakeTuple to_tuple(const Handshake& handshake) {
 }
 
 Timeout to_timeout(double seconds) {
-  if (!(seconds >= 0)) raise({ErrorCode::kInvalidArgument, {}, {}, {}, "a timeout below 0, or not a number"});
-  // A year is for ever, and fits.
+  if (!(seconds >= 0))
+    raise({ErrorCode::kInvalidArgument, {}, {}, {}, "the timeout must be a number of seconds, 0 or more"});
+  // 31e6 s, about a year, serves as no limit and does not overflow.
   return Timeout(static_cast<int64_t>(std::min(seconds, 31e6) * 1e6));
 }
 
@@ -65,7 +66,7 @@ PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& dom
   config.spin_us = spin_us;
   config.workers = workers;
   config.worker_cpu = worker_cpu;
-  load_libraries(config.domains);  // with the GIL
+  load_libraries(config.domains);  // the caller holds the GIL
   engine_ = unwrap(without_gil([&] { return TransferEngine::create(std::move(config)); }));
 }
 
@@ -74,7 +75,7 @@ PythonEngine::~PythonEngine() { (void)end(); }
 void PythonEngine::close() { unwrap(end()); }
 
 Status PythonEngine::end() {
-  // A child of fork() has none of the threads that may be in a call, or hold the lock: waiting for them would never end.
+  // A forked child has none of the threads that may be in a call or hold the lock, so waiting for them would never end.
   if (process_ != getpid()) return {};
   std::shared_ptr<TransferEngine> engine;
   {
@@ -83,8 +84,8 @@ Status PythonEngine::end() {
   }
   if (engine == nullptr) return {};
   return without_gil([&] {
-    // Threads in a blocking call leave at the end of their slice, all others in microseconds: then the engine is
-    // ours to end, and after this function nothing touches registered memory.
+    // Threads in a blocking call leave at the end of their slice, and all others within microseconds. This thread then
+    // owns the transfer engine alone, and after this function no code touches registered memory.
     while (engine.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     Status ended = engine->close();
     engine.reset();
@@ -99,7 +100,7 @@ std::shared_ptr<TransferEngine> PythonEngine::engine() {
     const std::lock_guard lock(mutex_);
     engine = engine_;
   }
-  if (engine == nullptr) raise({ErrorCode::kClosed, {}, {}, {}, "the engine was closed"});
+  if (engine == nullptr) raise({ErrorCode::kClosed, {}, {}, {}, "the transfer engine was closed"});
   return engine;
 }
 
@@ -108,7 +109,7 @@ EventCallback PythonEngine::callback_for(uint64_t token) {
   return [queue = callbacks_, token](const Event& event) { queue->put(token, event); };
 }
 
-// Calls `call(engine, timeout)` without the GIL, in slices, until it says something else than kTimeout.
+// Calls `call(engine, timeout)` without the GIL, in slices, until it returns anything but kTimeout.
 template <typename Call>
 auto PythonEngine::sliced(double timeout, Call call) {
   const auto deadline = std::chrono::steady_clock::now() + to_timeout(timeout);
@@ -175,7 +176,7 @@ void PythonEngine::disconnect(PeerId peer, double timeout) {
   bool begun = false;
   sliced(timeout, [=, &begun](TransferEngine& engine, Timeout slice) -> Status {
     Status status = engine.disconnect(peer, slice);
-    // It has parted between two slices.
+    // The disconnect finished between two slices.
     if (!status && status.error().code == ErrorCode::kUnknownPeer && begun) return {};
     begun = true;
     return status;
@@ -337,7 +338,7 @@ void PythonEngine::release_counters(CounterSetId counters) { unwrap(engine()->re
 
 // --- Waiting
 
-// Not sliced: between two slices the event would be whoever's polls.
+// Not sliced: between two slices, poll_events() of another thread could take the event.
 template <typename Call>
 EventTuple PythonEngine::waited(double timeout, Call call) {
   const Timeout whole = to_timeout(timeout);
@@ -355,7 +356,7 @@ EventTuple PythonEngine::waited(double timeout, Call call) {
   };
   const Result<Event> event = without_gil([&] { return call(*held, whole, stays); });
   if (interrupted) throw py::error_already_set();
-  if (closed) raise({ErrorCode::kClosed, {}, {}, {}, "the engine was closed"});
+  if (closed) raise({ErrorCode::kClosed, {}, {}, {}, "the transfer engine was closed"});
   return to_tuple(unwrap(event));
 }
 
@@ -378,7 +379,7 @@ std::vector<EventTuple> PythonEngine::poll_events(size_t limit) {
 }
 
 std::optional<std::pair<uint64_t, EventTuple>> PythonEngine::next_callback() {
-  // Not sliced: it blocks as long as the engine lives, on a thread that is there for nothing else; close() ends it.
+  // Not sliced: it blocks until close(), on a thread that has no other work.
   const auto queue = callbacks_;
   std::optional<CallbackQueue::Entry> entry = without_gil([&] { return queue->take(); });
   if (!entry) return std::nullopt;
@@ -387,7 +388,7 @@ std::optional<std::pair<uint64_t, EventTuple>> PythonEngine::next_callback() {
 
 int PythonEngine::event_fd() { return engine()->event_fd(); }
 
-// --- The rest
+// --- Other methods
 
 std::shared_ptr<cuda::StreamSignal> PythonEngine::create_stream_signal() {
   return unwrap(engine()->create_stream_signal());

@@ -1,7 +1,8 @@
-// PythonEngine: a TransferEngine behind plain tuples and numbers, closable while other threads use it.
+// PythonEngine: a TransferEngine with an interface of plain tuples and numbers. It can be closed while other threads
+// use it.
 //
-// Calls that only take short locks keep the GIL: releasing it costs more than they do, and the worker never wants it.
-// Calls that can block release it.
+// Calls that only take short locks keep the GIL: releasing it would cost more than the calls, and the transfer thread
+// never needs it. Calls that may block release the GIL.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -24,7 +25,7 @@
 
 namespace kvc::python {
 
-// See kv_connector/_native.pyi for the fields.
+// kv_connector/_native.pyi describes the fields.
 using EventTuple = std::tuple<int, uint64_t, bool, uint64_t, uint64_t, std::optional<ErrorTuple>,
                               std::vector<std::pair<PeerId, ErrorTuple>>>;
 using MessageTuple = std::pair<PeerId, pybind11::bytes>;
@@ -40,7 +41,7 @@ using HandshakeTuple = std::tuple<PeerId, pybind11::bytes, std::vector<std::stri
 using StepTuple = std::tuple<int, int64_t, uint64_t, TransferId, uint64_t, uint64_t, uint64_t>;
 using LayerTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint32_t>;
 using Indices = pybind11::array_t<int64_t, pybind11::array::c_style>;
-using Updates = pybind11::array_t<uint64_t, pybind11::array::c_style>;  // a row of three for each slice
+using Updates = pybind11::array_t<uint64_t, pybind11::array::c_style>;  // one row of three values per slice
 
 EventTuple to_tuple(const Event& event);
 
@@ -119,7 +120,7 @@ class PythonEngine {
   std::vector<std::string> unusable();
 
  private:
-  Status end();                              // close(), which raises what this returns
+  Status end();                              // does the work of close(), which raises the returned error
   std::shared_ptr<TransferEngine> engine();  // raises CLOSED after close()
   EventCallback callback_for(uint64_t token);
   template <typename Call>

@@ -1,5 +1,5 @@
-// Who has what it waited for may leave at once: what it has counted or taken is acknowledged before its links end, so that
-// its sender is not told of a failure that was none. Over each lane, and for each way to leave.
+// A receiver may leave as soon as it has what it waited for. What it has counted or taken is acknowledged before its
+// links end, so that its sender does not see a failure. Runs over each lane, and for each way to leave.
 
 #include <string>
 #include <tuple>
@@ -11,12 +11,12 @@
 namespace kvc::test::acknowledgement {
 namespace {
 
-// A round of messages takes up to 0.2 s over libfabric, and there are 36 of these tests for each sanitizer.
+// A round of messages takes up to 0.2 s over libfabric, and each sanitizer runs 36 of these tests.
 constexpr size_t kRounds = 25;
 constexpr size_t kPage = 4096;
 constexpr size_t kPages = 40;
 
-// The lane, and what the receiver does.
+// The lane, and the receiver's action.
 using Param = std::tuple<std::string, std::string>;
 
 class Acknowledgement : public testing::TestWithParam<Param> {
@@ -28,7 +28,7 @@ class Acknowledgement : public testing::TestWithParam<Param> {
   };
 
   std::string provider() const { return std::get<0>(GetParam()); }
-  // A receiver of its own for each round.
+  // Each round has a new receiver.
   Peers meet(size_t domains = 1) {
     Side receiver(config("receiver", provider(), domains), kPage * kPages);
     const Connection connection = connect(*sender.engine, *receiver.engine);
@@ -48,10 +48,10 @@ class Acknowledgement : public testing::TestWithParam<Param> {
     EXPECT_EQ(event.kind, EventKind::kTransferDone)
         << "round " << round << ": " << (event.error ? event.error->to_string() : "");
   }
-  // The sender's end of it, so that no peer is left from one round to the next.
+  // Fences the peer on the sender's side, so that no peer is left for the next round.
   void forget(const Peers& peers) {
     const Status fenced = sender.engine->fence(peers.connection.first_to_second, kLimit);
-    EXPECT_TRUE(fenced.ok() || fenced.error().code == ErrorCode::kUnknownPeer);  // it left in good order
+    EXPECT_TRUE(fenced.ok() || fenced.error().code == ErrorCode::kUnknownPeer);  // it disconnected gracefully
   }
 
   Side sender{config("sender", provider()), kPage * kPages};
@@ -93,7 +93,8 @@ TEST_P(Acknowledgement, OfAMessageThatWasTaken) {
   }
 }
 
-// A receiver with several links ends them one after the other: what was counted over each is acknowledged over it.
+// A receiver with several links ends them one after the other. Pages counted over a link are acknowledged over that
+// link.
 TEST_P(Acknowledgement, OverSeveralLinks) {
   for (size_t round = 0; round < kRounds; ++round) {
     Peers peers = meet(2);
@@ -119,7 +120,7 @@ TEST_P(Acknowledgement, OverSeveralLinks) {
   }
 }
 
-// The sender hears of both in one turn, and tells of neither before the turn's end.
+// The sender receives both events in one turn, and reports neither before the end of the turn.
 TEST_F(Scheduler, WhatWasAcknowledgedJustBeforeThePeersEndIsDone) {
   connect(1);
   const auto acknowledged = open();

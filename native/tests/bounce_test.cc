@@ -1,5 +1,5 @@
-// The bounce lane over tcp: GPU memory (a GPU's, or its stand-in's) and host memory on either side, through host memory
-// of both ends. What an engine makes of it is in engine_test.cc, which runs over it too.
+// The bounce lane over tcp. Either side has GPU memory (a GPU's, or its stand-in's) or host memory, and copies it through
+// host memory. engine_test.cc runs whole transfer engines over this lane.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ constexpr uint64_t kBytes = 8 << 20;
 
 enum class Where : uint8_t { kHost, kGpu };
 
-// Bytes in host memory or in a GPU.
+// Bytes in host memory or in GPU memory.
 class Memory {
  public:
   Memory(const std::shared_ptr<cuda::Context>& gpu, uint64_t bytes) {
@@ -84,7 +84,7 @@ class Bounce : public test::Cuda {
   }
 };
 
-// `count` pages at every second place, from the other end of the memory in the source.
+// `count` pages at every second position. The source uses the opposite end of its memory.
 test::Batch batch_of(WorkId work, size_t count, uint64_t page_bytes, uint64_t shift = 0) {
   test::Batch batch{.work = work, .page_bytes = page_bytes};
   for (size_t i = 0; i < count; ++i) {
@@ -94,7 +94,7 @@ test::Batch batch_of(WorkId work, size_t count, uint64_t page_bytes, uint64_t sh
   return batch;
 }
 
-// Batches of 128 KiB, each with pages of its own: 16 are twice as many as slots.
+// Posts batches of 128 KiB with separate pages. 16 batches are twice the number of slots.
 void post_many(End& from, LinkId link, const End& to, WorkId first, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     ASSERT_EQ(test::post(from, link, to, batch_of(first + i, 64, 2048, i * 2 * 64 * 2048)), Posted::kYes);
@@ -146,7 +146,8 @@ TEST_P(BounceBetween, BothEndsWriteAtOnceThroughFewerSlotsThanBatches) {
   const std::vector<std::byte> of_b = bytes(2);
   a.memory.put(of_a);
   b.memory.put(of_b);
-  // The upper halves go into the other's lower halves, 128 KiB at a time: four times as many batches as slots.
+  // Each upper half is written to the lower half of the other memory, 128 KiB at a time: four times as many batches as
+  // slots.
   constexpr uint64_t kHalf = kBytes / 2;
   constexpr uint64_t kPage = 2048;
   constexpr size_t kBatches = kHalf / (64 * kPage);
@@ -209,7 +210,7 @@ TEST_P(BounceBetween, TheSendersFenceCompletesItsBatches) {
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().counted > 0; }, "the first batch");
   test::fence(*a.domain, kLinkOfA);
   EXPECT_EQ(a.record().completed.size(), 16U);
-  // The slots are all free again: another link has them.
+  // All slots are free again, so another link gets them.
   test::fence(*b.domain, kLinkOfB);
   test::connect(*a.domain, *b.domain, 31, 32);
   post_many(a, 31, b, 101, 32);
@@ -237,7 +238,7 @@ TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
   host.memory.put(source);
   {
     const test::HeldCopies held;
-    // One slot that b's GPU scatters, and one that it gathers.
+    // One slot that b's GPU scatters, and one slot that it gathers.
     test::Batch batch{.work = 1, .page_bytes = 4096, .from = {0}, .to = {0}};
     ASSERT_EQ(test::post(host, kLinkOfA, b, batch), Posted::kYes);
     run_until(all, [&] { return held.count() == 1; }, "the slot to arrive");
@@ -258,7 +259,7 @@ TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
   EXPECT_EQ(c.record().counted, 0U) << "what is gathered after the fence goes nowhere";
   EXPECT_TRUE(b.domain->deregister_region(b.rkey));
   EXPECT_EQ(std::memcmp(b.memory.get().data(), source.data(), 4096), 0) << "through means landed";
-  // The slots are all free again.
+  // All slots are free again.
   b.rkey = must(b.domain->register_region(b.memory.data(), b.memory.size()));
   test::connect(*b.domain, *c.domain, 51, 52);
   post_many(b, 51, c, 101, 32);
@@ -313,7 +314,7 @@ TEST_F(Bounce, APeerThatHearsNothingIsNotWaitedFor) {
   test::connect(*a.domain, *b.domain);
   post_many(a, kLinkOfA, b, 1, 1);
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().counted == 64; }, "the batch");
-  test::fence(*b.domain, kLinkOfB);  // a has no turn in it
+  test::fence(*b.domain, kLinkOfB);  // a has no turn meanwhile
   EXPECT_EQ(b.record().counted, 64U);
 }
 
@@ -380,7 +381,7 @@ TEST_F(Bounce, NothingOfItIsAConcernOfAStreamCapture) {
                         .counted = true,
                         .immediate = test::immediate_of(64),
                         .pages = pages});
-      for (int turn = 0; turn < 3000; ++turn) a.poll();  // in which the GPU is asked how it is
+      for (int turn = 0; turn < 3000; ++turn) a.poll();  // the GPU's health is checked in these turns
     }
     run_until({&a, &b}, [&] { return a.record.completed.contains(1); }, "the batch");
     EXPECT_TRUE(a.record.succeeded(1));
@@ -412,7 +413,7 @@ TEST_F(Bounce, AWrongKeyOrPlaceCostsItsBatchOnly) {
   unknown.rkey = b.rkey + 1;
   test::Batch outside = batch_of(2, 4, 4096);
   outside.to[2] = kBytes - 4095;
-  test::Batch far_outside = batch_of(3, 1, 4 << 20);  // in pieces
+  test::Batch far_outside = batch_of(3, 1, 4 << 20);  // larger than a slot: in pieces
   far_outside.to[0] = kBytes - (2 << 20);
   for (const test::Batch& batch : {unknown, outside, far_outside, batch_of(4, 4, 4096)}) {
     ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
@@ -445,7 +446,7 @@ TEST_F(Bounce, MessagesPass) {
   EXPECT_EQ(b.record().messages[0].second, Bytes({std::byte{4}, std::byte{2}}));
 }
 
-// A peer that speaks tcp and the handshake, and then writes into the slots what it likes.
+// A peer that follows tcp and the handshake, and then writes arbitrary bytes into the slots.
 struct Rogue {
   Rogue(End& victim, const std::shared_ptr<cuda::Context>& none) : tcp(none, "tcp") {
     ByteReader reader(offer = must(victim.domain->offer(kLinkOfB)));

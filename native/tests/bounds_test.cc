@@ -1,4 +1,4 @@
-// fits(): the sums that overflow.
+// fits(): sums that overflow.
 #include "base/bounds.h"
 
 #include <gtest/gtest.h>

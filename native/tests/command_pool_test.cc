@@ -31,7 +31,7 @@ TEST(CommandPool, WhatWasGivenIsTakenAgainAndHoldsNothing) {
   std::set<const Command*> known;
   for (uint32_t i = 0; i < CommandPool::kLaidOut; ++i) known.insert(commands.emplace_back(seal(pool, transfer)).get());
   for (std::unique_ptr<Command>& command : commands) pool.give(std::move(command));
-  EXPECT_EQ(transfer.use_count(), 1);  // at once, not when the command is used again
+  EXPECT_EQ(transfer.use_count(), 1);  // released at once, not when the command is used again
   EXPECT_EQ(pool.size(), CommandPool::kLaidOut);
   std::set<const Command*> again;
   commands.clear();

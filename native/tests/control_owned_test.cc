@@ -1,5 +1,5 @@
-// What may block at its end, as what frees a GPU's memory does, ends on the control thread: neither on the worker nor under a
-// lock that the worker takes.
+// Objects whose destructor may block (for example, those that free GPU memory) end on the control thread. They end
+// neither on the transfer thread nor under a lock that this thread takes.
 #include <pthread.h>
 
 #include <array>
@@ -25,7 +25,7 @@ std::string thread_name() {
   return name.data();
 }
 
-// Says on which thread it ended.
+// Records the thread on which it was destroyed.
 struct Ends {
   std::promise<std::string>* where;
   ~Ends() { where->set_value(thread_name()); }
@@ -56,7 +56,7 @@ TEST(ControlOwned, ASignalThatItsUserDroppedEndsOnTheControlThread) {
   Pair pair("sim", kBytes);
   TransferEngine& engine = *pair.sender.engine;
   std::promise<std::string> where;
-  // It has passed, so that the plan is through at once, and nobody needs to hold it.
+  // The value has been reached, so the plan ends at once and does not keep the signal.
   auto signal = std::make_shared<Signal>([] {}, where);
   signal->store(1);
   const TransferId transfer = must(engine.open_transfer(pair.to_receiver));
@@ -85,7 +85,7 @@ TEST(ControlOwned, ACompletionWordThatItsUserDroppedEndsOnTheControlThread) {
   EXPECT_EQ(name_of(where), "kvc-c-receiver");
 }
 
-// Its counters may be read after the engine's end, and there is no control thread any more.
+// The counters may be read after the end of the transfer engine, when the control thread is gone.
 TEST(ControlOwned, ACompletionWordEndsWithItsEngineAlsoWhereAReaderIsLeft) {
   std::promise<std::string> where;
   std::optional<CounterReader> reader;

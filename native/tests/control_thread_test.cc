@@ -13,7 +13,7 @@ namespace {
 TEST(ControlThread, DomainsAreWokenAfterEachTaskAndNotOnlyAfterALongOneBehindIt) {
   std::atomic<bool> mapped{false};
   std::promise<void> woken;
-  bool told = false;  // the control thread's
+  bool told = false;  // used on the control thread
   ControlThread control([&] {
     if (mapped && !std::exchange(told, true)) woken.set_value();
   });
@@ -23,7 +23,7 @@ TEST(ControlThread, DomainsAreWokenAfterEachTaskAndNotOnlyAfterALongOneBehindIt)
   control.run([&] { go.get_future().wait(); });
   control.run([&] { mapped = true; });
   control.run([&, waits = woken.get_future().share()] { status = waits.wait_for(kLimit); });
-  go.set_value();  // all three are there
+  go.set_value();  // all three tasks were submitted
   control.stop();
   EXPECT_EQ(status, std::future_status::ready);
 }

@@ -1,5 +1,5 @@
-// Work that may block (registering memory, making links) is the control thread's: while it is held up, whatever the worker
-// does goes on. Over each lane.
+// Work that may block (registering memory, making links) runs on the control thread. While it is delayed, all work of
+// the transfer thread continues. Runs over each lane.
 
 #include <sys/mman.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kBytes = 256 << 10;
 
-// Holds up one call on a control thread.
+// Delays one call on a control thread.
 class Hold {
  public:
   explicit Hold(Nic& nic) {
@@ -28,7 +28,7 @@ class Hold {
       released_.get_future().wait();
     };
   }
-  // The next of these calls is held up. Nothing of that kind is under way.
+  // Delays the next of these calls. No such call may be running.
   void arm(std::string_view call) {
     call_ = call;
     entered_ = {};
@@ -40,7 +40,7 @@ class Hold {
   void release() {
     if (std::exchange(holds_, false)) released_.set_value();
   }
-  // For a test that ends early: who waits for the call would wait for ever.
+  // For tests that end early: threads that wait for the call would wait without limit.
   struct Releases {
     Hold& hold;
     ~Releases() { hold.release(); }
@@ -50,15 +50,15 @@ class Hold {
   std::string_view call_;
   std::promise<void> entered_;
   std::promise<void> released_;
-  bool holds_ = false;              // the test's
-  std::atomic<bool> armed_{false};  // publishes the others
+  bool holds_ = false;              // used on the test's thread
+  std::atomic<bool> armed_{false};  // publishes the other members
 };
 
 class ControlWork : public testing::TestWithParam<std::string> {
  protected:
   std::string provider() const { return GetParam(); }
 
-  // All that two connected peers do with each other, both ways.
+  // Everything that two connected peers do with each other, in both directions.
   static void expect_alive(Pair& pair) {
     for (uint64_t round = 0; round < 20; ++round) {
       const auto write = [&](Side& from, PeerId to, RemoteRegionId region, Side& target) {
@@ -103,7 +103,7 @@ TEST_P(ControlWork, ARegistrationHoldsNothingElseUp) {
   expect_held(registered);
   hold.release();
   const RegionId region = must(registered.get());
-  // And it is as good as any other.
+  // The registered region works like any other.
   const RemoteRegionId imported =
       must(pair.sender.engine->import_region(pair.to_receiver, must(receiver.region_descriptor(region))));
   EXPECT_EQ(ended(*pair.sender.engine, must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
@@ -113,7 +113,7 @@ TEST_P(ControlWork, ARegistrationHoldsNothingElseUp) {
   must(receiver.deregister_memory(region, kLimit));
 }
 
-// Pinning may take minutes: fences, and the settlement of a broken link, must not wait for it.
+// Pinning may take minutes. Fences and the settlement of a broken link must not wait for it.
 TEST_P(ControlWork, ARegistrationDelaysNeitherAFenceNorTheEndOfALink) {
   Nics sending;
   Nics receiving;
@@ -138,11 +138,12 @@ TEST_P(ControlWork, ARegistrationDelaysNeitherAFenceNorTheEndOfALink) {
   must(receiver.deregister_memory(must(registered.get()), kLimit));
 }
 
-// The same with real registrations, one after the other, of KVC_TEST_REGISTERED_GIB. Their memory is 64 MiB, which is
-// mapped again and again: pages are populated and pinned for each address.
+// The same with real registrations, one after the other, of KVC_TEST_REGISTERED_GIB in total. Their memory is 64 MiB
+// that is mapped repeatedly: pages are populated and pinned for each address.
 TEST_P(ControlWork, FencesAndFailoverGoOnWhileGigabytesRegister) {
   constexpr size_t kPart = 64 << 20;
-  // A link's two ends agree on what came within this time, or the peer is given up (docs/architecture.md).
+  // The ends of a link agree within this time on what arrived, or the peer is lost
+  // (docs/architecture/transfer-engine.md).
   constexpr Timeout kSettles = std::chrono::seconds(5);
   const char* gib = std::getenv("KVC_TEST_REGISTERED_GIB");
   const size_t bytes = gib == nullptr ? 4 * kPart : std::strtoull(gib, nullptr, 10) << 30;
@@ -159,7 +160,7 @@ TEST_P(ControlWork, FencesAndFailoverGoOnWhileGigabytesRegister) {
   Pair pair(sending.with(config("sender", provider(), 2)), config("receiver", provider(), 2), kBytes);
   TransferEngine& receiver = *pair.receiver.engine;
   pair.make_links();
-  // A same-machine lane shares the file: what it registers is as long as that.
+  // A lane between processes of one machine shares the file, so it registers as many bytes as the file has.
   const bool by_file = provider().find("host") != std::string::npos;
   const size_t registered = by_file ? kPart : bytes;
   std::atomic<size_t> rounds{0};
@@ -214,7 +215,7 @@ TEST_P(ControlWork, AConnectionThatIsMadeHoldsNoOtherPeerUp) {
   }
 }
 
-// The links of one peer are made while there is something to write to it: over those it has.
+// The further links of a peer are made while there is something to write to it. The writes use the existing links.
 TEST_P(ControlWork, TheSecondLinkOfAPeerHoldsTheFirstNotUp) {
   for (const std::string_view call : {"offer", "accept", "complete"}) {
     Nics nics;
@@ -223,7 +224,7 @@ TEST_P(ControlWork, TheSecondLinkOfAPeerHoldsTheFirstNotUp) {
     const EngineConfig sender = config("sender", provider(), 2);
     const EngineConfig receiver = config("receiver", provider(), 2);
     Pair pair(accepts ? sender : nics.with(sender), accepts ? nics.with(receiver) : receiver, kBytes);
-    // The first one is up, which takes some control work as well; messages are no reason to make others.
+    // The first link is up, which takes control work as well. Messages are no reason to make other links.
     const TransferId sent = must(pair.sender.engine->send(pair.to_receiver, Bytes(1)));
     EXPECT_EQ(ended(*pair.sender.engine, sent).kind, EventKind::kTransferDone);
     must(pair.receiver.engine->wait_message(kLimit));

@@ -31,7 +31,7 @@ TEST(CounterSets, AreActedOnOnceAllTargetsAreReachedOrTheirCountsAreRead) {
   ASSERT_FALSE(counters.expect(set.id, {2, 2}, {}, nullptr, 0, control).value().has_value());
   EXPECT_TRUE(acted_on());
 
-  // One whose count is there already.
+  // A set whose count has reached the target already.
   const CounterSet early = counters.allocate(1, {}).value();
   counters.add(early.immediates[0], 1);
   EXPECT_FALSE(counters.acted_on(early.immediates[0]));

@@ -1,6 +1,6 @@
-// GPU memory of one allocation (cuMemAlloc) over the nvlink lane, which peers map by its IPC handle: who maps it, when, and
-// until when. In one process over the stand-in for the driver, which lets two domains be strangers there and aborts when
-// memory is freed that somebody still has mapped; in two processes over any driver.
+// GPU memory of one allocation (cuMemAlloc) over the nvlink lane. Peers map it by its IPC handle. The tests check which
+// peer maps it, when, and until when. In one process, they use the stand-in for the driver. It treats two domains as
+// strangers, and aborts when memory is freed that another one still maps. In two processes, they use any driver.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
@@ -43,7 +43,7 @@ using test::run_until;
 constexpr size_t kBytes = 1 << 20;
 constexpr uint64_t kPage = 4096;
 
-// A domain, and a buffer that is one region of it.
+// A domain, and a buffer that is one of its regions.
 struct End {
   struct Memory : GpuBuffer {
     using GpuBuffer::GpuBuffer;
@@ -70,7 +70,7 @@ class CudaIpc : public test::Cuda {
   static int mappings(const GpuBuffer& memory) {
     return driver_function<int(cuda::DevicePointer)>("fakeIpcMappings")(memory.address);
   }
-  // Nobody maps anything any more afterwards.
+  // Ends the links. Afterwards neither side maps memory of the other side.
   static void part(End& a, End& b) {
     const std::vector<Driven*> both = {a.domain.get(), b.domain.get()};
     run_until(both, [&] { return a.domain->fence(kLinkOfA); }, "a's fence");
@@ -118,7 +118,7 @@ TEST_F(CudaIpc, WhatIsDeregisteredIsUnmappedByThePeersBeforeItMayBeFreed) {
   run_until(both, [&] { return a.record().completed.contains(1); }, "the refusal");
   EXPECT_EQ(a.record().failure(1), ErrorCode::kUnknownRegion);
 
-  // The same place on the board, and the same allocation: as after a sleep.
+  // The same place on the board and the same allocation, as after a sleep.
   b.rkey = must(b.domain->register_region(b.memory.data(), kBytes));
   a.memory.put(random_bytes(kBytes, 3));
   ASSERT_EQ(test::post(a, kLinkOfA, b, one_page(2)), Posted::kYes);
@@ -259,7 +259,7 @@ TEST_F(CudaIpc, NothingIsMappedOnTheDomainsThread) {
   test::Batch batch = one_page(1);
   batch.rkey = rkey;
   ASSERT_EQ(test::post(a, kLinkOfA, b, batch), Posted::kYes);
-  const auto turns = [&] {  // of the domains alone, without their control threads
+  const auto turns = [&] {  // turns of the domains only, without their control threads
     for (int turn = 0; turn < 100; ++turn) {
       for (Driven* domain : both) domain->domain().poll();
     }
@@ -311,7 +311,7 @@ TEST_F(CudaIpc, ALinkThatIsNeverTakenOverLetsGoOfWhatItHasMapped) {
   run_until({b.domain.get()}, [&] { return b.domain->deregister_region(b.rkey); }, "the region");
 }
 
-// How much memory is behind the boards of this process.
+// Bytes of memory behind the boards of this process.
 uint64_t board_bytes() {
   uint64_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -347,7 +347,7 @@ TEST_F(CudaIpc, ThousandsOfRegionsAndABoardThatCostsWhatIsUsed) {
     run_until(both, [&] { return a.record().succeeded(region + 1); }, "a page");
     EXPECT_EQ(std::memcmp(b.memory.get().data() + region * kPage, a.memory.get().data(), kPage), 0);
   }
-  // All at once, as when weights go.
+  // All at once, as when weights are freed.
   run_until(
       both,
       [&] {
@@ -410,7 +410,8 @@ TEST_F(CudaIpc, AGpuThatBreaksDownTakesTheLinksWithIt) {
   part(a, b);
 }
 
-// As close() does where the GPU is busy for longer than its limit: the copies end later, and no completion of theirs is seen.
+// As in close() when the GPU is busy for longer than its limit: the copies end later, and their completions are never
+// seen.
 TEST_F(CudaIpc, ADomainThatEndsWithCopiesUnderWayIsFencedWhenTheyHaveEnded) {
   End a(first_, 1);
   End b(second_, 2);
@@ -446,7 +447,7 @@ TEST_F(CudaIpc, MessagesPass) {
   part(a, b);
 }
 
-// --- Over any driver
+// --- With any driver
 
 class CudaNvlink : public test::Cuda {};
 
@@ -500,7 +501,7 @@ TEST_F(CudaNvlink, NothingOfItIsAConcernOfAStreamCapture) {
     {
       const test::HeldCopies held;
       ASSERT_EQ(post(1), Posted::kYes);
-      for (int turn = 0; turn < 3000; ++turn) a.poll();  // in which the GPU is asked how it is
+      for (int turn = 0; turn < 3000; ++turn) a.poll();  // the GPU's health is checked in these turns
     }
     run_until({&a, &b}, [&] { return a.record.completed.contains(1); }, "the page");
     EXPECT_TRUE(a.record.succeeded(1));
@@ -511,7 +512,7 @@ TEST_F(CudaNvlink, NothingOfItIsAConcernOfAStreamCapture) {
 
 // --- Two processes
 
-// Another process, which runs a test of its own: what the two have to tell each other.
+// Another process, which runs a test, and the messages between the two.
 class OtherProcess {
  public:
   explicit OtherProcess(const char* test) {
@@ -527,7 +528,7 @@ class OtherProcess {
     close(ends[1]);
     socket_ = UniqueFd(ends[0]);
   }
-  // In the other process: the one that runs it.
+  // In the other process: refers to the process that started it.
   OtherProcess() {
     if (const char* number = std::getenv(kVariable)) socket_ = UniqueFd(std::atoi(number));
   }
@@ -541,7 +542,7 @@ class OtherProcess {
   void say(uint64_t number) const {
     say(Bytes(reinterpret_cast<std::byte*>(&number), reinterpret_cast<std::byte*>(&number + 1)));
   }
-  // What has been said; blocks.
+  // Returns the next message; blocks.
   Bytes hear() const {
     Bytes bytes(1 << 16);
     const ssize_t length = read(socket_.get(), bytes.data(), bytes.size());
@@ -559,7 +560,7 @@ class OtherProcess {
     return poll(&entry, 1, 0) == 1;
   }
   void die() const { kill(pid_, SIGKILL); }
-  // It has ended; then its exit status, or -1: it was killed.
+  // Returns true if the process has ended. status() is then its exit status, or -1 if it was killed.
   bool has_ended() {
     if (pid_ > 0 && waitpid(pid_, &status_, WNOHANG) == pid_) pid_ = 0;
     return pid_ == 0;
@@ -575,7 +576,7 @@ class OtherProcess {
 
 using CudaProcess = test::Cuda;
 
-// Fills the other process's region, and goes when it is told to.
+// Fills the other process's region, and ends when it is asked to.
 TEST_F(CudaProcess, DISABLED_Writes) {
   const OtherProcess receiver;
   ASSERT_TRUE(receiver.is_there()) << "another test runs this one";
@@ -605,7 +606,7 @@ TEST_F(CudaProcess, DISABLED_Writes) {
   run_until({&domain}, [&] { return domain.deregister_region(own); }, "the receiver to let go");
 }
 
-// Makes its end of a link, and never takes it over.
+// Makes its end of a link and never attaches it.
 TEST_F(CudaProcess, DISABLED_Completes) {
   const OtherProcess other;
   ASSERT_TRUE(other.is_there()) << "another test runs this one";
@@ -616,7 +617,7 @@ TEST_F(CudaProcess, DISABLED_Completes) {
   auto end = must(domain.connector().complete(kLinkOfA, other.hear()));
   end.reset();
   other.say(1);
-  EXPECT_EQ(other.hear_number(), 2U);  // it is told when that was of use
+  EXPECT_EQ(other.hear_number(), 2U);  // waits until the test is done with it
 }
 
 TEST_F(CudaProcess, WhoCompletesAndTakesNothingOverHasNothingMapped) {
@@ -634,7 +635,8 @@ TEST_F(CudaProcess, WhoCompletesAndTakesNothingOverHasNothingMapped) {
   EXPECT_EQ(other.status(), 0);
 }
 
-// Ends its domain while a copy is in flight, as close() does where the GPU is busy for longer than its limit. The process stays.
+// Ends its domain while a copy is in flight, as close() does when the GPU is busy for longer than its limit. The
+// process lives on.
 TEST_F(CudaProcess, DISABLED_EndsItsDomainBeforeItsCopy) {
   const OtherProcess receiver;
   ASSERT_TRUE(receiver.is_there()) << "another test runs this one";
@@ -656,7 +658,7 @@ TEST_F(CudaProcess, DISABLED_EndsItsDomainBeforeItsCopy) {
   EXPECT_EQ(receiver.hear_number(), 2U);  // it is fenced
 }
 
-// Of a peer in this process there is no pidfd, and its socket's end is enough: so it takes two.
+// A peer in this process has no pidfd, and the end of its socket is enough. So this test needs two processes.
 TEST_F(CudaProcess, ADomainThatEndedBeforeItsCopyIsFencedWhileItsProcessLives) {
   if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
   OtherProcess sender("CudaProcess.DISABLED_EndsItsDomainBeforeItsCopy");
@@ -694,9 +696,9 @@ TEST_P(CudaProcesses, MemoryIsFreedWhenNobodyHasItMappedAnyMore) {
   ASSERT_EQ(sender.hear_number(), rkey);
   run_until({&domain}, [&] { return domain.record.counted == kBytes / kPage; }, "the count");
   EXPECT_TRUE(memory->get() == random_bytes(kBytes, 5));
-  if (GetParam()) sender.die();  // which lets go without a word
+  if (GetParam()) sender.die();  // ends its mappings without a message
   run_until({&domain}, [&] { return domain.deregister_region(rkey); }, "the sender to let go");
-  memory.reset();  // the stand-in aborts if it is mapped anywhere
+  memory.reset();  // the stand-in aborts if the memory is mapped anywhere
   if (!GetParam()) sender.say(rkey);
   run_until({&domain}, [&] { return !domain.record.down.empty(); }, "the link's end");
   test::fence(domain, kLinkOfB);

@@ -1,5 +1,5 @@
 // The GPU lane in one process, over the machine's CUDA driver or, without one, over its stand-in (fake_cuda). The
-// conformance list has the rest, between two processes.
+// conformance list has the tests between two processes.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -44,8 +44,8 @@ bool eventually(Condition condition) {
 
 // --- Copier
 
-// Stands between this process and its driver while it lives: by which way copies are launched, and a way that is not there,
-// or breaks off. No engine runs meanwhile.
+// Stands between this process and its driver. It records the way in which copies are launched, and can remove a way or
+// make it fail. No transfer engine runs meanwhile.
 class WatchedCopies {
  public:
   explicit WatchedCopies(const cuda::Driver& driver) : table_(const_cast<cuda::Driver&>(driver)) {
@@ -59,14 +59,14 @@ class WatchedCopies {
   WatchedCopies(const WatchedCopies&) = delete;
   WatchedCopies& operator=(const WatchedCopies&) = delete;
   ~WatchedCopies() { table_ = real_; }
-  // As before CUDA 12.8.
+  // As in drivers before CUDA 12.8.
   void remove_batches() { table_.cuMemcpyBatchAsync = nullptr; }
 
   static inline int kernels = 0;
   static inline int batches = 0;
-  static inline bool breaks_off = false;  // before a batch's last page
-  static inline bool refuses = false;     // kernels
-  static inline int waits = 0;            // for a stream
+  static inline bool breaks_off = false;  // before the last page of a batch
+  static inline bool refuses = false;     // kernel launches
+  static inline int waits = 0;            // number of waits for a stream
 
  private:
   static int launch(cuda::Function function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
@@ -104,13 +104,13 @@ class CopierWays : public Cuda {
     bytes_ = random_bytes(source_->bytes, 1);
     source_->put(bytes_);
   }
-  // The next `pages`.
+  // Launches the next `pages` pages.
   Status launch(cuda::Copier& copier, uint32_t pages) {
     copier.begin(kPage);
     for (uint32_t i = 0; i < pages; ++i, at_ += kPage) copier.add(source_->address + at_, target_->address + at_);
     return copier.launch();
   }
-  // What was launched so far is there, and nothing else.
+  // True if exactly the pages launched so far have arrived.
   bool all_there() const {
     std::vector<std::byte> expected(bytes_.begin(), bytes_.begin() + static_cast<int64_t>(at_));
     expected.resize(bytes_.size());
@@ -268,7 +268,7 @@ TEST_F(Cuda, LaunchesEndInOrderAndTheirListsAreReusedOnlyThen) {
   for (size_t i = 0; i < kRounds; ++i) {
     ASSERT_TRUE(eventually([&] { return copier->finished() <= copier->launched() && copier->can_begin(); }));
     copier->begin(kPage);
-    // Both ways, on each stream.
+    // Both ways of copying, on each stream.
     const size_t end = i % 3 == 0 ? at + kPage : at + kMost * kPage;
     for (; at < end; at += kPage) copier->add(source.address + at, target.address + at);
     must(copier->launch());
@@ -315,7 +315,7 @@ TEST_F(Cuda, AGraphThatAdvancesTheSignalAdvancesItWithEachReplay) {
   void* graph = nullptr;
   void* executable = nullptr;
   std::shared_ptr<cuda::StreamSignal> signal;
-  std::thread([&] {  // in global mode, as PyTorch: what the signal itself needs is made meanwhile
+  std::thread([&] {  // in global mode, like PyTorch: the signal is created during a capture
     driver_->cuCtxPushCurrent_v2(first_->handle());
     ASSERT_EQ(test::driver_function<int(cuda::Stream, int)>("cuStreamBeginCapture_v2")(stream.get(), 0),
               cuda::kSuccess);
@@ -344,13 +344,13 @@ TEST_F(Cuda, AGraphThatAdvancesTheSignalAdvancesItWithEachReplay) {
 class CudaWord : public Cuda, public testing::WithParamInterface<cuda::GpuCompletionWord::Place> {
  protected:
   void TearDown() override { orders(100, 1); }
-  // What the GPU says of remote writes; false: a real one, which says what it says.
+  // Sets what the GPU reports about remote writes. Returns false with a real driver, which reports its own values.
   static bool orders(int ordering, int options) {
     auto* const set = test::driver_function<int(int, int)>("fakeRemoteWrites");
     if (set != nullptr) set(ordering, options);
     return set != nullptr;
   }
-  // As a kernel finds it.
+  // The value that a kernel would read.
   uint64_t seen(const cuda::GpuCompletionWord& word) const {
     uint64_t value = 0;
     const cuda::Context::Scope scope(*first_);
@@ -370,7 +370,7 @@ TEST_P(CudaWord, IsSeenByTheGpuAndByTheHostWhereThatCan) {
   EXPECT_EQ(seen(*word), 0U);
   must(word->store(7));
   EXPECT_TRUE(eventually([&] { return seen(*word) == 7; }));
-  must(word->store(3));  // not only upwards
+  must(word->store(3));  // smaller values work too
   EXPECT_TRUE(eventually([&] { return seen(*word) == 3; }));
   ASSERT_EQ(word->host() != nullptr, GetParam() == cuda::GpuCompletionWord::Place::kHost);
   if (word->host() != nullptr) {
@@ -406,7 +406,7 @@ TEST_P(CudaWord, FlushesWhatNicsHaveWrittenWhereTheGpuDoesNotOrderIt) {
   EXPECT_EQ(impossible.error().code, ErrorCode::kRefused);
 }
 
-// --- Memory that others read
+// --- Memory that other devices read
 
 TEST_F(Cuda, MemoryThatOthersReadIsMadeSynchronous) {
   const GpuBuffer memory(first_, 1 << 20);
@@ -414,13 +414,13 @@ TEST_F(Cuda, MemoryThatOthersReadIsMadeSynchronous) {
   must(cuda::make_synchronous(memory.data() + 4096));
   EXPECT_TRUE(memory.is_synchronous());
   std::vector<std::byte> host(4096);
-  must(cuda::make_synchronous(host.data()));  // nothing to do
+  must(cuda::make_synchronous(host.data()));  // does nothing for host memory
   test::Capturing capture(first_);
   must(cuda::make_synchronous(memory.data()));
   EXPECT_EQ(capture.end(), cuda::kSuccess);
 }
 
-// A test in a process of its own, which `this` one has not loaded anything into.
+// Runs a test in a process in which `this` one has loaded nothing.
 int run_alone(const char* test) {
   const pid_t child = fork();
   if (child == 0) test::become_test(test);
@@ -437,7 +437,7 @@ TEST(CudaLoader, DISABLED_LooksForNoDriverThatIsNotLoaded) {
   EXPECT_FALSE(cuda::export_dma_buf(memory.data(), memory.size()).ok());
   EXPECT_EQ(cuda::loaded_driver(), nullptr);
   EXPECT_EQ(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), nullptr);
-  // Once it is there, whoever loaded it.
+  // Once the driver is loaded, whoever loaded it.
   const cuda::Driver* const driver = test::find_driver();
   ASSERT_NE(driver, nullptr);
   EXPECT_EQ(cuda::loaded_driver(), driver) << "there is one table";
@@ -453,7 +453,7 @@ TEST(CudaLoader, LooksForNoDriverThatIsNotLoaded) {
 
 // --- The provider
 
-// An engine with one region of GPU memory.
+// A transfer engine with one region of GPU memory.
 struct GpuSide {
   GpuBuffer memory;
   std::unique_ptr<TransferEngine> engine;
@@ -491,7 +491,7 @@ TEST_F(Cuda, LayersAreWrittenWhenTheStreamHasComeToThem) {
   must(sender.engine->arm(transfer, signal,
                           PagedWrite{kPage, sender.region, {order, kPage, 0}, target, {order, kPage, 0}, {}}, layers));
   must(sender.engine->seal(transfer));
-  // The "forward pass": each layer's pages appear, then the stream says so. Nothing here waits for the stream.
+  // The "forward pass": each layer's pages are written, then the stream signals it. Nothing here waits for the stream.
   for (size_t layer = 0; layer < kLayers; ++layer) {
     const uint64_t offset = layer * kPages * kPage;
     driver_->cuMemcpyDtoDAsync_v2(sender.memory.address + offset, results.address + offset, kPages * kPage,
@@ -521,7 +521,7 @@ TEST_F(Cuda, AnEngineWhoseGpuHangsClosesAndItsPeersFenceItWhenTheCopiesEnd) {
     EXPECT_EQ(closed.error().code, ErrorCode::kTimeout);
     EXPECT_NE(closed.error().message.find("GPU " + std::to_string(first_->device())), std::string::npos)
         << closed.error().message;
-    must(sender->engine->close());  // says it once
+    must(sender->engine->close());  // the error is reported once
     const Status fenced = receiver.engine->fence(connection.second_to_first, std::chrono::milliseconds(50));
     EXPECT_FALSE(fenced.ok()) << "the copy may still land";
   }

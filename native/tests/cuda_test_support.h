@@ -1,4 +1,5 @@
-// What the tests of GPU memory share: the machine's CUDA driver or its stand-in (fake_cuda), two GPUs, and buffers there.
+// Helpers for tests of GPU memory: the machine's CUDA driver or its stand-in (fake_cuda), two GPUs, and buffers on
+// them.
 #pragma once
 
 #include <dlfcn.h>
@@ -21,15 +22,15 @@
 
 namespace kvc::test {
 
-// After a fork: becomes a process that runs this one test, and nothing else.
+// After a fork: becomes a process that runs only this test.
 [[noreturn]] inline void become_test(const char* test) {
   const std::string filter = std::string("--gtest_filter=") + test;
-  for (const char* shard : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) unsetenv(shard);  // the test may be in another
+  for (const char* shard : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) unsetenv(shard);  // another shard has it
   execl("/proc/self/exe", "kvc_tests", filter.c_str(), "--gtest_also_run_disabled_tests", nullptr);
   _exit(127);
 }
 
-// What both drivers have: the real one if there is a GPU, else the stand-in under its name.
+// The real driver if there is a GPU, otherwise the stand-in under the driver's name.
 inline const cuda::Driver* find_driver() {
   if (const Result<const cuda::Driver*> real = cuda::driver()) return real.value();
   if (dlopen(KVC_FAKE_CUDA, RTLD_NOW | RTLD_GLOBAL) == nullptr) return nullptr;
@@ -37,15 +38,15 @@ inline const cuda::Driver* find_driver() {
   return loaded ? loaded.value() : nullptr;
 }
 
-// A function of the loaded driver that the engine has no use for; null: it has none of this name. Those of the stand-in
-// alone begin with "fake".
+// A function of the loaded driver that the transfer engine does not use. Null: the driver has no function of this name.
+// Names of functions that only the stand-in has begin with "fake".
 template <typename Function>
 Function* driver_function(const char* name) {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
 }
 
-// The stand-in's copies do not begin while this lives, and are let go at its end. Without a stand-in it is nothing.
+// Keeps the stand-in's copies from beginning during its life. Has no effect on a real driver.
 class HeldCopies {
  public:
   enum Which : int { kAll = 1, kByKernels };
@@ -62,7 +63,7 @@ class HeldCopies {
   }
 };
 
-// A thread that captures a CUDA graph, in global mode as PyTorch does, for as long as this lives.
+// A thread that captures a CUDA graph during its life, in global mode like PyTorch.
 class Capturing {
  public:
   explicit Capturing(const std::shared_ptr<cuda::Context>& gpu) {
@@ -86,7 +87,7 @@ class Capturing {
   Capturing(const Capturing&) = delete;
   Capturing& operator=(const Capturing&) = delete;
   ~Capturing() { end(); }
-  // What cuStreamEndCapture says: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901) if somebody has ruined it.
+  // Result of cuStreamEndCapture. CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901): a call has ruined the capture.
   int end() {
     if (!thread_.joinable()) return ended_;
     step_ = kEnds;
@@ -144,7 +145,7 @@ struct GpuBuffer {
     return data;
   }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
-  // Whether a 'synchronous' copy into it is over when it returns (CU_POINTER_ATTRIBUTE_SYNC_MEMOPS).
+  // Whether a 'synchronous' copy into the memory has ended when it returns (CU_POINTER_ATTRIBUTE_SYNC_MEMOPS).
   bool is_synchronous() const {
     unsigned on = 0;
     EXPECT_EQ(context->driver().cuPointerGetAttribute(&on, 6, address), cuda::kSuccess);
@@ -156,7 +157,7 @@ struct GpuBuffer {
   cuda::DevicePointer address = 0;
 };
 
-// A domain of the nvlink lane that says it is of this process.
+// Opens a domain of the nvlink lane that claims to be of this process.
 inline Result<OpenedDomain> open_nvlink(uint64_t process, ControlQueue& control) {
   auto connector = std::make_unique<nvlink::NvlinkConnector>(DomainConfig{}, process);
   if (Status opened = connector->open(); !opened) return opened.error();

@@ -1,5 +1,5 @@
-// GPU memory in pieces (cuMemCreate, cuMemMap) over the nvlink lane, in one process: its two domains take each other for
-// strangers, and map each other's memory by descriptors. Over the machine's CUDA driver, or its stand-in.
+// GPU memory in pieces (cuMemCreate, cuMemMap) over the nvlink lane, in one process. Its two domains treat each other
+// as strangers, and map each other's memory by descriptors. Uses the machine's CUDA driver, or its stand-in.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -43,11 +43,11 @@ size_t granularity(int device) {
   return bytes;
 }
 
-// Reserved addresses, and pieces mapped one behind the other from the first on.
+// Reserved addresses, with pieces mapped contiguously from their beginning.
 class Segment {
  public:
-  // Pieces of so many granules; `exportable` has one for each, or is for all. `hole`: granules behind them that stay
-  // unmapped.
+  // Creates pieces of the given numbers of granules. `exportable` has one value for each piece, or one for all. `hole`:
+  // granules after them that stay unmapped.
   Segment(const std::shared_ptr<cuda::Context>& gpu, const std::vector<size_t>& granules,
           const std::vector<bool>& exportable = {true}, size_t hole = 0)
       : context_(gpu), granule_(granularity(gpu->device())) {
@@ -99,7 +99,7 @@ class Segment {
 
   using DevicePointer = cuda::DevicePointer;
   DevicePointer address = 0;
-  size_t bytes = 0;  // mapped
+  size_t bytes = 0;  // mapped bytes
 
  private:
   const std::shared_ptr<cuda::Context> context_;
@@ -108,7 +108,7 @@ class Segment {
   std::vector<size_t> pieces_;
 };
 
-// A domain that says it is a process of its own.
+// A domain that claims to be of a separate process.
 struct End {
   explicit End(uint64_t process)
       : domain(std::make_unique<Driven>([=](ControlQueue& control) { return open_nvlink(process, control); })) {}
@@ -131,13 +131,13 @@ class CudaVmm : public Cuda {
  protected:
   void TearDown() override { fail_imports(false); }
 
-  // False: a real driver, which fails when it wants to.
+  // Returns false with a real driver, whose failures cannot be set.
   static bool fail_imports(bool fail) {
     auto* const hook = driver_function<int(int)>("fakeFailImports");
     if (hook != nullptr) hook(fail ? 1 : 0);
     return hook != nullptr;
   }
-  // Nothing: a real driver does not say.
+  // No value with a real driver, which does not report it.
   static std::optional<int> mapped_pieces() {
     auto* const count = driver_function<int()>("fakeMappedPieces");
     return count != nullptr ? std::optional(count()) : std::nullopt;
@@ -149,13 +149,13 @@ constexpr size_t kPage = 65536;
 TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
   const Segment here(first_, {2, 1, 1});
   const Segment there(second_, {1, 2, 1});
-  constexpr size_t kShift = 300000;  // where the regions begin in their first pieces
+  constexpr size_t kShift = 300000;  // offset of the regions in their first pieces
   End a(1);
   End b(2);
   a.add(here, kShift, here.bytes - kShift);
   b.add(there, kShift, there.bytes - kShift - 4096);
   connect(*a.domain, *b.domain);
-  // A page across each border of pieces, one at the beginning, and one at the end.
+  // A page across each border between pieces, one at the beginning, and one at the end.
   std::vector<uint64_t> to = {0, there.bytes - kShift - 4096 - kPage};
   std::vector<uint64_t> from = {4096, 100000};
   for (size_t border = 1; border < 4; ++border) {
@@ -333,7 +333,7 @@ TEST_F(CudaVmm, WhatIsDeregisteredIsUnmappedByThePeers) {
 }
 
 TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
-  // Many more than are launched at a time, as each has pages of a length of its own.
+  // Many more batches than launches in flight, because each batch has pages of a different length.
   constexpr size_t kBatches = 4 * cuda::kLaunches;
   const Segment here(first_, {2});
   const Segment there(second_, {1, 1});
@@ -352,7 +352,7 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
       const Batch batch{.work = ++posted, .page_bytes = kPage + 16 * index, .from = {at}, .to = {at}, .counted = false};
       ASSERT_EQ(post(a, kLinkOfA, b, batch), Posted::kYes);
     }
-    // The peer says in the middle of the copies that the region is gone, and is heard.
+    // During the copies, the peer reports that the region is gone, and the report arrives.
     run_until(both, [&] { return a.record().completed.size() > before; });
     run_until(both, [&] { return b.domain->deregister_region(b.rkey) && a.record().completed.size() == posted; });
     EXPECT_EQ(a.record().failure(posted), ErrorCode::kUnknownRegion) << "the batches were over before the region was";
@@ -390,7 +390,7 @@ TEST_F(CudaVmm, ASlowGpuHoldsUpBothFences) {
   run_until(both, [&] { return a.domain->fence(kLinkOfA); });
   EXPECT_EQ(a.record().failure(1), ErrorCode::kPeerDown);
   run_until(both, [&] { return b.domain->deregister_region(b.rkey); });
-  // The GPU is no worse for it.
+  // The GPU still works.
   b.add(there, 0, there.bytes);
   connect(*a.domain, *b.domain, 31, 32);
   ASSERT_EQ(post(a, 31, b, {.work = 2, .page_bytes = kPage, .from = {0}, .to = {0}}), Posted::kYes);
@@ -448,7 +448,7 @@ TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
   run_until({a.domain.get(), b.domain.get()}, [&] { return b.record().down.size() == 1; });
   fence(*b.domain, kLinkOfB);
 
-  // The offerer's memory comes after the answer.
+  // The offerer's memory arrives after the answer.
   fail_imports(false);
   connect(*a.domain, *b.domain, kLinkOfA + 100, kLinkOfB + 100);
   fail_imports(true);
@@ -504,7 +504,7 @@ TEST_F(CudaVmm, EnginesOfOneProcessReachEachOthersPieces) {
   }
 }
 
-// --- What a peer may say that is out of its senses
+// --- Invalid reports of a peer
 
 class CudaVmmPeer : public CudaVmm {
  protected:
@@ -512,7 +512,7 @@ class CudaVmmPeer : public CudaVmm {
   static constexpr uint32_t kPlace = 5;
   static constexpr uint64_t kKey = (uint64_t{9} << 32) + kPlace;
 
-  // The peer's board has one region of this many bytes of pieces.
+  // The peer's board has one region with this many bytes of pieces.
   void SetUp() override {
     CudaVmm::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
@@ -535,7 +535,7 @@ class CudaVmmPeer : public CudaVmm {
                        std::move(descriptor), *board_, control_);
   }
   bool hear_piece(size_t index) { return hear(segment_->granule(), piece(index)); }
-  // Null: nothing of it has come.
+  // Null: no piece of it has arrived.
   const nvlink::PeerRegion* find() { return peer_->find(kKey, board_->regions[kPlace], control_); }
   bool forget(uint32_t place) { return peer_->forget({.kind = same_host::MessageKind::kForget, .memory = place}, 0); }
   bool advance() {

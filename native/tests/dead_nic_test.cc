@@ -1,4 +1,4 @@
-// One NIC of several that has failed: the others serve the peers there are, and new ones. Over each lane.
+// One NIC of several has failed: the other NICs serve the existing peers and new ones. Runs over each lane.
 
 #include <cstring>
 #include <string>
@@ -18,7 +18,7 @@ class DeadNic : public testing::TestWithParam<std::string> {
 INSTANTIATE_TEST_SUITE_P(Lanes, DeadNic, testing::ValuesIn(providers()),
                          [](const auto& info) { return label(info.param); });
 
-// `from` writes all of its memory over that of `to`, who is `peer`.
+// `from` writes all of its memory over that of `to`, which is `peer`.
 void expect_writable(Side& from, PeerId peer, Side& to, uint64_t seed) {
   fill_random(from.data(), kBytes, seed);
   const RemoteRegionId region = must(from.engine->import_region(peer, must(to.engine->region_descriptor(to.region))));
@@ -50,7 +50,7 @@ TEST_P(DeadNic, LeavesTheOthersToNewPeers) {
     const Connection offered = connect(*side.engine, *other.engine);
     expect_writable(side, offered.first_to_second, other, 1);
     expect_writable(other, offered.second_to_first, side, 2);
-    // Each living one carries a link by now, so that none is its last.
+    // Each working NIC carries a link by now, so no link is the peer's last one.
     const size_t living = side.engine->domains().size() - 1;
     await([&] { return side.engine->stats().links == living && other.engine->stats().links == living; }, "their links");
     nics[1].die();
@@ -58,13 +58,13 @@ TEST_P(DeadNic, LeavesTheOthersToNewPeers) {
     const Connection accepted = connect(*another.engine, *side.engine);
     expect_writable(another, accepted.first_to_second, side, 3);
     expect_writable(side, accepted.second_to_first, another, 4);
-    // Whom the second death cost a link keeps the others.
+    // A peer that lost a link with the second NIC keeps its other links.
     expect_writable(other, offered.second_to_first, side, 5);
     EXPECT_TRUE(side.engine->poll_events(8).empty());
   }
 }
 
-// Dead between the offer and its answer: that offer is lost, and the next one goes over another NIC.
+// The NIC fails between the offer and its answer. That offer is lost, and the next one uses another NIC.
 TEST_P(DeadNic, CostsTheOfferThatWasMadeOverIt) {
   Nics nics;
   Side side(nics.with(config("first", provider(), 2)), kBytes);
@@ -96,7 +96,7 @@ TEST_P(DeadNic, WhereAllAreTheReasonIsTold) {
   }
 }
 
-// With it goes its lane, and who may fall back takes the next one.
+// The lane fails with its only NIC. A transfer engine with fallback takes the next lane.
 TEST_P(DeadNic, OfALaneOfItsOwnLeavesTheNextLane) {
   const std::string next = provider_of(provider()) == "sim" ? "tcp" : "sim";
   for (const bool fallback : {false, true}) {

@@ -1,4 +1,4 @@
-// Peers that part in good order, over each provider: what is open ends first, nobody sees an error, nothing is left.
+// Graceful disconnects, over each provider: open work ends first, neither side sees an error, and no resource is left.
 
 #include <atomic>
 #include <future>
@@ -36,7 +36,7 @@ TEST_P(Disconnect, AnIdlePeerLeavesWithoutAnError) {
       EXPECT_EQ(leaver.stats().peers, 0U);
       EXPECT_TRUE(leaver.poll_events(10).empty());
       expect_left(other, offerer_leaves ? pair.to_sender : pair.to_receiver);
-      // And they can meet again.
+      // The two can connect again.
       const Connection again = connect(leaver, other);
       EXPECT_EQ(ended(leaver, must(leaver.send(again.first_to_second, Bytes(1)))).kind, EventKind::kTransferDone);
     }
@@ -50,7 +50,7 @@ TEST_P(Disconnect, WaitsForWhatIsOpenOnBothSides) {
   const auto [there, to_there] = pair.counter(1);
   const TransferId ours = must(pair.sender.engine->open_transfer(pair.to_receiver));
   const TransferId theirs = must(pair.receiver.engine->open_transfer(pair.to_sender));
-  // The time may be over before the engine's worker has come to it.
+  // The timeout may pass before the transfer thread has started.
   Result<TransferId> opened = ours;
   while (opened) {
     EXPECT_EQ(pair.sender.engine->disconnect(pair.to_receiver, Timeout(20'000)).error().code, ErrorCode::kTimeout);
@@ -58,7 +58,7 @@ TEST_P(Disconnect, WaitsForWhatIsOpenOnBothSides) {
     if (opened) must(pair.sender.engine->seal(opened.value()));
   }
 
-  // Nothing new, but what is open takes more and ends as if nothing were.
+  // New transfers are refused. The open one takes more writes and ends normally.
   EXPECT_EQ(opened.error().code, ErrorCode::kPeerDown);
   EXPECT_EQ(pair.sender.engine->send(pair.to_receiver, Bytes(1)).error().code, ErrorCode::kPeerDown);
   must(pair.sender.engine->write(ours, pair.sender.region, 0, pair.receiver_region, 0, kBytes, to_there));
@@ -72,14 +72,14 @@ TEST_P(Disconnect, WaitsForWhatIsOpenOnBothSides) {
   must(pair.receiver.engine->write(theirs, pair.receiver.region, 0, pair.sender_region, 0, kBytes, here.immediates[0]));
   must(pair.receiver.engine->seal(theirs));
   must(pair.sender.engine->disconnect(pair.to_receiver, kLimit));
-  EXPECT_EQ(must(pair.sender.engine->counter_values(here.id))[0], 1U);  // it was there before we parted
+  EXPECT_EQ(must(pair.sender.engine->counter_values(here.id))[0], 1U);  // it had arrived before the disconnect
   EXPECT_EQ(ended(*pair.receiver.engine, theirs).kind, EventKind::kTransferDone);
   expect_left(*pair.receiver.engine, pair.to_sender);
 }
 
 TEST_P(Disconnect, MessagesOnTheWayArriveFirst) {
   Pair pair(provider(), 4096);
-  constexpr size_t kCount = 100;  // more than the receiver takes unread
+  constexpr size_t kCount = 100;  // more than the receiver holds unread
   for (size_t i = 0; i < kCount; ++i) must(pair.sender.engine->send(pair.to_receiver, Bytes(100), [](const Event&) {}));
   auto parted =
       std::async(std::launch::async, [&] { return pair.sender.engine->disconnect(pair.to_receiver, kLimit); });
@@ -94,7 +94,7 @@ TEST_P(Disconnect, BothAtOnce) {
     auto theirs =
         std::async(std::launch::async, [&] { return pair.receiver.engine->disconnect(pair.to_sender, kLimit); });
     const Status ours = pair.sender.engine->disconnect(pair.to_receiver, kLimit);
-    // Who is late finds that it has happened.
+    // The later caller may find that the disconnect has finished.
     for (const Status& status : {ours, theirs.get()}) {
       EXPECT_TRUE(status.ok() || status.error().code == ErrorCode::kUnknownPeer) << status.error().to_string();
     }
@@ -159,7 +159,7 @@ TEST_P(Disconnect, LeavesNothingBehind) {
               EventKind::kTransferDone);
     must(first.engine->disconnect(connection.first_to_second, kLimit));
     expect_left(*second.engine, connection.second_to_first);
-    // Its region went with it.
+    // Its region was forgotten with it.
     const Connection next = connect(*first.engine, *second.engine);
     EXPECT_EQ(first.engine->write_one(next.first_to_second, first.region, 0, region, 0, 100, {}).error().code,
               ErrorCode::kUnknownRegion);
@@ -170,7 +170,7 @@ TEST_P(Disconnect, LeavesNothingBehind) {
   EXPECT_EQ(second.engine->stats().transfers_open, 0U);
 }
 
-// The acceptor's goodbye is on its way before the offerer knows that it is connected.
+// The acceptor sends its goodbye before the offerer knows that it is connected.
 TEST_P(Disconnect, AtOnceIsHeard) {
   Side first(config("first", provider()), 4096);
   Side second(config("second", provider()), 4096);

@@ -10,7 +10,7 @@
 namespace kvc::test {
 namespace {
 
-// Both ends of a proxy, on one thread.
+// Both sides of a proxy, on one thread.
 struct Ends {
   std::shared_ptr<Waker> waker = Waker::create().value();
   std::shared_ptr<DomainPassage> passage = std::make_shared<DomainPassage>(waker);

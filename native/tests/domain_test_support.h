@@ -1,4 +1,4 @@
-// What the tests of single providers share: both halves of a domain driven by one thread, what came of it on record, and
+// Helpers for tests of single providers: both halves of a domain driven by one thread, a record of its events, and
 // batches.
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace kvc::test {
 
-// A control thread that works when it is told to.
+// A control thread that runs its tasks when the test calls work().
 class ManualControl final : public ControlQueue {
  public:
   void run(std::function<void()> task) override { tasks_.push_back(std::move(task)); }
-  // Runs what waits, and what that hands over in turn; true if there was anything.
+  // Runs the waiting tasks, and tasks that these submit. Returns true if there was any.
   bool work() {
     const bool any = !tasks_.empty();
     while (!tasks_.empty()) {
@@ -39,7 +39,7 @@ class ManualControl final : public ControlQueue {
   std::deque<std::function<void()>> tasks_;
 };
 
-// What a domain has told, on record.
+// The recorded events of a domain.
 struct Record {
   struct Down {
     LinkId link;
@@ -54,9 +54,9 @@ struct Record {
   std::map<WorkId, std::optional<Error>> completed;
   std::vector<WorkId> order;
   std::vector<uint32_t> immediates;
-  std::vector<LinkId> immediate_links;  // which link each came over
+  std::vector<LinkId> immediate_links;  // the link over which each immediate arrived
   std::vector<std::pair<LinkId, Bytes>> messages;
-  size_t message_room = SIZE_MAX;  // messages beyond it are not taken
+  size_t message_room = SIZE_MAX;  // messages beyond this number are not taken
   uint64_t counted = 0;
   std::vector<Down> down;
 };
@@ -66,7 +66,7 @@ class Driven {
  public:
   using Open = std::function<Result<OpenedDomain>(ControlQueue&)>;
 
-  // Throws the error's words.
+  // Throws the text of the error if the domain cannot be opened.
   explicit Driven(const Open& open) : opened_(must(open(control_), "open")) {}
   Driven(const Driven&) = delete;
   Driven& operator=(const Driven&) = delete;
@@ -88,7 +88,7 @@ class Driven {
     regions_[key] = std::move(region.value());
     return key;
   }
-  // True once the region is gone.
+  // Returns true once the region is gone.
   bool deregister_region(uint64_t key) {
     const auto found = regions_.find(key);
     if (found == regions_.end()) return true;
@@ -118,7 +118,7 @@ class Driven {
     return fenced;
   }
 
-  // Without a source: that of the region, if any, that holds the first page.
+  // A batch without a source gets the region, if any, that contains its first page.
   Posted post(LinkId link, WriteBatch batch) {
     if (batch.source == nullptr && batch.page_bytes > 0) {
       for (const auto& [key, region] : regions_) {
@@ -155,7 +155,7 @@ class Driven {
   }
 
   Record record;
-  // Called for each completion once it is on record; may post, send, and fence.
+  // Called for each completion after it was recorded. It may post, send, and fence.
   std::function<void(const Completion&)> on_completion;
 
  private:
@@ -166,7 +166,7 @@ class Driven {
   };
 
   bool drain() {
-    if (std::exchange(draining_, true)) return false;  // from within on_completion: the loop goes on
+    if (std::exchange(draining_, true)) return false;  // called from on_completion: the outer loop continues
     const bool any = domain().completions().drain([this](Completion& completion) { note(completion); });
     draining_ = false;
     return any;
@@ -212,8 +212,8 @@ class Driven {
   bool draining_ = false;
 };
 
-// Polls the domains until `done`, asleep on their descriptors while they have nothing to do. The limit is far above
-// anything these tests wait for: reaching it is a hang.
+// Polls the domains until `done`, and sleeps on their descriptors while they have no work. The limit is far above all
+// waits of these tests, so reaching it means a hang.
 inline void run_until(const std::vector<Driven*>& domains, const std::function<bool()>& done,
                       const char* what = "condition") {
   const auto limit = std::chrono::steady_clock::now() + kLimit;
@@ -227,13 +227,13 @@ inline void run_until(const std::vector<Driven*>& domains, const std::function<b
       busy = !domain->prepare_sleep() || busy;
       for (const int fd : domain->fds()) fds.push_back({fd, POLLIN, 0});
     }
-    // 20 ms: `done` may wait for something that no domain watches.
+    // 20 ms: `done` may depend on something that no domain watches.
     if (!busy) ::poll(fds.data(), fds.size(), 20);
   }
 }
 
-// Until nothing is left to do that does not come from outside. 40 turns: a domain may look at its descriptors in some
-// of them only (host: one in 16).
+// Polls until only work from outside remains. 40 turns, because a domain may look at its descriptors only in some of
+// its turns (host: one in 16).
 inline void run_idle(const std::vector<Driven*>& domains) {
   for (int quiet = 0; quiet < 40;) {
     bool busy = false;
@@ -242,7 +242,7 @@ inline void run_idle(const std::vector<Driven*>& domains) {
   }
 }
 
-// Ends the link on this side, for as many turns as that takes.
+// Ends the link on this side, in as many turns as necessary.
 inline void fence(Driven& domain, LinkId link) {
   run_until({&domain}, [&] { return domain.fence(link); }, "fence");
 }
@@ -250,7 +250,7 @@ inline void fence(Driven& domain, LinkId link) {
 inline constexpr LinkId kLinkOfA = 11;
 inline constexpr LinkId kLinkOfB = 22;
 
-// The three steps of a link: A offers.
+// The three steps of making a link. A offers.
 inline void connect(Driven& a, Driven& b, LinkId link_a = kLinkOfA, LinkId link_b = kLinkOfB) {
   const Bytes offer = must(a.offer(link_a), "offer");
   const Bytes answer = must(b.accept(link_b, offer), "accept");
@@ -259,17 +259,17 @@ inline void connect(Driven& a, Driven& b, LinkId link_a = kLinkOfA, LinkId link_
 
 inline uint32_t immediate_of(size_t pages) { return Immediate{7, 3, static_cast<uint32_t>(pages)}.encode(); }
 
-// Pages of one end's memory into pages of the other's.
+// Writes pages of one End's memory to pages of the other End's.
 struct Batch {
   WorkId work = 1;
   uint64_t page_bytes = 4096;
   std::vector<uint64_t> from{};  // offsets in the source's memory
   std::vector<uint64_t> to{};    // offsets in the target's region
   bool counted = true;
-  std::optional<uint64_t> rkey = std::nullopt;  // another key than the target's
+  std::optional<uint64_t> rkey = std::nullopt;  // used in place of the target's key
 };
 
-// An End is a domain with one registered region: its `memory`, whose key is `rkey`.
+// An End is a domain with one registered region: its `memory`, with the key `rkey`.
 template <typename End>
 Posted post(End& source, LinkId link, const End& target, const Batch& batch) {
   std::vector<PageWrite> pages;

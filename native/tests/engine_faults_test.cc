@@ -1,5 +1,5 @@
-// The contract's sentences about failure, run unchanged over each provider: wrong writes, revoked memory, dead peers,
-// fences. Two engines in one process; tests/conformance has the same between two.
+// The contract's rules about failures, run unchanged over each provider: wrong writes, revoked memory, dead peers,
+// fences. Two transfer engines in one process. tests/conformance tests the same between two processes.
 
 #include <algorithm>
 #include <cstring>
@@ -61,7 +61,7 @@ TEST_P(Faults, AWrongKeyFailsTheTransferAndTouchesNothing) {
   Pair pair(provider(), 4096);
   fill_random(pair.sender.data(), 4096, 20);
   Bytes descriptor = must(pair.receiver.engine->region_descriptor(pair.receiver.region));
-  descriptor.back() ^= std::byte{0xFF};  // the last byte is the last key's
+  descriptor.back() ^= std::byte{0xFF};  // the last byte belongs to the last key
   const RemoteRegionId wrong = must(pair.sender.engine->import_region(pair.to_receiver, descriptor));
   CounterSet set = must(pair.receiver.engine->alloc_counters(1));
   const TransferId transfer =
@@ -80,11 +80,11 @@ TEST_P(Faults, AKeyWithAForgedLengthDoesNotReachBeyondTheRegion) {
   constexpr size_t kBytes = 8192;
   Pair pair(provider(), kBytes);
   fill_random(pair.sender.data(), kBytes, 21);
-  // A region that covers the first half only, whose descriptor claims twice its length.
+  // A region that covers only the first half, whose descriptor claims twice its length.
   const RegionId half =
       must(pair.receiver.engine->register_memory(pair.receiver.data(), kBytes / 2, pair.receiver.memory.fd(), 0));
   Bytes descriptor = must(pair.receiver.engine->region_descriptor(half));
-  // Its length, and that of the memory which it lies in.
+  // The length of the region, and that of the memory that contains it.
   const auto number = [](uint64_t value) {
     return Bytes(reinterpret_cast<std::byte*>(&value), reinterpret_cast<std::byte*>(&value) + sizeof(value));
   };
@@ -138,7 +138,7 @@ TEST_P(Faults, ADeregisteredSourceFailsWritesFromIt) {
   EXPECT_TRUE(event.quiesced);
 }
 
-// --- Peers that go away
+// --- Peers that disappear
 
 Event wait_peer_down(TransferEngine& engine) {
   Event event = next_event(engine);
@@ -152,7 +152,7 @@ TEST_P(Faults, ADeadPeerFailsItsTransfersAndNobodyElses) {
   const Connection other = connect(*pair.sender.engine, *third.engine);
   const RemoteRegionId third_region = must(
       pair.sender.engine->import_region(other.first_to_second, must(third.engine->region_descriptor(third.region))));
-  // Armed and never signalled: open when the peer dies.
+  // Armed and never signalled: the transfer is open when the peer dies.
   const std::shared_ptr<LayerSignal> signal = pair.sender.engine->create_signal();
   PagedWrite pages;
   pages.page_bytes = 64;
@@ -182,7 +182,7 @@ TEST_P(Faults, ADeadPeerFailsItsTransfersAndNobodyElses) {
   EXPECT_TRUE(pair.sender.engine->poll_events(10).empty());  // each failure was reported once
 }
 
-// The sender's 16 pages to the same 16 of the receiver, over and over: 6 GB at 64 KiB a page, in which there is time to
+// Writes the sender's 16 pages to the same 16 of the receiver, repeatedly: 6 GB at 64 KiB a page, which leaves time to
 // lose a peer.
 PagedWrite long_write(const Pair& pair, size_t page_bytes) {
   PagedWrite write;
@@ -227,14 +227,14 @@ TEST_P(Faults, AfterFenceNoWriteOfThatPeerLands) {
   must(pair.receiver.engine->wait_counters(set, kLimit));
   must(pair.receiver.engine->fence(pair.to_sender, kLimit));
   std::memset(pair.receiver.data(), 0, kPage * 16);
-  // The sender goes on posting until it learns; nothing of it arrives.
+  // The sender goes on posting until it learns of the fence. None of its writes arrives.
   const Event event = ended(*pair.sender.engine, transfer);
   EXPECT_EQ(event.kind, EventKind::kTransferFailed);
   EXPECT_EQ(event.error->code, ErrorCode::kPeerDown);
   EXPECT_TRUE(std::all_of(pair.receiver.data(), pair.receiver.data() + kPage * 16,
                           [](std::byte b) { return b == std::byte{}; }));
   EXPECT_EQ(pair.receiver.engine->stats().peers, 0U);
-  // The same two engines connect again.
+  // The same two transfer engines connect again.
   const Connection again = connect(*pair.sender.engine, *pair.receiver.engine);
   const RemoteRegionId region = must(pair.sender.engine->import_region(
       again.first_to_second, must(pair.receiver.engine->region_descriptor(pair.receiver.region))));
@@ -251,7 +251,7 @@ TEST_P(Faults, FencingOneselfFailsTheOpenTransfers) {
   const Event event = ended(*pair.sender.engine, transfer);
   EXPECT_EQ(event.kind, EventKind::kTransferFailed);
   EXPECT_EQ(event.error->code, ErrorCode::kPeerDown);
-  EXPECT_TRUE(event.quiesced);  // nothing of it was ever posted
+  EXPECT_TRUE(event.quiesced);  // none of its writes was posted
   EXPECT_EQ(pair.sender.engine->fence(pair.to_receiver, kLimit).error().code, ErrorCode::kUnknownPeer);
   EXPECT_EQ(pair.sender.engine->write(transfer, pair.sender.region, 0, pair.receiver_region, 0, 64, {}).error().code,
             ErrorCode::kInvalidArgument);

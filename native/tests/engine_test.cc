@@ -1,4 +1,4 @@
-// The contract of the data plane as tests, run unchanged over each provider: two engines in one process.
+// The contract of the data plane as tests, run unchanged over each provider: two transfer engines in one process.
 
 #include <algorithm>
 #include <atomic>
@@ -20,7 +20,7 @@ class Conformance : public testing::TestWithParam<std::string> {
 INSTANTIATE_TEST_SUITE_P(Lanes, Conformance, testing::ValuesIn(providers()),
                          [](const auto& info) { return label(info.param); });
 
-// Copies by plain C++ what a paged write has to do, onto a copy of the target's bytes.
+// Does the work of a paged write in plain C++, on a copy of the target's bytes.
 void apply(const PagedWrite& write, const std::byte* source, std::vector<std::byte>& target) {
   for (size_t i = 0; i < write.source_pages.indices.size(); ++i) {
     const uint64_t from =
@@ -152,7 +152,7 @@ TEST_P(Conformance, SourcePagesMayBeReusedOnceTheTransferIsDone) {
   constexpr size_t kRounds = 64;
   Pair pair(provider(), kPage * kRounds);
   for (size_t round = 0; round < kRounds; ++round) {
-    fill_random(pair.sender.data(), kPage, round);  // always the same source page
+    fill_random(pair.sender.data(), kPage, round);  // the source page is always the same
     const TransferId transfer = must(pair.sender.engine->write_one(
         pair.to_receiver, pair.sender.region, 0, pair.receiver_region, round * kPage, kPage, std::nullopt));
     ASSERT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
@@ -199,7 +199,7 @@ TEST_P(Domains, CountsAreExactAndPagesComplete) {
   constexpr size_t kPage = 1024;
   Pair pair(provider, kPages * kPage, counts.first, counts.second);
   fill_random(pair.sender.data(), kPages * kPage, 9);
-  // Three counters at once, raised by requests of different sizes; both directions.
+  // Three counters at once, raised by requests of different sizes, in both directions.
   CounterSet set = must(pair.receiver.engine->alloc_counters(3));
   const std::vector<uint64_t> targets = {700, 299, 1};
   must(pair.receiver.engine->expect(set.id, targets));
@@ -252,7 +252,7 @@ TEST_P(Conformance, AnImmediateBeforeExpectIsNotLost) {
         pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, 64, immediate));
     ASSERT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
   }
-  // Done at the sender: the receiver counts it as soon as its worker runs.
+  // The write is done at the sender. The receiver counts it as soon as its transfer thread runs.
   const auto values = [&] { return must(pair.receiver.engine->counter_values(set.id)); };
   while (values() != std::vector<uint64_t>{1, 1}) std::this_thread::yield();
   must(pair.receiver.engine->expect(set.id, {1, 1}));
@@ -263,7 +263,7 @@ TEST_P(Conformance, ALateImmediateIsStaleAndNeverCreditedToTheNewOwner) {
   Pair pair(provider(), 4096);
   CounterSet old = must(pair.receiver.engine->alloc_counters(1));
   must(pair.receiver.engine->release_counters(old.id));
-  // Take every slot, so that the old one has a new owner.
+  // Takes every slot, so that the old slot has a new owner.
   CounterSet all = must(pair.receiver.engine->alloc_counters(1U << Immediate::kSlotBits));
   const uint32_t slot = Immediate::decode(old.immediates[0]).slot;
   size_t owner = all.immediates.size();
@@ -304,7 +304,7 @@ TEST_P(Conformance, ArmedLayersArePostedWhenTheSignalPassesThem) {
   for (size_t layer = 0; layer < kLayers; ++layer) {
     layers.push_back({layer + 1, layer * kLayerBytes, layer * kLayerBytes, set.immediates[layer]});
   }
-  std::reverse(layers.begin(), layers.end());  // any order will do
+  std::reverse(layers.begin(), layers.end());  // layers may be in any order
   const TransferId transfer = must(pair.sender.engine->open_transfer(pair.to_receiver));
   must(pair.sender.engine->arm(transfer, signal, pages, layers));
   must(pair.sender.engine->seal(transfer));
@@ -319,7 +319,7 @@ TEST_P(Conformance, ArmedLayersArePostedWhenTheSignalPassesThem) {
     };
     while (!complete()) std::this_thread::yield();
     EXPECT_EQ(values(), expected);
-    // Nothing but those layers was even posted.
+    // Only those layers were even posted.
     must(pair.sender.engine->quiesce(transfer, kLimit));
     EXPECT_EQ(must(pair.sender.engine->progress(transfer)).pages_posted, posted * kPages);
   };
@@ -359,7 +359,7 @@ TEST_P(Conformance, CancelledLayersAreNeverPosted) {
   EXPECT_EQ(event.kind, EventKind::kTransferCancelled);
   EXPECT_TRUE(event.quiesced);
   EXPECT_EQ(event.pages, 0U);
-  // A later write on the same connection arrives; the cancelled one has not.
+  // A later write on the same connection arrives, and the cancelled one has not arrived.
   const auto [marker, immediate] = pair.counter(1);
   must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0, pair.receiver_region, 0, 64, immediate));
   must(pair.receiver.engine->wait_counters(marker, kLimit));
@@ -391,11 +391,11 @@ TEST_P(Conformance, ACancelledTransferPostsNothingMoreAndDrains) {
   EXPECT_EQ(event.kind, EventKind::kTransferCancelled);
   EXPECT_TRUE(event.quiesced);
   EXPECT_LE(event.pages, 8 * kPages);
-  // Nothing was posted after cancel() returned. (Where all had drained by then, the transfer is forgotten already.)
+  // Nothing was posted after cancel() returned. (If all had drained by then, the transfer is forgotten already.)
   if (at_cancel.ok()) {
     EXPECT_EQ(at_cancel.value().pages_posted, event.pages);
   }
-  // Drained: the receiver has counted what the event says, and stays there.
+  // Drained: the receiver has counted the number in the event, and the count stays there.
   while (pair.count(set.id) < event.pages) std::this_thread::yield();
   EXPECT_EQ(pair.count(set.id), event.pages);
   // Its id is forgotten.
@@ -407,7 +407,7 @@ TEST_P(Conformance, ACancelledTransferPostsNothingMoreAndDrains) {
 
 TEST_P(Conformance, AHugeRequestDoesNotStarveASmallOne) {
   constexpr size_t kPage = 4096;
-  constexpr size_t kPages = 50000;  // fifty times what 16 batches of 64 pages are
+  constexpr size_t kPages = 50000;  // fifty times 16 batches of 64 pages
   Pair pair(provider(), kPage * 64);
   TransferEngine& engine = *pair.sender.engine;
   CounterSet set = must(pair.receiver.engine->alloc_counters(2));
@@ -417,8 +417,8 @@ TEST_P(Conformance, AHugeRequestDoesNotStarveASmallOne) {
     huge.target_pages.indices.push_back(static_cast<int64_t>(i % 64));
   }
   const PagedWrite one{kPage, pair.sender.region, {{0}, kPage, 0}, pair.receiver_region, {{0}, kPage, 0}, {}};
-  // One signal makes both ready in the same turn, the huge one first; how much of it was posted when the small one
-  // ended is read on the worker itself. So only the order of posting decides, and no clock.
+  // One signal makes both ready in the same turn, the huge one first. When the small one ends, the transfer thread
+  // reads how much of the huge one was posted. So only the order of posting decides, not a clock.
   const std::shared_ptr<LayerSignal> signal = engine.create_signal();
   const TransferId big = must(engine.open_transfer(pair.to_receiver));
   std::promise<uint64_t> posted;
@@ -431,7 +431,7 @@ TEST_P(Conformance, AHugeRequestDoesNotStarveASmallOne) {
   must(engine.arm(small, signal, one, {{1, 0, 0, set.immediates[1]}}));
   must(engine.seal(big));
   must(engine.seal(small));
-  must(engine.quiesce(big, kLimit));  // the worker has taken all of it
+  must(engine.quiesce(big, kLimit));  // the transfer thread has taken all of it
   signal->store(1);
   EXPECT_LT(posted.get_future().get(), kPages / 2);
   const Event done = ended(engine, big);
@@ -451,13 +451,13 @@ TEST_P(Conformance, AnIdleConnectionLeavesBothWorkersAsleep) {
   ended(*pair.sender.engine, must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
                                                                 pair.receiver_region, 0, 64, std::nullopt)));
   const auto sleeps = [&] { return pair.sender.engine->stats().sleeps + pair.receiver.engine->stats().sleeps; };
-  // There is no event for "nothing happens": 300 ms of it. A descriptor that stays readable, or a spin that never ends,
-  // makes thousands of turns in that time, or not a single sleep.
+  // No event reports that nothing happens. The test therefore waits for 300 milliseconds. A descriptor that stays
+  // readable, or a spin that never ends, would cause thousands of turns in that time, or not a single sleep.
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const uint64_t before = sleeps();
   EXPECT_GE(before, 2U);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  // A provider without a descriptor says so, and is looked at once a millisecond on either side.
+  // A provider without a descriptor reports it, and is polled once a millisecond on either side.
   const bool looked_at = pair.sender.engine->domains()[0].find("no descriptor to wait on") != std::string::npos;
   EXPECT_LE(sleeps() - before, looked_at ? 610U : 10U);
 }

@@ -37,7 +37,7 @@ TEST(EventQueue, PollTakesEventsInOrderAndOnce) {
 
 TEST(EventQueue, TheDescriptorIsReadableWhileSomethingIsThere) {
   Queue queue;
-  queue.push(done(1));  // before anybody asked for the descriptor
+  queue.push(done(1));  // before the first call of fd()
   EXPECT_TRUE(readable(queue.fd()));
   queue.push(done(2));
   EXPECT_EQ(queue.poll(1).size(), 1U);
@@ -101,7 +101,7 @@ TEST(EventQueue, WhatIsLeftByTheLastWaiterIsPolled) {
                     .ok());
   });
   while (!waiting) std::this_thread::yield();
-  // As of counters that reach two targets before it is awake.
+  // As for counters that reach two targets before the waiting thread is awake.
   queue.push(done(7));
   queue.push(done(7));
   waiter.join();
@@ -118,7 +118,7 @@ TEST(EventQueue, TheSameNumberOfAnotherKindIsAnotherEvent) {
 TEST(EventQueue, WaitingForWhatCannotComeFailsAtOnce) {
   Queue queue;
   EXPECT_EQ(queue.wait(Subject::kTransfer, 1, kLong, [] { return false; }).error().code, ErrorCode::kInvalidArgument);
-  queue.push(done(1));  // but what is there already is taken
+  queue.push(done(1));  // an event that has arrived already is taken
   EXPECT_TRUE(queue.wait(Subject::kTransfer, 1, kLong, [] { return false; }).ok());
 }
 

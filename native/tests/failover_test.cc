@@ -1,5 +1,5 @@
-// Links that break and come back, between two whole engines over the sim fabric: whatever the moment, every page
-// arrives, every counter is exact, every message arrives once, and nothing fails while one link is left.
+// Links that break and return, between two whole transfer engines over the sim fabric. At any moment of failure, every
+// page arrives, every counter is exact, and every message arrives once. Nothing fails while one link is left.
 
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,7 @@
 namespace kvc::test::failover {
 namespace {
 
-// "s0", "s1", ... are the sender's NICs, "r0", ... the receiver's, in a fabric of the test's own.
+// "s0", "s1", ... are the sender's NICs, "r0", ... the receiver's, in a fabric that only this test uses.
 EngineConfig on_fabric(const std::string& name, const std::string& fabric, const std::string& nics, size_t count,
                        uint64_t seed) {
   EngineConfig config = test::config(name, "sim", count);
@@ -49,7 +49,7 @@ struct Rig {
 
 constexpr size_t kPage = 512;
 
-// One direction's traffic: paged writes with counters, split single writes with one, immediates shared by transfers.
+// The traffic in one direction: paged writes with counters, split single writes, immediates that transfers share.
 struct Traffic {
   TransferEngine& from;
   Side& source;
@@ -58,7 +58,7 @@ struct Traffic {
   PeerId peer;
   RemoteRegionId region;
   std::vector<TransferId> transfers;
-  std::vector<std::pair<CounterSetId, uint64_t>> targets;  // each set's one counter, and what it has to be
+  std::vector<std::pair<CounterSetId, uint64_t>> targets;  // the one counter of each set, and its expected value
   std::vector<std::byte> expected;
 
   Traffic(TransferEngine& sending, Side& from_side, TransferEngine& receiving, Side& to_side, PeerId to_peer,
@@ -82,7 +82,7 @@ struct Traffic {
     write.page_bytes = kPage;
     write.source = source.region;
     write.target = region;
-    // Half of them in order, so that pages are coalesced too.
+    // Half of them are in order, so that pages are coalesced too.
     std::vector<int64_t> order = shuffled(count, count, random());
     if (random() % 2 == 0) std::sort(order.begin(), order.end());
     for (int64_t& page : order) page += static_cast<int64_t>(first);
@@ -120,7 +120,7 @@ struct Shape {
 class AnyMoment : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, AnyMoment, testing::Range(1, 41));
 
-// NICs are cut at random pages, and come back at any time; at least one link lives.
+// NICs are cut at random pages and return at any time. At least one link is up.
 TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   const auto seed = static_cast<uint64_t>(GetParam());
   std::mt19937_64 random(seed);
@@ -131,7 +131,7 @@ TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   fill_random(pair.sender.data(), kBytes, seed);
   fill_random(pair.receiver.data(), kBytes / 2, seed + 1);
 
-  // What can be cut while links are left: all NICs of one side but the last, which nobody touches.
+  // Candidates for cuts while links are left: all NICs of one side but the last.
   const bool senders = random() % 2 == 0;
   const std::string side = senders ? "s" : "r";
   const size_t nics = senders ? shape.sender_nics : shape.receiver_nics;
@@ -142,7 +142,7 @@ TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   }
 
   Traffic there(rig.sender(), pair.sender, rig.receiver(), pair.receiver, pair.to_receiver, pair.receiver_region);
-  const size_t half = kBytes / 2;  // written from here on; the receiver's own bytes are before it
+  const size_t half = kBytes / 2;  // the sender writes from here on; the receiver's own bytes are before it
   const size_t paged = (half + (1 << 20)) / kPage;
   size_t first = half / kPage;
   while (first < paged) {
@@ -154,7 +154,7 @@ TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   const uint32_t shared = there.counter(40);
   for (size_t i = 0; i < 40; ++i) there.single((first * kPage) + (1 << 20) + 4096 + i * 100, 100, shared);
 
-  // The other direction, over the same links.
+  // The opposite direction, over the same links.
   Traffic back(rig.receiver(), pair.receiver, rig.sender(), pair.sender, pair.to_sender, pair.sender_region);
   for (size_t at = 0; at < 1500; at += 250) back.pages(random, at, 250);
 
@@ -162,7 +162,7 @@ TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   back.verify();
   await([&] { return rig.sender().stats().links_lost >= 1 && rig.receiver().stats().links_lost >= 1; }, "lost links");
   for (size_t i = 0; i + 1 < nics; ++i) rig.faults.restore(side + std::to_string(i));
-  // It goes on, whatever of it is back by now.
+  // The traffic continues, whichever links have returned by now.
   there.transfers.clear();
   there.targets.clear();
   for (int i = 0; i < 4; ++i) there.pages(random, half / kPage + static_cast<size_t>(i) * 100, 100);
@@ -173,8 +173,8 @@ TEST_P(AnyMoment, NothingIsLostAndEveryCountIsExact) {
   EXPECT_TRUE(rig.receiver().poll_events(8).empty());
 }
 
-// --- Over every lane: a write with a wrong key takes its link down where the fabric is like that (a queue pair in
-// error state, a tcp connection).
+// --- Over every lane: a write with a wrong key ends its link if the fabric works like that (a queue pair in error
+// state, a tcp connection).
 
 class OverEveryLane : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Lanes, OverEveryLane, testing::ValuesIn(providers()),
@@ -187,7 +187,7 @@ TEST_P(OverEveryLane, AWrongKeyCostsTheOtherTransfersNothing) {
   pair.make_links();
   fill_random(pair.sender.data(), kBytes, 6);
   Bytes descriptor = must(pair.receiver.engine->region_descriptor(pair.receiver.region));
-  descriptor.back() ^= std::byte{0xFF};  // the last byte is the second domain's key's
+  descriptor.back() ^= std::byte{0xFF};  // the last byte belongs to the second domain's key
   const RemoteRegionId wrong = must(sender.import_region(pair.to_receiver, descriptor));
   Traffic there(sender, pair.sender, *pair.receiver.engine, pair.receiver, pair.to_receiver, pair.receiver_region);
   std::mt19937_64 random(7);
@@ -200,7 +200,7 @@ TEST_P(OverEveryLane, AWrongKeyCostsTheOtherTransfersNothing) {
   }
   EXPECT_EQ(ended(sender, refused).kind, EventKind::kTransferFailed);
   there.verify();
-  // And where it took the link down, the link is there again.
+  // If the write ended the link, the link returns.
   await(
       [&] {
         const EngineStats ours = sender.stats();
@@ -215,9 +215,9 @@ TEST_P(OverEveryLane, AWrongKeyCostsTheOtherTransfersNothing) {
   EXPECT_TRUE(sender.poll_events(8).empty());
 }
 
-// A writer that races a deregistration fails, and that is all: no lane loses the peer over it, however many links it has.
-// A queue pair ends with the first write that it refuses. Over verbs each link that carries one is lost, and nothing more
-// is posted to such a region.
+// A write that races a deregistration fails, without any other effect: the peer is not lost over any lane, whatever its
+// number of links. A queue pair ends with the first write that it refuses. Over verbs, each link that carries such a
+// write is lost, and no more writes are posted to such a region.
 TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
   const bool refusal_ends_link = provider_of(GetParam()) == "verbs";
   for (const size_t nics : {1, 2, 4}) {
@@ -228,7 +228,7 @@ TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
     TransferEngine& sender = *pair.sender.engine;
     TransferEngine& receiver = *pair.receiver.engine;
     pair.make_links();
-    // Memory of its own, so that nothing of it is registered with the other one.
+    // Separate memory, which is not registered with the other transfer engine.
     const SharedMemory goes = must(SharedMemory::create("kvc-test-goes", kBytes));
     const RegionId local = must(receiver.register_memory(goes.data(), kBytes, goes.fd(), 0));
     const RemoteRegionId region = must(sender.import_region(pair.to_receiver, must(receiver.region_descriptor(local))));
@@ -241,7 +241,8 @@ TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
       EXPECT_EQ(ended(sender, write(region, 0)).error.value().code, ErrorCode::kUnknownRegion);
     }
     const TransferId transfer = must(sender.open_transfer(pair.to_receiver));
-    // The failure of the first write may end the transfer before the last one is submitted, which is refused then.
+    // The failure of the first write may end the transfer before the last one is submitted. The last one is then
+    // refused.
     const auto submitted_or_ended = [&](const Status& status) {
       EXPECT_TRUE(status.ok() || status.error().code == ErrorCode::kInvalidArgument) << status.error().to_string();
     };
@@ -263,7 +264,7 @@ TEST_P(OverEveryLane, AWriteToARegionThatIsGoneCostsNoPeer) {
   }
 }
 
-// --- One thing at a time
+// --- Single events
 
 TEST(Failover, ALinkThatIsRestoredComesBackAndCarriesTraffic) {
   Rig rig(1, 2, 2, 1 << 20);
@@ -285,7 +286,7 @@ TEST(Failover, ALinkThatIsRestoredComesBackAndCarriesTraffic) {
         },
         "the link");
   }
-  // Only it is left now.
+  // Only this link is left now.
   rig.faults.cut("s1");
   await([&] { return rig.sender().stats().links_lost == 3; }, "the other cut");
   Traffic there(rig.sender(), pair.sender, rig.receiver(), pair.receiver, pair.to_receiver, pair.receiver_region);
@@ -378,13 +379,13 @@ TEST(Failover, MessagesArriveOnceEach) {
       std::array<std::byte, sizeof(i)> bytes;
       std::memcpy(bytes.data(), &i, sizeof(i));
       Result<TransferId> transfer = rig.sender().send(rig.pair.to_receiver, bytes);
-      while (!transfer.ok() && transfer.error().code == ErrorCode::kResources) {  // too many that are not read
+      while (!transfer.ok() && transfer.error().code == ErrorCode::kResources) {  // too many messages that are not read
         receive();
         std::this_thread::yield();
         transfer = rig.sender().send(rig.pair.to_receiver, bytes);
       }
       sent.push_back(must(std::move(transfer)));
-      // The link has to be back before the other one goes.
+      // The link must return before the next one is cut.
       if (i == 299)
         await(
             [&] {

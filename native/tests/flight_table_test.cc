@@ -1,4 +1,4 @@
-// Work ids: nothing that is in flight is ever taken for something else, however long an engine runs.
+// Work ids: work in flight is never mistaken for other work, however long a transfer engine runs.
 
 #include "engine/flight_table.h"
 
@@ -11,7 +11,7 @@
 namespace kvc::test {
 namespace {
 
-// So that the generations are through within a few writes.
+// So that the generations wrap around after a few writes.
 constexpr uint32_t kLateGeneration = 0xFFFFFFFD;
 
 TEST(FlightTable, AnIdIsItsFlightsAloneWhereTheGenerationsBeginAnew) {
@@ -20,7 +20,7 @@ TEST(FlightTable, AnIdIsItsFlightsAloneWhereTheGenerationsBeginAnew) {
   const WorkId neighbour = flights.take({.message = true, .link = &link});
   std::set<WorkId> given{neighbour};
   for (uint64_t i = 0; i < 8; ++i) {
-    // In turns a write and a goodbye, which names a peer.
+    // Alternates between a write and a goodbye, which names a peer.
     const auto peer = static_cast<uint32_t>(i % 2);
     const WorkId work = flights.take({.message = peer != 0, .goodbye_to = peer, .charge = 10 * i, .link = &link});
     EXPECT_TRUE(given.insert(work).second) << "the id of another one";
@@ -54,7 +54,7 @@ class AgedScheduler : public Scheduler {
   AgedScheduler() : Scheduler(kLateGeneration) {}
 };
 
-// With one write in flight at a time, all take the first place, and its generation rises with each.
+// With one write in flight at a time, all writes use the first place, and its generation rises with each.
 TEST_F(AgedScheduler, WritesGoOnWhereTheGenerationsBeginAnew) {
   connect(1);
   for (int i = 0; i < 8; ++i) {
@@ -71,7 +71,8 @@ TEST_F(AgedScheduler, WritesGoOnWhereTheGenerationsBeginAnew) {
   }
 }
 
-// A goodbye is a flight like others: neither is a write taken for it, nor it for a write or for another peer's.
+// A goodbye is a flight like any other. It is never mistaken for a write or for the goodbye of another peer, and no
+// write is mistaken for it.
 TEST_F(AgedScheduler, AGoodbyeAndAWriteAreToldApartInEveryGeneration) {
   connect(1);
   const std::array goodbye{static_cast<std::byte>(MessageTag::kGoodbye)};

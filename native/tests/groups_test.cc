@@ -1,4 +1,4 @@
-// Peer groups over each provider: scatter and barrier, one event for all members, one member's failure its own.
+// Peer groups over each provider: scatter and barrier, one event for all members. A failure affects one member only.
 
 #include <algorithm>
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace kvc::test {
 namespace {
 
-// A sender and its members, each with a region that the sender knows and a counter.
+// A sender and its members. Each member has a region that the sender knows, and a counter.
 struct Stage {
   struct Member {
     std::unique_ptr<Side> side;
@@ -35,7 +35,7 @@ struct Stage {
     group = must(sender.engine->add_peer_group(peers));
   }
 
-  // A slice of `bytes` bytes for each: member i gets bytes [i * bytes, (i + 1) * bytes) of the source at offset 8.
+  // One slice of `bytes` bytes per member. Member i gets bytes [i * bytes, (i + 1) * bytes) of the source at offset 8.
   std::vector<ScatterSlice> slices(uint64_t bytes) const {
     std::vector<ScatterSlice> slices;
     for (const Member& member : members) {
@@ -48,7 +48,7 @@ struct Stage {
     for (const Member& member : members) immediates.push_back(member.counter.immediates[0]);
     return immediates;
   }
-  // What every member's counter says, once they have all come.
+  // Waits until every member's counter has reached `count`.
   void await_counts(uint64_t count) {
     for (Member& member : members) {
       if (member.side == nullptr) continue;
@@ -139,7 +139,7 @@ TEST_P(Groups, ADeadMemberFailsLoudlyAndStopsNoOther) {
     EXPECT_EQ(event.failures[0].error.peer, "member-1");
     ASSERT_TRUE(event.error.has_value());
   };
-  // Whether the sender has noticed yet or not, and after it has fenced the peer.
+  // Whether or not the sender has noticed it, and after it has fenced the peer.
   expect_one_failure(
       ended(*stage.sender.engine, must(stage.sender.engine->scatter(stage.group, stage.sender.region, slices))));
   expect_one_failure(ended(*stage.sender.engine, must(stage.sender.engine->barrier(stage.group, immediates))));
@@ -200,7 +200,7 @@ TEST_P(Groups, MistakesAreRefusedBeforeAnythingIsSent) {
   EXPECT_EQ(engine.stats().transfers_open, 0U);
 }
 
-// 0 is no transfer, also where a prepared scatter has runs that are free.
+// No transfer has the id 0, also if a prepared scatter has free runs.
 TEST_P(Groups, NoTransferIsZero) {
   Stage stage(provider(), 1, 4096);
   TransferEngine& engine = *stage.sender.engine;
@@ -232,7 +232,7 @@ TEST_P(Groups, OneCallbackForAll) {
 TEST_P(Groups, ClosingAndCancellingEndThem) {
   Stage stage(provider(), 2, 4 << 20);
   TransferEngine& engine = *stage.sender.engine;
-  // Cancelled before, in the middle, or after all of it is done: one event in each case.
+  // Cancelled before, during, or after the writes: one event in each case.
   const TransferId id = must(engine.scatter(stage.group, stage.sender.region, stage.slices(2 << 20)));
   const Status cancelled = engine.cancel(id);
   const Event event = ended(engine, id);

@@ -1,5 +1,5 @@
-// What comes from another process is untrusted: every message that is not exactly well-formed is refused, and no bytes
-// whatever make a decoder read beyond its input (the address sanitizer watches).
+// Bytes from another process are untrusted. Every message that is not exactly well-formed is refused, and no input
+// makes a decoder read beyond its end (the address sanitizer checks it).
 
 #include "engine/handshake.h"
 
@@ -24,7 +24,7 @@ Offer sample_offer() {
   return Offer{"prefill-0", {{"host", 2, 1, bytes_of({1, 2})}, {"tcp", 1, 0, bytes_of({9, 9, 9})}}};
 }
 Answer sample_answer() { return Answer{"decode-0", "tcp", 3, 2, bytes_of({5, 6})}; }
-// Two pieces of memory, one of which the second lane does not take, and three regions in them.
+// Two pieces of memory, with three regions in them. The second lane does not take one of the pieces.
 RegionDescriptor sample_region() {
   return RegionDescriptor{{{"host", 2}, {"tcp", 1}},
                           {{0x7f0000001000, 1 << 30, {{1, 2}, {UINT64_MAX}}}, {0x1000, 4096, {{3, 4}, {}}}},
@@ -74,7 +74,7 @@ TEST(Handshake, OneKindIsNotAnother) {
 TEST(Handshake, EveryTruncationAndEveryExtensionIsRefused) {
   const auto check = [](const Bytes& whole, auto decode) {
     for (size_t length = 0; length < whole.size(); ++length) {
-      // An exact heap copy, so that reading one byte too far is seen.
+      // An exact heap copy, so that the sanitizer detects a read of one byte too many.
       const auto copy = std::make_unique<std::byte[]>(length);
       std::copy_n(whole.begin(), length, copy.get());
       EXPECT_FALSE(decode(std::span<const std::byte>(copy.get(), length))) << length;
@@ -124,11 +124,11 @@ TEST(Handshake, LimitsHold) {
   EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions.clear(); }));
   EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].memory = 2; }));
   EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].bytes = 0; }));
-  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].offset = 97; }));  // beyond its memory
+  EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].offset = 97; }));  // outside its memory
   EXPECT_TRUE(refused([](RegionDescriptor& region) { region.regions[1].offset = UINT64_MAX; }));
 }
 
-// Seeded: mutations of good messages, and noise. Nothing to assert about most results but that they come back.
+// Seeded mutations of valid messages, and noise. For most results, the test only checks that the decoders return.
 TEST(Handshake, DecodersSurviveMutations) {
   std::mt19937_64 random(2025);
   const std::vector<Bytes> seeds = {encode(sample_offer()), encode(sample_answer()), encode(sample_region())};
@@ -155,7 +155,7 @@ TEST(Handshake, DecodersSurviveMutations) {
     accepted += decode_answer(exact).has_value();
     accepted += decode_region_descriptor(exact).has_value();
   }
-  EXPECT_GT(accepted, 0U);  // changed names and keys are still messages: the mutations are not all trivial
+  EXPECT_GT(accepted, 0U);  // changed names and keys still give valid messages: not all mutations are trivial
 }
 
 TEST(Handshake, AnEngineSurvivesMutatedOffersAnswersAndDescriptors) {
@@ -186,7 +186,7 @@ TEST(Handshake, AnEngineSurvivesMutatedOffersAnswersAndDescriptors) {
     }
     EXPECT_EQ(first.engine->stats().peers, 0U) << provider;
     EXPECT_EQ(second.engine->stats().peers, 0U) << provider;
-    // And the two still connect.
+    // The two transfer engines can still connect.
     const Connection connection = connect(*first.engine, *second.engine);
     const RemoteRegionId region = must(
         first.engine->import_region(connection.first_to_second, must(second.engine->region_descriptor(second.region))));

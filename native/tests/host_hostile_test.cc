@@ -1,4 +1,4 @@
-// The host provider against bytes and words that no peer in its senses writes, strangers, and floods.
+// The host provider against bytes and words that no correct peer writes, against strangers, and against floods.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -51,7 +51,7 @@ TEST(Host, AWrongSecretCostsOnlyItsSender) {
   run_until(pair.both(), [&] { return !pair.b.record().down.empty(); }, "the refusal");
   EXPECT_EQ(pair.b.record().failure(1), ErrorCode::kPeerDown);
   const Bytes answer = pair.b.domain->accept(kLinkOfB + 1, offer).value();
-  // A secret is good once: a third party that has read the offer comes too late.
+  // A secret is valid once: a third party that has read the offer is too late.
   ASSERT_TRUE(pair.b.domain->accept(kLinkOfB + 2, offer).ok());
   run_until(pair.both(), [&] { return pair.b.record().down.size() == 2; }, "the second refusal");
   EXPECT_EQ(pair.b.record().down[1].link, kLinkOfB + 2);
@@ -62,7 +62,8 @@ TEST(Host, AWrongSecretCostsOnlyItsSender) {
   run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "the good link");
 }
 
-// A peer in another PID namespace has no pidfd here. Killed inside its gate it leaves messages that nobody reads any more.
+// A peer in another PID namespace has no pidfd here. If it is killed inside its gate, it leaves messages that nothing
+// reads.
 TEST(Host, APeerWithoutAPidfdIsFoundGoneBehindUnreadMessages) {
   int ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
@@ -88,7 +89,7 @@ TEST(Host, WithoutDescriptorsTheListenerRests) {
   none.rlim_cur = 0;
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
   pair.a.domain->connector().serve();
-  // poll(2) itself fails beyond the limit, so look after it is lifted again.
+  // poll(2) itself fails beyond the limit, so it is called after the limit is lifted.
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   pollfd fd{pair.a.domain->connector().fd(), POLLIN, 0};
   EXPECT_EQ(::poll(&fd, 1, 0), 0) << "the control thread would spin on a connection that it cannot accept";
@@ -178,7 +179,7 @@ TEST(Host, AHeadBeyondTheTailIsNoRoom) {
   EXPECT_EQ(pair.a.record().down.size(), 1U);
 }
 
-// A peer made of bare system calls: it accepts A's offer as it likes.
+// A peer made of plain system calls, which accepts A's offer in any way.
 struct RawPeer {
   explicit RawPeer(End& end) {
     const Bytes bytes = end.domain->offer(kLinkOfA).value();
@@ -191,19 +192,19 @@ struct RawPeer {
     const std::array fds{segment.fd.get(), board.fd.get()};
     ASSERT_EQ(send_message(socket.get(), {MessageKind::kHello, 0, 0, offer.secret}, fds), Sent::kYes);
   }
-  // Says hello and answers, and lets the domain write.
+  // Sends hello and an answer, and lets the domain write.
   void join(End& end) const {
     reinterpret_cast<Segment*>(segment.mapping.data())->to_acceptor.admit(Admission::kOpen);
     hello();
     ASSERT_TRUE(end.domain->complete(kLinkOfA, to_bytes(Answer{})).ok());
   }
-  // The next message from the domain; kNone: there is none.
+  // The next message from the domain. kNone: there is none.
   Message next() const {
     Message message;
     std::array<UniqueFd, kMaxDescriptors> fds;
     return receive_message(socket.get(), message, fds) == Received::kMessage ? message : Message{};
   }
-  // The domain hangs up on us, sooner or later.
+  // Waits until the domain closes the connection.
   void expect_hangup(End& end) const {
     run_until(
         {end.domain.get()},
@@ -233,7 +234,7 @@ TEST(Host, StrangersWithoutTheRightWordsAreDropped) {
         const std::array fds{small.fd.get(), raw.board.fd.get()};
         EXPECT_EQ(send_message(raw.socket.get(), {MessageKind::kHello, 0, 0, raw.offer.secret}, fds), Sent::kYes);
       },
-      [](const RawPeer& raw) {  // memory that may shrink under us
+      [](const RawPeer& raw) {  // memory that may shrink during use
         const UniqueFd open(memfd_create("kvc-link", MFD_CLOEXEC | MFD_ALLOW_SEALING));
         EXPECT_EQ(ftruncate(open.get(), sizeof(Segment)), 0);
         const std::array fds{open.get(), raw.board.fd.get()};
@@ -242,7 +243,7 @@ TEST(Host, StrangersWithoutTheRightWordsAreDropped) {
   };
   for (const auto& opening : openings) {
     const RawPeer raw(end);
-    run_idle({end.domain.get()});  // it has been let in, and is silent
+    run_idle({end.domain.get()});  // it was admitted and sends nothing
     opening(raw);
     raw.expect_hangup(end);
     EXPECT_TRUE(end.domain->fence(kLinkOfA));
@@ -254,7 +255,7 @@ TEST(Host, StrangersWithoutTheRightWordsAreDropped) {
 TEST(Host, AHelloThatComesAfterTheConnectionIsHeardByComplete) {
   End end;
   const RawPeer raw(end);
-  run_idle({end.domain.get()});  // we were quicker than the peer: a connection, and no word on it
+  run_idle({end.domain.get()});  // faster than the peer: a connection without any data
   raw.hello();
   EXPECT_TRUE(end.domain->complete(kLinkOfA, to_bytes(Answer{})).ok());
 }
@@ -268,7 +269,7 @@ TEST(Host, SilentStrangersDoNotKeepPeersOut) {
     pair.a.domain->fence(kLinkOfA);
     run_idle(pair.both());
   }
-  // Nor one that takes its time.
+  // A stranger that is slow is not admitted either.
   const RawPeer slow(pair.a);
   run_idle(pair.both());
   slow.join(pair.a);
@@ -281,7 +282,7 @@ TEST(Host, SilentStrangersDoNotKeepPeersOut) {
 TEST(Host, AHelloInACrowdIsHeard) {
   End end;
   const RawPeer raw(end);
-  run_idle({end.domain.get()});  // it has been let in, and is silent
+  run_idle({end.domain.get()});  // it was admitted and sends nothing
   std::vector<UniqueFd> crowd;
   for (int i = 0; i < 100; ++i) crowd.push_back(std::move(connect_to(raw.offer.socket.data()).value()));
   raw.hello();
@@ -354,7 +355,8 @@ TEST(Host, ALyingBoardIsCheckedBeforeAnythingIsWritten) {
   EXPECT_EQ(outcome(4, UINT64_MAX, UINT64_MAX, 4096), ErrorCode::kOutOfRange);
   EXPECT_EQ(outcome(5, 4096, 4096, 0), std::nullopt);
   EXPECT_TRUE(end.record().succeeded(5));
-  // A region in memory that never arrives: the batch waits, the thread sleeps. It fails when the region goes.
+  // A region in memory that never arrives: the batch waits and the thread sleeps. The batch fails when the region is
+  // withdrawn.
   entry.memory.store(2);
   EXPECT_EQ(outcome(6, 4096, 0, 0), std::nullopt);
   EXPECT_TRUE(end.domain->prepare_sleep());
@@ -365,7 +367,7 @@ TEST(Host, ALyingBoardIsCheckedBeforeAnythingIsWritten) {
   EXPECT_FALSE(end.domain->prepare_sleep()) << "the batch can be looked at again";
   run_until({end.domain.get()}, [&] { return end.record().completed.contains(6); }, "its end");
   EXPECT_EQ(end.record().failure(6), ErrorCode::kUnknownRegion);
-  // Or when the link does.
+  // Or when the link ends.
   entry.rkey.store(rkey);
   EXPECT_EQ(outcome(7, 4096, 0, 0), std::nullopt);
   EXPECT_TRUE(end.domain->prepare_sleep());

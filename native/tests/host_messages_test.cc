@@ -1,4 +1,5 @@
-// Immediates alone and messages over the host provider: two domains of one process, and a peer that scribbles.
+// Immediates without pages, and messages, over the host provider: two domains of one process, and a peer that corrupts
+// memory.
 #include "host_test_support.h"
 
 namespace kvc::host {
@@ -17,7 +18,7 @@ Bytes message_of(size_t bytes, int seed) { return Bytes(bytes, static_cast<std::
 
 TEST(HostMessages, MessagesArriveWholeBothWaysAndCompleteOnceTaken) {
   Pair pair;
-  EXPECT_EQ(pair.a.domain->send(kLinkOfA, 1, message_of(1, 1)), Posted::kYes);  // no such link yet
+  EXPECT_EQ(pair.a.domain->send(kLinkOfA, 1, message_of(1, 1)), Posted::kYes);  // the link does not exist yet
   EXPECT_EQ(pair.a.record().failure(1), ErrorCode::kPeerDown);
   pair.connect();
   WorkId work = 10;
@@ -50,7 +51,7 @@ TEST(HostMessages, MessagesThatAreNotTakenHoldTheirSenderBackAndNoWrite) {
   EXPECT_EQ(pair.a.record().completed.size(), 1U);
   EXPECT_EQ(arrived, kMessageSlots) << "each message once, taken or not";
   EXPECT_TRUE(pair.b.domain->prepare_sleep()) << "unread messages keep nobody awake";
-  // Whatever the sink has room for is taken, and whatever was taken may be sent again.
+  // Messages are taken while the sink has room, and taken messages make room for new ones.
   pair.b.domain->record.message_room = 3;
   run_until(pair.both(), [&] { return pair.a.record().completed.size() == 4; }, "three messages");
   for (WorkId more = 200; more < 203; ++more) {
@@ -132,18 +133,18 @@ TEST(HostMessages, AFencedLinkEndsItsMessages) {
   EXPECT_EQ(pair.a.record().completed.size(), 3U);
 }
 
-// A peer that says something and is gone at once has said it.
+// Messages of a peer that ends right after sending them still arrive.
 TEST(HostMessages, WhatAPeerHasSentBeforeItsEndArrives) {
   Pair pair;
   pair.connect();
   pair.a.domain->send(kLinkOfA, 1, message_of(10, 1));
   EXPECT_TRUE(pair.a.domain->fence(kLinkOfA));
-  post(pair.b, kLinkOfB, pair.a.rkey, {.work = 1});  // which finds the end before anybody has looked for messages
+  post(pair.b, kLinkOfB, pair.a.rkey, {.work = 1});  // finds the end of the peer before the messages are read
   EXPECT_EQ(pair.b.record().down.size(), 1U);
   EXPECT_EQ(pair.b.record().messages.size(), 1U);
 }
 
-// What failover computes with: a batch that completed here was counted there, however soon the peer fenced the link.
+// Failover relies on this: a batch that completed here was counted there, however soon the peer fenced the link.
 TEST(HostMessages, WhatCompletedBeforeAFenceIsCounted) {
   Pair pair;
   pair.connect();

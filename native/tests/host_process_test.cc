@@ -1,4 +1,4 @@
-// The host provider between processes: both ways to write, wake-ups, and peers that die, stop or are off limits.
+// The host provider between processes: both ways to write, wake-ups, and peers that die, stop or cannot be accessed.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -17,7 +17,7 @@ INSTANTIATE_TEST_SUITE_P(Backings, HostProcesses, testing::Values(Backing::kPriv
                            return parameter.param == Backing::kPrivate ? "PrivateMemory" : "SharedMemory";
                          });
 
-// 64 pages of 4,099 bytes, the last ones first, and pages that follow each other.
+// 64 pages of 4,099 bytes, the last ones first, and contiguous pages.
 TestBatch scattered() {
   TestBatch batch{.page_bytes = 4099, .pages = {}};
   for (uint64_t i = 0; i < 64; ++i) {
@@ -105,7 +105,7 @@ TEST_P(HostProcesses, AKilledSenderCanWriteNoMore) {
     sender.fill(3);
     const uint64_t rkey = offer_over(pipe, sender);
     for (WorkId work = 0;; ++work) {
-      // 4 MiB at a time, from the middle of one the process is taken.
+      // 4 MiB at a time: the process is killed in the middle of a page.
       while (post(sender, kLinkOfA, rkey, {.work = work, .page_bytes = 4 << 20}) == Posted::kBusy)
         sender.domain->poll();
     }
@@ -116,7 +116,7 @@ TEST_P(HostProcesses, AKilledSenderCanWriteNoMore) {
   run_until({end.domain.get()}, [&] { return !end.record().down.empty(); }, "news of the death");
   EXPECT_EQ(end.record().down[0].error.code, ErrorCode::kPeerDown);
   run_until({end.domain.get()}, [&] { return end.domain->fence(kLinkOfB); }, "the fence");
-  // Fenced: not one byte changes from here on, and nothing is counted.
+  // Fenced: from here on no byte changes, and nothing is counted.
   const uint64_t counted = end.record().counted;
   const std::vector<std::byte> before = end.contents();
   EXPECT_EQ(child.wait(), -SIGKILL);
@@ -139,9 +139,9 @@ TEST_P(HostProcesses, WhatADeadPeerHasCountedStillCounts) {
     pipe.receive();
   });
   accept_over(*child.pipe, end);
-  run_idle({end.domain.get()});  // tells the child of our memory
+  run_idle({end.domain.get()});  // gives the child this process's memory
   child.pipe->send_number(1);
-  ASSERT_EQ(child.pipe->receive_number(), 1U);  // all 2,000 are in place, and we have not looked yet
+  ASSERT_EQ(child.pipe->receive_number(), 1U);  // all 2,000 are in place, and this process has not polled yet
   EXPECT_EQ(end.record().counted, 0U);
   child.signal(SIGKILL);
   EXPECT_EQ(child.wait(), -SIGKILL);
@@ -213,12 +213,12 @@ TEST(HostProcess, AnHeirOfThePeersSocketDoesNotHideItsDeath) {
     offer_over(pipe, sender);
     std::array<int, 2> life{};
     EXPECT_EQ(::pipe(life.data()), 0);
-    const pid_t heir = fork();  // has all descriptors, among them the link's
+    const pid_t heir = fork();  // has all descriptors, including the link's
     if (heir == 0) {
       prctl(PR_SET_PDEATHSIG, 0);
       close(life[1]);
       pollfd entry{life[0], POLLIN, 0};
-      ::poll(&entry, 1, 10000);  // until the test is over
+      ::poll(&entry, 1, 10000);  // until the test ends
       _exit(0);
     }
     pipe.send_number(static_cast<uint64_t>(heir));
@@ -257,13 +257,13 @@ TEST(HostProcess, MemoryThatThePeerHasUnmappedFailsItsBatchOnly) {
   EXPECT_EQ(child.wait(), 0);
 }
 
-// An ordinary user, whom the kernel lets write only into processes that allow it; root may always.
+// An ordinary user. The kernel lets it write only into processes that allow it; root always may.
 void become_ordinary_and(bool off_limits) {
   if (geteuid() == 0) {
     ASSERT_EQ(setgid(65534), 0);
     ASSERT_EQ(setuid(65534), 0);
   }
-  // After setuid() a process is off limits until it says otherwise.
+  // After setuid(), a process cannot be accessed until it allows it.
   ASSERT_EQ(prctl(PR_SET_DUMPABLE, off_limits ? 0 : 1, 0, 0, 0), 0);
 }
 
@@ -306,7 +306,7 @@ TEST(HostProcess, AForbiddingKernelIsNamedAndSharedMemoryWorksNevertheless) {
 }
 
 TEST(HostProcess, ARefusalFromTheOffererIsItsOwn) {
-  // This way round, it is complete() that finds the peer off limits.
+  // In this direction, complete() finds that the peer cannot be accessed.
   Child acceptor([](const Pipe& pipe) {
     become_ordinary_and(true);
     End end;
@@ -326,7 +326,7 @@ TEST(HostProcess, ARefusalFromTheOffererIsItsOwn) {
   EXPECT_EQ(offerer.wait(), 0);
 }
 
-// An end in a new PID namespace: its offer, over `pipe`.
+// One end in a new PID namespace. Its offer is sent over `pipe`.
 void offer_from_an_inner_pid_namespace(const Pipe& pipe, Backing backing) {
   if (unshare(CLONE_NEWPID) != 0) {
     pipe.send(Bytes(1));

@@ -89,7 +89,8 @@ TEST(Host, BatchesPostedBeforeTheLinkIsUpAreQueued) {
   EXPECT_EQ(post(pair.b, kLinkOfB, pair.a.rkey, {.work = kQueueDepth}), Posted::kYes);
 }
 
-// A connection exists before its domain has it: were a write let in, no fence and no withdrawal would wait for it.
+// A connection exists before its domain has it. If a write were allowed then, no fence and no withdrawal would wait for
+// it.
 TEST(Host, NobodyWritesOverALinkThatTheDomainDoesNotHaveYet) {
   End a;
   End b;
@@ -113,7 +114,7 @@ TEST(Host, NobodyWritesOverALinkThatTheDomainDoesNotHaveYet) {
   EXPECT_EQ(b.record().messages.size(), 1U);
 }
 
-// A link that was made and that nobody wants: the peer learns it from the end of the connection.
+// A link that was made and is not used. The peer learns it from the end of the connection.
 TEST(Host, ALinkThatNoDomainGetsIsDownForThePeer) {
   Pair pair;
   const Bytes offer = pair.a.domain->offer(kLinkOfA).value();
@@ -239,7 +240,7 @@ TEST(Host, DeregisteringWaitsForAPeerInsideItsGate) {
   to_b.gate.store(1);
   EXPECT_FALSE(pair.b.domain->deregister_region(pair.b.rkey));
   EXPECT_FALSE(pair.b.domain->deregister_region(pair.b.rkey));
-  to_b.gate.store(3);  // it has left the gate and is inside again: this time it has seen the key revoked
+  to_b.gate.store(3);  // it has left the gate and entered it again: this time it has seen the revoked key
   EXPECT_TRUE(pair.b.domain->deregister_region(pair.b.rkey));
 }
 
@@ -247,7 +248,7 @@ TEST(Host, RegionsOfOneMemfdAreMappedOnceAndForgotten) {
   Pair pair;
   pair.connect();
   auto shared = std::move(SharedMemory::create("host-test-late", 1 << 20).value());
-  // Registered while the link is up, the second one at an offset that is no multiple of a memory page.
+  // Registered while the link is up. The second region is at an offset that is no multiple of a memory page.
   const uint64_t low = pair.b.domain->register_region(shared.data(), 8192, shared.fd(), 0).value();
   const uint64_t high = pair.b.domain->register_region(shared.data() + 9000, 8192, shared.fd(), 9000).value();
   pair.a.fill(4);
@@ -289,7 +290,7 @@ TEST(Host, AMemfdThatIsPublishedAgainIsTheSameForTheConnectorAndNewForThePeer) {
   Domain& domain = pair.b.domain->domain();
   pair.a.fill(6);
   WorkId work = 0;
-  std::vector<std::unique_ptr<Registration>> kept;  // until its end each holds the memfd
+  std::vector<std::unique_ptr<Registration>> kept;  // each holds the memfd until its end
   for (int round = 0; round < 3; ++round) {
     Registration& region = *kept.emplace_back(std::move(connector.register_memory(range).value()));
     domain.publish(region);
@@ -328,7 +329,7 @@ TEST(Host, WhatAPeerHadMappedIsUnmappedOnTheControlThread) {
   EXPECT_EQ(mappings_of("kvc-link").size(), links - 1);
 }
 
-// The board of 16,384 places: memory behind those that were used only, whatever a link does.
+// The board has 16,384 entries. Only the used ones have memory behind them, whatever a link does.
 TEST(Host, ABoardCostsWhatIsOnIt) {
   Pair pair;
   pair.connect();
@@ -337,7 +338,7 @@ TEST(Host, ABoardCostsWhatIsOnIt) {
   EXPECT_TRUE(pair.a.domain->prepare_sleep());
   size_t boards = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the iterator's own
+    std::error_code gone;  // belongs to the iterator
     if (std::filesystem::read_symlink(entry.path(), gone).string().find("memfd:kvc-board") == std::string::npos)
       continue;
     struct stat status{};
@@ -399,7 +400,7 @@ TEST(Host, AFenceWaitsForAPeerInsideItsGateAndOutlawsItAfterwards) {
   pair.b.domain->poll();
   EXPECT_FALSE(pair.b.domain->fence(kLinkOfB));
   to_b.gate.store(outside + 2);
-  // Not yet known to be fenced, the peer writes: it must not.
+  // The peer does not yet know that it is fenced, and writes. The write must be refused.
   const std::vector<std::byte> before = pair.b.contents();
   pair.a.fill(9);
   post(pair.a, kLinkOfA, pair.b.rkey, {.work = 1});
@@ -440,7 +441,8 @@ TEST(Host, ADomainThatEndsWithoutFencesLetsNobodyWrite) {
   EXPECT_EQ(pair.b.contents(), before);
 }
 
-// Who has counted, or has taken a message, and closes at once leaves its sender with a finished transfer.
+// A receiver that has counted a write, or has taken a message, and closes at once leaves its sender with a finished
+// transfer.
 TEST(Host, WhatAReceiverHasSeenBeforeItFencesIsDoneForItsSender) {
   for (const auto kind : {Completion::Kind::kImmediate, Completion::Kind::kMessage}) {
     for (int round = 0; round < 100; ++round) {
@@ -451,7 +453,7 @@ TEST(Host, WhatAReceiverHasSeenBeforeItFencesIsDoneForItsSender) {
         if (completion.kind == kind) fenced = pair.b.domain->fence(kLinkOfB);
       };
       if (kind == Completion::Kind::kImmediate) {
-        post(pair.a, kLinkOfA, pair.b.rkey, {.work = 1, .page_bytes = 2 << 20});  // more than a turn's
+        post(pair.a, kLinkOfA, pair.b.rkey, {.work = 1, .page_bytes = 2 << 20});  // more than one turn's
       } else {
         EXPECT_EQ(pair.a.domain->send(kLinkOfA, 1, Bytes(100)), Posted::kYes);
       }

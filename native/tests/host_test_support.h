@@ -1,4 +1,4 @@
-// What the tests of the host provider share: domains with memory, and forked children.
+// Helpers for tests of the host provider: domains with memory, and forked children.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@
 
 namespace kvc::host {
 
-using namespace same_host;  // the words of a link, and the system calls of a hostile peer
+using namespace same_host;  // the words of a link, and system calls for hostile peers
 
 using test::Driven;
 using test::kLinkOfA;
@@ -54,7 +54,7 @@ struct End {
   }
 
   const test::Record& record() const { return domain->record; }
-  // Deterministic bytes that differ from byte to byte and from seed to seed.
+  // Deterministic bytes that differ between positions and between seeds.
   void fill(uint64_t seed) { test::fill_random(memory, bytes, seed); }
   std::vector<std::byte> contents() const { return {memory, memory + bytes}; }
 
@@ -66,7 +66,7 @@ struct End {
   uint64_t rkey = 0;
 };
 
-// One page of `page_bytes` a list entry: `from` is an offset in the source's memory, `to` in the target's region.
+// One page of `page_bytes` per list entry. `from` is an offset in the source's memory, `to` in the target's region.
 struct TestBatch {
   WorkId work = 1;
   uint64_t page_bytes = 4096;
@@ -87,7 +87,7 @@ inline Posted post(End& source, LinkId link, uint64_t rkey, const TestBatch& bat
   return source.domain->post(link, write);
 }
 
-// Two domains of this process with one link between them: A offers, B accepts.
+// Two domains of this process with one link between them. A offers, B accepts.
 struct Pair {
   explicit Pair(Backing backing = Backing::kPrivate, size_t size = 1 << 20) : a(backing, size), b(backing, size) {}
 
@@ -101,7 +101,7 @@ struct Pair {
   End b;
 };
 
-// This process's mappings of memfds of that name, oldest first or not: how a test gets at the words of a link.
+// This process's mappings of memfds with that name, in any order. Tests use them to access the words of a link.
 inline std::vector<std::byte*> mappings_of(const std::string& name) {
   std::vector<std::byte*> found;
   std::ifstream maps("/proc/self/maps");
@@ -119,7 +119,7 @@ inline Segment& only_segment() {
   return *reinterpret_cast<Segment*>(found.at(0));
 }
 
-// Whole messages between the processes of a test.
+// Carries whole messages between the processes of a test.
 class Pipe {
  public:
   explicit Pipe(int fd) : fd_(fd) {}
@@ -131,7 +131,7 @@ class Pipe {
     std::memcpy(bytes.data(), &value, sizeof(value));
     send(bytes);
   }
-  // Empty: the other process is gone.
+  // Empty if the other process is gone.
   Bytes receive() const {
     Bytes bytes(4096);
     const ssize_t length = ::recv(fd_.get(), bytes.data(), bytes.size(), 0);
@@ -153,13 +153,14 @@ class Pipe {
   UniqueFd fd_;
 };
 
-// A forked process that runs `work` and exits with 0 if no expectation in it failed. Killed with its parent's test.
+// A forked process that runs `work` and exits with 0 if no expectation in it failed. It is killed with its parent's
+// test.
 class Child {
  public:
   explicit Child(const std::function<void(const Pipe&)>& work) {
     std::array<int, 2> ends{};
     EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()), 0);
-    std::fflush(nullptr);  // else the child prints it again
+    std::fflush(nullptr);  // otherwise the child prints it again
     pid_ = fork();
     if (pid_ == 0) {
       close(ends[0]);
@@ -183,14 +184,14 @@ class Child {
 
   pid_t pid() const { return pid_; }
   void signal(int number) const { kill(pid_, number); }
-  // SIGSTOP, and until it has taken effect.
+  // Sends SIGSTOP and waits until it has taken effect.
   void stop() const {
     signal(SIGSTOP);
     int status = 0;
     ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
     ASSERT_TRUE(WIFSTOPPED(status));
   }
-  // The exit status, or minus the signal that ended it.
+  // Returns the exit status, or the negative number of the signal that ended the process.
   int wait() {
     int status = 0;
     EXPECT_EQ(waitpid(std::exchange(pid_, 0), &status, 0) > 0, true);
@@ -203,7 +204,7 @@ class Child {
   pid_t pid_ = 0;
 };
 
-// The three steps with another process; this end accepts, and sends its key after the answer.
+// The three steps with another process. This end accepts, and sends its key after the answer.
 inline void accept_over(const Pipe& pipe, End& end) {
   Result<Bytes> answer = end.domain->accept(kLinkOfB, pipe.receive());
   ASSERT_TRUE(answer.ok()) << answer.error().to_string();
@@ -211,7 +212,7 @@ inline void accept_over(const Pipe& pipe, End& end) {
   pipe.send_number(end.rkey);
 }
 
-// This end offers; returns the other end's key.
+// This end offers. Returns the key of the opposite end.
 inline uint64_t offer_over(const Pipe& pipe, End& end) {
   pipe.send(end.domain->offer(kLinkOfA).value());
   Status completed = end.domain->complete(kLinkOfA, pipe.receive());

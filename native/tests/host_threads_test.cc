@@ -1,4 +1,4 @@
-// The host provider on more threads than one: what the thread sanitizer is to see.
+// The host provider on several threads, for the thread sanitizer.
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -64,7 +64,7 @@ class ControlThread final : public ControlQueue {
   std::jthread thread_{[this] { work(); }};
 };
 
-// Memory is registered, links are made, and both end on the control thread, while the other one posts and polls.
+// The control thread registers memory, makes links and ends both, while the other thread posts and polls.
 TEST(HostThreads, TheTwoHalvesOfADomainAreTwoThreads) {
   SharedMemory source = std::move(SharedMemory::create("host-test", 1 << 16).value());
   SharedMemory target = std::move(SharedMemory::create("host-test", 1 << 16).value());

@@ -1,4 +1,4 @@
-// Ids: each kind of thing counts by itself, so that what there is much of uses up nobody else's numbers.
+// Ids: each kind of object is numbered separately, so that frequent objects do not use up the numbers of others.
 
 #include "tests/rig.h"
 

@@ -29,8 +29,8 @@ TEST(ImmCounter, CountsByMultiplicity) {
 
 TEST(ImmCounter, AnImmediateOfNoCounterIsStale) {
   ImmCounterTable table;
-  EXPECT_TRUE(table.add(0, kPeer).stale);           // nothing allocated at all
-  EXPECT_TRUE(table.add(UINT32_MAX, kPeer).stale);  // a chunk that is not even backed
+  EXPECT_TRUE(table.add(0, kPeer).stale);           // nothing is allocated
+  EXPECT_TRUE(table.add(UINT32_MAX, kPeer).stale);  // a chunk without memory
   const uint32_t immediate = allocate_one(table);
   Immediate other = Immediate::decode(immediate);
   other.generation += 1;
@@ -53,7 +53,7 @@ TEST(ImmCounter, AReleasedImmediateStaysStaleForTheNextOwner) {
   const uint32_t fresh = allocate_one(table, 2);  // the only free slot
   EXPECT_EQ(Immediate::decode(fresh).slot, Immediate::decode(old).slot);
   EXPECT_TRUE(table.add(old, kPeer).stale);
-  EXPECT_EQ(table.value(fresh), 0U);  // nothing of the old owner's
+  EXPECT_EQ(table.value(fresh), 0U);  // no count of the old owner
   table.release(old);                 // a second release of the old one does nothing
   EXPECT_FALSE(table.add(fresh, kPeer).stale);
 }
@@ -115,8 +115,8 @@ TEST(ImmCounter, TheTargetIsReportedOnceByWhoeverReachesIt) {
   EXPECT_TRUE(table.expect(zero, 0));
 }
 
-// Threads that add, expect, release and allocate the same slots: every target is reported exactly once, no count is
-// lost, and nothing is credited across generations.
+// Threads add, expect, release and allocate on the same slots. Every target is reported exactly once, no count is lost,
+// and no count passes to another generation.
 TEST(ImmCounter, HammeredByManyThreadsItReportsEachTargetOnce) {
   constexpr uint32_t kAdders = 4;
   constexpr uint64_t kPerAdder = 200;
@@ -154,7 +154,7 @@ TEST(ImmCounter, HammeredByManyThreadsItReportsEachTargetOnce) {
     const uint32_t immediate = allocate_one(table, static_cast<uint64_t>(r) + 1);
     current = immediate;
     round = r;
-    // Races with the adders: sometimes early, sometimes after all.
+    // Races with the adders: sometimes before, sometimes after all adds.
     if (r % 2 == 0) std::this_thread::yield();
     if (table.expect(immediate, kAdders * kPerAdder)) ++reports;
     while (finished.load() < kAdders * static_cast<uint32_t>(r + 1)) std::this_thread::yield();
@@ -167,8 +167,8 @@ TEST(ImmCounter, HammeredByManyThreadsItReportsEachTargetOnce) {
   EXPECT_EQ(stale_hits.load(), 0U);
 }
 
-// The same without a barrier between rounds: adders keep hitting whatever immediate is current while it is released
-// and given out again.
+// The same without a barrier between rounds: adders keep raising the current immediate while it is released and
+// allocated again.
 TEST(ImmCounter, ReleaseUnderFireNeverCreditsTheNextOwner) {
   ImmCounterTable table;
   std::vector<uint32_t> filler;
@@ -182,7 +182,7 @@ TEST(ImmCounter, ReleaseUnderFireNeverCreditsTheNextOwner) {
       while (!stop.load(std::memory_order_relaxed)) {
         const uint32_t immediate = current.load();
         const ImmCounterTable::Added added = table.add(immediate, kPeer);
-        // Owners are numbered as the generations are: a report must name the owner of the immediate that was added.
+        // Owners are numbered like generations: a report must name the owner of the immediate that was added.
         if (added.reached && added.owner % 1024 != (Immediate::decode(immediate).generation + 1) % 1024) ++alien;
       }
     });
@@ -216,19 +216,18 @@ TEST(ImmCounter, WhoWasNotGivenItRaisesNothing) {
   EXPECT_EQ(table.value(immediates[0]), 1U);
   EXPECT_EQ(table.value(immediates[1]), 1U);
   EXPECT_EQ(table.value(immediates[2]), 1U);
-  // Of a released one nobody asks whose it is.
+  // The raisers of a released counter are not checked.
   table.release(immediates[1]);
   EXPECT_FALSE(table.add(immediates[1], 8).foreign);
   EXPECT_TRUE(table.add(immediates[1], 8).stale);
 }
 
-// Whose slot changes hands while late immediates of its last owner's raiser come in: those are late, and never foreign,
-// which would cost an honest peer its link.
+// The slot changes owner while late immediates of the previous owner's raiser arrive. Those are stale and never
+// foreign, because foreign ones would cost an honest peer its link.
 TEST(ImmCounter, ALateImmediateIsStaleAndNotForeign) {
   ImmCounterTable table;
   std::vector<uint32_t> all;
-  ASSERT_TRUE(
-      table.allocate(ImmCounterTable::kSlots, 1, {kPeer}, all));  // so that one slot changes hands again and again
+  ASSERT_TRUE(table.allocate(ImmCounterTable::kSlots, 1, {kPeer}, all));  // so that one slot changes owner repeatedly
   std::atomic<uint32_t> current{all[5]};
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> foreign{0};
@@ -241,7 +240,7 @@ TEST(ImmCounter, ALateImmediateIsStaleAndNotForeign) {
   const std::vector<PeerId> mine{kPeer};
   const std::vector<PeerId> others{kPeer + 1};
   for (int round = 0; round < 20000; ++round) {
-    // Its owner stops giving it away, then releases it; the next owner's raiser is another peer.
+    // The owner stops giving it out, then releases it. The next owner's raiser is another peer.
     const uint32_t old = current.load();
     table.release(old);
     std::vector<uint32_t> next;
@@ -256,7 +255,7 @@ TEST(ImmCounter, ALateImmediateIsStaleAndNotForeign) {
   EXPECT_EQ(foreign.load(), 0U);
 }
 
-// Targets are cumulative: each one is reached once, whoever is first.
+// Targets are cumulative: each one is reached once, whichever call comes first.
 TEST(ImmCounter, TargetsFollowEachOther) {
   ImmCounterTable table;
   const uint32_t immediate = allocate_one(table);
@@ -264,7 +263,7 @@ TEST(ImmCounter, TargetsFollowEachOther) {
   EXPECT_FALSE(table.add(immediate, kPeer).reached);
   EXPECT_TRUE(table.add(immediate, kPeer).reached);
   EXPECT_FALSE(table.add(immediate, kPeer).reached);
-  EXPECT_TRUE(table.expect(immediate, 3));  // there already
+  EXPECT_TRUE(table.expect(immediate, 3));  // reached already
   EXPECT_FALSE(table.expect(immediate, 4));
   EXPECT_TRUE(table.add(immediate, kPeer).reached);
 }

@@ -1,4 +1,5 @@
-// The libfabric provider's links against a peer that does as it likes, and with a control thread beside the one that polls.
+// The libfabric provider's links against a peer with arbitrary behaviour, and with a control thread beside the polling
+// thread.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -25,11 +26,11 @@
 namespace kvc::libfabric {
 namespace {
 
-// --- A peer that speaks for itself
+// --- A peer driven by the test
 
 class LibfabricPeer : public Libfabric {
  protected:
-  // Accepts a's offer, as process `pid`, and is met.
+  // Accepts a's offer as process `pid`, and completes the handshake.
   void accept(uint32_t pid = static_cast<uint32_t>(::getpid())) {
     device_ = must(Device::open(config_of(GetParam()), {}));
     const Card offer = must(Card::decode("accept", must(a->domain->offer(kA))));
@@ -74,7 +75,7 @@ class LibfabricPeer : public Libfabric {
   std::shared_ptr<const Device> device_;
   std::unique_ptr<Endpoint> endpoint_;
   std::unique_ptr<Messages> messages_;
-  MessageKind heard_{};  // the last that it heard
+  MessageKind heard_{};  // the last message that it received
 };
 
 INSTANTIATE_TEST_SUITE_P(Devices, LibfabricPeer, testing::ValuesIn(kDevices),
@@ -109,7 +110,7 @@ TEST_P(LibfabricPeer, NonsenseCostsItsLink) {
     accept();
     say(kind, body);
     expect_nonsense();
-    // "sockets" has a thread that sends later, and not what is left when the endpoint is closed.
+    // "sockets" has a thread that sends later, and drops the rest when the endpoint is closed.
     if (GetParam() != "sockets") run([&] { return heard_ == MessageKind::kBye; }, "the peer to be told");
     run([&] { return a->domain->fence(kA); }, "the fence");
     a->record().down.clear();
@@ -147,7 +148,7 @@ class ControlThread final : public ControlQueue {
     tasks_.push_back(std::move(task));
     changed_.notify_one();
   }
-  // Waits for it.
+  // Waits for the task.
   void call(const std::function<void()>& task) {
     std::promise<void> done;
     run([&] {
@@ -181,7 +182,7 @@ class LibfabricThreads : public Libfabric {};
 INSTANTIATE_TEST_SUITE_P(Devices, LibfabricThreads, testing::ValuesIn(kDevices),
                          [](const auto& info) { return test::label(info.param); });
 
-// Memory comes and goes, and links with their endpoints, while others are written over.
+// Memory and links with their endpoints are created and ended while other links carry writes.
 TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
   ControlThread control;
   std::vector<std::byte> memory(kBytes);
@@ -190,7 +191,7 @@ TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
   OpenedDomain two;
   std::unique_ptr<Registration> source;
   std::unique_ptr<Registration> target;
-  // As the engine does it: what blocks happens there, and what comes of it is handed over.
+  // As in the transfer engine: blocking calls run there, and their results are handed over.
   const auto join = [&](LinkId link) {
     std::unique_ptr<LinkEnd> first;
     std::unique_ptr<LinkEnd> second;
@@ -241,7 +242,7 @@ TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
   while (rounds < kRounds || completed < posted) {
     if (Clock::now() > limit) {
       ADD_FAILURE() << completed << " of " << posted << " batches and " << rounds << " rounds";
-      rounds = kRounds;  // the last
+      rounds = kRounds;  // the last round
       break;
     }
     if (rounds < kRounds && posted < completed + 8) {

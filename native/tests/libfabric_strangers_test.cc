@@ -1,5 +1,6 @@
-// Those who reach the port of a libfabric endpoint and are nobody's peer. What libfabric's tcp has accepted and not yet
-// heard of used to outlive the endpoint, and to be read of its freed memory once it spoke: the sanitizers find that.
+// Strangers that reach the port of a libfabric endpoint and are no peer. Connections that libfabric's tcp had accepted,
+// and not yet read from, used to outlive the endpoint. When such a stranger sent data, freed memory was read: the
+// sanitizers detect that.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -17,7 +18,7 @@
 namespace kvc::libfabric {
 namespace {
 
-// Has connected to the endpoint of an offer, and says nothing yet.
+// Connects to the endpoint of an offer, and sends nothing yet.
 class Stranger {
  public:
   explicit Stranger(const Bytes& offer) {
@@ -28,15 +29,15 @@ class Stranger {
     const auto* const peer = reinterpret_cast<const sockaddr*>(&target);
     EXPECT_EQ(::connect(socket_.get(), peer, static_cast<socklen_t>(address.size())), 0) << std::strerror(errno);
   }
-  // A connection request of libfabric's tcp: a header of 32 bytes (version 3, type 0, length 8 in network order, a 1 in
-  // the byte order of the sender), and 8 bytes that begin with the version 1.
+  // Sends a connection request of libfabric's tcp. It has a header of 32 bytes: version 3, type 0, length 8 in network
+  // order, a 1 in the byte order of the sender. Then follow 8 bytes that begin with the version 1.
   void speak() {
     std::array<unsigned char, 40> request{3, 0, 0, 8};
     request[24] = 1;
     request[32] = 1;
     (void)::send(socket_.get(), request.data(), request.size(), MSG_NOSIGNAL);
   }
-  // Waits for it.
+  // Waits until the connection is closed.
   bool is_hung_up_on() {
     pollfd entry{socket_.get(), POLLIN, 0};
     std::byte answer{};
@@ -63,12 +64,12 @@ class LibfabricStrangers : public Libfabric {
     post(1, 1, b->rkey);
     EXPECT_FALSE(ended(1).has_value());
   }
-  // Whoever has connected last is accepted.
+  // Runs until the latest connection is accepted.
   void run_until_accepted() {
     const size_t before = descriptors();
     run([&] { return descriptors() > before; }, "the connection to be accepted");
   }
-  // The device is none the worse.
+  // The device still works.
   void expect_all_is_well() {
     test::run_idle({a->domain.get(), b->domain.get()});
     post(2, 64, b->rkey);
@@ -77,7 +78,7 @@ class LibfabricStrangers : public Libfabric {
   }
 };
 
-// Only tcp has it.
+// Only tcp has this problem.
 INSTANTIATE_TEST_SUITE_P(Devices, LibfabricStrangers, testing::Values("tcp"),
                          [](const auto& info) { return test::label(info.param); });
 

@@ -1,5 +1,5 @@
-// The libfabric provider by itself: two domains in one process, driven by one thread. What it does under an engine is
-// in engine_test.cc, which runs over it too; shm, which leads to other processes only, is in tests/conformance.
+// The libfabric provider alone: two domains in one process, driven by one thread. engine_test.cc runs whole transfer
+// engines over it. shm, which only reaches other processes, is tested in tests/conformance.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -21,23 +21,23 @@
 #include "tests/libfabric_test_support.h"
 
 #ifdef KVC_ADDRESS_SANITIZER
-// Libfabric's "net" (1.17) loses 1 KB with each endpoint, in fi_endpoint().
+// Libfabric's "net" (1.17) leaks 1 KB with each endpoint, in fi_endpoint().
 extern "C" [[gnu::visibility("default")]] const char*
 __lsan_default_suppressions();  // NOLINT: the sanitizer's own name
 extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so\n"; }  // NOLINT
 extern "C" [[gnu::visibility("default")]] const char* __asan_default_options();  // NOLINT: the sanitizer's own name
-// Else the search for leaks at a process's end follows what __tls_get_addr was seen to be asked for, and with glibc 2.36 may
-// crash there ("Tracer caught signal 11"), as it did whenever other tests had run before those with a process of their own.
-// Nothing here is kept by a pointer in such memory alone: no leak is found without it.
+// Otherwise the leak search at the end of a process follows the recorded requests of __tls_get_addr. With glibc 2.36 it
+// may crash there ("Tracer caught signal 11"). It crashed whenever other tests had run before those with a separate
+// process. No object here is reachable only through such memory, so the option adds no leak reports.
 extern "C" const char* __asan_default_options() { return "intercept_tls_get_addr=0"; }  // NOLINT
 #endif
 
 namespace kvc::libfabric {
 namespace {
 
-// "sockets" leaves a header in the socket until the whole of its 24 bytes is there, and Linux counts a segment of which
-// any byte is left in full (docs/architecture/lanes.md): a receive buffer has to hold more than the longest of 17 fragments of
-// 32 KiB. The kernel's own choice begins below that, and one run in 25 of AReceiverThatSleepsIsNotOverrun stood still.
+// "sockets" leaves a header in the socket until all of its 24 bytes have arrived. Linux counts a segment in full while
+// any byte of it is left (docs/architecture/lanes.md). A receive buffer must hold more than the longest of 17 fragments
+// of 32 KiB. The kernel's default starts below that, and one run in 25 of AReceiverThatSleepsIsNotOverrun hung.
 [[maybe_unused]] const int kReceiveBuffers = ::setenv("FI_SOCKETS_MAX_BUF_SZ", "4194304", 0);
 
 INSTANTIATE_TEST_SUITE_P(Devices, Libfabric, testing::ValuesIn(kDevices),
@@ -78,12 +78,12 @@ TEST_P(Libfabric, PagesThatFollowEachOtherGoAsOneWrite) {
   EXPECT_EQ(std::memcmp(a->memory.data(), b->memory.data() + 5, 16000), 0);
 }
 
-// The engine makes no page longer than this, and a page this long goes.
+// The transfer engine makes no longer page, and a page of this length works.
 TEST_P(Libfabric, TheLongestPageIsTheLongestWrite) {
   const uint64_t longest = a->domain->connector().limits().page_bytes;
   EXPECT_GE(longest, DomainLimits{}.batch_bytes);
   EXPECT_LE(longest, DomainLimits{}.page_bytes);
-  if (longest > (64 << 20)) return;  // tcp: more than there is memory
+  if (longest > (64 << 20)) return;  // tcp: more than the memory of the machine
   connect();
   std::vector<std::byte> source(longest);
   std::vector<std::byte> target(longest);
@@ -114,7 +114,7 @@ TEST_P(Libfabric, TheAcceptorMayPostAtOnce) {
   run([&] { return b->record().succeeded(5) && b->record().succeeded(6); }, "the acceptor's write and message");
 }
 
-// More immediates than a window holds, without one turn of the receiver's until the sender has come to a stop.
+// More immediates than a window holds. The receiver has no turn until the sender has stopped.
 TEST_P(Libfabric, AReceiverThatSleepsIsNotOverrun) {
   connect();
   constexpr WorkId kBatches = 100;
@@ -153,8 +153,8 @@ TEST_P(Libfabric, MessagesArriveOnceAndWaitForRoom) {
   }
 }
 
-// As many as the contract promises, in both directions at once; then a region that nobody has asked for yet is written
-// and withdrawn (Ask, Tell, Revoke, Revoked) as if they were not there.
+// As many untaken messages as the contract promises, in both directions at once. A region that was not written before
+// is then written and withdrawn (Ask, Tell, Revoke, Revoked) as if the messages were not there.
 TEST_P(Libfabric, UntakenMessagesHoldUpNothing) {
   connect();
   a->record().message_room = b->record().message_room = 0;
@@ -194,11 +194,11 @@ TEST_P(Libfabric, AWrongKeyOrRangeFailsItsBatchAndNothingElse) {
 
 TEST_P(Libfabric, ARevokedKeyIsNotWrittenAnyMore) {
   connect();
-  post(1, 64, b->rkey);  // b's key becomes known to a
+  post(1, 64, b->rkey);  // a learns b's key
   EXPECT_FALSE(ended(1).has_value());
   post(2, 64, b->rkey);
   run([&] { return b->domain->deregister_region(b->rkey); }, "the key to be revoked");
-  // Whatever was under way has ended: what comes now finds memory that is somebody else's.
+  // All work has ended: later writes find memory of another owner.
   (void)ended(2);
   std::fill(b->memory.begin(), b->memory.end(), std::byte{0});
   test::fill_random(a->memory.data(), a->memory.size(), 4);
@@ -221,7 +221,7 @@ TEST_P(Libfabric, APeerThatWasToldOfARegionHasToLetGoOrToLose) {
   EXPECT_TRUE(b->domain->deregister_region(b->rkey));
 }
 
-// Devices that register memory with each endpoint (Slingshot's), in so far as they can be had here.
+// Devices that register memory with each endpoint (Slingshot's), as far as they can be tested here.
 TEST_P(Libfabric, MemoryOfEachEndpoint) {
   open({.memory_per_endpoint = true});
   connect();
@@ -253,7 +253,7 @@ TEST_P(Libfabric, AfterFenceNothingLandsAndThePeerIsTold) {
   EXPECT_EQ(a->record().down[0].link, kA);
   EXPECT_EQ(a->record().down[0].error.code, ErrorCode::kPeerDown);
   run([&] { return a->domain->fence(kA); }, "the peer's fence");
-  EXPECT_EQ(a->record().completed.size(), 20U);  // each once: the record checks
+  EXPECT_EQ(a->record().completed.size(), 20U);  // each once: the record checks it
   EXPECT_EQ(a->record().down.size(), 1U);
   EXPECT_EQ(b->memory, std::vector<std::byte>(kBytes));
   EXPECT_EQ(b->record().counted, counted);
@@ -279,10 +279,10 @@ TEST_P(Libfabric, AFenceEndsWhatWasPostedOnItsSide) {
   EXPECT_EQ(a->record().failure(21), ErrorCode::kPeerDown);
   EXPECT_TRUE(a->record().down.empty());
   run([&] { return !b->record().down.empty(); }, "the other end");
-  EXPECT_TRUE(a->domain->fence(1234));  // never heard of
+  EXPECT_TRUE(a->domain->fence(1234));  // an unknown link
 }
 
-// Finding out that all is there and ending the link are one step to many users.
+// Many users end the link as soon as they find that everything has arrived.
 TEST_P(Libfabric, WhatWasCountedOrTakenEndsWellThoughTheReceiverFencesAtOnce) {
   constexpr LinkId kTimes = 50;
   open({.bye = kLong});
@@ -305,9 +305,9 @@ TEST_P(Libfabric, WhatWasCountedOrTakenEndsWellThoughTheReceiverFencesAtOnce) {
   }
 }
 
-// The same, where the sender does not get a turn until the receiver is gone.
+// The same if the sender has no turn until the receiver is gone.
 TEST_P(Libfabric, WhatWasCountedOrTakenEndsWellThoughTheSenderSleeps) {
-  if (GetParam() == "sockets") open({.bye = kLong});  // it has a thread, which has to get its turn
+  if (GetParam() == "sockets") open({.bye = kLong});  // it has a thread that needs its turn
   connect();
   warm_up(kA);
   post(2, 64, b->rkey);
@@ -322,7 +322,7 @@ TEST_P(Libfabric, WhatWasCountedOrTakenEndsWellThoughTheSenderSleeps) {
 TEST_P(Libfabric, AnOfferThatNobodyTookIsVoidOnceItIsWithdrawn) {
   const Bytes offer = must(a->domain->offer(kA));
   const Bytes answer = must(b->domain->accept(kB, offer));
-  EXPECT_TRUE(a->domain->fence(kA));  // withdraws it
+  EXPECT_TRUE(a->domain->fence(kA));  // withdraws the offer
   const Status completed = a->domain->complete(kA, answer);
   ASSERT_FALSE(completed.ok());
   EXPECT_EQ(completed.error().code, ErrorCode::kUnknownPeer);
@@ -343,7 +343,7 @@ TEST_P(Libfabric, ASilentPeerIsGone) {
   connect();
   post(1, 1, b->rkey);
   EXPECT_FALSE(ended(1).has_value());
-  // While both live, silence is broken by pings.
+  // While both are alive, pings interrupt the silence.
   const auto until = Clock::now() + std::chrono::milliseconds(500);
   run([&] { return Clock::now() > until; }, "time");
   EXPECT_TRUE(a->record().down.empty());
@@ -364,7 +364,7 @@ TEST_P(Libfabric, APeerThatIsGoneIsDownWhateverCallFindsOut) {
   connect();
   post(1, 1, b->rkey);
   EXPECT_FALSE(ended(1).has_value());
-  b->domain.reset();  // without a word
+  b->domain.reset();  // without any message
   for (WorkId work = 2; a->record().down.empty(); ++work) {
     post(work, 1, b->rkey);
     const auto done = [&] { return a->record().completed.count(work) == 1; };
@@ -375,8 +375,8 @@ TEST_P(Libfabric, APeerThatIsGoneIsDownWhateverCallFindsOut) {
   EXPECT_EQ(a->record().down[0].error.code, ErrorCode::kPeerDown) << a->record().down[0].error.to_string();
 }
 
-// Far more links than one poll() looks at: those on which nothing has come for long get their turn, and those that carry
-// something do not wait for it.
+// Far more links than one poll() handles. Links without traffic for a long time get their turn, and links with traffic
+// do not wait for it.
 TEST_P(Libfabric, NoLinkStarvesAmongMany) {
   constexpr LinkId kLinks = 40;
   for (LinkId i = 0; i < kLinks; ++i) connect(100 + i, 200 + i);
@@ -439,7 +439,7 @@ TEST(LibfabricShm, LeadsToOtherProcessesOfThisMachineOnly) {
   if (a.domain == nullptr) GTEST_SKIP() << a.reason;
   Card card = must(Card::decode("accept", must(a.domain->offer(1))));
   const auto accept = [&b](const Card& offer) { return b.domain->accept(2, offer.encode()); };
-  EXPECT_EQ(accept(card).error().code, ErrorCode::kNotReachable);  // our own process
+  EXPECT_EQ(accept(card).error().code, ErrorCode::kNotReachable);  // this process itself
   card.pid = static_cast<uint32_t>(::getppid());
   EXPECT_TRUE(accept(card).ok());
   card.machine.shared_memory ^= 1;
@@ -484,7 +484,7 @@ TEST(LibfabricDevice, VerbsUnderOfiRxmIsRefusedBefore25) {
   EXPECT_NE(layered.reason.find("use the verbs lane"), std::string::npos) << layered.reason;
 }
 
-// In a process of its own, which inherits the variable: a library once opened stays.
+// In a separate process, which inherits the variable, because an opened library stays loaded.
 TEST(LibfabricLibraryDeathTest, AWrongPathIsSaid) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   const char* const before = std::getenv("KV_CONNECTOR_LIBFABRIC");
@@ -500,7 +500,8 @@ TEST(LibfabricLibraryDeathTest, AWrongPathIsSaid) {
   setenv("KV_CONNECTOR_LIBFABRIC", kept.c_str(), 1);
 }
 
-// The path of the libfabric that the dynamic linker finds; empty: there is none. It is not library()'s, which would load it.
+// Path of the libfabric that the dynamic linker finds; empty: there is none. library() would load it, so it is not used
+// here.
 std::string path_of_libfabric() {
   void* const handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
   Dl_info info{};
@@ -508,14 +509,14 @@ std::string path_of_libfabric() {
   return info.dli_fname;
 }
 
-// Ends this process, which has loaded nothing so far: 0 if an engine of this lane finds the library's variable written before
-// its worker opens the domain.
+// Ends this process, which has loaded nothing so far. Exit status 0: the library's variable was written before the
+// transfer thread of this lane opened its domain.
 [[noreturn]] void open_with_plugins(const std::string& installed, const std::string& lane) {
   std::string directory = std::filesystem::temp_directory_path() / "kvc-libfabric-XXXXXX";
   if (mkdtemp(directory.data()) == nullptr) std::exit(2);
   const std::string chosen = directory + "/libfabric.so.1";
   std::filesystem::create_symlink(installed, chosen);
-  std::filesystem::create_directory(directory + "/libfabric");  // where its plug-ins would be
+  std::filesystem::create_directory(directory + "/libfabric");  // the directory of its plug-ins
   setenv("KV_CONNECTOR_LIBFABRIC", chosen.c_str(), 1);
   unsetenv("FI_PROVIDER_PATH");
   bool written = false;
@@ -530,13 +531,13 @@ std::string path_of_libfabric() {
 }
 
 TEST(LibfabricLibraryDeathTest, TheEnvironmentIsWrittenBeforeTheEngineHasAThread) {
-  // Such a process runs from the test's beginning.
+  // Such a process runs the test from its beginning.
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   const std::string installed = path_of_libfabric();
   if (installed.empty()) GTEST_SKIP() << "no libfabric.so.1 here";
   const char* const lanes = std::getenv("KVC_TEST_PROVIDERS");
   const std::string kept = lanes == nullptr ? "" : lanes;
-  setenv("KVC_TEST_PROVIDERS", "sim", 1);  // else providers() opens the library when the process begins
+  setenv("KVC_TEST_PROVIDERS", "sim", 1);  // otherwise providers() opens the library when the process begins
   for (const char* lane : {"libfabric:tcp", "shuffle:libfabric:tcp", "bounce:libfabric:tcp"}) {
     EXPECT_EXIT(open_with_plugins(installed, lane), testing::ExitedWithCode(0), "") << lane;
   }

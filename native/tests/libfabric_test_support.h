@@ -1,4 +1,4 @@
-// What the tests of the libfabric provider share: two domains in one process, driven by one thread.
+// Helpers for tests of the libfabric provider: two domains in one process, driven by one thread.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ inline DomainConfig config_of(const std::string& device) {
   return config;
 }
 
-// A domain with one registered region, which fences links that broke, as the engine does.
+// A domain with one registered region. It fences broken links, as the transfer engine does.
 struct End {
   explicit End(const std::string& device, const Tuning& tuning = {}) : memory(kBytes) {
     try {
@@ -57,7 +57,7 @@ struct End {
 
 inline const std::vector<std::string> kDevices = {
     "tcp",
-#ifndef KVC_THREAD_SANITIZER  // its progress thread is not compiled for the sanitizer, which misses how it synchronises
+#ifndef KVC_THREAD_SANITIZER  // its progress thread is not compiled for the sanitizer, which misses its synchronisation
     "sockets",
 #endif
 };
@@ -82,17 +82,17 @@ class Libfabric : public testing::TestWithParam<std::string> {
     };
     ASSERT_NO_FATAL_FAILURE(test::run_until(domains, step, what));
   }
-  // a writes `pages` pages of 4 KiB from the same offsets as it writes to, the last page first.
+  // Writes `pages` pages of 4 KiB from a, to the same offsets as in the source, the last page first.
   void post(WorkId work, uint32_t pages, uint64_t rkey, uint64_t first_offset = 0, LinkId link = kA) {
     test::Batch batch{.work = work, .rkey = rkey};
     for (uint32_t page = pages; page > 0; --page) {
-      const uint64_t offset = uint64_t{page - 1} * 8192;  // with gaps: no two follow each other
+      const uint64_t offset = uint64_t{page - 1} * 8192;  // with gaps: no two pages are contiguous
       batch.from.push_back(offset);
       batch.to.push_back(first_offset + offset);
     }
     ASSERT_EQ(test::post(*a, link, *b, batch), Posted::kYes);
   }
-  // "sockets" loses one in some thousands of new connections in their first moments, if it has much to do.
+  // Under load, "sockets" loses one in some thousands of new connections in their first moments.
   void warm_up(LinkId link) {
     ASSERT_EQ(test::post(*a, link, *b, {.work = 9000 + link, .from = {0}, .to = {0}, .counted = false}), Posted::kYes);
     EXPECT_FALSE(ended(9000 + link).has_value());

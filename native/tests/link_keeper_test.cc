@@ -1,4 +1,4 @@
-// The keeper alone, over domains that do exactly what the test says.
+// The LinkKeeper alone, over domains that do exactly what the test requests.
 #include "engine/link_keeper.h"
 
 #include <array>
@@ -28,7 +28,7 @@ struct Owner final : LinkKeeper::Owner {
 
 class Keeper : public Scheduler {
  protected:
-  // As if so much time had passed since the last step, in which `ran` says whether others were made.
+  // Makes the keeper believe that `time` has passed since the last step. `ran`: whether other steps ran meanwhile.
   void pass(Link& link, std::chrono::seconds time, bool ran) {
     link.repair->began -= time;
     link.repair->ask_due -= time;
@@ -46,7 +46,7 @@ class Keeper : public Scheduler {
 TEST_F(Keeper, NotesALinkOnceHoweverMuchWasInFlight) {
   connect(3);
   peer->offerer = true;
-  // As many as a NIC of verbs may have in flight, over two links that break at once.
+  // As many as a verbs NIC may have in flight, over two links that break at once.
   for (int batch = 0; batch < 28'000; ++batch) {
     Link& broken = link(batch % 2 == 0 ? 0 : 1);
     keeper.broke(*peer, broken, broken.id, kBroken);
@@ -57,7 +57,7 @@ TEST_F(Keeper, NotesALinkOnceHoweverMuchWasInFlight) {
   EXPECT_EQ(link(0).state, Link::State::kBroken);
   EXPECT_EQ(link(1).state, Link::State::kBroken);
   EXPECT_TRUE(owner.lost.empty());
-  // One that is made anew may break anew.
+  // A link that was made again may break again.
   answer(link(0));
   keeper.step();
   EXPECT_EQ(link(0).state, Link::State::kOut);
@@ -77,7 +77,7 @@ TEST_F(Keeper, LosesAPeerThatDoesNotSettleInTime) {
   EXPECT_EQ(owner.lost.size(), 1U);
 }
 
-// The answer may lie in the socket, unread.
+// The answer may be in the socket, unread.
 TEST_F(Keeper, BlamesNoPeerForTheTimeInWhichItDidNotRunItself) {
   connect(2);
   peer->offerer = true;
@@ -91,7 +91,7 @@ TEST_F(Keeper, BlamesNoPeerForTheTimeInWhichItDidNotRunItself) {
   EXPECT_EQ(link(0).state, Link::State::kOut);
   EXPECT_TRUE(owner.lost.empty());
 
-  // The same for a link that is offered.
+  // The same for a link that was offered.
   link(0).repair->due = LinkKeeper::Clock::now();
   keeper.step();
   ASSERT_EQ(link(0).state, Link::State::kOffered);
@@ -100,7 +100,7 @@ TEST_F(Keeper, BlamesNoPeerForTheTimeInWhichItDidNotRunItself) {
   EXPECT_EQ(link(0).state, Link::State::kOffered);
 }
 
-// Its time begins anew: a silent peer is found out after all.
+// Its limit starts again: a silent peer is detected in the end.
 TEST_F(Keeper, LosesAPeerThatIsSilentAfterAStopToo) {
   connect(2);
   keeper.broke(*peer, link(0), link(0).id, kBroken);

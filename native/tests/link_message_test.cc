@@ -45,7 +45,7 @@ TEST(LinkMessage, NothingElseIsOne) {
   for (int i = 0; i < 10000; ++i) {
     Bytes noise(random() % 64);
     for (std::byte& b : noise) b = static_cast<std::byte>(random());
-    (void)decode_link_message(noise);  // sanitizers watch
+    (void)decode_link_message(noise);  // checked by the sanitizers
   }
 }
 
@@ -72,7 +72,7 @@ TEST(MessageWindow, ANumberThatNeverComesIsGivenUpInTheEnd) {
 TEST(MessageWindow, NumbersGoRound) {
   MessageWindow window;
   uint32_t number = 0;
-  // Up to the wrap in steps that the window takes, then across it.
+  // Up to the wrap-around in steps that the window accepts, then across it.
   while (number < UINT32_MAX - 70000) window.add(number += 60000);
   for (uint32_t i = 0; i < 200; ++i) {
     number += 1000;

@@ -24,7 +24,7 @@ TEST(LinkTally, CountsPagesOfEachCounter) {
 
 TEST(LinkTally, ANewerGenerationReplacesAnOlderOneAndNeverTheOtherWayRound) {
   LinkTally tally;
-  for (uint32_t generation : {0U, 1U, 500U, 1000U, 3U}) {  // 3 is newer than 1000: they go round at 1024
+  for (uint32_t generation : {0U, 1U, 500U, 1000U, 3U}) {  // 3 is newer than 1000: generations wrap around at 1024
     tally.add(immediate(7, generation, 5));
     EXPECT_EQ(tally.pages(immediate(7, generation)), 5U) << generation;
   }

@@ -1,5 +1,5 @@
-// Groups of 1 to 8 domains over every lane: single writes that are split count once, runs of pages count each page,
-// and a pinned write arrives like any other.
+// Groups of 1 to 8 domains over every lane. Split single writes count once, runs of pages count each page, and a pinned
+// write arrives like any other.
 
 #include <cstring>
 #include <numeric>
@@ -74,7 +74,7 @@ TEST_P(ManyNics, PagesInOrderCountLikeScatteredOnes) {
   std::vector<std::byte> expected(pair.receiver.data(), pair.receiver.data() + pair.receiver.memory.size());
   std::vector<int64_t> from(kPages);
   std::iota(from.begin(), from.end(), 0);
-  std::vector<int64_t> to = from;  // with a gap here and there
+  std::vector<int64_t> to = from;  // with a gap at some places
   for (size_t i = 0; i < kPages; ++i) to[i] += static_cast<int64_t>(i / 17);
   const auto [set, immediate] = pair.counter(kPages);
   const PagedWrite write{kPage, pair.sender.region, {from, kPage, 0}, pair.receiver_region, {to, kPage, 0}, immediate};

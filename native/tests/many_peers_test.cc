@@ -1,5 +1,5 @@
-// A thousand peers that come, write, and go by every way there is to go leave nothing behind: no peer, transfer, region,
-// counter, link, descriptor, thread or byte. Nor do they disturb who writes meanwhile.
+// A thousand peers connect, write, and leave in every possible way. They leave nothing behind: no peer, transfer,
+// region, counter, link, descriptor, thread or byte. They do not disturb other writers either.
 
 #include <malloc.h>
 
@@ -22,22 +22,23 @@ namespace kvc::test::many_peers {
 namespace {
 
 #ifdef KVC_SANITIZED
-constexpr int kPeers = 150;  // ten times slower a peer
+constexpr int kPeers = 150;  // each peer takes ten times as long
 #else
 constexpr int kPeers = 1000;
 #endif
-// A library's endpoint takes ten times as long to open and close as a socket, and a queue pair of a software NIC too.
+// Opening and closing a library's endpoint takes ten times as long as a socket, and so does a queue pair of a software
+// NIC.
 int peers_over(const std::string& lane) {
   return lane == "sim" || lane == "host" || lane == "tcp" ? kPeers : kPeers / 10;
 }
-// A third of them lets tables grow to their working size. What is lost with each peer is lost in both of the others; a
-// pool that grows once more where threads are late (libfabric's did, by 230 KB, on a busy machine) grows in one.
+// One third of the peers lets tables grow to their working size. A leak per peer shows in both of the other thirds. A
+// pool that grows once more when threads are late shows in one only (libfabric's grew by 230 KB on a busy machine).
 int round_of(int peers) { return peers / 3; }
-// What may be allocated more behind a round than before it: a fifth of it is what caches of the allocator and of the
-// standard library were seen to keep; a leak of 100 bytes a peer is above it.
+// How much more may be allocated after a round than before it. Caches of the allocator and of the standard library were
+// seen to keep a fifth of it. A leak of 100 bytes a peer exceeds it.
 constexpr size_t kSlackBytes = 32 << 10;
-// Libfabric's "net" (1.17) itself loses 1 KB with each endpoint (heaptrack: fi_dupinfo() in fi_endpoint()), and each
-// peer is offered four.
+// Libfabric's "net" (1.17) itself leaks 1 KB with each endpoint (heaptrack: fi_dupinfo() in fi_endpoint()), and each
+// peer is offered four endpoints.
 size_t lost_by_library(const std::string& lane, int peers) {
   return lane.find("libfabric") == std::string::npos ? 0 : static_cast<size_t>(peers) * (6 << 10);
 }
@@ -59,8 +60,8 @@ size_t allocated_bytes() {
 #endif
 }
 
-// What `read` says once it is `good`, or after ten seconds. Threads that have been joined leave /proc a moment later,
-// and the last peer's links end when the server's worker comes to them.
+// Returns the value of `read` once it is `good`, or after ten seconds. Joined threads leave /proc a moment later, and
+// the last peer's links end when the server's transfer thread handles them.
 template <typename Good>
 size_t settled(const std::function<size_t()>& read, Good good) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
@@ -69,7 +70,7 @@ size_t settled(const std::function<size_t()>& read, Good good) {
   }
   return read();
 }
-// The entries of `directory`, once they are as many as expected.
+// The number of entries of `directory`, once it is the expected one.
 size_t settled(const char* directory, size_t expected) {
   return settled([&] { return entries(directory); }, [&](size_t now) { return now == expected; });
 }
@@ -78,16 +79,17 @@ class ManyPeers : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Lanes, ManyPeers, testing::ValuesIn(providers()),
                          [](const auto& info) { return label(info.param); });
 
-enum class Leaves : uint8_t { kNothing, kWrites };  // under way, of both sides, when it goes
+enum class Leaves : uint8_t { kNothing, kWrites };  // work of both sides in flight when the peer leaves
 
-// One peer's life: connects (each side dials in turn), both sides write one page, and it goes in one of four ways.
+// One peer's life. It connects (each side offers in turn), both sides write one page, and it leaves in one of four
+// ways.
 void come_and_go(Side& server, const std::string& provider, int number, Leaves leaves = Leaves::kNothing) {
   Side client(config("client", provider), kRegion);
   const Connection connection =
       number % 2 == 0 ? connect(*client.engine, *server.engine) : connect(*server.engine, *client.engine);
   const PeerId to_server = number % 2 == 0 ? connection.first_to_second : connection.second_to_first;
   const PeerId to_client = number % 2 == 0 ? connection.second_to_first : connection.first_to_second;
-  const uint64_t place = kPage * (2 + number % 2);  // where nobody else writes who is there at the time
+  const uint64_t place = kPage * (2 + number % 2);  // a place that no other current peer writes
   const auto write = [place](Side& from, PeerId peer, Side& to) {
     const RemoteRegionId target = must(from.engine->import_region(peer, must(to.engine->region_descriptor(to.region))));
     CounterSet counter = must(to.engine->alloc_counters(1));
@@ -111,14 +113,14 @@ void come_and_go(Side& server, const std::string& provider, int number, Leaves l
     begin(server, to_client, client);
   }
   switch (number % 4) {
-    case 0:  // parts in good order
+    case 0:  // disconnects gracefully
       must(client.engine->disconnect(to_server, kLimit));
       break;
-    case 1:  // both break off
+    case 1:  // both fence
       must(client.engine->fence(to_server, kLimit));
       must(server.engine->fence(to_client, kLimit));
       break;
-    case 2:  // is thrown out
+    case 2:  // is fenced
       must(server.engine->fence(to_client, kLimit));
       break;
     default:  // dies
@@ -135,10 +137,10 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
     const size_t threads = entries(kThreads);
     const size_t descriptors = entries(kDescriptors);
     const int peers = peers_over(GetParam());
-    std::array<size_t, 2> allocated{};  // behind the first round, and the second
+    std::array<size_t, 2> allocated{};  // after the first round, and after the second
     for (int number = 0; number < peers; ++number) {
       ASSERT_NO_THROW(come_and_go(server, GetParam(), number)) << "peer " << number;
-      server.engine->poll_events(16);  // that a link broke is an event too
+      server.engine->poll_events(16);  // a broken link is an event too
       if (number + 1 == round_of(peers)) allocated[0] = allocated_bytes();
       if (number + 1 == 2 * round_of(peers)) allocated[1] = allocated_bytes();
     }
@@ -160,7 +162,7 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
 }
 
 TEST_P(ManyPeers, ThatComeAndGoWhileOthersWriteDisturbNobody) {
-  // 4 threads beside the engines' own, of which each peer has two or more.
+  // 4 threads beside those of the transfer engines; each peer has two or more.
   const int peers = peers_over(GetParam()) / 10;
   Pair pair(GetParam(), kRegion);
   Side& server = pair.receiver;

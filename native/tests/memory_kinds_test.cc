@@ -1,4 +1,5 @@
-// Memory of several kinds in one engine of several lanes: each lane takes what it reaches, and says what it does not.
+// Memory of several kinds in a transfer engine with several lanes: each lane takes the memory that it reaches and
+// reports the rest.
 
 #include <optional>
 #include <string>
@@ -12,7 +13,7 @@ namespace {
 
 constexpr size_t kBytes = 8192;
 
-// Two lanes, "sim" before "tcp", whose domains have their opinions about memory.
+// Two lanes, "sim" before "tcp", whose domains refuse some memory.
 EngineConfig two_lanes(const std::string& name, size_t sim_domains = 1) {
   EngineConfig both;
   both.name = name;
@@ -47,7 +48,7 @@ TEST(MemoryKinds, ARegionIsThatOfTheLanesThatTakeIt) {
   ASSERT_EQ(must(side.engine->lane(sim.first_to_second)), "sim");
   ASSERT_EQ(must(side.engine->lane(tcp.first_to_second)), "tcp");
 
-  // As a source: over the lane that takes it, and over the other one with that lane's reason.
+  // As a source: accepted over the lane that takes it; over the second lane, the write fails with that lane's reason.
   const Event failed =
       ended(*side.engine, write(side, sim.first_to_second, import_all(side, sim.first_to_second, over_sim)));
   EXPECT_EQ(failed.kind, EventKind::kTransferFailed);
@@ -69,7 +70,7 @@ TEST(MemoryKinds, ARegionIsThatOfTheLanesThatTakeIt) {
           .kind,
       EventKind::kTransferDone);
 
-  // A peer that hears of such a failure is none the worse.
+  // A peer that learns of such a failure still works.
   EXPECT_EQ(ended(*side.engine, must(side.engine->send(sim.first_to_second, Bytes(1)))).kind, EventKind::kTransferDone);
   must(side.engine->deregister_memory(side.region, kLimit));
 }
@@ -88,7 +89,8 @@ TEST(MemoryKinds, WhatNoLaneTakesIsRefusedWithTheReasonOfEach) {
   EXPECT_EQ(engine->stats().regions, 0U);
 }
 
-// Memory that a lane reaches and cannot register is a fault of the machine, unless the user will do without that lane.
+// If a lane reaches memory and cannot register it, the machine is faulty, unless the user accepts to work without that
+// lane.
 TEST(MemoryKinds, ALaneThatFailsIsPassedOverOnlyWhereFallbackIsAllowed) {
   for (const bool fallback : {false, true}) {
     Nics nics;
@@ -109,7 +111,8 @@ TEST(MemoryKinds, ALaneThatFailsIsPassedOverOnlyWhereFallbackIsAllowed) {
   }
 }
 
-// Whatever link a write takes, its domain has the source: so a lane has it with all of its domains, or with none.
+// Any link may carry a write, and its domain needs the source. So a lane takes memory with all of its domains, or with
+// none.
 TEST(MemoryKinds, ALaneTakesMemoryWithAllItsDomainsOrNotAtAll) {
   Nics nics;
   nics[1].refuses = not_reached("the second NIC does not reach it");
@@ -125,13 +128,13 @@ TEST(MemoryKinds, ALaneTakesMemoryWithAllItsDomainsOrNotAtAll) {
   }
 }
 
-// Of several ranges in one call all are registered or none.
+// Of several ranges in one call, all are registered or none.
 TEST(MemoryKinds, OneRangeThatIsRefusedRefusesTheCall) {
   Nics nics;
   const auto engine = must(TransferEngine::create(nics.with(config("engine", "sim"))));
   std::vector<std::byte> memory(3 * kBytes);
   std::byte* const good = memory.data();
-  std::byte* const bad = good + 2 * kBytes;  // not behind `good`: those would be registered in one piece
+  std::byte* const bad = good + 2 * kBytes;  // not adjacent to `good`: they would be merged
   nics[0].refuses = [&](const MemoryRange& range) {
     return range.base == bad ? not_reached("not this one")(range) : std::nullopt;
   };

@@ -1,4 +1,4 @@
-// The pool of received messages on its own: its bounds, and when it asks for the worker.
+// The pool of received messages alone: its limits, and when it requests a wake-up of the transfer thread.
 
 #include "engine/message_pool.h"
 
@@ -14,7 +14,7 @@ class Pool : public testing::Test {
  protected:
   void SetUp() override { ASSERT_TRUE(pool.open().ok()); }
   bool put(PeerId peer) { return pool.put(peer, Bytes(1, static_cast<std::byte>(peer))); }
-  // Takes one; true if the worker is to be woken.
+  // Takes one message. Returns true if the transfer thread is to be woken.
   bool take() {
     bool wake = false;
     EXPECT_EQ(pool.take(1, wake).size(), 1U);

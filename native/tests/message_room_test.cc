@@ -1,5 +1,5 @@
-// Room for messages that nobody takes: as much as the engine relies on in each domain, so that what engines say to each
-// other about broken links gets through beside users' messages that are not read. Over each lane.
+// Room for untaken messages: as much as the transfer engine relies on in each domain. Messages about broken links
+// therefore get through beside unread messages of users. Runs over each lane.
 
 #include <cstring>
 #include <set>
@@ -27,7 +27,7 @@ Bytes longest(uint32_t number) {
   return bytes;
 }
 
-// A domain by itself holds so many of the longest, of each link; no more, whatever else the link carries.
+// A domain alone holds this many of the longest messages of each link and no more, whatever else the link carries.
 TEST_P(MessageRoom, IsThatOfEachLink) {
   const auto open = [&](const char* name) {
     return
@@ -65,7 +65,8 @@ TEST_P(MessageRoom, IsThatOfEachLink) {
   }
 }
 
-// Both links are full of messages both ways, and then the NIC of one dies: what was on it goes on over the other.
+// Both links are full of messages in both directions. When the NIC of one link dies, its traffic moves to the second
+// link.
 TEST_P(MessageRoom, FailoverFindsRoomBesideWhatNobodyReads) {
   constexpr size_t kPage = 4096;
   constexpr size_t kPages = 4000;
@@ -105,7 +106,7 @@ TEST_P(MessageRoom, FailoverFindsRoomBesideWhatNobodyReads) {
   must(receiver.wait_counters(set, kLimit));
   EXPECT_EQ(pair.count(set), kPages);
   EXPECT_EQ(std::memcmp(pair.sender.data(), pair.receiver.data(), kPage * kPages), 0);
-  // All pages may be there before the receiver has seen the end of its link.
+  // All pages may arrive before the receiver has seen the end of its link.
   await([&] { return sender.stats().links_lost == 1 && receiver.stats().links_lost == 1; }, "the lost links");
 
   for (End& end : ends) {

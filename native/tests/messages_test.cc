@@ -1,4 +1,5 @@
-// Small messages between engines, over each provider: reliable, in no order, and held back by who does not read.
+// Small messages between transfer engines, over each provider: reliable, in no order, and held back by receivers that
+// do not read.
 
 #include <poll.h>
 
@@ -21,7 +22,7 @@ Bytes bytes_of(const std::string& text) {
 }
 std::string text_of(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-// Message `number`, of a length that goes with it.
+// Message `number`. Its length depends on the number.
 Bytes numbered(uint32_t number) {
   Bytes bytes(sizeof(number) + (number * 37) % (kMaxUserMessageBytes - sizeof(number) + 1));
   fill_random(bytes.data(), bytes.size(), number);
@@ -78,7 +79,8 @@ TEST_P(Messages, OfEveryLengthAndOfNoneOther) {
   EXPECT_EQ(unknown.error().code, ErrorCode::kUnknownPeer);
 }
 
-// The receiver does not read: it holds a bounded number, the sender is told, writes go on, and nothing is lost.
+// The receiver does not read. It holds a bounded number of messages, the sender learns it, writes continue, and nothing
+// is lost.
 TEST_P(Messages, UnreadOnesHoldTheirSenderBackAndNothingElse) {
   Pair pair(provider(), 1 << 20);
   uint32_t accepted = 0;
@@ -90,7 +92,7 @@ TEST_P(Messages, UnreadOnesHoldTheirSenderBackAndNothingElse) {
     }
     ASSERT_LT(++accepted, 100'000U) << "the sender is never held back";
   }
-  // Writes to the same peer go past them.
+  // Writes to the same peer pass the messages.
   fill_random(pair.sender.data(), 1 << 20, 1);
   for (int i = 0; i < 20; ++i) {
     const auto [set, immediate] = pair.counter(1);
@@ -99,7 +101,7 @@ TEST_P(Messages, UnreadOnesHoldTheirSenderBackAndNothingElse) {
     must(pair.receiver.engine->wait_counters(set, kLimit));
     EXPECT_EQ(ended(*pair.sender.engine, write).kind, EventKind::kTransferDone);
   }
-  // What the receiver's engine has taken is its share of the pool; the rest waits at the sender and on the way.
+  // The receiver's transfer engine has taken its share of the pool. The rest waits at the sender and in flight.
   const size_t taken = pair.sender.engine->poll_events(100'000).size();
   EXPECT_GE(taken, MessagePool::kRoomOfOne);
   EXPECT_LT(taken, accepted);
@@ -115,7 +117,7 @@ TEST_P(Messages, UnreadOnesHoldTheirSenderBackAndNothingElse) {
   EXPECT_EQ(number_of(must(pair.receiver.engine->wait_message(kLimit)).bytes), accepted);
 }
 
-// A peer that floods has its share of the pool, and the others have theirs.
+// A flooding peer gets its share of the pool, and the other peers get theirs.
 TEST_P(Messages, AFloodLeavesRoomForOthers) {
   Side receiver(config("receiver", provider()), 4096);
   Side flooder(config("flooder", provider()), 4096);
@@ -149,10 +151,10 @@ TEST_P(Messages, TheDescriptorIsReadableWhileOneWaits) {
 
 TEST_P(Messages, GoToACallbackWhichMayAnswerAndThrow) {
   Pair pair(provider(), 4096);
-  must(pair.sender.engine->send(pair.to_receiver, numbered(0)));  // waits already when the callback comes
+  must(pair.sender.engine->send(pair.to_receiver, numbered(0)));  // waits already when the callback is set
   TransferEngine& echo = *pair.receiver.engine;
   must(echo.set_message_callback([&](const Message& message) {
-    // From within the callback: submitting is fine, blocking is refused, and what it throws stops nothing.
+    // In the callback, submitting is allowed, blocking is refused, and exceptions stop nothing.
     if (const auto answered = echo.send(message.peer, message.bytes, [](const Event&) {}); !answered.ok()) std::abort();
     EXPECT_EQ(echo.wait_message(kLimit).error().code, ErrorCode::kInvalidArgument);
     throw std::runtime_error("a bad callback");

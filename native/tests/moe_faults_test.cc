@@ -1,4 +1,4 @@
-// Expert groups whose ranks die, or stop: the others go on within the group's timeout, and name the rank.
+// Expert groups whose ranks die or stop: the other ranks continue within the group's timeout, and name the rank.
 #include "tests/moe_test_support.h"
 
 namespace kvc::moe {
@@ -36,7 +36,7 @@ Step step_of(uint64_t seed) {
   return step;
 }
 
-// Up to the moment; false: it has come for the victim.
+// Runs the step up to the moment. Returns false if the victim has reached it.
 void until(Stepper& stepper, const Step& step, Moment moment) {
   stepper.prepare(step);
   if (moment == Moment::kBetweenHalves) stepper.dispatch(step, kSend);
@@ -52,7 +52,7 @@ void expect_fault(const Rank& rank, Fault fault) {
   EXPECT_EQ(found->second, kVictim);
 }
 
-// Nothing is waited for any more, nothing is written, and the group can be closed.
+// Nothing waits any more, nothing is written, and the group can be closed.
 void expect_over(Rank& rank, Stepper& stepper, const Step& step) {
   const std::vector<unsigned char> before(4096, 0x77);
   put(rank.context, stepper.out(0), before.data(), before.size());
@@ -80,13 +80,13 @@ TEST_P(MoeFaults, AKilledRankIsLost) {
           rank.report(0);
           return;
         }
-        // Only the victim is missing from here on.
+        // From here on, only the victim is missing.
         if (moment() == Moment::kBeforeDispatch) stepper.dispatch(step, kSend);
         if (moment() == Moment::kBeforeCombine) stepper.combine(step, kSend);
         rank.finish();
         rank.report(0);
         moment() == Moment::kBeforeCombine ? stepper.combine(step, kReceive) : stepper.dispatch(step, kReceive);
-        if (moment() == Moment::kBetweenHalves) {  // what the victim sent before its end arrives
+        if (moment() == Moment::kBetweenHalves) {  // data that the victim sent before its end arrives
           stepper.experts(step);
           stepper.combine(step, kSend | kReceive);
         }
@@ -113,10 +113,10 @@ TEST_P(MoeFaults, AStoppedRankIsATimeout) {
         config.timeout_ns = 150'000'000;
         Stepper stepper(rank, config);
         const Step step = step_of(2);
-        const bool sends = moment() != Moment::kBeforeDispatch;  // the victim, before it stops
+        const bool sends = moment() != Moment::kBeforeDispatch;  // whether the victim sends before it stops
         stepper.prepare(step);
         if (sends) {
-          // Apart, as a loaded machine lets a rank come later than the timeout.
+          // In two launches, because on a loaded machine a rank may arrive later than the timeout.
           stepper.dispatch(step, kSend);
           rank.finish();
           rank.barrier();
@@ -151,7 +151,7 @@ class MoeRandomDeaths : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Moe, MoeRandomDeaths, testing::Bool(),
                          [](const auto& parameter) { return parameter.param ? "Gpu" : "Host"; });
 
-// Wherever it happens, all others end, and what they were told was there before is right.
+// Wherever the death happens, all other ranks end, and data that was reported as complete is right.
 TEST_P(MoeRandomDeaths, TheOthersEnd) {
   for (uint64_t turn = 0; turn < 4; ++turn) {
     run_ranks(

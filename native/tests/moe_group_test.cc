@@ -1,5 +1,5 @@
-// An expert group's layout, and everything that it refuses. Two ranks of one process and one thread: the halves of an
-// operation do not wait for each other there.
+// An expert group's layout, and every input that it refuses. Two ranks in one process and one thread, where the halves
+// of an operation do not wait for each other.
 #include <sys/mman.h>
 
 #include "tests/moe_test_support.h"
@@ -69,14 +69,14 @@ class MoeGroup : public testing::Test {
   Group& a() { return *groups_[0]; }
   Group& b() { return *groups_[1]; }
 
-  // Two tokens of each rank, one expert a token, one column.
+  // Two tokens of each rank, one expert per token, one column.
   Status dispatch(uint32_t rank, std::vector<int32_t> ids, uint32_t phases) {
     ids_[rank] = std::move(ids);
     rows_[rank].assign(2 * 16, static_cast<unsigned char>(rank + 1));
     const ColumnSpec column{rows_[rank].data(), 16, 256, false};
     return groups_[rank]->dispatch(nullptr, 0, sizes_, ids_[rank].data(), 4, 1, {&column, 1}, phases);
   }
-  // Which of the four rows rank has.
+  // Which of the four rows the rank has.
   std::string rows(uint32_t rank) {
     std::string found;
     unsigned char* area = groups_[rank]->base() + groups_[rank]->layout().dispatch(0) + 256;
@@ -84,7 +84,7 @@ class MoeGroup : public testing::Test {
     std::memset(area, 0, 4 * 16);
     return found;
   }
-  // Both ranks send tokens to the experts; what each has then.
+  // Both ranks send tokens to the experts. Returns the rows that each rank has afterwards.
   std::string exchange(const std::vector<int32_t>& ids_of_a, const std::vector<int32_t>& ids_of_b) {
     must(dispatch(0, ids_of_a, kSend));
     must(dispatch(1, ids_of_b, kSend));
@@ -192,9 +192,9 @@ TEST_F(MoeGroup, RefusesADispatchThatCannotBe) {
   columns.push_back({memory.data(), 16, 0, false});
   refused("overlaps");
   columns[0].row_bytes = 2049;
-  refused("4 bytes behind the dispatch area");
+  refused("4 bytes past the end of the dispatch area");
   columns[0].offset = 8192;
-  refused("64 bytes behind the dispatch area");
+  refused("64 bytes past the end of the dispatch area");
   columns[0].offset = ~0ULL << 8;
   columns[0].row_bytes = 64;  // the sum is 0
   refused("column 0");
@@ -265,7 +265,7 @@ TEST_F(MoeGroup, AClosedGroupDoesNothing) {
   a().lose(1);
   EXPECT_FALSE(a().fault().has_value());
   EXPECT_EQ(a().base(), nullptr);
-  // Its memory is the peers' as long as they have it mapped.
+  // Its memory lives as long as the peers map it.
   must(dispatch(1, {0, 1}, kSend));
 }
 

@@ -1,5 +1,5 @@
-// Expert groups of 2 to 4 processes, over host memory and over the driver or its stand-in: every byte that dispatch and
-// combine write, and none beside them.
+// Expert groups of 2 to 4 processes, over host memory and over the driver or its stand-in. The tests check every byte
+// that dispatch and combine write, and that no other byte changes.
 #include "tests/moe_test_support.h"
 
 namespace kvc::moe {
@@ -29,8 +29,8 @@ std::vector<uint32_t> table(uint32_t ranks) {
   return owners;
 }
 
-// A step that any rank can work out. Together they have every number of experts, both kinds of ids, all placements and
-// routings, columns of every unit, empty ranks and empty steps.
+// A step that every rank can compute. Together the steps have every number of experts, both kinds of ids, all
+// placements and routings, columns of every unit, empty ranks and empty steps.
 Step any_step(uint64_t seed, uint32_t ranks) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto below = [&](uint32_t count) { return static_cast<uint32_t>(random() % count); };
@@ -72,7 +72,7 @@ TEST_P(MoeProcesses, RowsOfAnyWidthArrive) {
     Step step;
     step.owners = table(ranks());
     step.sizes.assign(ranks(), 0);
-    // Each width for one rank's token, so that all fits; the others wait for it.
+    // Each width for one rank's token, so that all fits. The other ranks wait for it.
     const uint32_t stride = gpu() || ranks() != 2 ? 16 * 37 : 16;
     for (uint32_t bytes = 16; bytes <= 16384 && !testing::Test::HasFailure(); bytes += stride) {
       ++step.seed;
@@ -95,7 +95,7 @@ TEST_P(MoeProcesses, RowsOfAnyWidthArrive) {
   });
 }
 
-// Two micro-batches: one's experts compute while the other's rows are under way.
+// Two micro-batches: the experts of one compute while the rows of the second are in flight.
 TEST_P(MoeProcesses, TwoSlotsAreUnderWayTogether) {
   run_ranks(ranks(), gpu(), [](Rank& rank) {
     Stepper stepper(rank);
@@ -141,7 +141,8 @@ TEST_P(MoeProcesses, EpochsWrap) {
   });
 }
 
-// What a graph has recorded: dispatch, a copy of what came, the experts (a copy of results that lie ready), combine.
+// The contents of a recorded graph: dispatch, a copy of the received rows, the experts (a copy of prepared results),
+// combine.
 class Recorded {
  public:
   Recorded(Rank& rank, Stepper& stepper, const Step& step)

@@ -1,5 +1,5 @@
-// What the tests of expert groups share: ranks as processes, memory on a host or a GPU, and steps with the definition of
-// what dispatch and combine do to memory. Nothing here comes from moe/reference.h.
+// Helpers for tests of expert groups: ranks as processes, memory on a host or a GPU, and steps. The steps define what
+// dispatch and combine do to memory, without any code of moe/reference.h.
 #pragma once
 
 #include <fcntl.h>
@@ -43,7 +43,7 @@ using test::must;
 
 // --- Memory
 
-// Bytes that launches read and write: on the heap, or on a GPU.
+// Bytes that launches read and write, on the heap or on a GPU.
 class Place {
  public:
   Place(std::shared_ptr<cuda::Context> gpu, size_t bytes) : gpu_(std::move(gpu)), bytes_(bytes) {
@@ -100,7 +100,7 @@ inline std::vector<unsigned char> get(const std::shared_ptr<cuda::Context>& gpu,
 
 // --- Ranks
 
-// Words and descriptors between two processes.
+// Exchanges numbers and descriptors between two processes.
 class Wire {
  public:
   explicit Wire(int fd = -1) : fd_(fd) {}
@@ -120,9 +120,9 @@ class Wire {
       header->cmsg_len = CMSG_LEN(sizeof(int));
       std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
     }
-    sendmsg(fd_.get(), &message, MSG_NOSIGNAL);  // the other may be gone
+    sendmsg(fd_.get(), &message, MSG_NOSIGNAL);  // the other process may be gone
   }
-  // None: the other process is gone.
+  // No value: the other process is gone.
   std::optional<uint64_t> receive(UniqueFd* descriptor = nullptr) const {
     uint64_t number = 0;
     iovec part{&number, sizeof(number)};
@@ -145,10 +145,10 @@ class Wire {
   UniqueFd fd_;
 };
 
-// In a rank's process.
+// A rank, in its process.
 class Rank {
  public:
-  // `text`: what run_ranks() left in the environment.
+  // `text`: what run_ranks() put into the environment.
   explicit Rank(const std::string& text) {
     std::istringstream stream(text);
     int call = 0;
@@ -175,7 +175,7 @@ class Rank {
   Rank& operator=(const Rank&) = delete;
   ~Rank() { stop_watching(); }
 
-  // Makes the group, and gives everybody everybody's segment.
+  // Creates the group, and attaches the segments of all ranks.
   Group& form(GroupConfig config) {
     config.rank = rank;
     config.ranks = ranks;
@@ -203,7 +203,7 @@ class Rank {
     }
   }
   const Wire& parent() const { return parent_; }
-  // Tells the parent, and waits for its word.
+  // Sends a number to the parent, and waits for its reply.
   void report(uint64_t number) {
     parent_.send(number);
     parent_.receive();
@@ -215,7 +215,7 @@ class Rank {
     watcher_.join();
   }
   cuda::Stream stream() const { return stream_.get(); }
-  // What is enqueued is over.
+  // Waits until the enqueued work has ended.
   void finish() const {
     if (!context) return;
     const cuda::Context::Scope scope(*context);
@@ -229,8 +229,8 @@ class Rank {
   std::unique_ptr<Group> group;
 
  private:
-  // As the product does: a thread that sees a peer's process end says so to the group. A rank that fails its test thus
-  // fails the others'.
+  // As in the product: a thread that sees the end of a peer's process reports it to the group. A rank that fails its
+  // test thus makes the tests of the other ranks fail.
   void watch() {
     end_ = UniqueFd(eventfd(0, EFD_CLOEXEC));
     watcher_ = std::thread([this] {
@@ -250,17 +250,17 @@ class Rank {
   }
 
   Wire parent_;
-  std::vector<Wire> peers_;  // the own one is nothing
+  std::vector<Wire> peers_;  // the entry of this rank is empty
   cuda::OwnedStream stream_;
   UniqueFd end_;
   std::thread watcher_;
 };
 
-// In the test's process.
+// A rank's process, as the test's process sees it.
 struct RankProcess {
   pid_t pid = 0;
   Wire wire;
-  // The next number that it reports; fails the test where it is gone.
+  // Returns the next number that it reports. Fails the test if the process is gone.
   uint64_t told() const {
     const std::optional<uint64_t> number = wire.receive();
     EXPECT_TRUE(number.has_value()) << "the rank's process is gone";
@@ -278,7 +278,7 @@ struct RankProcess {
 using RankProcesses = std::vector<RankProcess>;
 
 inline constexpr const char* kRankVariable = "KVC_TEST_MOE_RANK";
-inline constexpr int kWorked = 42;  // the exit status of a rank whose work ran, and well
+inline constexpr int kWorked = 42;  // exit status of a rank whose work ran successfully
 
 // Runs the work in this process, which is a rank's, and ends it.
 [[noreturn]] inline void be_rank(const std::string& text, const std::function<void(Rank&)>& work) {
@@ -293,8 +293,8 @@ inline constexpr int kWorked = 42;  // the exit status of a rank whose work ran,
   _exit(testing::Test::HasFailure() ? 1 : kWorked);
 }
 
-// Runs `work` in `ranks` processes. Where a real driver is loaded they begin anew, with this test, as it does not survive a
-// fork. `control` runs here meanwhile. Processes that it has killed, or stopped, are in `lost`.
+// Runs `work` in `ranks` processes. A real driver does not survive a fork, so with one the processes start again with
+// this test. `control` runs here meanwhile. `lost` names processes that it has killed or stopped.
 inline void run_ranks(
     uint32_t ranks, bool gpu, const std::function<void(Rank&)>& work,
     const std::function<void(RankProcesses&)>& control = [](RankProcesses&) {},
@@ -354,7 +354,9 @@ inline void run_ranks(
     if (is_lost) processes[rank].kill();
     int status = 0;
     EXPECT_EQ(waitpid(processes[rank].pid, &status, 0), processes[rank].pid);
-    if (!is_lost) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kWorked) << "rank " << rank << ": " << status;
+    if (!is_lost) {
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kWorked) << "rank " << rank << ": " << status;
+    }
   }
 }
 
@@ -365,7 +367,7 @@ enum class Routing : uint8_t { kAnywhere, kToLast, kNotToFirst, kToNobody };
 struct Shape {
   uint32_t row_bytes;
   bool to_all;
-  uint32_t misaligned = 0;  // bytes by which the source is off a multiple of 64
+  uint32_t misaligned = 0;  // offset in bytes of the source from a multiple of 64
 };
 
 struct Step {
@@ -402,7 +404,7 @@ struct Step {
     return numbers;
   }
 
-  // What `rank` sends.
+  // The ids that `rank` sends.
   std::vector<int64_t> ids(uint32_t rank) const {
     std::vector<int64_t> possible;
     for (uint32_t expert = 0; expert < experts; ++expert) {
@@ -414,7 +416,7 @@ struct Step {
     for (const int64_t nobody : {int64_t{-1}, int64_t{experts}, int64_t{experts} + 7, int64_t{INT32_MIN}}) {
       possible.push_back(nobody);
     }
-    if (ids_bytes == 8) {  // in the lower half they are experts
+    if (ids_bytes == 8) {  // the lower half contains experts
       possible.push_back(int64_t{1} << 32);
       possible.push_back(INT64_MIN);
     }
@@ -430,7 +432,7 @@ struct Step {
     test::fill_random(data.data(), data.size(), seed * 64 + rank * 8 + index);
     return data;
   }
-  // Which ranks have an expert of the token.
+  // Whether `rank` has an expert of the token.
   bool wanted(const std::vector<int64_t>& ids_of_source, uint32_t token, uint32_t rank) const {
     if (owners.empty()) return true;
     for (uint32_t i = 0; i < top_k; ++i) {
@@ -440,7 +442,7 @@ struct Step {
     return false;
   }
 
-  // What dispatch does to the dispatch area of `rank`.
+  // Does the work of dispatch on the dispatch area of `rank`.
   void dispatch(std::vector<unsigned char>& area, uint32_t rank) const {
     for (uint32_t source = 0; source < ranks(); ++source) {
       const std::vector<int64_t> chosen = ids(source);
@@ -455,7 +457,8 @@ struct Step {
       }
     }
   }
-  // What the experts of `rank` make of a row: any bits in the first half of a row, sums that have to be rounded behind it.
+  // The experts' result for a row on `rank`: any bits in the first half of a row, sums that need rounding in the second
+  // half.
   std::vector<uint16_t> result(uint32_t rank, uint32_t row) const {
     auto values = random<uint16_t>(100 + row, rank, hidden);
     for (uint32_t i = hidden / 2; i < hidden; ++i) values[i] = static_cast<uint16_t>(0x3f00U + (values[i] & 0x81ffU));
@@ -466,7 +469,7 @@ struct Step {
     for (uint16_t& value : values) value = static_cast<uint16_t>(0x3f80U + (value & 0x807fU));
     return values;
   }
-  // What combine makes of them for `rank`, by the definition.
+  // The result of combine for `rank`, by its definition.
   std::vector<uint16_t> combined(uint32_t rank) const {
     std::vector<uint16_t> out = out_before(rank);
     const std::vector<int64_t> chosen = ids(rank);
@@ -484,7 +487,7 @@ struct Step {
     }
     return out;
   }
-  // The bf16 nearest to a float, the even one of two that are as near.
+  // The bf16 nearest to a float; of two equally near values, the even one.
   static uint16_t nearest(float value) {
     const auto bits = std::bit_cast<uint32_t>(value);
     auto below = static_cast<uint16_t>(bits >> 16);
@@ -494,14 +497,14 @@ struct Step {
     const bool up = rest > 0x8000U || (rest == 0x8000U && below % 2 == 1);
     return static_cast<uint16_t>(below + (up ? 1 : 0));
   }
-  // Equal bits; any NaN is as good as another.
+  // Whether the bits are equal. All NaNs count as equal.
   static bool same(uint16_t a, uint16_t b) {
     const auto is_nan = [](uint16_t bits) { return (bits & 0x7fffU) > 0x7f80U; };
     return a == b || (is_nan(a) && is_nan(b));
   }
 };
 
-// A rank's steps, and what its segment has to look like after each.
+// Runs a rank's steps, and knows the expected contents of its segment after each.
 class Stepper {
  public:
   static constexpr uint64_t kDispatchBytes = 224 << 10;
@@ -535,7 +538,7 @@ class Stepper {
     rank.barrier();
   }
 
-  // Dispatch, the experts, combine; both are compared with their definition.
+  // Runs dispatch, the experts and combine, and compares both with their definition.
   void run(const Step& step) {
     prepare(step);
     if (step.halves) {
@@ -554,7 +557,7 @@ class Stepper {
     check(step);
   }
 
-  // The parts of it.
+  // The parts of run().
   void prepare(const Step& step) {
     Slot& slot = slots_[step.slot];
     if (step.owners != owners_) must(group_.place(owners_ = step.owners));
@@ -584,7 +587,7 @@ class Stepper {
     must(group_.dispatch(rank_.stream(), step.slot, step.sizes, slot.ids->data(), step.ids_bytes, step.top_k,
                          slot.columns, phases));
   }
-  // Compares what has come, and writes what the experts make of it.
+  // Compares the received rows, and writes the experts' results.
   void experts(const Step& step) {
     rank_.finish();
     Slot& slot = slots_[step.slot];
@@ -594,7 +597,7 @@ class Stepper {
     write_results(step, slot.results);
     put(rank_.context, combine_area(step.slot), slot.results.data(), slot.results.size());
   }
-  // Rows that nobody wants here hold what would ruin every sum.
+  // Rows that are not wanted on this rank hold values that would ruin every sum.
   void write_results(const Step& step, std::vector<unsigned char>& area) const {
     for (uint32_t source = 0; source < step.ranks(); ++source) {
       const std::vector<int64_t> chosen = step.ids(source);
@@ -634,7 +637,7 @@ class Stepper {
     FAIL() << what << ", step " << step.seed << ", rank " << rank_.rank << ": byte " << differ.first - found.begin()
            << " is " << int{*differ.first} << ", not " << int{*differ.second};
   }
-  // Each rank its own: now and then long enough for the others to run ahead as far as they can.
+  // Each rank has its own delays. Some are long enough for the other ranks to run ahead as far as they can.
   void delay() {
     if (delays_() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(delays_() % 400));
   }
@@ -651,8 +654,8 @@ class Stepper {
     std::unique_ptr<Place> ids;
     std::unique_ptr<Place> out;
     std::vector<ColumnSpec> columns;
-    std::vector<unsigned char> area;     // as the dispatch area has to be
-    std::vector<unsigned char> results;  // as the combine area has to be
+    std::vector<unsigned char> area;     // the expected dispatch area
+    std::vector<unsigned char> results;  // the expected combine area
   };
 
   Rank& rank_;

@@ -1,4 +1,5 @@
-// Expert groups of one process, used by several threads: what may be called meanwhile, and how a group ends that is in use.
+// Expert groups of one process, used by several threads: which calls are allowed meanwhile, and how a group in use
+// ends.
 #include <future>
 
 #include "tests/moe_test_support.h"
@@ -22,7 +23,7 @@ class MoeThreads : public testing::TestWithParam<bool> {
     }
   }
 
-  // Two ranks of one group.
+  // Creates two ranks of one group.
   void form(uint64_t timeout_ns = kLong) {
     for (uint32_t rank : {0U, 1U}) {
       GroupConfig config;
@@ -38,7 +39,7 @@ class MoeThreads : public testing::TestWithParam<bool> {
     }
     for (uint32_t rank : {0U, 1U}) must(groups_[rank]->attach(1 - rank, must(groups_[1 - rank]->descriptor()).get()));
   }
-  // Stream of a rank's slot.
+  // The stream of a rank's slot.
   cuda::Stream stream(uint32_t rank, uint32_t slot = 0) const { return streams_[rank * 2 + slot].get(); }
   void finish(uint32_t rank, uint32_t slot) const {
     if (!context_) return;
@@ -52,7 +53,7 @@ class MoeThreads : public testing::TestWithParam<bool> {
   Status combine(uint32_t rank, uint32_t slot, const Place& rows) {
     return groups_[rank]->combine(stream(rank, slot), slot, sizes_, rows.data(), 8, false, kSend | kReceive);
   }
-  // Pieces of GPU memory that are mapped.
+  // Number of mapped pieces of GPU memory.
   static int pieces() {
     auto* const count = test::driver_function<int()>("fakeMappedPieces");
     return count != nullptr ? count() : 0;
@@ -78,7 +79,7 @@ TEST_P(MoeThreads, SlotsAreUsedByThreadsOfTheirOwn) {
       std::this_thread::yield();
     }
   });
-  // Not of the threads: to free GPU memory waits for everybody's launches.
+  // Not freed by the threads: freeing GPU memory waits for all launches.
   std::vector<std::unique_ptr<Place>> places;
   for (int i = 0; i < 4; ++i) places.push_back(std::make_unique<Place>(context_, 16));
   std::vector<std::thread> threads;
@@ -96,7 +97,7 @@ TEST_P(MoeThreads, SlotsAreUsedByThreadsOfTheirOwn) {
           for (uint32_t source : {0U, 1U}) {
             EXPECT_EQ(area[source * 16], 0x80 + step + 64 * source - (step + 64 * source >= 128 ? 256 : 0));
           }
-          // Everybody's expert gives 1, so that the sum is the number of ranks.
+          // Every expert returns 1, so the sum is the number of ranks.
           const std::vector<uint16_t> ones(16, 0x3f80);
           put(context_, group.base() + group.layout().combine(slot), ones.data(), 32);
           must(combine(rank, slot, rows));
@@ -119,11 +120,11 @@ TEST_P(MoeThreads, CloseEndsALaunchThatWaits) {
   std::thread waits([&] {
     begins.set_value();
     const Status status = dispatch(0, 0, rows);
-    // Closed before it had begun, or ended by the close.
+    // Closed before it began, or ended by the close.
     EXPECT_TRUE(status.ok() || status.error().code == ErrorCode::kClosed);
   });
   begins.get_future().wait();
-  if (!context_) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // into the wait, most times
+  if (!context_) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // usually long enough to be in the wait
   if (context_) waits.join();
   const auto start = std::chrono::steady_clock::now();
   must(groups_[0]->close(kLong));
@@ -168,7 +169,7 @@ TEST_P(MoeThreads, AHangingGpuKeepsItsMemory) {
   EXPECT_EQ(pieces(), before);
 }
 
-// The other slot's launches must not wait for their own timeout, one after the other.
+// The other slot's launches must not wait for their own timeout in turn.
 TEST_P(MoeThreads, AFaultEndsTheWaitsOfBothSlots) {
   constexpr uint64_t kTimeout = 700'000'000;
   form(kTimeout);
@@ -227,7 +228,7 @@ TEST_P(MoeThreads, AnythingMayBeCalledWhileItIsClosed) {
       });
     }
     while (ready != 4) std::this_thread::yield();
-    // All at once: a GPU is at rest when both groups' launches are over.
+    // All at once: a GPU is idle when the launches of both groups have ended.
     for (uint32_t rank : {0U, 0U, 1U}) {
       threads.emplace_back([this, rank] { EXPECT_TRUE(groups_[rank]->close(kLong).ok()); });
     }

@@ -1,4 +1,4 @@
-// Nics: domains of any provider that a test can break, silence, hold up, and make refuse memory.
+// Nics: domains of any provider that a test can break, silence or delay, and that can refuse memory.
 #pragma once
 
 #include <atomic>
@@ -17,32 +17,33 @@
 
 namespace kvc::test {
 
-// What a test does to one domain.
+// A test's control over one domain.
 class Nic {
  public:
-  // --- While nothing is asked of it. Both are called on the control thread.
+  // --- To be set while no call runs. Both are called on the control thread.
 
-  // The error that the domain answers with; nothing: it takes the memory.
+  // The error that the domain returns. No value: it takes the memory.
   std::function<std::optional<Error>(const MemoryRange&)> refuses;
-  // Before "register_memory", "offer", "accept" and "complete": may block.
+  // Called before "register_memory", "offer", "accept" and "complete". It may block.
   std::function<void(std::string_view call)> control_work;
 
   // --- Any thread.
 
-  // The device is dead: its links break, and it makes no others.
+  // Kills the device: its links break, and it makes no new ones.
   void die() {
     dead_ = true;
-    // So that a thread which sleeps over it looks.
+    // Wakes a thread that sleeps, so that it notices.
     control_.load()->run([] {});
   }
-  // Acknowledgements no longer come back over it: what it posts lands and is counted, and ends with its link.
+  // Acknowledgements no longer return over it. Posted writes land and are counted, and end with their link.
   void withhold_acknowledgements() { withholds_ = true; }
-  // Takes what it is given, sends nothing of it, and says nothing: until it is dead.
+  // Accepts work, sends none of it and reports nothing, until it is dead.
   void go_silent() {
     withholds_ = true;
     silent_ = true;
   }
-  // Called in each fence() and withdraw(), on the thread that drives the domain: false lets it not be through.
+  // `ends` is called in each fence() and withdraw(), on the thread that drives the domain. While it returns false, the
+  // call does not finish.
   void set_ends(std::function<bool()> ends) { ends_ = std::make_shared<const std::function<bool()>>(std::move(ends)); }
 
   // --- The domain's two halves.
@@ -174,18 +175,18 @@ class NicDomain final : public Domain {
   const std::unique_ptr<Domain> inner_;
   Nic& nic_;
   std::vector<LinkId> links_;
-  std::vector<WorkId> withheld_;  // of its one link, where a test withholds: it has one peer
-  bool told_ = false;             // of its death, to all links there are
+  std::vector<WorkId> withheld_;  // of its one link, if a test withholds acknowledgements: the domain then has one peer
+  bool told_ = false;             // whether its death was reported to all existing links
 };
 
-// Those of one engine, in the order of EngineConfig::domains. They outlive the engine.
+// The Nics of one transfer engine, in the order of EngineConfig::domains. They outlive the transfer engine.
 class Nics {
  public:
   Nic& operator[](size_t i) {
     while (nics_.size() <= i) nics_.emplace_back();
     return nics_[i];
   }
-  // The engine of this configuration over them.
+  // The configuration with its domains opened through these Nics.
   EngineConfig with(EngineConfig config) {
     config.open = [this](const DomainConfig& domain, ControlQueue& control) -> Result<OpenedDomain> {
       Result<OpenedDomain> opened = open_domain(domain, control);

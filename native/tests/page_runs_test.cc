@@ -26,7 +26,7 @@ TEST(PageRuns, PagesThatFollowEachOtherOnBothSidesAreOneRun) {
 
 TEST(PageRuns, AGapOnEitherSideEndsARun) {
   EXPECT_EQ(runs_of({{0, 0}, {8, 8}, {17, 16}, {25, 24}, {33, 33}}, 8), (Runs{{0, 0, 2}, {17, 16, 2}, {33, 33, 1}}));
-  EXPECT_EQ(runs_of({{8, 8}, {0, 0}}, 8), (Runs{{8, 8, 1}, {0, 0, 1}}));  // backwards
+  EXPECT_EQ(runs_of({{8, 8}, {0, 0}}, 8), (Runs{{8, 8, 1}, {0, 0, 1}}));  // in reverse order
   EXPECT_EQ(runs_of({{0, 0}, {0, 8}}, 8), (Runs{{0, 0, 1}, {0, 8, 1}}));  // one source twice
 }
 

@@ -1,4 +1,4 @@
-// What a process does to its engines: it forks, or has no thread left.
+// Effects of a process on its transfer engines: a fork, and a lack of threads.
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ TEST(EngineProcess, AForkThatEndsItsCopyOfTheEnginesEndsWell) {
   std::optional<Pair> pair(std::in_place, "sim", 4096);
   const pid_t child = fork();
   if (child == 0) {
-    alarm(30);  // joining a thread that is not there may also wait for ever
+    alarm(30);  // joining a thread that does not exist may also wait without limit
     pair->sender.engine.reset();
     pair->receiver.engine.reset();
     _exit(0);
@@ -27,7 +27,7 @@ TEST(EngineProcess, AForkThatEndsItsCopyOfTheEnginesEndsWell) {
   EXPECT_EQ(ended(*pair->sender.engine, write).kind, EventKind::kTransferDone) << "the parent's go on";
 }
 
-// A stack that no address space has room for stands for a limit of threads, which does not bind root.
+// A stack size that no address space can hold. It replaces a limit of threads, which does not apply to root.
 class NoThreads {
  public:
   NoThreads() {

@@ -1,5 +1,5 @@
-// The defects that one finds by reading the code published with the paper, each with the test that would have found it
-// here. Where one is a matter of one provider's, its test is beside that provider's and named after it.
+// Defects found in the code published with the paper, each with the test that would have found it here. Tests of a
+// defect in one provider are beside that provider's tests and named after the defect.
 //
 //   | #  | the published code                                                      | test                                |
 //   | 1  | builds operation i for one domain, posts it on another: wrong key       | D01 below                           |
@@ -59,8 +59,8 @@ void expect_written(const Pair& pair, const PagedWrite& write) {
   }
 }
 
-// Every domain has its own key for the region. Requests smaller than the number of domains, one after another, move
-// the turn among them on: each has to reach its domain with that domain's key.
+// Every domain has its own key for the region. Requests smaller than the number of domains, one after another, use the
+// domains in turn. Each must reach its domain with that domain's key.
 TEST_P(PublishedDefects, D01_EveryDomainPostsWithItsOwnKey) {
   constexpr size_t kPages = 24;
   Pair pair(provider(), kPages * kPage, 3, 3);
@@ -89,7 +89,7 @@ TEST_P(PublishedDefects, D01_EveryDomainPostsWithItsOwnKey) {
   expect_written(pair, all);
 }
 
-// Immediates without pages name no key; each still has to take its own domain to that domain's peer, also where the two
+// Immediates without pages need no key. Each must still travel from its domain to that domain's peer, also if the two
 // sides have different numbers of domains.
 TEST_P(PublishedDefects, D02_ImmediatesAloneReachTheirPeerOverEveryDomain) {
   constexpr uint64_t kBarriers = 12;
@@ -115,7 +115,7 @@ TEST_P(PublishedDefects, D07_AnImmediateBeforeItsTargetIsCounted) {
   for (int i = 0; i < 3; ++i) {
     const TransferId transfer = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
                                                                    pair.receiver_region, 0, kPage, set.immediates[0]));
-    // Done: it has arrived, and so has its immediate, or will without anything more from us.
+    // Done: the write and its immediate have arrived, or will arrive without further work of the sender.
     ASSERT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
   }
   must(pair.receiver.engine->expect(set.id, {3}));
@@ -123,7 +123,7 @@ TEST_P(PublishedDefects, D07_AnImmediateBeforeItsTargetIsCounted) {
   EXPECT_EQ(pair.count(set.id), 3U);
 }
 
-// The same slot again and again: what its former owner was sent does not raise the new one's count.
+// The same slot repeatedly: immediates for its former owner do not raise the new owner's count.
 TEST_P(PublishedDefects, D08_AFinishedCounterLeavesNothingForTheNextOwnerOfItsNumber) {
   Pair pair(provider(), kPage);
   const auto write = [&](uint32_t immediate) {
@@ -131,7 +131,7 @@ TEST_P(PublishedDefects, D08_AFinishedCounterLeavesNothingForTheNextOwnerOfItsNu
                                                                    pair.receiver_region, 0, kPage, immediate));
     ASSERT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferDone);
   };
-  // All slots are handed out once before one comes back.
+  // All slots are handed out once before one is reused.
   CounterSet first = must(pair.receiver.engine->alloc_counters(1));
   CounterSet rest = must(pair.receiver.engine->alloc_counters((1U << Immediate::kSlotBits) - 1));
   const uint32_t number = first.immediates[0];
@@ -152,7 +152,7 @@ TEST_P(PublishedDefects, D08_AFinishedCounterLeavesNothingForTheNextOwnerOfItsNu
   EXPECT_EQ(pair.receiver.engine->stats().counters_allocated, 0U);
 }
 
-// Several requests, each larger than what may be in flight at once, so that all of them wait for room.
+// Several requests, each larger than the limit in flight, so that all of them wait for room.
 TEST_P(PublishedDefects, D09_WhatWaitedForRoomEndsAndLeavesNothingBehind) {
   constexpr size_t kBytes = 24 << 20;
   Pair pair(provider(), kBytes);
@@ -167,7 +167,7 @@ TEST_P(PublishedDefects, D09_WhatWaitedForRoomEndsAndLeavesNothingBehind) {
   }
   EXPECT_EQ(std::memcmp(pair.sender.data(), pair.receiver.data(), kBytes), 0);
   EXPECT_EQ(pair.sender.engine->stats().transfers_open, 0U);
-  // Nothing holds the source any more.
+  // No transfer uses the source any more.
   must(pair.sender.engine->deregister_memory(pair.sender.region, kLimit));
   EXPECT_EQ(pair.sender.engine->stats().regions, 0U);
 }
@@ -180,7 +180,7 @@ TEST_P(PublishedDefects, D10_APeerThatIsStillConnectingIsNotTakenForAConnectedOn
   const Result<TransferId> early = first.engine->open_transfer(offer.peer);
   ASSERT_FALSE(early.ok());
   EXPECT_EQ(early.error().code, ErrorCode::kInvalidArgument);
-  // The other end may write as soon as it has accepted, although the transport is not up before complete().
+  // The accepting side may write as soon as it has accepted, although the transport is not up before complete().
   Handshake answer = must(second.engine->accept("first", offer.bytes));
   const RemoteRegionId target =
       must(second.engine->import_region(answer.peer, must(first.engine->region_descriptor(first.region))));
@@ -194,8 +194,8 @@ TEST_P(PublishedDefects, D10_APeerThatIsStillConnectingIsNotTakenForAConnectedOn
   EXPECT_EQ(std::memcmp(first.data(), second.data(), kPage), 0);
 }
 
-// The same address three times, each time with another length, over several domains: each registration has its own
-// keys and its own length, on every domain.
+// The same address three times, each time with another length, over several domains. Each registration has its own keys
+// and its own length on every domain.
 TEST_P(PublishedDefects, D12_MemoryRegisteredAgainHasItsNewLengthAndKeysEverywhere) {
   constexpr size_t kDomains = 2;
   constexpr size_t kBytes = 8 * kPage;
@@ -221,7 +221,7 @@ TEST_P(PublishedDefects, D12_MemoryRegisteredAgainHasItsNewLengthAndKeysEverywhe
     EXPECT_EQ(beyond.error().code, ErrorCode::kOutOfRange);
     must(pair.receiver.engine->deregister_memory(region, kLimit));
   }
-  EXPECT_EQ(pair.receiver.engine->stats().regions, 1U);  // the pair's own
+  EXPECT_EQ(pair.receiver.engine->stats().regions, 1U);  // the pair's region
 }
 
 TEST_P(PublishedDefects, D13_AnEmptyPageListEndsAndARefusedOneLeavesNothing) {
@@ -250,7 +250,7 @@ TEST_P(PublishedDefects, D14_ACallbackThatFailsStopsNothingAndMayCallTheEngine) 
                             std::move(callback));
   };
   must(write([](const Event&) { throw std::runtime_error("a user's mistake"); }));
-  // A callback that opens another transfer would wait for ever if any lock of the engine's were held meanwhile.
+  // A callback that opens another transfer would wait without limit if the transfer engine held any lock meanwhile.
   std::promise<EventKind> nested;
   must(write([&](const Event&) { must(write([&](const Event& event) { nested.set_value(event.kind); })); }));
   auto answer = nested.get_future();

@@ -1,5 +1,5 @@
-// Whose counters are whose: an immediate of a peer that was not given it raises nothing and costs its sender the link, and
-// nobody else anything. Over each lane.
+// Ownership of counters: an immediate from a peer that did not receive it raises nothing and costs only that sender its
+// link. Runs over each lane.
 
 #include <vector>
 
@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kPages = 32;
 
-// Another peer of the receiver's.
+// A second peer of the receiver.
 struct Other {
   Side side;
   Connection connection;
@@ -27,14 +27,14 @@ struct Other {
   }
   PeerId at_receiver() const { return connection.second_to_first; }
 
-  // Pages in the order of the memory. May end at any step, or find no peer any more: a foreign immediate costs the link.
+  // Writes pages in memory order. It may end at any step or find no peer, because a foreign immediate costs the link.
   Result<TransferId> write_pages(size_t pages, uint32_t immediate) {
     PagedWrite write{kPage, side.region, {{}, kPage, 0}, receiver_region, {{}, kPage, 0}, immediate};
     for (size_t i = 0; i < pages; ++i) write.source_pages.indices.push_back(static_cast<int64_t>(i));
     write.target_pages.indices = write.source_pages.indices;
     const Result<TransferId> transfer = side.engine->open_transfer(connection.first_to_second);
     if (transfer && side.engine->write_pages(transfer.value(), std::move(write))) {
-      static_cast<void>(side.engine->seal(transfer.value()));  // its end says what became of it
+      static_cast<void>(side.engine->seal(transfer.value()));  // its end reports the outcome
     }
     return transfer;
   }
@@ -50,7 +50,7 @@ void expect_down(TransferEngine& engine, PeerId peer) {
   EXPECT_EQ(event.id, peer);
 }
 
-// By the pair's sender: lands, whether or not it is counted.
+// A write of the pair's sender. It lands, whether or not it is counted.
 void write_page(Pair& pair, uint32_t immediate) {
   const TransferId transfer = must(pair.sender.engine->write_one(pair.to_receiver, pair.sender.region, 0,
                                                                  pair.receiver_region, 0, kPage, immediate));
@@ -83,15 +83,15 @@ TEST_P(Raisers, AForeignImmediateRaisesNothingAndCostsItsSenderTheLink) {
     EXPECT_EQ(receiver.stats().immediates_foreign, 1U);
     EXPECT_EQ(receiver.stats().immediates_stale, 0U);
     EXPECT_LE(pair.count(set.id), 1U) << "the foreign one was counted";
-    ended(*thief.side.engine, stolen);  // either way
+    ended(*thief.side.engine, stolen);  // with either outcome
     expect_down(*thief.side.engine, thief.connection.first_to_second);
-    // It is the thief's affair alone.
+    // Only the thief is affected.
     write_page(pair, set.immediates[0]);
     must(receiver.wait_counters(set.id, kLimit));
     EXPECT_EQ(pair.count(set.id), 2U);
     EXPECT_TRUE(receiver.poll_events(8).empty());
     EXPECT_TRUE(pair.sender.engine->poll_events(8).empty());
-    // And he may come back as anybody may.
+    // The thief may connect again, like any peer.
     must(receiver.fence(thief.at_receiver(), kLimit));
     must(thief.side.engine->fence(thief.connection.first_to_second, kLimit));
     const Connection again = connect(*thief.side.engine, receiver);
@@ -100,7 +100,7 @@ TEST_P(Raisers, AForeignImmediateRaisesNothingAndCostsItsSenderTheLink) {
   }
 }
 
-// Pages that are the thief's own to write, with a counter that is not: not one of them is counted, whatever of them lands.
+// The thief may write these pages, but not raise the counter. No page is counted, whichever of them land.
 TEST_P(Raisers, ManyForeignPagesRaiseNothing) {
   Pair pair(provider(), kPage * kPages);
   TransferEngine& receiver = *pair.receiver.engine;
@@ -115,7 +115,8 @@ TEST_P(Raisers, ManyForeignPagesRaiseNothing) {
   EXPECT_TRUE(receiver.poll_events(8).empty());
 }
 
-// Over two links it loses the one over which it came, and settling what was on that link raises nothing either.
+// A thief with two links loses the link over which the immediate arrived. The settlement of that link raises nothing
+// either.
 TEST_P(Raisers, AForeignImmediateTakesOutTheLinkItCameOver) {
   Pair pair(provider(), kPage * kPages);
   TransferEngine& receiver = *pair.receiver.engine;
@@ -172,8 +173,8 @@ TEST_P(Raisers, WithoutAnyNamedAllMayRaise) {
   EXPECT_EQ(receiver.stats().immediates_foreign, 0U);
 }
 
-// What a set's raiser sends after its release is late: it costs nobody a link, also where the slot's next owner has
-// others.
+// Immediates that a set's raiser sends after its release are late. They cost no peer its link, also if the slot's next
+// owner has other raisers.
 TEST_P(Raisers, ALateImmediateOfARaiserIsNoForeignOne) {
   Pair pair(provider(), kPage * kPages);
   TransferEngine& receiver = *pair.receiver.engine;

@@ -1,4 +1,4 @@
-// Registry, and the many regions that a peer may have in one: what is done under the lock that every write takes is bounded.
+// Registry, and the many regions that a peer may have in it: work under the lock that every write takes is bounded.
 #include "engine/registry.h"
 
 #include <array>
@@ -18,7 +18,7 @@ TEST(Registry, ErasesSomeAtATimeAndLooksAtNoOthers) {
     registry.insert(id, std::make_shared<const int>(static_cast<int>(id)));
     if (id % 2 == 0) ids.push_back(id);
   }
-  ASSERT_NE(registry.erase(2000), nullptr);  // an id may be left whose object is gone
+  ASSERT_NE(registry.erase(2000), nullptr);  // an id may remain whose object is gone
   std::vector<std::shared_ptr<const int>> erased;
   EXPECT_FALSE(registry.erase_some(ids, 300, erased));
   EXPECT_EQ(erased.size(), 299U);
@@ -31,7 +31,7 @@ TEST(Registry, ErasesSomeAtATimeAndLooksAtNoOthers) {
   EXPECT_EQ(registry.all_if([](int value) { return value > 1900; }).size(), 50U);
 }
 
-// More than a fence forgets in one step, and an import adds under one lock.
+// More regions than a fence forgets in one step, and than an import adds under one lock.
 TEST(Registry, AFenceForgetsThousandsOfOnePeersRegionsAndNoOthers) {
   constexpr size_t kRegions = 2000;
   constexpr size_t kBytes = 64;

@@ -31,7 +31,7 @@ TEST(Request, ASingleWriteIsOnePageOfAnySize) {
   Request request(f.source, f.target, 900, 7, SingleWrite{50, 60});
   std::array<PageWrite, 64> pages;
   ASSERT_FALSE(request.done());
-  const Request::Batch batch = request.batch(0, pages, 100);  // larger than the limit, and whole all the same
+  const Request::Batch batch = request.batch(0, pages, 100);  // larger than the limit, but complete
   EXPECT_EQ(batch.steps, 1U);
   EXPECT_EQ(batch.pages, 1U);
   EXPECT_EQ(batch.page_bytes, 900U);
@@ -116,7 +116,7 @@ TEST(Request, ARewriteGivesTheBatchesOfOtherRequestsAgain) {
   request->count_at_end(2);
   EXPECT_FALSE(request->counted());
   EXPECT_EQ(request->pages_at_end(), 2U);
-  // And that one's batches once more: links break while others are being recovered.
+  // And the batches of that request again: links break while others are being recovered.
   Rewrite third;
   third.batches = {{request, 1, 1}, {request, 0, 2}};
   const Request outer(nullptr, nullptr, 0, 5, std::move(third));
@@ -181,7 +181,7 @@ TEST(Request, ASingleWriteGoesAgainWithOtherOffsetsAndAnotherLength) {
   EXPECT_EQ(batch.page_bytes, 30U);
   EXPECT_EQ(pages[0].source, f.memory.data() + 1);
   EXPECT_EQ(pages[0].target_offset, 2U);
-  request.again(0, 0, 0);  // its immediate alone
+  request.again(0, 0, 0);  // only its immediate
   EXPECT_EQ(request.batch(0, pages, kNoLimit).bytes(), 0U);
   EXPECT_EQ(request.batch(0, pages, kNoLimit).source, nullptr);
   EXPECT_TRUE(request.counted());

@@ -1,5 +1,5 @@
-// A counter with later targets than one, under failover: bytes that the receiver has acted on are never written again. The
-// transfer fails instead, where it is not known which of its pages the receiver has seen.
+// A counter with more than one target, under failover. Bytes that the receiver may have used are never written again.
+// If it is unknown which pages the receiver has seen, the transfer fails instead.
 
 #include <algorithm>
 #include <array>
@@ -14,11 +14,11 @@ namespace {
 
 constexpr size_t kSlot = 256;
 constexpr size_t kBytes = 1 << 20;
-// NIC 0 stays, NIC 1 fails.
+// NIC 0 keeps working, NIC 1 fails.
 constexpr uint32_t kStays = 0;
 constexpr uint32_t kFails = 1;
 
-// Two slots of the receiver that the sender writes again and again, under one counter.
+// Two slots of the receiver that the sender writes repeatedly, under one counter.
 struct Ring {
   Nics nics;
   Pair pair;
@@ -32,7 +32,7 @@ struct Ring {
   }
   TransferEngine& sender() { return *pair.sender.engine; }
   TransferEngine& receiver() { return *pair.receiver.engine; }
-  // The bytes of a write stay its own until it has ended: each has a place of its own at the sender.
+  // The bytes of a write must not change until it has ended, so each write has its own place at the sender.
   TransferId write(uint8_t value, size_t slot, uint32_t domain) {
     const size_t source = kSlot * static_cast<size_t>(writes++);
     std::memset(pair.sender.data() + source, value, kSlot);
@@ -41,7 +41,7 @@ struct Ring {
   }
   void expect(uint64_t target) { must(receiver().expect(set.id, {target})); }
   void wait() { must(receiver().wait_counters(set.id, kLimit)); }
-  // All of it is of one write; nothing: it is not.
+  // The value of the write that filled the whole slot. No value: the bytes are not from one write.
   std::optional<uint8_t> slot(size_t number) {
     const std::byte* const data = pair.receiver.data() + number * kSlot;
     const bool whole = std::all_of(data, data + kSlot, [&](std::byte b) { return b == data[0]; });
@@ -55,7 +55,7 @@ struct Ring {
     ASSERT_EQ(event.kind, EventKind::kTransferFailed);
     EXPECT_EQ(event.error->code, ErrorCode::kRefused) << event.error->to_string();
   }
-  // The peer is still there, and so is what has one target.
+  // The peer is still connected, and transfers with one target work.
   void expect_others_pass() {
     const auto [other, immediate] = pair.counter(1);
     const TransferId write = must(
@@ -88,7 +88,7 @@ TEST_P(ReusedCounter, OldBytesDoNotReplaceNewerOnes) {
     const TransferId first = ring.write('A', 0, kFails);
     reached(1);
     ASSERT_EQ(ring.slot(0), 'A');
-    // The receiver is done with the slot, and says so to the sender.
+    // The receiver has finished with the slot, and reports it to the sender.
     if (!polls) ring.expect(2);
     const TransferId second = ring.write('B', 0, kStays);
     reached(2);
@@ -107,7 +107,7 @@ TEST_P(ReusedCounter, OldBytesDoNotReplaceNewerOnes) {
   }
 }
 
-// None of what is unfinished was counted, so the receiver has acted on none of it.
+// No unfinished page was counted, so the receiver has used none of them.
 TEST_P(ReusedCounter, WhatWasNotCountedIsWrittenAgain) {
   Ring ring(GetParam());
   ring.expect(1);
@@ -124,8 +124,9 @@ TEST_P(ReusedCounter, WhatWasNotCountedIsWrittenAgain) {
   EXPECT_EQ(ring.sender().stats().pages_rewritten, 1U);
 }
 
-// The loop of docs/engine.md, "Again and again", with a slot on each NIC in each step: the failing one loses the
-// acknowledgements of `unacknowledged` steps, and then a write. Steps end, or a transfer fails; no target lies.
+// The loop of docs/engine.md, "Again and again", with a slot on each NIC in each step. The failing NIC loses the
+// acknowledgements of `unacknowledged` steps, and then a write. Steps end, or a transfer fails, but no target is
+// reached early.
 TEST_P(ReusedCounter, NoReachedTargetHasOlderBytes) {
   for (const uint8_t unacknowledged : {0, 1, 2, 7, 20}) {
     Ring ring(GetParam());
@@ -171,7 +172,7 @@ TEST_P(ReusedCounter, NoReachedTargetHasOlderBytes) {
       ASSERT_EQ(ring.slot(1), step) << int{unacknowledged};
     }
     await([&] { return look(), open == 0; }, "all transfers");
-    // The step before the failed one, or what the NIC that stays has carried of this one.
+    // The step before the failed one, or the part of this step that the working NIC has carried.
     for (const size_t slot : {0U, 1U}) {
       ASSERT_TRUE(ring.slot(slot).has_value());
       EXPECT_GE(*ring.slot(slot), step - 1) << int{unacknowledged};

@@ -1,4 +1,5 @@
-// What the engine's tests share: two engines joined over a provider, memory on both sides, and waiting with a limit.
+// Helpers for tests of the transfer engine: two connected transfer engines, memory on both sides, and waits with a
+// limit.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +26,7 @@
 
 namespace kvc::test {
 
-// The words of an environment variable, separated by commas; `otherwise` where it is not set.
+// The comma-separated words of an environment variable; `otherwise` if it is not set.
 inline std::vector<std::string> words_of(const char* variable, std::vector<std::string> otherwise) {
   const char* const text = std::getenv(variable);
   if (text == nullptr) return otherwise;
@@ -35,23 +36,23 @@ inline std::vector<std::string> words_of(const char* variable, std::vector<std::
   return words;
 }
 
-// "libfabric" of "libfabric:tcp", and "tcp" of "tcp/3", which is the same lane in engines of 3 workers.
+// "libfabric" for "libfabric:tcp", and "tcp" for "tcp/3", which is the same lane with 3 transfer threads.
 inline std::string provider_of(const std::string& lane) { return lane.substr(0, lane.find_first_of(":/")); }
-// A lane in the name of a test.
+// Makes a lane usable in a test name.
 inline std::string label(std::string lane) {
   std::replace_if(lane.begin(), lane.end(), [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
   return lane;
 }
 
-// KVC_TEST_DEVICES names the NICs to use, in turn those of one side and of the other: "rxe0,rxe1,rxe2,rxe3" gives
-// sender's domains rxe0 and rxe2, and everybody else's rxe1 and rxe3. Not set: the provider's choice.
+// KVC_TEST_DEVICES names the NICs to use, alternating between the two sides. With "rxe0,rxe1,rxe2,rxe3", the sender's
+// domains are rxe0 and rxe2, and all others are rxe1 and rxe3. Not set: the provider chooses.
 inline std::string device(const std::string& engine, size_t domain) {
   static const std::vector<std::string> names = words_of("KVC_TEST_DEVICES", {""});
   const bool sends = engine == "sender" || engine == "first" || engine == "client";
   return names[(domain * 2 + (sends ? 0 : 1)) % names.size()];
 }
 
-// Long enough for a loaded machine under a sanitizer; a test that needs it has failed.
+// Long enough for a loaded machine under a sanitizer. A test that reaches the limit has failed.
 inline constexpr Timeout kLimit = std::chrono::seconds(30);
 
 template <typename T>
@@ -63,7 +64,7 @@ inline void must(Status status) {
   if (!status.ok()) throw std::runtime_error(status.error().to_string());
 }
 
-// For what no event tells.
+// Waits for a condition that no event reports.
 template <typename Condition>
 void await(Condition condition, const char* what) {
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
@@ -73,7 +74,7 @@ void await(Condition condition, const char* what) {
   }
 }
 
-// KVC_TEST_DOMAINS: how many domains (NICs) stand for each that a test asks for.
+// KVC_TEST_DOMAINS: number of domains (NICs) for each domain that a test requests.
 inline EngineConfig config(const std::string& name, const std::string& provider, size_t domains = 1) {
   static const char* const times = std::getenv("KVC_TEST_DOMAINS");
   if (times != nullptr) domains *= std::strtoul(times, nullptr, 10);
@@ -93,8 +94,8 @@ inline EngineConfig config(const std::string& name, const std::string& provider,
   return config;
 }
 
-// The lanes that the conformance list runs over, each as PROVIDER[:DEVICE][/WORKERS]. KVC_TEST_PROVIDERS names others, for
-// machines that have them. Those of a library that is not here are left out, with its words.
+// The lanes of the conformance list, each as PROVIDER[:DEVICE][/WORKERS]. KVC_TEST_PROVIDERS names others, for machines
+// that have them. Lanes whose library is missing are left out, and the reason is printed.
 inline const std::vector<std::string>& providers() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> lanes = words_of(
@@ -110,7 +111,7 @@ inline const std::vector<std::string>& providers() {
   return names;
 }
 
-// By SplitMix64, as a generator with a table takes seconds for 8 MiB under a sanitizer.
+// Uses SplitMix64, because a generator with a table takes seconds for 8 MiB under a sanitizer.
 inline void fill_random(std::byte* data, size_t bytes, uint64_t seed) {
   for (size_t i = 0; i < bytes; i += 8) {
     uint64_t value = seed * 0xD1342543DE82EF95U + (i + 8) * 0x9E3779B97F4A7C15U;
@@ -121,21 +122,22 @@ inline void fill_random(std::byte* data, size_t bytes, uint64_t seed) {
   }
 }
 
-// As == of vectors, which compares byte after byte: most of what tests of large pages took under a sanitizer.
+// Replaces == of vectors, which compares single bytes and took most of the time of tests with large pages under a
+// sanitizer.
 inline bool same(std::span<const std::byte> one, std::span<const std::byte> other) {
   return one.size() == other.size() && (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
 }
 
-// The number that a test's message begins with.
+// The number at the beginning of a test's message.
 inline uint32_t number_of(const Bytes& bytes) {
   uint32_t number = 0;
   std::memcpy(&number, bytes.data(), sizeof(number));
   return number;
 }
 
-// An engine with one registered region of shared memory.
+// A transfer engine with one registered region of shared memory.
 struct Side {
-  SharedMemory memory;  // outlives the engine
+  SharedMemory memory;  // outlives the transfer engine
   std::unique_ptr<TransferEngine> engine;
   RegionId region = 0;
 
@@ -146,7 +148,7 @@ struct Side {
   std::byte* data() const { return memory.data(); }
 };
 
-// The three steps of a connection, as a control plane would carry them: `first` offers.
+// Makes a connection in three steps, as a control plane would. `first` offers.
 struct Connection {
   PeerId first_to_second = 0;
   PeerId second_to_first = 0;
@@ -164,8 +166,8 @@ struct Pair {
   Side receiver;
   PeerId to_receiver = 0;
   PeerId to_sender = 0;
-  RemoteRegionId receiver_region = 0;  // as the sender knows it
-  RemoteRegionId sender_region = 0;    // as the receiver knows it
+  RemoteRegionId receiver_region = 0;  // the sender's id of it
+  RemoteRegionId sender_region = 0;    // the receiver's id of it
 
   Pair(EngineConfig sender_config, EngineConfig receiver_config, size_t bytes)
       : sender(std::move(sender_config), bytes), receiver(std::move(receiver_config), bytes) {
@@ -180,7 +182,7 @@ struct Pair {
   Pair(const std::string& provider, size_t bytes, size_t sender_domains = 1, size_t receiver_domains = 1)
       : Pair(config("sender", provider, sender_domains), config("receiver", provider, receiver_domains), bytes) {}
 
-  // The links beside the first one are made when there is something to write: waits until all of them are up.
+  // The links beside the first one are made when there is something to write. Waits until all of them are up.
   void make_links() {
     const size_t links = std::max(sender.engine->domains().size(), receiver.engine->domains().size());
     if (links == 1) return;
@@ -190,7 +192,7 @@ struct Pair {
     await([&] { return sender.engine->stats().links >= links && receiver.engine->stats().links >= links; },
           "all links");
   }
-  // A receiver's counter with a target, and the immediate that raises it.
+  // Allocates a receiver's counter with a target. Returns it with the immediate that raises it.
   std::pair<CounterSetId, uint32_t> counter(uint64_t target) {
     CounterSet set = must(receiver.engine->alloc_counters(1));
     must(receiver.engine->expect(set.id, {target}));
@@ -199,7 +201,7 @@ struct Pair {
   uint64_t count(CounterSetId set) { return must(receiver.engine->counter_values(set))[0]; }
 };
 
-// The next event that nobody waits for.
+// Returns the next event that no thread waits for.
 inline Event next_event(TransferEngine& engine) {
   const auto limit = std::chrono::steady_clock::now() + kLimit;
   while (std::chrono::steady_clock::now() < limit) {
@@ -210,16 +212,16 @@ inline Event next_event(TransferEngine& engine) {
   throw std::runtime_error("no event");
 }
 
-// The final event of a transfer; a failure of the test if none comes.
+// Returns the final event of a transfer. Fails the test if none arrives.
 inline Event ended(TransferEngine& engine, TransferId transfer) {
   Result<Event> event = engine.wait_transfer(transfer, kLimit);
   if (!event.ok()) throw std::runtime_error(event.error().to_string());
   return event.value();
 }
 
-// `count` different numbers below `of`, in no order.
+// Returns `count` different numbers below `of`, in random order.
 inline std::vector<int64_t> shuffled(size_t count, size_t of, uint64_t seed) {
-  // Floyd's sampling draws each from a growing range, so that a few out of millions cost a few draws.
+  // Floyd's sampling draws each number from a growing range, so a few out of millions need few draws.
   std::mt19937_64 random(seed);
   std::unordered_set<int64_t> chosen;
   std::vector<int64_t> indices;

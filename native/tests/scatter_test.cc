@@ -1,4 +1,4 @@
-// A scatter's parts, as the scheduler posts and ends them.
+// The parts of a scatter, as the scheduler posts and ends them.
 
 #include "engine/scatter.h"
 
@@ -7,6 +7,8 @@
 namespace kvc::test {
 namespace {
 
+// All parts were in flight, so the peer's end does not find the slice in a queue. Its counting write would come after that
+// end.
 TEST_F(Scheduler, ASplitSliceWhosePartsEndBehindTheirPeerFails) {
   connect(1);
   const Scatter::Slice slice{source, target, 0, 0, 0, 8 * kMiB, kCounter};
@@ -60,7 +62,7 @@ TEST_F(Scheduler, ASliceIsPostedAsItsSubmissionIsTakenUnlessItsPeerHasOtherWorkO
   expect_clean();
 }
 
-// As it is where an engine closes between a submission and its start.
+// Happens if a transfer engine closes between a submission and its start.
 TEST_F(Scheduler, ASubmissionThatIsNeverStartedKeepsNothing) {
   connect(1);
   int ends = 0;

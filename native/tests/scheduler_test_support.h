@@ -1,4 +1,4 @@
-// What the tests of the scheduler share: it alone, over domains that do exactly what the test says.
+// Helpers for tests of the scheduler alone, over domains that do exactly what the test requests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace kvc::test {
 
 inline constexpr uint64_t kMiB = 1 << 20;
 
-// Takes what it is given, and completes nothing by itself.
+// Accepts all work, and completes nothing by itself.
 class FakeDomain final : public Domain {
  public:
   struct Posting {
@@ -60,9 +60,9 @@ inline constexpr uint32_t kOther = Immediate{10, 3, 1}.encode();
 
 class Scheduler : public testing::Test {
  protected:
-  // `first_generation`: of the scheduler's FlightTable.
+  // `first_generation`: see FlightTable.
   explicit Scheduler(uint32_t first_generation = 0) : scheduler(transfers, counters, events, stats, first_generation) {}
-  // A peer with so many links, link i over domains[i] to the remote domain i.
+  // Connects a peer with this many links. Link i connects domains[i] with the remote domain i.
   void connect(size_t links) {
     peer = std::make_shared<Peer>(1, "peer");
     peer->state = Peer::State::kConnected;
@@ -86,7 +86,7 @@ class Scheduler : public testing::Test {
              std::optional<uint32_t> domain = {}) {
     scheduler.add(transfer, Request::make(source, target, bytes, immediate, SingleWrite{0, 0, domain}));
   }
-  // `pages` pages that lie apart on both sides.
+  // Writes `pages` pages that are not contiguous on either side.
   void write_pages(Transfer& transfer, size_t pages, uint64_t page_bytes,
                    std::optional<uint32_t> immediate = kCounter) {
     PageTable table{{{}, 2 * page_bytes, 0}, {{}, 2 * page_bytes, 0}};
@@ -104,7 +104,7 @@ class Scheduler : public testing::Test {
       post_all();
     } while (scheduler.settle());
   }
-  // Completes what link i has in flight; the error is one of the link's.
+  // Completes the work in flight on link i. The error concerns the link.
   void complete(size_t i, const Error* error = nullptr) {
     for (FakeDomain::Posting& posting : domains[i]->postings) {
       if (!std::exchange(posting.over, true)) scheduler.complete(posting.work, error);
@@ -112,7 +112,7 @@ class Scheduler : public testing::Test {
     if (error != nullptr) peer->links[i].state = Link::State::kBroken;
     scheduler.settle();
   }
-  // Everything that is posted and that it leads to, over all links that are up.
+  // Completes all posted work and the work that follows from it, over all links that are up.
   void run() {
     for (int round = 0; round < 100; ++round) {
       post_and_settle();
@@ -131,7 +131,7 @@ class Scheduler : public testing::Test {
     }
     return bytes;
   }
-  // By how much all postings of link i raise the counter.
+  // The sum by which all postings of link i raise the counter.
   uint64_t raised(size_t i, uint32_t counter = kCounter) const {
     uint64_t pages = 0;
     for (const FakeDomain::Posting& posting : domains[i]->postings) {
@@ -152,7 +152,7 @@ class Scheduler : public testing::Test {
     EXPECT_EQ(event->pages, pages);
     EXPECT_FALSE(ended().has_value()) << "a second event";
   }
-  // Nothing is left of any transfer.
+  // Checks that no transfer has left anything.
   void expect_clean() {
     EXPECT_EQ(transfers.size(), 0U);
     EXPECT_EQ(lies_in->batches_in_flight, 0U);

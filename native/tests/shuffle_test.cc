@@ -1,5 +1,5 @@
-// The shuffling decorator: that it does put things out of order, and that it keeps every other promise. What an engine
-// makes of that is in engine_test.cc, which runs over it too.
+// The shuffling decorator: it changes the order of events, and keeps every other promise. engine_test.cc runs whole
+// transfer engines over it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ struct Ends {
   End a{"tcp", 1};
   End b{"tcp", 2};
   Ends() { test::connect(*a.domain, *b.domain, kA, kB); }
-  // Batch `number` covers the same-numbered 64 pages, on the counter of that slot.
+  // Batch `number` covers the 64 pages with that number, on the counter of that slot.
   void post(uint32_t number) {
     std::vector<PageWrite> pages;
     for (uint32_t page = 0; page < kPages; ++page) {
@@ -65,7 +65,7 @@ struct Ends {
 TEST(Shuffle, PagesOfAllBatchesArriveMixedEachCountedOnce) {
   Ends ends;
   test::fill_random(ends.a.memory.data(), ends.a.memory.size(), 1);
-  // No page is counted before it is there: the count of a batch is complete only if all of it is equal.
+  // No page is counted before it has arrived: when the count of a batch is complete, all its bytes must be equal.
   uint32_t counts[16] = {};
   ends.b.domain->on_completion = [&](const Completion& completion) {
     if (completion.kind != Completion::Kind::kImmediate) return;
@@ -111,7 +111,7 @@ TEST(Shuffle, AFenceTellsWhatHasLandedAndEndsTheRest) {
   EXPECT_EQ(ends.a.record().completed.size(), 16U);
   size_t succeeded = 0;
   for (const auto& [work, error] : ends.a.record().completed) succeeded += error ? 0 : 1;
-  EXPECT_GE(counted, succeeded * kPages);  // what ended well is counted
+  EXPECT_GE(counted, succeeded * kPages);  // every successful page is counted
   EXPECT_EQ(ends.a.record().down[0].error.provider, "shuffle");
   EXPECT_EQ(ends.b.record().counted, counted);
 }

@@ -1,4 +1,4 @@
-// Writes are submitted without a reference to what they need: what has been forgotten since lives until they are taken.
+// Writes are submitted without a reference to their objects: forgotten objects live until the writes were taken.
 
 #include <atomic>
 #include <chrono>
@@ -22,8 +22,8 @@ void await_alone(const Token& token) {
   EXPECT_EQ(token.use_count(), 1);
 }
 
-// All transfers to a peer that goes down end in one go: what the callback of one submits to another, which has not ended
-// yet, is taken when that has.
+// All transfers to a peer that goes down end in one step. The callback of a transfer submits writes to other transfers
+// that have not ended yet. These writes are taken after those transfers have ended.
 TEST(Submission, WhatEndsBeforeItIsTakenIsStillThere) {
   constexpr size_t kTransfers = 8;
   Pair pair("sim", kBytes);
@@ -46,12 +46,12 @@ TEST(Submission, WhatEndsBeforeItIsTakenIsStillThere) {
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
   while (ended < kTransfers && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
   ASSERT_EQ(ended, kTransfers);
-  EXPECT_EQ(submitted, kTransfers * (kTransfers - 1) / 2);  // to those that were still to end
+  EXPECT_EQ(submitted, kTransfers * (kTransfers - 1) / 2);  // to those that had not ended
   await_alone(token);
   EXPECT_EQ(pair.sender.engine->stats().transfers_open, 0U);
 }
 
-// The same of everything at once, for the sanitizers: regions and transfers go while others write.
+// The same for all operations at once, for the sanitizers: regions and transfers are removed while other threads write.
 TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
   constexpr int kRounds = 300;
   Pair pair("sim", kBytes);
@@ -69,7 +69,7 @@ TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
         if (engine.write(transfer, region, 0, pair.receiver_region, 0, 64, std::nullopt).ok()) ++written;
         const Result<TransferId> one =
             engine.write_one(pair.to_receiver, region, 0, pair.receiver_region, 64, 64, std::nullopt);
-        if (one.ok()) must(engine.wait_transfer(one.value(), kLimit));  // no faster than the worker takes them
+        if (one.ok()) must(engine.wait_transfer(one.value(), kLimit));  // no faster than the transfer thread takes them
         ++tried;
       }
     });
@@ -78,7 +78,7 @@ TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
     const uint64_t before = tried;
     while (tried == before) std::this_thread::yield();
     const TransferId old_transfer = transfer.exchange(must(engine.open_transfer(pair.to_receiver)));
-    (void)engine.cancel(old_transfer);  // it may have failed, with a region that it was to read
+    (void)engine.cancel(old_transfer);  // it may have failed, with its source region
     const RegionId old_region =
         region.exchange(must(engine.register_memory(memory.data(), memory.size(), memory.fd(), 0)));
     must(engine.deregister_memory(old_region, kLimit));
@@ -86,7 +86,7 @@ TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
   over = true;
   for (std::thread& writer : writers) writer.join();
   EXPECT_GT(written, 0U);
-  (void)engine.cancel(transfer);                      // it may have failed, with a region that it was to read
+  (void)engine.cancel(transfer);                      // it may have failed, with its source region
   must(engine.disconnect(pair.to_receiver, kLimit));  // every transfer has ended, and is gone
   EXPECT_EQ(engine.stats().transfers_open, 0U);
   EXPECT_EQ(engine.stats().regions, 2U);

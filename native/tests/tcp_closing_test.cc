@@ -1,5 +1,5 @@
-// How links of the tcp provider end, and how they begin late: last words, sockets that linger, connections that come after
-// the answer, and the two halves on threads of their own.
+// How links of the tcp provider end, and how they begin late: goodbyes, sockets that linger, connections that arrive
+// after the answer, and the two halves on separate threads.
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -15,13 +15,13 @@ namespace {
 
 constexpr auto kLimitMs = std::chrono::duration_cast<std::chrono::milliseconds>(test::kLimit);
 
-// --- Who has counted, or has the message, and ends the link at once: the sender must not take that for a failure.
+// --- A receiver that has counted, or has the message, ends the link at once: the sender must not see a failure.
 
 struct Ending {
   const char* name;
-  bool message;  // else a counted write
-  bool close;    // the whole domain, else a fence
-  bool busy;     // the sender goes on writing, so that unread bytes lie in the receiver's sockets
+  bool message;  // otherwise a counted write
+  bool close;    // closes the whole domain, otherwise fences
+  bool busy;     // the sender continues to write, so that unread bytes are in the receiver's sockets
 };
 void PrintTo(const Ending& ending, std::ostream* out) { *out << ending.name; }
 
@@ -66,7 +66,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Ending{"busy_message_fence", true, false, true}, Ending{"busy_message_close", true, true, true}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// A frame of B's has left in part when A's write lands there and B fences.
+// Part of a frame of B is sent when A's write lands there and B fences.
 void fence_inside_a_frame(Pair& pair, uint64_t page_bytes) {
   pair.connect();
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 100, .from = {0}, .to = {0}}), Posted::kYes);
@@ -76,7 +76,7 @@ void fence_inside_a_frame(Pair& pair, uint64_t page_bytes) {
   EXPECT_TRUE(pair.a.domain->domain().poll());
   ASSERT_EQ(post(pair.b, kLinkOfB, pair.a, {.work = 2, .page_bytes = page_bytes, .from = {0}, .to = {1 << 20}}),
             Posted::kYes);
-  // B alone, so that its socket fills as far as it may.
+  // B alone, so that its socket fills as far as possible.
   run_until({pair.b.domain.get()}, [&] { return pair.b.record().counted == 2; });
   EXPECT_TRUE(pair.b.domain->fence(kLinkOfB));
   EXPECT_EQ(pair.b.record().failure(2), ErrorCode::kPeerDown);
@@ -89,7 +89,7 @@ TEST(TcpClosing, AFrameThatHasBegunIsFinishedForTheLastWords) {
   tuning.turn_bytes = 32 << 10;
   Pair pair(tuning, 1);
   pair.b.fill(3);
-  fence_inside_a_frame(pair, 200'000);  // B's poll() sends four turns of it
+  fence_inside_a_frame(pair, 200'000);  // B's poll() sends it in four turns
   EXPECT_TRUE(pair.a.record().succeeded(1));
   EXPECT_EQ(pair.a.record().counted, 1U) << "the frame came whole";
   EXPECT_EQ(std::memcmp(pair.a.memory.data() + (1 << 20), pair.b.memory.data(), 200'000), 0);
@@ -114,7 +114,7 @@ TEST(TcpClosing, ALinkThatFailsAcknowledgesWhatHasLandedOnTheOthers) {
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 101, .from = {0}, .to = {0}}), Posted::kYes);
   pair.run_until([&] { return pair.a.record().succeeded(100) && pair.a.record().succeeded(101); });
   run_idle(pair.both());
-  // Each on a connection of its own, and both there before B looks.
+  // Each on a separate connection, and both have arrived before B polls.
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 2, .from = {0}, .to = {kOutside}}), Posted::kYes);
   EXPECT_TRUE(pair.a.domain->domain().poll());
@@ -135,7 +135,7 @@ TEST(TcpClosing, ARefusalAfterMessagesKeepsItsReason) {
   EXPECT_EQ(pair.a.record().failure(2), ErrorCode::kOutOfRange);
 }
 
-// --- A peer by hand with two connections, both up.
+// --- A peer driven by the test, with two connections that are up.
 
 struct ByHand {
   explicit ByHand(const Tuning& tuning) : end(tuning, 2, 64 << 10) {
@@ -185,7 +185,7 @@ TEST(TcpClosing, OneThatSaysNothingIsNotWaitedForLong) {
   two.peer[0].close();
   run_until({two.end.domain.get()}, [&] { return !two.end.record().down.empty(); });
   EXPECT_TRUE(two.peer[1].closed()) << "it was told";
-  // What is posted before the fence ends with it.
+  // Work posted before the fence ends with it.
   ASSERT_EQ(post(two.end, kLinkOfA, two.end, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   ASSERT_EQ(two.end.domain->send(kLinkOfA, 2, Bytes(1)), Posted::kYes);
   run_idle({two.end.domain.get()});
@@ -228,7 +228,7 @@ TEST(TcpClosing, APeerThatStillWritesIsNotReset) {
 
 // --- Sockets that linger.
 
-// `count` connections, ours with its direction shut as a link leaves it.
+// `count` connections. This side has shut down its direction, as a link does at its end.
 struct Left {
   explicit Left(size_t count) {
     const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -263,7 +263,7 @@ TEST(TcpLingering, HearsThePeerOut) {
   Left left(1);
   lingering->add(std::move(left.ours[0]));
   EXPECT_EQ(lingering->size(), 1U);
-  // More than any buffer holds, so that it goes only where somebody reads; a reset would fail it.
+  // More than any buffer holds, so that it is only sent if the receiver reads. A reset would fail it.
   std::thread sender([&] {
     const std::vector<std::byte> part(1 << 20);
     for (int i = 0; i < 64; ++i) left.peer[0].send(std::span(part));
@@ -310,7 +310,7 @@ TEST(TcpLingering, WhoHasEndedIsNotKept) {
   EXPECT_EQ(lingering->size(), 0U);
 }
 
-// --- Connections that come late.
+// --- Connections that arrive late.
 
 TEST(TcpArrivals, BeforeTheAnswerAndAfterIt) {
   End end({}, 2, 64 << 10);
@@ -349,7 +349,7 @@ TEST(TcpArrivals, NotAfterTheDeadline) {
   tuning.connect_timeout = std::chrono::milliseconds(30);
   End end(tuning, 2, 64 << 10);
   const Offer offer = Offer::decode(end.domain->offer(kLinkOfA).value()).value();
-  // Nobody attaches what this returns, and nobody lets go of it.
+  // The result is neither attached nor released.
   const auto kept = end.domain->connector().complete(kLinkOfA, Answer{kLinkOfA, 2}.encode());
   ASSERT_TRUE(kept.ok());
   pollfd entry{end.domain->connector().fd(), POLLIN, 0};
@@ -372,7 +372,7 @@ TEST(TcpArrivals, AWithdrawnOfferEndsWhatHasCome) {
   EXPECT_TRUE(early.closed());
 }
 
-// --- Both halves on threads of their own, as the engine has them.
+// --- Both halves on separate threads, as in the transfer engine.
 
 class ControlThread final : public ControlQueue {
  public:
@@ -385,7 +385,7 @@ class ControlThread final : public ControlQueue {
     tasks_.push_back(std::move(task));
     ::eventfd_write(bell_.get(), 1);
   }
-  // Runs it over there, and waits.
+  // Runs it on the thread, and waits.
   template <typename Task>
   auto call(Task task) {
     const auto packaged = std::make_shared<std::packaged_task<decltype(task())()>>(std::move(task));
@@ -396,7 +396,7 @@ class ControlThread final : public ControlQueue {
   void serve(Connector& connector) {
     call([&] { connectors_.push_back(&connector); });
   }
-  // What was handed over before has been done.
+  // Tasks that were handed over before have run.
   void stop_serving() {
     call([&] { connectors_.clear(); });
   }

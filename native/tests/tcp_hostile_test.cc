@@ -1,4 +1,4 @@
-// The tcp provider against strangers and broken peers: raw sockets on the other end.
+// The tcp provider against strangers and faulty peers: raw sockets on the opposite side.
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -11,7 +11,7 @@
 namespace kvc::tcp {
 namespace {
 
-// A domain whose only peer is the test: it has shown the right secret and then may say anything.
+// A domain whose only peer is the test, which has shown the right secret and may then send anything.
 class TcpHostile : public testing::Test {
  protected:
   void open(const Tuning& tuning = {}) {
@@ -60,7 +60,7 @@ TEST_F(TcpHostile, AFrameByHandIsWellUnderstood) {
   peer->send(write_header());
   peer->send(uint64_t{8192});
   const std::vector<std::byte> page(4096, std::byte{0xAB});
-  for (size_t part = 0; part < 4; ++part) {  // in pieces, each seen on its own
+  for (size_t part = 0; part < 4; ++part) {  // in pieces, each received separately
     peer->send(std::span(page).subspan(part * 1024, 1024));
     run_until({end->domain.get()}, [&] { return end->memory[8192 + part * 1024 + 1023] == std::byte{0xAB}; });
     EXPECT_EQ(end->record().counted, part == 3 ? 1U : 0U);
@@ -184,16 +184,16 @@ TEST_F(TcpHostile, AFloodOfMessagesIsHeldToItsSlots) {
     run_idle({end->domain.get()});
   }
   EXPECT_TRUE(end->record().down.empty());
-  header.value = 7;  // its last one was not taken
+  header.value = 7;  // the last message was not taken
   peer->send(header);
   peer->try_send(body);
   wait_down();
   end->record().message_room = SIZE_MAX;
-  run_idle({end->domain.get()});  // takes them, on a link that is not there
+  run_idle({end->domain.get()});  // takes them, on a link that does not exist
   EXPECT_EQ(end->record().messages.size(), kMessageSlots);
 }
 
-// A frame of 48 bytes takes as long as 1 KiB of pages: it is not its bytes that a turn has to be short of.
+// A frame of 48 bytes takes as long as 1 KiB of pages, so bytes alone must not limit a turn.
 TEST_F(TcpHostile, AFloodOfSmallFramesHasItsTurnLikeEverythingElse) {
   constexpr uint64_t kFrames = 4000;
   open();
@@ -258,7 +258,7 @@ TEST_F(TcpHostile, ARefusalLeavesOnlyItsOwnBatchWithThatReason) {
   EXPECT_EQ(end->record().completed.at(3)->code, ErrorCode::kPeerDown);
 }
 
-// The peer writes with keys that were never ours, and reads none of our answers.
+// The peer writes with keys that were never valid, and reads none of the refusals.
 TEST_F(TcpHostile, RefusalsThatNobodyReadsEndTheLink) {
   open();
   FrameHeader header = write_header(1, 1);
@@ -281,7 +281,7 @@ TEST_F(TcpHostile, ARefusalIsOfWhatWasPostedAndOnce) {
     uint64_t acknowledged;
     uint64_t sequence;
   };
-  // Never posted; acknowledged before; the second one of a batch.
+  // Batches that were never posted, batches acknowledged before, and the second refusal of a batch.
   for (const std::vector<Case>& refusals :
        {std::vector<Case>{{0, 4}}, {{0, 0}}, {{2, 3}, {2, 2}}, {{0, 2}, {0, 2}}, {{0, 3}, {0, 1}}}) {
     open();
@@ -407,13 +407,13 @@ TEST(TcpStrangers, ProveThemselvesOrAreClosed) {
   hello.version += 1;
   refused(hello);
   refused(hello_for(offer, offer.connections));
-  // None of it did any harm.
+  // None of them did any harm.
   EXPECT_TRUE(pair.a.record().down.empty());
   const Bytes answer = pair.b.domain->accept(kLinkOfB, bytes).value();
   ASSERT_TRUE(pair.a.domain->complete(kLinkOfA, answer).ok());
   ASSERT_EQ(post(pair.b, kLinkOfB, pair.a, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   pair.run_until([&] { return pair.b.record().succeeded(1); });
-  // The secret has opened the agreed connections: it opens no more, and none after a fence.
+  // The secret has opened the agreed connections. It opens no more, and none after a fence.
   refused(hello_for(offer, 0));
   refused(hello_for(offer, 1));
   EXPECT_TRUE(pair.b.record().down.empty());
@@ -471,7 +471,7 @@ TEST(TcpStrangers, ACrowdPushesOutItsOldest) {
   }
   EXPECT_TRUE(crowd[0].closed() && crowd[1].closed());
   EXPECT_FALSE(crowd[2].closed() || crowd[3].closed() || crowd[4].closed());
-  // A peer still gets in.
+  // A peer is still admitted.
   ASSERT_TRUE(pair.a.domain->complete(kLinkOfA, pair.b.domain->accept(kLinkOfB, bytes).value()).ok());
   ASSERT_EQ(post(pair.a, kLinkOfA, pair.b, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   pair.run_until([&] { return pair.a.record().succeeded(1); });
@@ -490,7 +490,7 @@ TEST(TcpStrangers, AHelloInACrowdIsHeard) {
   RawSocket peer = RawSocket::dial(offer.port);
   std::vector<RawSocket> strangers = dial(20);
   run_idle({a.domain.get()});
-  // All at once: one more than there is room for, those who say a word, and last the oldest stranger's Hello.
+  // All at once: one more stranger than there is room for, some that send a byte, and last the oldest stranger's Hello.
   const std::vector<RawSocket> crowd = dial(16);
   for (RawSocket& stranger : strangers) stranger.send(std::byte{});
   peer.send(hello_for(offer));
@@ -521,7 +521,7 @@ TEST(TcpStrangers, AFloodCostsNoTransfer) {
     ASSERT_TRUE(rc == 0 || errno == EINPROGRESS);
     flood.emplace_back(std::move(socket));
   }
-  // The connectors get no turn at all: the domains know nothing of the flood, and need nobody else for a link that is up.
+  // The connectors get no turn. The domains do not notice the flood, and a link that is up needs no connector.
   size_t done = 0;
   const auto limit = std::chrono::steady_clock::now() + test::kLimit;
   for (WorkId work = 1; work <= 100; ++work) {
@@ -538,7 +538,7 @@ TEST(TcpStrangers, AFloodCostsNoTransfer) {
       }
     }
   }
-  // Served, they stay few: one more pushes out the oldest.
+  // When served, they stay few: each new connection closes the oldest one.
   const auto open_ones = [&] {
     return static_cast<size_t>(std::count_if(flood.begin(), flood.end(), [](RawSocket& one) { return !one.gone(); }));
   };
@@ -561,7 +561,7 @@ TEST(TcpStrangers, WithoutDescriptorsTheListenerRests) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
   a.domain->connector().serve();
   pollfd fd{a.domain->connector().fd(), POLLIN, 0};
-  // poll(2) itself fails beyond the limit, so look after it is lifted again.
+  // poll(2) itself fails beyond the limit, so it is called after the limit is lifted.
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_EQ(::poll(&fd, 1, 0), 0) << "the control thread would spin on a connection that it cannot accept";
   run_until({a.domain.get()}, [&] {
@@ -607,7 +607,7 @@ TEST(TcpControlPlane, MalformedOffersAndAnswersAreErrors) {
   for (size_t length = 0; length < offer.size(); ++length) {
     EXPECT_FALSE(b.domain->accept(kLinkOfB, std::span(offer).first(length)).ok()) << length;
   }
-  // An answer uses its offer up, so each has one of its own.
+  // An answer consumes its offer, so each answer has a new offer.
   const auto refused = [&](std::span<const std::byte> words) {
     EXPECT_TRUE(a.domain->offer(77).ok());
     EXPECT_EQ(a.domain->complete(77, words).error().code, ErrorCode::kInvalidArgument);
@@ -630,7 +630,7 @@ TEST(TcpControlPlane, MalformedOffersAndAnswersAreErrors) {
   const Status version = Offer::decode(newer).ok() ? Status{} : Status{Offer::decode(newer).error()};
   ASSERT_FALSE(version.ok());
   EXPECT_EQ(Status(version).error().code, ErrorCode::kRefused) << "a version of its own";
-  // Another link that was offered is as good as before.
+  // Another offered link still works.
   ASSERT_TRUE(a.domain->complete(kLinkOfA, b.domain->accept(kLinkOfB, offer).value()).ok());
   ASSERT_EQ(post(a, kLinkOfA, b, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   run_until({a.domain.get(), b.domain.get()}, [&] { return a.record().succeeded(1); });

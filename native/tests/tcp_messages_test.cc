@@ -1,4 +1,4 @@
-// Immediates alone and messages over the tcp provider. tcp_hostile_test.cc has the same by hand.
+// Immediates without pages, and messages, over the tcp provider. tcp_hostile_test.cc tests the same with raw sockets.
 #include "tcp_test_support.h"
 
 namespace kvc::tcp {
@@ -18,7 +18,7 @@ Bytes message_of(size_t bytes, int seed) { return Bytes(bytes, static_cast<std::
 
 TEST(TcpMessages, MessagesArriveWholeBothWaysAndCompleteOnceTaken) {
   Pair pair;
-  EXPECT_EQ(pair.a.domain->send(kLinkOfA, 1, message_of(1, 1)), Posted::kYes);  // no such link yet
+  EXPECT_EQ(pair.a.domain->send(kLinkOfA, 1, message_of(1, 1)), Posted::kYes);  // the link does not exist yet
   EXPECT_EQ(pair.a.record().completed.at(1)->code, ErrorCode::kPeerDown);
   pair.connect();
   WorkId work = 10;
@@ -46,7 +46,7 @@ TEST_P(TcpMessageSlots, MessagesThatAreNotTakenHoldTheirSenderBackAndNoWrite) {
   post(pair.b, kLinkOfB, pair.a, {.work = 100, .from = {0}, .to = {0}});
   pair.run_until([&] { return pair.a.record().succeeded(100) && pair.b.record().succeeded(100); });
   EXPECT_EQ(pair.a.record().completed.size(), 1U);
-  // Whatever the sink has room for is taken, and whatever was taken may be sent again.
+  // Messages are taken while the sink has room, and taken messages make room for new ones.
   pair.b.record().message_room = 3;
   pair.run_until([&] { return pair.a.record().completed.size() == 4; });
   for (WorkId more = 200; more < 203; ++more) {

@@ -1,4 +1,4 @@
-// The tcp provider: two domains that behave.
+// The tcp provider: two domains that follow the protocol.
 #include <algorithm>
 #include <random>
 
@@ -7,7 +7,7 @@
 namespace kvc::tcp {
 namespace {
 
-// What B's memory has to be after `batch` over `before`.
+// Applies `batch` to `memory`, which gives the expected contents of B's memory.
 void apply(std::vector<std::byte>& memory, const std::vector<std::byte>& source, const Batch& batch) {
   for (size_t i = 0; i < batch.to.size(); ++i) {
     std::memcpy(memory.data() + batch.to[i], source.data() + batch.from[i], batch.page_bytes);
@@ -107,7 +107,7 @@ TEST(Tcp, ManyBatchesBothWaysThroughTinyBuffers) {
 }
 
 TEST(Tcp, AFrameThatEndsWithATurnIsAcknowledged) {
-  // The header comes with 8192 bytes of inbox, and the turn's remaining bytes are exactly the frame's.
+  // The header arrives with 8192 bytes of inbox, and the frame takes exactly the remaining bytes of the turn.
   constexpr uint64_t kHead = sizeof(FrameHeader) + 8;
   Tuning tuning;
   tuning.turn_bytes = 20'000;
@@ -275,7 +275,7 @@ TEST(Tcp, ARevokedKeyIsRefused) {
   EXPECT_TRUE(pair.b.domain->deregister_region(pair.b.rkey)) << "idempotent";
   const uint64_t other = pair.b.domain->register_region(pair.b.memory.data(), 64 << 10).value();
   const std::vector<std::byte> before = pair.b.memory;
-  // All kinds of batches beside each other, on connections that have both. The last ones are longer than an inbox.
+  // All kinds of batches together, on connections that carry both directions. The last ones are longer than an inbox.
   constexpr WorkId kRounds = 40;
   for (WorkId round = 0; round < kRounds; ++round) {
     const uint64_t bytes = round < kRounds / 2 ? 4096 : 128 << 10;
@@ -299,7 +299,7 @@ TEST(Tcp, ARevokedKeyIsRefused) {
   EXPECT_TRUE(pair.b.record().down.empty());
 }
 
-// A peer that knows of a later batch knows that an earlier one was refused, also by the last frame of a connection.
+// A peer that reports a later batch knows that an earlier one was refused, also in the last frame of a connection.
 TEST(Tcp, NoLastWordsMakeARefusedBatchDone) {
   Tuning tuning;
   tuning.socket_buffer = 16 << 10;
@@ -404,7 +404,7 @@ TEST(Tcp, AFullSocketSleepsUntilThereIsRoom) {
 TEST(Tcp, DialFailureHasTheKernelsWords) {
   Pair pair;
   Offer offer = Offer::decode(pair.a.domain->offer(kLinkOfA).value()).value();
-  pair.a.domain.reset();  // nobody listens there any more
+  pair.a.domain.reset();  // no process listens there any more
   ASSERT_TRUE(pair.b.domain->accept(kLinkOfB, offer.encode()).ok());
   ASSERT_EQ(post(pair.b, kLinkOfB, pair.a, {.work = 1, .from = {0}, .to = {0}}), Posted::kYes);
   run_until({pair.b.domain.get()}, [&] { return !pair.b.record().down.empty(); });

@@ -1,4 +1,4 @@
-// What the tests of the tcp provider share: two domains with memory, and raw sockets.
+// Helpers for tests of the tcp provider: two domains with memory, and raw sockets.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ struct End {
     rkey = domain->register_region(memory.data(), memory.size()).value();
   }
 
-  // Deterministic bytes that differ from page to page and from seed to seed.
+  // Deterministic bytes that differ between pages and between seeds.
   void fill(uint64_t seed) { test::fill_random(memory.data(), memory.size(), seed); }
   test::Record& record() { return domain->record; }
 
@@ -50,7 +50,7 @@ struct End {
   uint64_t rkey = 0;
 };
 
-// Two domains with one link between them; A offered, B dialled.
+// Two domains with one link between them. A offered, B connected.
 struct Pair {
   explicit Pair(const Tuning& tuning = {}, uint32_t connections = 2, size_t bytes = 4 << 20)
       : a(tuning, connections, bytes), b(tuning, connections, bytes) {}
@@ -65,7 +65,7 @@ struct Pair {
   End b;
 };
 
-// --- By hand.
+// --- Raw sockets.
 
 inline sockaddr_in loopback(uint16_t port) {
   sockaddr_in name{};
@@ -75,7 +75,7 @@ inline sockaddr_in loopback(uint16_t port) {
   return name;
 }
 
-// A blocking socket that says what the test wants. Receiving gives up after 10 s: that is a hang.
+// A blocking socket that sends what the test gives it. Receiving stops after 10 s, which means a hang.
 class RawSocket {
  public:
   static RawSocket dial(uint16_t port) {
@@ -87,7 +87,7 @@ class RawSocket {
   explicit RawSocket(UniqueFd fd) : fd_(std::move(fd)) {
     const timeval limit{10, 0};
     ::setsockopt(fd_.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-    const int at_once = 1;  // each piece is seen on its own
+    const int at_once = 1;  // each piece is received separately
     ::setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof(at_once));
   }
 
@@ -98,7 +98,7 @@ class RawSocket {
   void send(const T& value) {
     send(std::as_bytes(std::span(&value, 1)));
   }
-  // Like send(), where the other end may be gone already.
+  // Like send(), for connections that may be closed already.
   void try_send(std::span<const std::byte> bytes) { ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL); }
   template <typename T>
   T receive() {
@@ -106,18 +106,18 @@ class RawSocket {
     EXPECT_EQ(::recv(fd_.get(), &value, sizeof(value), MSG_WAITALL), static_cast<ssize_t>(sizeof(value)));
     return value;
   }
-  // The other end has closed, gracefully or not; false while it has not.
+  // Returns true if the opposite side has closed, gracefully or not; false otherwise.
   bool closed() {
     std::byte byte;
     const ssize_t got = ::recv(fd_.get(), &byte, 1, MSG_DONTWAIT);
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
   }
-  // The connection is gone in both directions, which an end of the other's direction alone is not.
+  // Returns true if the connection is gone in both directions. The end of one direction is not enough.
   bool gone() {
     pollfd entry{fd_.get(), 0, 0};
     return ::poll(&entry, 1, 0) == 1;
   }
-  // What broke it; 0: it ended in good order.
+  // The error that broke it; 0: it ended in good order.
   int error() {
     int error_number = 0;
     socklen_t length = sizeof(error_number);

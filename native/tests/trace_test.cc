@@ -1,4 +1,4 @@
-// Trace: the steps of an armed write as the two workers make them.
+// Trace: the steps of an armed write, as the two transfer threads make them.
 #include "engine/trace.h"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ class Armed {
   Pair pair_{"sim", 200 * kPageBytes};
 };
 
-// The worker waits for the lock under which they are taken.
+// The transfer thread waits for the lock under which they are taken.
 TEST(Trace, StepsAreHandedOverAndNotCopied) {
   constexpr size_t kCapacity = 1000;
   Trace trace;
@@ -67,7 +67,7 @@ TEST(Trace, TellsWhenEachLayerWasReleasedPostedAndLanded) {
   Armed armed(1000);
   EXPECT_EQ(armed.sent.lost, 0U);
   std::map<uint64_t, TraceStep> released;  // by request
-  std::map<uint64_t, uint64_t> posted;     // pages
+  std::map<uint64_t, uint64_t> posted;     // pages by request
   std::map<uint64_t, uint64_t> landed;
   int64_t before = 0;
   for (const TraceStep& step : armed.sent.steps) {
@@ -105,7 +105,7 @@ TEST(Trace, TellsWhenACounterWasRaised) {
 TEST(Trace, CountsWhatItHasNoRoomFor) {
   Armed armed(3);
   EXPECT_EQ(armed.sent.steps.size(), 3U);
-  EXPECT_EQ(armed.sent.lost, 7U);  // of two layers of one release, two posts and two landings each
+  EXPECT_EQ(armed.sent.lost, 7U);  // of two layers with one release, two posts and two landings each
   EXPECT_EQ(armed.sender().take_trace().lost, 0U);
 }
 

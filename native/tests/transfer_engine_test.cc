@@ -1,4 +1,4 @@
-// What does not depend on the lane: configuration, lanes and fallback, waiting, the descriptor, sleeping.
+// Behaviour that does not depend on the lane: configuration, lanes and fallback, waiting, the descriptor, sleeping.
 
 #include "engine/transfer_engine.h"
 
@@ -90,8 +90,8 @@ TEST(TransferEngine, WithoutACommonLaneThePeerIsRefusedAndBothLanesAreNamed) {
   EXPECT_EQ(second.engine->stats().peers, 0U);
 }
 
-// The acceptor tries one lane, gives it up and takes the next: the offerer sees the first lane's link end before the
-// answer comes.
+// The acceptor tries one lane, drops it and takes the next. The offerer sees the end of the first lane's link before
+// the answer arrives.
 TEST(TransferEngine, AnOfferSurvivesTheEndOfALaneThatTheAnswerDoesNotUse) {
   Side first(lanes("first", {domain("sim"), domain("tcp")}), 4096);
   Side second(lanes("second", {domain("sim"), domain("tcp")}, true), 4096);
@@ -100,7 +100,7 @@ TEST(TransferEngine, AnOfferSurvivesTheEndOfALaneThatTheAnswerDoesNotUse) {
   const Handshake given_up = must(second.engine->accept("first", offer.bytes));
   ASSERT_EQ(must(second.engine->lane(given_up.peer)), "sim");
   must(second.engine->fence(given_up.peer, kLimit));
-  // A round trip through the first engine's sim domain: it has seen the end of that link now.
+  // A round trip through the first transfer engine's sim domain, which has seen the end of that link now.
   const PeerId other = connect(*first.engine, *third.engine).first_to_second;
   const RemoteRegionId region =
       must(first.engine->import_region(other, must(third.engine->region_descriptor(third.region))));
@@ -113,7 +113,7 @@ TEST(TransferEngine, AnOfferSurvivesTheEndOfALaneThatTheAnswerDoesNotUse) {
   EXPECT_EQ(must(first.engine->lane(offer.peer)), "tcp");
   EXPECT_TRUE(first.engine->poll_events(9).empty());
 
-  // One that uses a link which has ended meanwhile leads to a peer that is down.
+  // If the answer uses a link that has ended meanwhile, the peer is down.
   const Handshake again = must(first.engine->offer("second"));
   const Handshake dead = must(second.engine->accept("first", again.bytes));
   must(second.engine->fence(dead.peer, kLimit));
@@ -205,7 +205,7 @@ TEST(TransferEngine, ReleasingASetTakesItsEventBack) {
   EXPECT_TRUE(engine->poll_events(9).empty());
 }
 
-// A batch that is in flight when the link ends: only the receiver can know what becomes of it.
+// A batch in flight when the link ends: only the receiver can know its outcome.
 TEST(TransferEngine, AFailureWithWritesInFlightIsNotQuiesced) {
   EngineConfig slow = config("sender", "sim");
   slow.domains[0].max_delay_us = 3'600'000'000U;  // an hour: it will not be delivered in this test
@@ -230,7 +230,7 @@ TEST(TransferEngine, AFailureWithWritesInFlightIsNotQuiesced) {
   }
 }
 
-// A set that is released between its last count and its event: no event follows.
+// A set is released between its last count and its event: no event follows.
 TEST(TransferEngine, AReleasedSetIsNotReported) {
   Pair pair("sim", 4096);
   for (int round = 0; round < 200; ++round) {
@@ -284,7 +284,7 @@ TEST(TransferEngine, QuiesceWaitsForPostedWritesAndReportsTheirFailure) {
   must(pair.sender.engine->write(transfer, pair.sender.region, 0, pair.receiver_region, 0, 64, std::nullopt));
   const Status failed = pair.sender.engine->quiesce(transfer, kLimit);
   ASSERT_FALSE(failed.ok());
-  // Where the failure ended the transfer before the call, there is no transfer left to quiesce.
+  // If the failure ended the transfer before the call, no transfer is left to quiesce.
   EXPECT_TRUE(failed.error().code == ErrorCode::kUnknownRegion || failed.error().code == ErrorCode::kInvalidArgument);
   EXPECT_EQ(ended(*pair.sender.engine, transfer).kind, EventKind::kTransferFailed);
 }
@@ -314,7 +314,7 @@ TEST(TransferEngine, AnIdleWorkerSleepsAndASignalWakesIt) {
     const TransferId transfer = must(pair.sender.engine->open_transfer(pair.to_receiver));
     must(pair.sender.engine->arm(transfer, signal, pages, {{round, 0, 0, immediate}}));
     must(pair.sender.engine->seal(transfer));
-    // Stored at every phase of the worker's way into its sleep: none of these may be lost.
+    // Stored at every phase of the transfer thread's way into its sleep: none of these may be lost.
     if (round % 4 == 0) {
       while (sleeps() == before) std::this_thread::yield();
     } else {
@@ -337,7 +337,7 @@ TEST(TransferEngine, ASignalMayOutliveItsEngine) {
   EXPECT_EQ(signal->load(), 1U);
 }
 
-// Submitting from several threads at once while others open, cancel and poll: every transfer ends exactly once.
+// Several threads submit at once while others open, cancel and poll: every transfer ends exactly once.
 TEST(TransferEngine, ManyThreadsSubmitAtOnce) {
   constexpr int kThreads = 4;
   constexpr int kTransfers = 150;

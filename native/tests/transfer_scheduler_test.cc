@@ -1,4 +1,4 @@
-// The scheduler alone: which link each batch takes, and that the counts stay exact whichever way links break.
+// The scheduler alone: which link each batch takes, and that the counts stay exact however links break.
 
 #include "engine/transfer_scheduler.h"
 
@@ -11,7 +11,7 @@
 namespace kvc::test {
 namespace {
 
-// --- Which link
+// --- Choice of the link
 
 TEST_F(Scheduler, EqualLinksTakeTurns) {
   connect(3);
@@ -124,7 +124,7 @@ TEST_F(Scheduler, ALargeWriteIsSplitAndCountsOnceAfterAllItsParts) {
   EXPECT_EQ(bytes[0] + bytes[1], 4 * kMiB + 10);
   EXPECT_GT(bytes[0], kMiB);
   EXPECT_GT(bytes[1], kMiB);
-  // Every byte once, in parts of 512 KiB at least but for the last.
+  // Every byte once, in parts of at least 512 KiB, except the last one.
   std::map<uint64_t, uint64_t> parts;
   for (size_t i = 0; i < 2; ++i) {
     for (const auto& posting : postings(i)) {
@@ -259,13 +259,13 @@ TEST_F(Scheduler, WhatWasCountedIsDoneAndNothingIsWrittenAgain) {
 TEST_F(Scheduler, WhatIsMissingIsCountedOnceAllUnfinishedPagesAreWrittenAgain) {
   connect(2);
   const auto transfer = open();
-  write_pages(*transfer, 256, 1024);  // two batches of 64 each
+  write_pages(*transfer, 256, 1024);  // two batches of 64 pages each
   scheduler.seal(*transfer);
   post_all();
   ASSERT_EQ(postings(0).size(), 2U);
   complete(1);
   complete(0, &kBroken);
-  // 27 of the 128 landed and were counted; nobody knows which.
+  // 27 of the 128 pages landed and were counted. Which ones is unknown.
   const std::vector<Landed> landed = {{.counter = kCounter, .pages = 27}};
   scheduler.recover(*peer, link(0), landed);
   post_all();
@@ -315,7 +315,7 @@ TEST_F(Scheduler, EarlierTransfersOfTheSameCounterAreInTheAccount) {
   const std::vector<Landed> landed = {{.counter = kCounter, .pages = 64}};
   scheduler.recover(*peer, link(0), landed);
   run();
-  EXPECT_EQ(raised(1), 2U);  // its own, and the one that is missing
+  EXPECT_EQ(raised(1), 2U);  // its own one and the missing one
   expect_done(2);
 }
 
@@ -377,7 +377,7 @@ TEST_F(Scheduler, AnImmediateAloneIsNotRewrittenButCounted) {
   expect_clean();
 }
 
-// Its receiver may have used what was counted, and nobody knows which pages that are.
+// The receiver may have used counted pages, and which pages these are is unknown.
 TEST_F(Scheduler, PagesThatMayHoldOtherBytesByNowAreNotWrittenAgain) {
   connect(2);
   for (const uint32_t counted : {0, 1, 63, 64}) {
@@ -441,7 +441,7 @@ TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   scheduler.recover(*peer, link(0), landed);
   post_all();
   ASSERT_EQ(postings(1).size(), 2U);
-  scheduler.complete(postings(1)[0].work, nullptr);  // one rewrite arrives, the other is lost with its link
+  scheduler.complete(postings(1)[0].work, nullptr);  // one rewrite arrives, the second is lost with its link
   postings(1)[0].over = true;
   complete(1, &kBroken);
   EXPECT_TRUE(scheduler.unsettled_counters(link(1)).empty());
@@ -452,7 +452,7 @@ TEST_F(Scheduler, ALinkMayBreakUnderARecovery) {
   complete(2);
   post_and_settle();
   EXPECT_EQ(raised(2), 100U);
-  // And once more, now under the counting itself: 64 of the 100 get through.
+  // And again, now during the counting itself: 64 of the 100 arrive.
   link(0).state = Link::State::kUp;
   complete(2, &kBroken);
   const std::vector<Landed> counted = {{.counter = kCounter, .pages = 64}};
@@ -495,7 +495,7 @@ TEST_F(Scheduler, ACancelStopsARecoveryThatHasBegun) {
   const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
   scheduler.recover(*peer, link(0), landed);
   post_all();
-  complete(1, &kBroken);  // its batches wait once more
+  complete(1, &kBroken);  // its batches wait again
   link(2).state = Link::State::kUp;
   scheduler.recover(*peer, link(1), {});
   scheduler.cancel(*transfer);
@@ -507,7 +507,7 @@ TEST_F(Scheduler, ACancelStopsARecoveryThatHasBegun) {
   expect_clean();
 }
 
-// What cannot be settled exactly fails, and says so.
+// Accounts that cannot be settled exactly fail the transfer with a reason.
 TEST_F(Scheduler, AnAccountThatDoesNotAddUpFailsTheTransfer) {
   struct Case {
     const char* name;
@@ -567,7 +567,7 @@ TEST_F(Scheduler, AWriteThatIsRefusedFailsAtOnceAndTakesNoLinkOut) {
   EXPECT_EQ(ended()->kind, EventKind::kTransferFailed);
 }
 
-// Where a refusal breaks the link, as it does a queue pair: nothing more goes to that region, over no link.
+// If a refusal breaks the link, as it does a queue pair, no more writes go to that region, over any link.
 TEST_F(Scheduler, NothingIsPostedToARegionThatWasRefused) {
   connect(3);
   const auto other =
@@ -631,7 +631,7 @@ TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
   post_all();
   complete(0, &kBroken);
   const std::vector<Landed> landed = {{.counter = kCounter, .pages = 0}};
-  scheduler.recover(*peer, link(0), landed);  // a recovery under way
+  scheduler.recover(*peer, link(0), landed);  // a recovery in flight
   scheduler.fail_peer(*peer, kBroken);
   for (auto& posting : postings(1)) {
     if (!posting.over) scheduler.complete(posting.work, &kBroken);
@@ -643,7 +643,6 @@ TEST_F(Scheduler, WhenThePeerGoesDownWhatWaitedFails) {
   expect_clean();
 }
 
-// It was posted whole, so that the peer's end finds it nowhere, and what counts it would come behind that end.
 TEST_F(Scheduler, ASourceThatIsDeregisteredMeanwhileFailsTheRecovery) {
   connect(2);
   const auto transfer = open();

@@ -1,9 +1,9 @@
-// Our declarations of libibverbs' binary interface beside its own header, where that is installed (libibverbs-dev).
+// Compares our declarations of libibverbs' binary interface with its header, if that is installed (libibverbs-dev).
 #include <gtest/gtest.h>
 
 #if __has_include(<infiniband/verbs.h>)
 
-// The header is C's, with an anonymous struct or two.
+// The header is written in C, with some anonymous structs.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpedantic"
 #include <infiniband/verbs.h>
@@ -30,8 +30,8 @@ SAME_PLACE(ibv_device_attr, max_qp_wr);
 SAME_PLACE(ibv_device_attr, max_cqe);
 SAME_PLACE(ibv_device_attr, max_srq_wr);
 SAME_PLACE(ibv_device_attr, phys_port_cnt);
-// It grows at its end, for the header's inline function, which says how large its caller's is. The ibv_query_port that the
-// library exports, which is what we call, fills what stands before port_cap_flags2, whatever the library's version.
+// The structure grows at its end, for the header's inline function, which passes the size of its caller's structure. We
+// call the exported ibv_query_port, which fills the fields before port_cap_flags2 in any version of the library.
 static_assert(sizeof(abi::ibv_port_attr) <= sizeof(::ibv_port_attr), "ibv_port_attr");
 SAME_PLACE(ibv_port_attr, port_cap_flags2);
 SAME_PLACE(ibv_port_attr, state);
@@ -100,7 +100,7 @@ SAME_SIZE(ibv_context);
 SAME_PLACE(ibv_context, ops);
 SAME_PLACE(ibv_context, async_fd);
 SAME_PLACE(ibv_context, abi_compat);
-// It grows at its beginning: places count from the context at its end.
+// The structure grows at its beginning: offsets count from the context at its end.
 #define SAME_BEFORE(member)                                                                     \
   static_assert(offsetof(abi::verbs_context, context) - offsetof(abi::verbs_context, member) == \
                     offsetof(::verbs_context, context) - offsetof(::verbs_context, member),     \
@@ -159,7 +159,8 @@ SAME_VALUE(IBV_EVENT_SRQ_ERR);
 SAME_VALUE(IBV_EVENT_QP_LAST_WQE_REACHED);
 
 TEST(VerbsAbi, OurDeclarationsAreTheLibrarys) {
-  // Held by the compiler, above; what is left for run time is how a library marks its extended contexts.
+  // The static assertions above are checked by the compiler. At run time remains how a library marks its extended
+  // contexts.
   EXPECT_EQ(__VERBS_ABI_IS_EXTENDED, reinterpret_cast<void*>(UINTPTR_MAX));
 }
 

@@ -1,4 +1,4 @@
-// How links of the verbs provider end: what is counted, acknowledged and given back, and by which thread. Over a stand-in
+// How links of the verbs provider end: what is counted, acknowledged and returned, and by which thread. Uses a stand-in
 // for libibverbs that ends queue pairs as mlx5 does.
 #include <gtest/gtest.h>
 
@@ -19,8 +19,8 @@
 namespace kvc::verbs {
 namespace {
 
-// Receives go back one by one: none is left over when everything is idle. And no end is given up as long as something
-// comes of it.
+// Receives are returned one by one, so none is left when all is idle. An end waits without limit as long as it makes
+// progress.
 Tuning every_receive() {
   Tuning tuning;
   tuning.receive_batch = 1;
@@ -30,14 +30,14 @@ Tuning every_receive() {
 
 // --- Receives
 
-// A receive that a queue pair has begun to fill, or whose entry has not been taken, must not go with it: after 128 of them
-// no message of any peer would find one.
+// A receive that a queue pair has begun to fill, or whose entry was not taken, must not be lost with the queue pair.
+// After 128 lost receives, no message of any peer would find one.
 TEST(VerbsEnds, LinksThatComeAndGoLoseNoReceive) {
-  constexpr LinkId kLinks = 300;  // more than twice as many as there are receives for messages
+  constexpr LinkId kLinks = 300;  // more than twice the number of receives for messages
   FakePair p(every_receive());
   p.messages_half_arrived = true;
   p.flush_lag = 40;
-  p.connect(1, 1);  // goes on all the time
+  p.connect(1, 1);  // in use all the time
   WorkId work = 0;
   uint64_t posted = 0;
   const auto traffic = [&] {
@@ -58,7 +58,7 @@ TEST(VerbsEnds, LinksThatComeAndGoLoseNoReceive) {
       (void)p.b.domain->send(link, ++work, Bytes(1000, std::byte{3}));
       if (i % 2 == 0) turn();
     }
-    // By A, by B, by both at once, or by a key that the NIC refuses; with messages on their way in either direction.
+    // Ended by A, by B, by both at once, or by a key that the NIC refuses, with messages in flight in either direction.
     if (link % 4 == 3) {
       Batch wrong = pages(++work, 1);
       wrong.rkey = p.b.rkey ^ 0x5A5A00;
@@ -114,7 +114,7 @@ TEST(VerbsEnds, AQueuePairIsKeptUntilItsLastReceiveIsBack) {
   p.expect_empty();
 }
 
-// More than one poll() handles: what a queue pair's destruction would take out of the queue is taken before.
+// More than one poll() handles: entries that the destruction of a queue pair would remove are taken before.
 TEST(VerbsEnds, WhatIsInTheCompletionQueueIsTakenBeforeTheEnd) {
   Tuning tuning = every_receive();
   tuning.poll_completions = Completions::kBatch;
@@ -137,7 +137,7 @@ TEST(VerbsEnds, WhatIsInTheCompletionQueueIsTakenBeforeTheEnd) {
   EXPECT_EQ(p.lost_receives, 0);
 }
 
-// Entries that a destroyed queue pair has left are still in somebody's place.
+// Entries of a destroyed queue pair still occupy room.
 TEST(VerbsEnds, RoomIsFreeOnceTheEntriesAreTaken) {
   Tuning tuning;
   tuning.poll_completions = Completions::kBatch;
@@ -159,7 +159,7 @@ TEST(VerbsEnds, RoomIsFreeOnceTheEntriesAreTaken) {
   EXPECT_GT(most, Completions::kBatch);
 }
 
-// rxe of Linux 6.1: no event, and what a queue pair has left in the completion queue stays there.
+// rxe of Linux 6.1: no event, and entries of a destroyed queue pair stay in the completion queue.
 TEST(VerbsEnds, WhereNoEventComesAnEndIsBounded) {
   Tuning tuning = every_receive();
   tuning.flush_timeout = std::chrono::milliseconds(2);
@@ -179,7 +179,7 @@ TEST(VerbsEnds, WhereNoEventComesAnEndIsBounded) {
   }
 }
 
-// A queue pair that fails goes to ERR by itself, and its event may come long before its end.
+// A queue pair that fails enters ERR by itself, and its event may arrive long before its end.
 TEST(VerbsEnds, AnEventThatCameBeforeTheEndCounts) {
   FakePair p(every_receive());
   p.connect();
@@ -192,7 +192,7 @@ TEST(VerbsEnds, AnEventThatCameBeforeTheEndCounts) {
   p.expect_empty();
 }
 
-// 160 messages that nobody takes, of a domain with 128 receives: each was copied, and its receive given back.
+// 160 messages that are not taken, on a domain with 128 receives: each was copied, and its receive returned.
 TEST(VerbsEnds, UntakenMessagesHoldNoReceives) {
   constexpr LinkId kPeers = 10;
   FakePair p;
@@ -211,7 +211,7 @@ TEST(VerbsEnds, UntakenMessagesHoldNoReceives) {
   for (LinkId link = 1; link <= kPeers; ++link) {
     EXPECT_EQ(p.a.domain->send(link, 1000, Bytes(1, std::byte{1})), Posted::kBusy) << "16 are untaken";
   }
-  // What the links have to say of themselves still gets through, both ways.
+  // Internal messages of the links still get through, in both directions.
   for (LinkId link = 1; link <= kPeers; ++link) {
     ASSERT_EQ(p.b.domain->send(link, 2000 + link, Bytes(4096, std::byte{2})), Posted::kYes);
   }
@@ -240,7 +240,7 @@ TEST(VerbsEnds, AnOfferThatIsVoidLeavesNothing) {
   EXPECT_EQ(p.a.domain->complete(8, answer).error().code, ErrorCode::kUnknownPeer) << "it is used up";
 }
 
-// --- What the peer hears
+// --- Messages to the peer at the end
 
 size_t goodbyes(const FakePair& p) {
   return static_cast<size_t>(std::count_if(p.log.begin(), p.log.end(), [](const fake::Sent& sent) {
@@ -260,7 +260,7 @@ TEST(VerbsEnds, AGoodbyeIsNotAnswered) {
   EXPECT_EQ(goodbyes(p), 1U);
 }
 
-// Who takes a message, or counts, and closes at once.
+// A receiver takes a message, or counts, and closes at once.
 TEST(VerbsEnds, WhatWasTakenIsSaidBeforeTheGoodbye) {
   FakePair p;
   p.connect();
@@ -287,7 +287,7 @@ TEST(VerbsEnds, AGoodbyeSaysWhatHasLandedAndNothingElseHas) {
   ASSERT_EQ(post(p.a, kLinkOfA, p.b, pages(3, 3, 10)), Posted::kYes);
   p.run_until([&] { return p.b.record.counted == 6; });
   EXPECT_FALSE(p.b.domain->fence(kLinkOfB)) << "at once";
-  // Until the queue pair is stopped, more may land.
+  // More may land until the queue pair is stopped.
   ASSERT_EQ(post(p.a, kLinkOfA, p.b, pages(4, 3)), Posted::kYes);
   plain.work = 5;
   ASSERT_EQ(post(p.a, kLinkOfA, p.b, plain), Posted::kYes);
@@ -398,9 +398,9 @@ TEST(VerbsEnds, NothingIsPostedOnALinkThatEnds) {
   EXPECT_EQ(p.a.record.failure(2), ErrorCode::kPeerDown);
 }
 
-// --- Peers that keep no rules
+// --- Peers that break the rules
 
-// What the peer's NIC is about to send, before it does.
+// What the peer's NIC is about to send.
 std::deque<fake::Sent>& under_way(FakePair& p) {
   for (auto& qp : p.queue_pairs) {
     if (!qp->waiting.empty()) return qp->waiting;
@@ -452,7 +452,7 @@ class ControlThread final : public ControlQueue {
     }
     more_.notify_one();
   }
-  // What `call` returns, once it has.
+  // Returns the result of `call` once it has run.
   template <typename Call>
   auto get(Call&& call) {
     auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Call>()>>(std::forward<Call>(call));
@@ -480,8 +480,8 @@ class ControlThread final : public ControlQueue {
   std::thread thread_;
 };
 
-// Nothing that takes the device more than a doorbell happens on the thread that polls. Under ThreadSanitizer
-// this is also where the two halves would be caught sharing what they should not.
+// The polling thread gives the device nothing that takes longer than a doorbell. Under ThreadSanitizer, this test also
+// detects state that the two halves share wrongly.
 TEST(VerbsEnds, OnlyTheControlThreadBlocks) {
   TwoNics nics;
   ControlThread control;
@@ -549,7 +549,7 @@ TEST(VerbsEnds, OnlyTheControlThreadBlocks) {
     ASSERT_EQ(a.opened.domain->post(link, batch), Posted::kYes);
     ASSERT_EQ(a.opened.domain->send(link, 1000 + link, Bytes(9, std::byte{1})), Posted::kYes);
     until([&] { return a.record.succeeded(link) && a.record.succeeded(1000 + link) && b.record.counted == link; });
-    if (link < kLinks) {  // the last one is left to the domains' ends
+    if (link < kLinks) {  // the last one ends with the domains
       until([&] { return b.opened.domain->fence(1000 + link); });
       until([&] { return a.opened.domain->fence(link); });
     }

@@ -1,5 +1,5 @@
-// A NIC's interface goes down in the middle of a transfer that runs over two. Needs real ones: KVC_TEST_DEVICES names
-// two for each side, KVC_TEST_LINK_DOWN and _UP are commands for the first one of the sender (make test-verbs sets them).
+// A NIC's interface goes down during a transfer that uses two NICs. Needs real NICs: KVC_TEST_DEVICES names two for
+// each side, and KVC_TEST_LINK_DOWN and _UP are commands for the sender's first one (make test-verbs sets them).
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -39,7 +39,7 @@ TEST(VerbsFailover, ALinkTakenDownInMidTransferLosesNothing) {
     must(pair.sender.engine->write_pages(transfer, all_pages(pair, round, immediate)));
   }
   must(pair.sender.engine->seal(transfer));
-  // A third of the way.
+  // A third of the transfer.
   while (must(pair.sender.engine->progress(transfer)).pages_done < kRounds * kPages / 3) std::this_thread::yield();
   run(down);
   const Event event = ended(*pair.sender.engine, transfer);

@@ -1,7 +1,8 @@
-// A stand-in for NICs and their network: ports, queue pairs and completion queues in this process, with the rules that a
-// NIC keeps (states, packet sequence numbers, receives that are used up, and how mlx5 ends a queue pair) and the faults
-// that a real one cannot be made to show. What is posted is carried out at once, or when its receiver can take it.
-// verbs_fake_library.h is libibverbs over it, for any thread; what a test looks at and sets is for times when none calls.
+// A stand-in for NICs and their network: ports, queue pairs and completion queues in this process. It has the rules of
+// a NIC: states, packet sequence numbers, receives that are used up, and the way in which mlx5 ends a queue pair. It also
+// has faults that a real NIC cannot be made to show. Posted requests are carried out at once, or when the receiver can
+// take them. verbs_fake_library.h is libibverbs over it, for any thread. Tests may read and set its fields while no other
+// thread calls it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -88,12 +89,12 @@ struct Qp : abi::ibv_qp {
   int state = abi::IBV_QPS_RESET;
   abi::ibv_qp_attr rtr{}, rts{}, init{};
   abi::ibv_qp_cap cap{};
-  std::deque<Sent> waiting;  // for a receive at the peer
-  std::deque<Sent> unheard;  // carried out, and the acknowledgement was lost
-  uint32_t outstanding = 0;  // slots taken and not freed by a signalled completion
+  std::deque<Sent> waiting;  // waiting for a receive at the peer
+  std::deque<Sent> unheard;  // carried out, but the acknowledgement was lost
+  uint32_t outstanding = 0;  // slots in use that no signalled completion has freed
   uint32_t unsignalled = 0;
-  std::optional<uint64_t> half_arrived;  // the receive of a message of which the first packet has come
-  std::optional<uint64_t> flushed_at;    // in ERR: when it will have flushed what was posted on it
+  std::optional<uint64_t> half_arrived;  // the receive of a message whose first packet has arrived
+  std::optional<uint64_t> flushed_at;    // in ERR: the time at which its posted work will be flushed
   unsigned unacknowledged = 0;           // events about it
   bool stopped = false;                  // by its owner
   std::optional<std::thread::id> poster;
@@ -121,7 +122,7 @@ class Fabric {
     device.ports = std::move(ports);
     return device;
   }
-  // A RoCE device as rxe makes it: a link-local GID, then an IPv4 one.
+  // A RoCE device like rxe's: a link-local GID, then an IPv4 one.
   Device& add_roce(std::string name, uint8_t last) {
     return add(
         std::move(name),
@@ -136,33 +137,33 @@ class Fabric {
   std::list<std::unique_ptr<Mr>> regions;
   std::list<Srq*> srqs;
   std::list<Cq*> cqs;
-  std::vector<Sent> log;  // everything that was posted
+  std::vector<Sent> log;  // all posted requests
   int objects = 0;        // contexts, domains, queues, channels
   int cq_overruns = 0;
   int posts_before_ready = 0;  // requests that found no queue pair ready for them
-  int lost_receives = 0;       // that went with a queue pair, unheard of by whoever posted them
+  int lost_receives = 0;       // lost with a queue pair, without a report to the thread that posted them
 
-  // How a queue pair ends. As with mlx5: the event says when its receives are flushed, and its destruction takes its
-  // entries out of the completion queue. rxe of Linux 6.1 does neither, and flushes before it is gone at the latest.
+  // How a queue pair ends. With mlx5, an event reports that its receives are flushed, and its destruction removes its
+  // entries from the completion queue. rxe of Linux 6.1 does neither, and flushes at the latest before it is gone.
   bool says_last_receive = true;
   bool purges = true;
   // Turns of poll_cq() from ERR until everything is flushed.
   uint64_t flush_lag = 1;
 
-  // Faults. The next request to be carried out fails like this; what its completion says beside the id is noise.
+  // Faults. The next request fails with this status. All fields of its completion but the id are noise.
   std::optional<int> fail_next;
-  // post_send takes this many requests more, then says ENOMEM once.
+  // post_send takes this many more requests, then returns ENOMEM once.
   std::optional<uint32_t> memory_for;
-  // Nothing is carried out: the peer's NIC is slow.
+  // Nothing is carried out, as with a slow NIC at the peer.
   bool stalled = false;
-  // Writes arrive, but their sender does not hear of it.
+  // Writes arrive, but their sender gets no acknowledgement.
   bool write_acknowledgements_lost = false;
-  // Each queue pair that goes to ERR has the first packet of a message, and a receive for it.
+  // Each queue pair that enters ERR has the first packet of a message, and a receive for it.
   bool messages_half_arrived = false;
-  // Calls that may block are refused to this thread.
+  // Calls that may block are refused on this thread.
   std::optional<std::thread::id> may_not_block;
 
-  // Any thread. Two for each end of a link that there is.
+  // Two for each existing end of a link. Any thread.
   size_t live_queue_pairs() {
     const std::lock_guard lock(mutex_);
     return queue_pairs.size();
@@ -189,7 +190,7 @@ class Fabric {
     }
     qp.flushed_at = turn_ + flush_lag;
   }
-  // To each context of this NIC.
+  // Raises the event for each context of this NIC.
   void raise(const std::string& nic, const abi::ibv_async_event& event) {
     for (Context* context : contexts) {
       if (context->nic->name == nic) raise(*context, event);
@@ -199,13 +200,13 @@ class Fabric {
     return std::any_of(contexts.begin(), contexts.end(),
                        [](const Context* context) { return !context->events.empty(); });
   }
-  // In this NIC's completion queues.
+  // Number of entries in this NIC's completion queues.
   size_t entries(const std::string& nic) const {
     size_t entries = 0;
     for (const Cq* cq : cqs) entries += cq->context->nic->name == nic ? cq->entries.size() : 0;
     return entries;
   }
-  // Those of writes, then those of messages, that are posted on this NIC.
+  // Numbers of receives posted on this NIC: for writes, then for messages.
   std::vector<size_t> posted_receives(const std::string& nic) const {
     std::vector<size_t> posted;
     for (const Srq* srq : srqs) {

@@ -20,7 +20,7 @@ namespace kvc::verbs::fake {
 struct Functions {
   static Fabric& fabric() { return *Fabric::current; }
   static std::unique_lock<std::mutex> lock() { return std::unique_lock(fabric().mutex_); }
-  // Of a call that may block.
+  // The lock for calls that may block.
   static std::unique_lock<std::mutex> lock_blocking() {
     std::unique_lock guard = lock();
     EXPECT_NE(fabric().may_not_block, std::this_thread::get_id()) << "blocks the thread that polls";
@@ -268,7 +268,7 @@ struct Functions {
       fabric().error(qp);
       return 0;
     }
-    // Each state comes from the one before it.
+    // Each state must follow the previous one.
     if (attr->qp_state != qp.state + 1) return EINVAL;
     qp.state = attr->qp_state;
     if (qp.state == abi::IBV_QPS_INIT) qp.init = *attr;

@@ -1,4 +1,4 @@
-// What peers cost a NIC, by count of its objects: whole engines over the stand-in for libibverbs.
+// The number of NIC objects that each peer needs: whole transfer engines over the stand-in for libibverbs.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -17,8 +17,8 @@ namespace {
 constexpr size_t kPeers = 20;
 constexpr size_t kNics = 2;
 constexpr size_t kPage = 4096;
-constexpr size_t kEnds = 2;        // of a link, both of them in this process
-constexpr size_t kQueuePairs = 2;  // of an end: one for writes, one for messages
+constexpr size_t kEnds = 2;        // per link, both of them in this process
+constexpr size_t kQueuePairs = 2;  // per end: one for writes, one for messages
 
 EngineConfig over_fake_nics(const std::string& name) {
   EngineConfig config;
@@ -34,11 +34,11 @@ EngineConfig over_fake_nics(const std::string& name) {
   return config;
 }
 
-// Every engine has two NICs, so that a peer may be worth two links.
+// Every transfer engine has two NICs, so that a peer can have two links.
 struct Cluster : fake::Fabric {
   struct Member {
     std::unique_ptr<test::Side> side;
-    PeerId peer = 0;  // as the hub knows it
+    PeerId peer = 0;  // the hub's id of it
     RemoteRegionId region = 0;
   };
 
@@ -59,7 +59,7 @@ struct Cluster : fake::Fabric {
         test::must(hub->engine->write_one(member.peer, hub->region, 0, member.region, 0, kPage, std::nullopt));
     EXPECT_EQ(test::ended(*hub->engine, write).kind, EventKind::kTransferDone);
   }
-  // Once the hub, and its members together, have as many links.
+  // The number of queue pairs once the hub, and its members together, have this many links.
   size_t queue_pairs_with_links(size_t links) {
     const auto up = [&] {
       size_t theirs = 0;

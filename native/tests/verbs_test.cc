@@ -1,4 +1,4 @@
-// The verbs provider, domain against domain: over a stand-in for libibverbs everywhere, and over real NICs where
+// The verbs provider, domain against domain. Everywhere over a stand-in for libibverbs, and over real NICs if
 // KVC_TEST_DEVICES names two (make test-verbs does, in a VM with software NICs).
 #include <gtest/gtest.h>
 
@@ -21,7 +21,7 @@
 namespace kvc::verbs {
 namespace {
 
-// --- What holds on every NIC.
+// --- Behaviour on every NIC.
 
 class VerbsDomains : public testing::TestWithParam<std::string> {
  protected:
@@ -68,7 +68,7 @@ TEST_P(VerbsDomains, BothEndsMayPostAtOnce) {
   Pair& p = pair();
   const Bytes offer = test::must(p.a.domain->offer(kLinkOfA));
   const Bytes answer = test::must(p.b.domain->accept(kLinkOfB, offer));
-  // B may post from here on; the domain takes it when its transport is up.
+  // B may post from here on. The domain takes it when its transport is up.
   bool posted_b = post(p.b, kLinkOfB, p.a, pages(2, 8, 100)) == Posted::kYes;
   test::must(p.a.domain->complete(kLinkOfA, answer));
   ASSERT_EQ(post(p.a, kLinkOfA, p.b, pages(1, 8)), Posted::kYes);
@@ -214,7 +214,7 @@ TEST_P(VerbsDomains, WhatWasCompletedWasCountedBeforeTheFenceReturns) {
   p.connect();
   WorkId next = 1;
   while (post(p.a, kLinkOfA, p.b, pages(next, 16)) == Posted::kYes) ++next;
-  // The receiver does not poll; the sender takes completions.
+  // The receiver does not poll, and the sender takes completions.
   for (int turn = 0; turn < 2000 && p.a.record.completed.empty(); ++turn) p.a.domain->poll();
   fence(*p.b.domain, kLinkOfB);
   const uint64_t counted = p.b.record.counted;
@@ -282,8 +282,9 @@ TEST_P(VerbsDomains, ARevokedKeyIsRefused) {
   EXPECT_EQ(p.b.record.counted, 0U);
 }
 
-// 11: a datagram lost in the handshake was never repeated, a queue pair in error never replaced. Here the offer and the
-// answer are all there is to a connection, a broken link is reported once, and the next offer makes a new one.
+// 11: a datagram lost in the handshake was never repeated, and a queue pair in error was never replaced. Here a
+// connection consists of the offer and the answer only. A broken link is reported once, and the next offer makes a new
+// one.
 TEST_P(VerbsDomains, PublishedDefect11ABrokenLinkIsTornDownReportedOnceAndReplaced) {
   Pair& p = pair();
   p.connect();
@@ -339,7 +340,7 @@ TEST_P(VerbsDomains, ASleepingDomainIsWokenByItsDescriptor) {
   p.run_until([&] { return p.b.record.counted == 1; });
 }
 
-// --- What only the stand-in can show.
+// --- Behaviour that only the stand-in can show.
 
 TEST(VerbsFaults, APeerThatGoesWhileNothingIsSentIsNoticed) {
   Tuning tuning;
@@ -350,14 +351,14 @@ TEST(VerbsFaults, APeerThatGoesWhileNothingIsSentIsNoticed) {
   const auto asleep = [&] { return p.a.domain->prepare_sleep(); };
   p.run_until(asleep, "the worker may sleep");
   p.fail_next = abi::IBV_WC_RETRY_EXC_ERR;
-  // Its timer, not its owner, wakes it.
+  // Its timer wakes it, not its owner.
   pollfd fd{p.a.domain->domain().fd(), POLLIN, 0};
   ASSERT_EQ(::poll(&fd, 1, 20'000), 1);
   p.run_until([&] { return asleep() && !p.a.record.down.empty(); }, "the link is down");
 }
 
-// 3: the published code read opcode and byte counts of failed completions, which mean nothing, and took their wr_id for
-// a pointer. The stand-in fills failed completions with what would be an immediate from nowhere.
+// 3: the published code read opcode and byte counts of failed completions, which mean nothing, and used their wr_id as
+// a pointer. The stand-in fills failed completions with the fields of an immediate from nowhere.
 TEST(VerbsFaults, PublishedDefect03AFailedCompletionIsReadByOurOwnIdAlone) {
   FakePair p;
   p.connect();
@@ -376,7 +377,7 @@ TEST(VerbsFaults, PublishedDefect03AFailedCompletionIsReadByOurOwnIdAlone) {
   EXPECT_EQ(p.a.record.down.size(), 1U);
 }
 
-// 4: the published code answered a handshake before its own queue pairs could take anything in.
+// 4: the published code answered a handshake before its own queue pairs could receive.
 TEST(VerbsFaults, PublishedDefect04AnAnswerIsGivenByQueuePairsThatAreReady) {
   FakePair p;
   const Bytes offer = test::must(p.a.domain->offer(kLinkOfA));
@@ -388,7 +389,7 @@ TEST(VerbsFaults, PublishedDefect04AnAnswerIsGivenByQueuePairsThatAreReady) {
     EXPECT_EQ(qp->state, abi::IBV_QPS_RTS) << "takes in what comes, and may send once it is asked to";
     EXPECT_FALSE(reinterpret_cast<fake::Srq*>(qp->srq)->receives.empty());
   }
-  // The accepting side waits for the other's hello, however long that takes.
+  // The accepting side waits for the offerer's hello, however long that takes.
   EXPECT_EQ(post(p.b, kLinkOfB, p.a, pages(1, 1)), Posted::kBusy);
   run_idle(p.both());
   EXPECT_EQ(post(p.b, kLinkOfB, p.a, pages(1, 1)), Posted::kBusy);
@@ -410,8 +411,7 @@ TEST(VerbsFaults, AnAcceptedLinkWhoseHelloNeverComesEnds) {
   EXPECT_EQ(p.b.held().links, 0U);
 }
 
-// 5: the published code took port 1, GID 0 and pkey 0 for granted, and put immediates onto the wire as they lie in
-// memory.
+// 5: the published code assumed port 1, GID 0 and pkey 0, and sent immediates in memory order.
 TEST(VerbsFaults, PublishedDefect05PortGidAndPkeyAreChosenAndImmediatesAreBigEndian) {
   fake::Fabric fabric;
   const auto ports = [](uint8_t last) {
@@ -449,8 +449,8 @@ TEST(VerbsFaults, PublishedDefect05PortGidAndPkeyAreChosenAndImmediatesAreBigEnd
   EXPECT_EQ(p.b.record.immediates.at(0), sent);
 }
 
-// 6: the published code began its own send queue with the peer's packet sequence number, which went unnoticed as both
-// were constants. The stand-in answers nothing that is numbered otherwise than announced.
+// 6: the published code started its own send queue with the peer's packet sequence number. This was not noticed because
+// both were constants. The stand-in answers no packets with other numbers than announced.
 TEST(VerbsFaults, PublishedDefect06EachSideBeginsWithItsOwnRandomPacketSequenceNumber) {
   FakePair p;
   std::set<uint32_t> seen;
@@ -524,7 +524,7 @@ TEST(VerbsFaults, TheCompletionQueueIsNeverOverrun) {
   }
   EXPECT_GT(posted, 4U);
   EXPECT_LT(posted, 20U) << "64 entries less 24 receives, at 3 requests a batch";
-  // All of it fails at once: every request takes an entry, signalled or not.
+  // Everything fails at once: every request takes an entry, signalled or not.
   for (LinkId link = 0; link < 4; ++link) nics.error(*nics.queue_pairs.front());
   nics.stalled = false;
   p.run_until([&] { return p.a.record.completed.size() == posted; });
@@ -539,7 +539,7 @@ TEST(VerbsFaults, ADeviceThatFailsEndsEveryLinkWithItsWords) {
   p.raise("nic0", {{.port_num = 0}, abi::IBV_EVENT_DEVICE_FATAL});
   run_until({p.a.domain.get()}, [&] { return p.a.record.down.size() == 2; }, "both links");
   EXPECT_EQ(p.a.record.down[0].error.message, "an event of the device");
-  // Whoever connects goes without this domain, and hears why.
+  // New connections do not use this domain, and get the reason.
   for (const Result<Bytes>& refused : {p.a.domain->offer(77), p.a.domain->accept(78, offer)}) {
     ASSERT_FALSE(refused.ok());
     EXPECT_EQ(refused.error().message, "nic0 has failed: an event of the device");
@@ -547,7 +547,7 @@ TEST(VerbsFaults, ADeviceThatFailsEndsEveryLinkWithItsWords) {
   EXPECT_TRUE(p.b.domain->offer(79).ok()) << "another NIC is none the worse";
 }
 
-// The engine's threads: what the connector has just made reaches a domain that has read the event meanwhile.
+// As on the threads of the transfer engine: a new link reaches a domain that has read the event meanwhile.
 TEST(VerbsFaults, ALinkThatComesAfterItsDeviceHasFailedEnds) {
   FakePair p;
   const Bytes offer = test::must(p.a.domain->offer(kLinkOfA));

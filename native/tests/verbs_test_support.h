@@ -1,5 +1,5 @@
-// What the tests of the verbs provider share: two domains driven by one thread, over a stand-in for the library, or over
-// the real one where KVC_TEST_DEVICES names two NICs.
+// Helpers for tests of the verbs provider: two domains driven by one thread. They use a stand-in for the library, or
+// the real one if KVC_TEST_DEVICES names two NICs.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ struct End {
         })),
         record(domain->record),
         rkey(test::must(domain->register_region(memory.data(), memory.size()))) {}
-  // Deterministic bytes that differ from page to page and from seed to seed.
+  // Deterministic bytes that differ between pages and between seeds.
   void fill(uint64_t seed) { test::fill_random(memory.data(), memory.size(), seed); }
   VerbsDomain::Held held() const { return static_cast<VerbsDomain&>(domain->domain()).held(); }
 
@@ -51,7 +51,7 @@ struct End {
   uint64_t rkey;
 };
 
-// `pages` pages of 4 KiB, each to the place mirrored on the other side.
+// `pages` pages of 4 KiB, each to the mirrored place on the opposite side.
 inline Batch pages(WorkId work, size_t pages, size_t first = 0) {
   Batch batch;
   batch.work = work;
@@ -70,7 +70,7 @@ inline void expect_written(const End& source, const End& target, const Batch& ba
   }
 }
 
-// Two domains; A offers.
+// Two domains. A offers.
 struct Pair {
   Pair(const Library& library, const std::string& device_a, const std::string& device_b, const Tuning& tuning = {},
        size_t bytes = 1 << 20)
@@ -87,7 +87,7 @@ struct Pair {
   void fence(End& end, LinkId link) {
     run_until([&] { return end.domain->fence(link); }, "fence");
   }
-  // Of links that were fenced on both sides nothing is left.
+  // Checks that nothing is left of links that were fenced on both sides.
   void expect_empty() {
     run_until([&] { return a.held().links == 0 && b.held().links == 0; }, "the ends of all links");
     for (const End* end : {&a, &b}) {

@@ -28,8 +28,8 @@ TEST(Waker, SignalsOnlyWhoSleeps) {
   EXPECT_FALSE(readable(*waker));
 }
 
-// A thread takes the announcement back, is preempted, and signals only when the worker, awake meanwhile for another
-// reason, sleeps again.
+// A thread takes the announcement back, is preempted, and signals only when the transfer thread sleeps again, after
+// having been awake for another reason.
 TEST(Waker, ALateSignalDoesNotOutliveTheNextSleep) {
   const auto waker = Waker::create().value();
   waker->announce_sleep();
@@ -39,7 +39,7 @@ TEST(Waker, ALateSignalDoesNotOutliveTheNextSleep) {
   EXPECT_FALSE(readable(*waker));
 }
 
-// Its work is done by another thread, which says so between the last look for it and the announcement of the sleep.
+// Another thread does its work, and reports it between the last look for work and the announcement of the sleep.
 class LateNews : public PollLoop::Work {
  public:
   LateNews(PollLoop& loop, Waker& waker) : loop_(loop), waker_(waker) {}

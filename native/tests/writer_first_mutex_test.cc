@@ -1,4 +1,5 @@
-// Submissions read what the worker writes at the end of each transfer: however many there are, transfers end.
+// Submissions read data that the transfer thread writes at the end of each transfer. However many there are, transfers
+// end.
 
 #include <thread>
 #include <vector>
@@ -16,7 +17,7 @@ TEST(WriterFirstMutex, ThreadsThatSubmitWithoutPauseKeepNoTransferFromEnding) {
   std::vector<std::jthread> threads;
   for (int i = 0; i < 8; ++i) {
     threads.emplace_back([&](const std::stop_token& stop) {
-      // Looked up and refused: so that it is the lock that is kept busy, and nothing piles up.
+      // Looked up and refused, so that only the lock is kept busy, and no work accumulates.
       while (!stop.stop_requested() && std::chrono::steady_clock::now() < limit) {
         EXPECT_EQ(engine.write(open, pair.sender.region, 4096, pair.receiver_region, 0, 1, std::nullopt).error().code,
                   ErrorCode::kOutOfRange);

@@ -1,4 +1,4 @@
-"""What the tests in a browser share: the browser, and the fake engines of the router's unit tests."""
+"""Fixtures of the browser's tests: the browser, and the fake engines of the router's unit tests."""
 
 from __future__ import annotations
 

@@ -26,13 +26,14 @@ from kv_connector.router.front.app import create_app
 pytestmark = pytest.mark.anyio
 
 COMPLETION = {"prompt": "the secret of the prompt", "max_tokens": 3}
-# Were it taken for HTML anywhere, the page would say so.
+# If the page took this for HTML anywhere, its title would show it.
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
 @contextlib.asynccontextmanager
 async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[Page]:
-    """The client's router's page; one that the browser complained about fails the test."""
+    """Opens the status page of the client's router. The test fails if the browser complains about the
+    page."""
     async with browser.page(str(client.base_url)) as page:
         await page.until("document.querySelectorAll('#engines tr').length > 0")
         yield page
@@ -40,7 +41,7 @@ async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[P
 
 
 def has(selector: str, text: str) -> str:
-    """The condition that an element is to be seen, and says this."""
+    """Returns the condition that an element is visible and contains the text."""
     element = f"document.querySelector('{selector}')"
     return f"{element}.checkVisibility() && {element}.innerText.includes({text!r})"
 
@@ -115,8 +116,8 @@ async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(brows
         ):
             await page.until(has("#verdict", "2 engines ready"))
             assert "verbs (3 peers)" in await page.text("#engines")
-            assert "7 transfers under way" in await page.text("#transfers")
-            registrars[Role.DECODE]._routers.clear()  # as a process that was stopped
+            assert "7 transfers in flight" in await page.text("#transfers")
+            registrars[Role.DECODE]._routers.clear()  # like a process that was stopped
             await page.until(has("#verdict", "no decode engine is ready"))
             await page.until("document.querySelector('#engines .silent')")
             await page.until(has("#failures", "decode 1 is silent"))

@@ -1,7 +1,8 @@
-"""The code in documents is run as it stands there.
+"""Runs the code in documents as it stands there.
 
-Python blocks: a page's all in order, with what those before them have defined. Shell blocks: those that a
-comment marks, in a directory with the models that they name, and with the output that the document shows:
+All Python blocks of a page run in order, with the names that earlier blocks define. Shell blocks run if a
+comment marks them, in a directory with the models that they name. Their output must be the one that the
+document shows:
 
     <!-- run -->
     <!-- output -->
@@ -25,7 +26,7 @@ DOCUMENTS = {
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 }
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-# A comment, an empty line or none, and a block: fenced, or indented.
+# A comment, an empty line or none, and a block, which is fenced or indented.
 MARKED = re.compile(r"<!-- (run|output) -->\n\n?(?:```\w*\n((?s:.*?))```|((?:(?: {4}.*)?\n)+))")
 MODELS = {
     "Llama-3.1-8B": {

@@ -1,4 +1,4 @@
-"""examples/compose: images are built, a question is answered, an engine is killed and started again.
+"""examples/compose: images are built, a request is answered, an engine is killed and started again.
 
 `make test-compose`. Without a base image from a registry, name one of this machine: BASE=python:3.11-local.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif("KVC_COMPOSE" not in os.environ, reason="builds 
 
 
 def docker(*words: str) -> str:
-    """The output; RuntimeError with its words where it fails."""
+    """Returns the output; a RuntimeError has the output of a failed call."""
     done = subprocess.run(["docker", *words], cwd=COMPOSE, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"docker {' '.join(words)}: {done.stderr[-3000:]}")
@@ -40,7 +40,7 @@ def compose(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[str]:
-    """Its URL, once `up` has had its answer."""
+    """The router's URL, after `up` has received its answer."""
     try:
         docker("info")
         docker("compose", "version")
@@ -104,7 +104,7 @@ def test_the_answer_s_kv_came_from_the_prefill_engine(router: str) -> None:
 def test_a_killed_engine_is_missed_and_comes_back(router: str) -> None:
     expected = ask(router)
     compose("kill", "prefill")
-    until_prefill(router, None)  # dead, and forgotten
+    until_prefill(router, None)  # dead, and removed from the router
     assert ask(router) == expected  # the decode engine computes the prompt
     compose("up", "--detach", "--wait", "prefill")
     until_prefill(router, "ready")
@@ -112,12 +112,12 @@ def test_a_killed_engine_is_missed_and_comes_back(router: str) -> None:
 
 
 def test_engines_find_a_router_that_comes_back_with_another_address(router: str) -> None:
-    """They look its name up again."""
+    """The engines resolve the router's name again."""
     container = compose("ps", "--quiet", "router").strip()
     template = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
     before = docker("inspect", "--format", template, container).strip()
     compose("rm", "--stop", "--force", "router")
-    # Somebody else takes its address, if Docker gives that out again at once.
+    # Another container takes the router's address, in case Docker assigns it again at once.
     taken = docker("run", "--detach", "--rm", "--network", f"{PROJECT}_default", BASE, "sleep", "300")
     try:
         compose("up", "--detach", "--wait", "router")

@@ -1,6 +1,6 @@
-"""examples/: what each of their pages says is so, and its command does it.
+"""examples/: each page's statements are true, and its command does what the page says.
 
-Those that need engines are run by `make test-examples`, which runs their commands as a reader would.
+`make test-examples` runs the examples that need engines, with their commands as a reader would run them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
 PAGE_LINES = 60
-# Twice the longest: failure takes 320 s of two cores, as engines start beside three that answer.
+# Twice the longest time: failure takes 320 s of two cores, as engines start beside three that answer.
 COMMAND_SECONDS = 640
 
 
 def command(name: str) -> str:
-    """What the page tells its reader to run: the first thing that is set apart in it."""
+    """Returns the command that the page gives its reader: the first indented block."""
     page = (EXAMPLES / name / "README.md").read_text()
     first = re.search(r"^    (\S.*(?:\\\n.*)*)", page, re.MULTILINE)
     assert first, f"{name} has no command"
@@ -35,7 +35,8 @@ def command(name: str) -> str:
 
 
 def run(line: str, **environment: str) -> str:
-    """The output of a page's command, where the checkout's environment is active; it has to succeed."""
+    """Runs a page's command in the checkout's active environment and returns its output. The command must
+    succeed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         shlex.split(line),
@@ -110,7 +111,7 @@ def test_rl_rewards_what_stands_in_order() -> None:
     answers = torch.tensor([[1, 1, 2, 3], [1, 2, 3, 9], [9, 0, 9, 0], [0, 0, 9, 10]])
     rewards = learn.rewards(learn.Samples(prompts, answers, torch.zeros(4, 4)))
     assert rewards.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0]]
-    # What all answers to a prompt have right, or wrong, teaches nothing.
+    # A token that all answers to a prompt have right, or all have wrong, teaches nothing.
     half = [0, 0.5, 0.5, 0.5], [0, -0.5, -0.5, -0.5], [-0.5, 0, 0, 0], [0.5, 0, 0, 0]
     assert learn.advantages(rewards).tolist() == list(half)
 

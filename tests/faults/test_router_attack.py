@@ -30,7 +30,7 @@ STUB = "kv_connector.bench.stub_engine"
 MIB = 1 << 20
 CLIENTS = 4
 SECONDS = 10.0
-# docs/operations.md: 100 MiB, and three times the budget of bodies, 128 MiB.
+# docs/router-api.md: 100 MiB, and three times the budget of bodies, 128 MiB.
 MEMORY_MIB = 100 + 3 * 128
 # With this limit, at most 224 requests are in flight, and 224 connections are idle.
 DESCRIPTORS = 1024

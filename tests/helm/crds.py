@@ -1,4 +1,4 @@
-"""The shapes of custom resources that the chart makes: the fields that it uses, and no others."""
+"""Schemas of the custom resources that the chart makes, with the fields that it uses and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""integration/helm: the chart as Helm's own engine renders it, held against schemas of Kubernetes' releases.
+"""integration/helm: the chart as Helm's own engine renders it, checked against schemas of Kubernetes'
+releases.
 
 Helm and the schemas come as Python packages, which `make test-helm` installs.
 """
@@ -21,7 +22,7 @@ from kv_connector.control.cluster_key import ClusterKey
 
 helm = pytest.importorskip("helm_python", reason="no Helm here: make test-helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="no schemas here: make test-helm")
-# The schemas' package brings both.
+# The schemas' package depends on both.
 jsonschema = pytest.importorskip("jsonschema")
 yaml = pytest.importorskip("yaml")
 
@@ -41,7 +42,7 @@ LEAST: Values = {
 
 
 def with_values(*paths: tuple[str, Any]) -> Values:
-    """The least values, and others at dotted paths."""
+    """Returns the minimal values, with other values at dotted paths."""
     values: Values = json.loads(json.dumps(LEAST))
     for path, value in paths:
         *above, last = path.split(".")
@@ -79,7 +80,7 @@ def render(chart: Any, values: Values) -> Objects:
 
 
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each pod template, and whose it is."""
+    """Yields each pod template with the kind and name of its object."""
     for (kind, name), thing in objects.items():
         if kind in ("Deployment", "StatefulSet"):
             yield name, thing["spec"]["template"]
@@ -101,7 +102,7 @@ def transfer(container: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- What every file of values makes
+# --- Rules for every file of values
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -122,7 +123,7 @@ def test_kubernetes_knows_every_field(chart: Any, file: Path, release: str) -> N
             jsonschema.validate(thing, CRDS[kind])
         else:
             kubernetes_validate.validate(thing, release, strict=True)
-    for _, pod in pods(objects):  # those within objects that Kubernetes does not know
+    for _, pod in pods(objects):  # pod templates in objects of kinds that Kubernetes does not know
         alone = {"apiVersion": "v1", "kind": "Pod", **pod}
         kubernetes_validate.validate(alone, release, strict=True)
 
@@ -181,7 +182,7 @@ def test_what_runs_may_do_no_more_than_it_must(chart: Any, file: Path) -> None:
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
-# --- Single things
+# --- Single rules
 
 
 def test_engines_and_routers_find_each_other(chart: Any) -> None:

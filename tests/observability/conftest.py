@@ -1,4 +1,4 @@
-"""Board and rules, by who reads them: `make test-observability`. `make test` reads the files alone."""
+"""Board and rules, read by Prometheus: `make test-observability`. `make test` only reads the files."""
 
 from __future__ import annotations
 

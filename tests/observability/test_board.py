@@ -1,4 +1,4 @@
-"""The board's file is what its generator makes."""
+"""The board's file equals the output of its generator."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Board and rules as files: what they name exists, and each alert has its chapter."""
+"""Board and rules as files: the series that they name exist, and each alert has its chapter."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ GROUPS = yaml.safe_load((FILES / "rules.yaml").read_text())["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
-# Of vLLM 0.32 and 0.33.
+# Series of vLLM 0.32 and 0.33.
 VLLM = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
 
 
 def expressions() -> Iterator[str]:
-    """Of the board and of the rules."""
+    """Yields the expressions of the board and of the rules."""
     for panel in BOARD["panels"]:
         yield from (target["expr"] for target in panel.get("targets", ()))
     yield from (rule["expr"] for rule in RULES)
 
 
 def exposed() -> set[str]:
-    """Names of series that a router or an engine shows, or that a rule records."""
+    """Returns the names of series that a router or an engine exposes, or that a rule records."""
     ours = {family.name for family in Metrics().registry.collect()} | NAMES | {*WEIGHT_NAMES}
     suffixes = ("", "_total", "_bucket", "_sum", "_count")
     recorded = {rule["record"] for rule in RULES if "record" in rule}
@@ -63,7 +63,7 @@ def test_an_alert_leads_to_its_chapter(alert: str) -> None:
     rule: dict[str, Any] = ALERTS[alert]
     assert rule["labels"]["severity"] in ("critical", "warning")
     path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-    # As GitHub, and mkdocs, make an anchor of a heading.
+    # GitHub and mkdocs make an anchor of a heading in this way.
     headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
     assert anchor == alert.lower()
     assert alert in headings

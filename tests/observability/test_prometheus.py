@@ -1,4 +1,4 @@
-"""The rules' own tests, and board and rules asked of a real Prometheus that scrapes a router, P and D."""
+"""The rules' own tests, and board and rules on a real Prometheus that scrapes a router and two engines."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.anyio
 BIN = Path(os.environ["KVC_PROMETHEUS"])
 SCRAPE_SECONDS = 1
 LOAD_SECONDS = 20.0
-# Until the last answers are scraped, and the rules over them evaluated.
+# Seconds until the last answers are scraped, and the rules over them evaluated.
 SETTLE_SECONDS = 20.0
 
-# Of these nothing may be there in a fleet that is well: phases that no transfer was in when a step ended.
+# Expressions that may have no series in a healthy fleet: phases that no transfer was in when a step ended.
 MAY_BE_EMPTY = ('phase="fencing"',)
 
 
@@ -51,12 +51,12 @@ class Prometheus:
         self._url = url
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What it answers now; fails where it takes the expression for wrong."""
+        """Returns the expression's current result; fails if Prometheus rejects the expression."""
         found: list[dict[str, Any]] = self._get("query", query=expression)["result"]
         return found
 
     def firing(self) -> set[str]:
-        """Alerts whose condition holds, for however long."""
+        """Returns the alerts whose condition holds, for whatever time."""
         return {alert["labels"]["alertname"] for alert in self._get("alerts")["alerts"]}
 
     def _get(self, what: str, **parameters: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(directory: Path, targets: dict[str, list[str]]) -> Iterator[Prometheus]:
-    """One that scrapes these addresses, by job, with our rules."""
+    """Runs a Prometheus with our rules that scrapes these addresses, by job."""
     (port,) = free_ports(1)
     config = {
         "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"},
@@ -81,7 +81,7 @@ def prometheus(directory: Path, targets: dict[str, list[str]]) -> Iterator[Prome
         ],
     }
     file = directory / "prometheus.yml"
-    file.write_text(json.dumps(config))  # YAML is what JSON is, too
+    file.write_text(json.dumps(config))  # JSON is YAML, too
     command = [
         str(BIN / "prometheus"),
         f"--config.file={file}",
@@ -97,7 +97,7 @@ def prometheus(directory: Path, targets: dict[str, list[str]]) -> Iterator[Prome
 
 
 async def load(router: str) -> None:
-    """Completions, some of which only D has a part in, and one that no engine takes."""
+    """Sends completions, some of which only the decode engine computes, and one that no engine accepts."""
     async with httpx.AsyncClient(base_url=router, timeout=60) as client:
 
         async def ask(expected: int = 200, **request: Any) -> None:
@@ -117,7 +117,7 @@ async def load(router: str) -> None:
 
 
 def board_expressions() -> dict[str, str]:
-    """By panel and query, with Grafana's variables as it would fill them in."""
+    """Returns the board's expressions by panel and query, with Grafana's variables filled in."""
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
         .replace("$__rate_interval", "30s")
@@ -166,7 +166,7 @@ def check(server: Prometheus) -> None:
 
 
 def answers(server: Prometheus, expression: str) -> bool:
-    """Whether there is a series with a number."""
+    """Returns whether the result has a series with a number."""
     return any(series["value"][1] != "NaN" for series in server.ask(expression))
 
 

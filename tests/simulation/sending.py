@@ -179,7 +179,7 @@ class PrefillSide:
 
     def _name(self, pages: ComputedPages) -> None:
         effects = self._process.effects
-        self._process.submit(lambda now: effects.prefill.computed(now, pages))
+        self._process.submit(lambda now: effects.prefill.pages_computed(now, pages))
 
     def _layer(
         self,

@@ -92,7 +92,7 @@ class Side:
     ) -> None:
         """Runs one step of the engine: names the pages, then computes them layer by layer."""
         base = self.signalled
-        self.agent.computed(ComputedPages(transfer, base, (GroupPages(first, tuple(blocks)),)))
+        self.agent.pages_computed(ComputedPages(transfer, base, (GroupPages(first, tuple(blocks)),)))
         self.signalled += len(self.layout.layers)
         if forward:
             for ordinal in range(len(self.layout.layers)):
@@ -107,7 +107,7 @@ class Side:
         for ordinal in range(len(self.layout.layers)):
             for block in blocks:
                 self.pages[ordinal, block] = content(transfer, ordinal, block)
-        self.agent.computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
+        self.agent.pages_computed(ComputedPages(transfer, None, (GroupPages(first, tuple(blocks)),)))
 
     # --- Decode side
 

@@ -59,12 +59,12 @@ def active(machine: PrefillMachine) -> None:
     """Brings the machine to a request whose first two of three pages are in flight."""
     assert machine.expect(0.0, prefill_request()) == []
     assert machine.reserve(0.0, PEER, reserve()) == MOVING
-    assert pushed(machine.computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
 
 
 def sealed(machine: PrefillMachine) -> None:
     active(machine)
-    assert pushed(machine.computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((3,), first=2, base=2))) == {3: 13}
     assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 

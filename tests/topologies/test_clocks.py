@@ -42,7 +42,9 @@ WORDS = (
     r"transfer \S+: the decode engine computes its prompt itself: prompt_mismatch: the prompts differ: "
     r"compare both engines' chat template, tokenizer, clock, time zone"
 )
-BROKEN_OFF = r"the answer is broken off: decode began with .* where prefill had sampled (.+)"
+BROKEN_OFF = (
+    r"the answer is broken off: the decode engine began with .* where the prefill engine had sampled (.+)"
+)
 MISMATCHES = 'kv_connector_router_early_tokens_total{outcome="mismatch"}'
 
 

@@ -32,13 +32,20 @@ class Stranger:
 
 
 STRANGERS = {
-    "model": Stranger("other", "", "plain", r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: "),
-    "dtype": Stranger(
-        "llama", "--dtype bfloat16", "plain", r"prefill has \S*float32.*decode has \S*bfloat16"
+    "model": Stranger(
+        "other", "", "plain", r"model: prefill engine has Llama\S* \S+, decode engine has Llama\S* \S+: "
     ),
-    "kv-dtype": Stranger("llama", FP8, "plain", r"prefill has \S*float32.*decode has \S*float8"),
+    "dtype": Stranger(
+        "llama", "--dtype bfloat16", "plain", r"prefill engine has \S*float32.*decode engine has \S*bfloat16"
+    ),
+    "kv-dtype": Stranger(
+        "llama", FP8, "plain", r"prefill engine has \S*float32.*decode engine has \S*float8"
+    ),
     "kv-scales": Stranger(
-        "fp8-other-scales", FP8, "scaled", r"prefill has \S+ times 0\.25.*decode has \S+ times 0\.5"
+        "fp8-other-scales",
+        FP8,
+        "scaled",
+        r"prefill engine has \S+ times 0\.25.*decode engine has \S+ times 0\.5",
     ),
 }
 PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scales", FP8, "", "")}

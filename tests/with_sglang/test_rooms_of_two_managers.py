@@ -243,7 +243,7 @@ def test_prefill_aborts(two: Pair, moment: str) -> None:
         sender.abort()
     assert sender.poll() == KVPoll.Failed
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="the prefill server aborted the request"):
+    with pytest.raises(Exception, match="the prefill engine aborted the request"):
         receiver.failure_exception()
     receiver.ensure_abort_notified(force_arm=True)  # SGLang does this for every failure
     assert receiver.abort_notified
@@ -390,7 +390,7 @@ def test_decode_may_come_first(two: Pair) -> None:
 
 def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair) -> None:
     manager = two.prefill.manager
-    manager.agent.tell_reached(manager._reached)
+    manager.agent.report_reached(manager._reached)
     sender, receiver = two.send_room(55), two.receive_room(55)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: manager.request_status[55] == KVPoll.WaitingForInput)
@@ -399,7 +399,7 @@ def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair)
     sender.clear(), receiver.clear()
     manager._reached(Reached(Role.PREFILL, "55", "55", State.MOVING))
     assert 55 not in manager.request_status
-    manager.agent.tell_reached(lambda reached: None)
+    manager.agent.report_reached(lambda reached: None)
 
 
 def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) -> None:
@@ -424,7 +424,7 @@ def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPat
     sender, receiver = two.send_room(80), two.receive_room(80)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed)
-    with pytest.raises(Exception, match="prefill has v1, decode has default"):
+    with pytest.raises(Exception, match="prefill engine has v1, decode engine has default"):
         receiver.failure_exception()
     until(lambda: sender.poll() == KVPoll.Failed)
     receiver.clear(), sender.clear()

@@ -97,9 +97,9 @@ async def test_wrong_configurations(
 
 # Text in the decode engine's log for each difference.
 REFUSALS = {
-    "kv dtype": r"attn: format: prefill has 'float32, .*', decode has 'float8_e4m3fn times 1\.0, .*dtypes",
-    "dtype": r"dtype: prefill has \S*float32.*, decode has \S*bfloat16.*--dtype",
-    "model": r"model: prefill has Llama\S* \S+, decode has Llama\S* \S+: serve the same model",
+    "kv dtype": r"format: prefill engine has 'float32, .*', decode engine has 'float8_e4m3fn .*dtypes",
+    "dtype": r"dtype: prefill engine has \S*float32.*, decode engine has \S*bfloat16.*--dtype",
+    "model": r"model: prefill engine has Llama\S* \S+, decode engine has Llama\S* \S+: serve the same model",
 }
 
 

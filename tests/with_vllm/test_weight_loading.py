@@ -505,7 +505,7 @@ def test_values_without_their_scales_and_scales_without_their_values(model: Mode
 def test_what_this_engine_cannot_take(model: Model) -> None:
     found = model.do(refusals)
     assert found.pop("") is None
-    assert found.pop("per tensor").startswith("of quantizations, only block fp8 has been tested (")
+    assert found.pop("per tensor").startswith("only block fp8 quantization has been tested (")
     assert {setting: re.findall("[a-z-]*", reason)[0] for setting, reason in found.items()} == {
         "enable_eplb": "--enable-eplb",
         "enable_sleep_mode": "--enable-sleep-mode",
@@ -521,7 +521,9 @@ def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
     names = (
         "layers.loaded.shift, layers.left.scale, layers.left.shift, layers.packed.scale, layers.packed.shift"
     )
-    assert found["warning"] == f"not in the checkpoint, and left as they are: {names} and 8 more"
+    assert (
+        found["warning"] == f"weights: parameters not in the checkpoint keep their values: {names} and 8 more"
+    )
     assert found["recorded"] == ["layers.loaded.scale"]
     kept, unset = found["kept"]
     assert (len(kept), unset, kept[0]) == (13, (), "layers.loaded.shift")

@@ -382,5 +382,7 @@ async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
         await client.post(f"{engine.url}/resume")
         trainer.shutdown()
     assert await answers(client, engine) == await answers(client, site.oracle)
-    with pytest.raises(TypeError, match="write_imm sends shards as they lie, and object only gives whole"):
+    with pytest.raises(
+        TypeError, match="write_imm sends shards as they lie in memory, but object gives whole"
+    ):
         WriteImmTrainerEngine.trainer_init(info, client=sync, source=object())

@@ -1,1 +1,1 @@
-"""Bodies: the JSON that clients send, parsed without a copy and beside the event loop."""
+"""Bodies: parsing of the JSON that clients send, without a copy and outside the event loop."""

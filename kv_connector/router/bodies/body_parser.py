@@ -1,7 +1,7 @@
-"""BodyParser: parses long bodies in a process of its own, beside the event loop.
+"""BodyParser: parses long bodies in a separate process, outside the event loop.
 
-msgspec holds the interpreter's lock while it reads, so a thread would stop the loop as well: 60 MiB of token
-ids take 0.15 s.
+msgspec holds the interpreter's lock while it reads, so a thread would stop the event loop as well: 60 MiB of
+token ids take 0.15 s.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from kv_connector.router.bodies.fields import BodyError, Fields, Shapes, named, 
 from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Parsed, read
 from kv_connector.router.failure import bad_request, overloaded
 
-# Longer bodies go to the child. As long a body takes 0.7 ms of the loop, or 1.2 if it is token ids; with the
-# child it takes 4 to 7, none of them the loop's (two cores at load 5, 2026-11-28).
+# Longer bodies go to the child process. A body of this length takes 0.7 ms of the event loop, or 1.2 ms if it
+# is token ids. The child needs 4 to 7 ms, none of them in the event loop (two cores at load 5, 2026-11-28).
 LONG = 256 << 10
-# 60 MiB took 0.3 to 0.9 s there.
+# 60 MiB took 0.3 to 0.9 s on that machine.
 _LONGEST_S = 30.0
 
 
 class BodyParser:
-    """The child starts with the first long body. Used from the event loop's thread only."""
+    """Parses request bodies, the long ones in a child process, which starts with the first long body.
+
+    Used from the event loop's thread only.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
     async def fields(self, raw: bytes | memoryview) -> Fields:
-        """Reads a body; Failure 400 if it is no JSON object, 503 if the child has ended."""
+        """Reads a body; Failure 400 if it is not a JSON object, 503 if the child process has ended."""
         try:
             if len(raw) <= LONG:
                 return parse(raw)
@@ -51,13 +54,13 @@ class BodyParser:
         )
 
     async def model(self, raw: bytes | memoryview) -> str | None:
-        """The model that a body names; Failure 503 if the child has ended."""
+        """Returns the model that a body names; Failure 503 if the child process has ended."""
         if len(raw) <= LONG:
             return named(raw)
         return (await self._ask(raw, only_model=True)).model
 
     async def close(self) -> None:
-        """Ends the child."""
+        """Ends the child process."""
         if self._child is not None:
             self._child.kill()
         async with self._turn:
@@ -72,25 +75,29 @@ class BodyParser:
                     return await asyncio.shield(asking)
             except (OSError, EOFError) as error:  # a TimeoutError is an OSError
                 raise overloaded(
-                    f"the router's process for long bodies did not answer: {type(error).__name__}"
+                    f"the router's parser process did not answer: {type(error).__name__}. Retry the request"
                 ) from error
             finally:
-                # The thread has the body, which must count as long, and the child, which is no other's.
+                # The thread uses the body, which must count as long, and the child, which no other request
+                # may use meanwhile.
                 while not asking.done():
                     if self._child is not None:
                         self._child.kill()
-                    with contextlib.suppress(asyncio.CancelledError):  # another one, on the way out
+                    # another cancellation during the cleanup
+                    with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait({asking})
-                asking.exception()  # it is known here, or of no interest
+                asking.exception()  # retrieves the exception: it was raised above, or is not needed
 
     def _exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
-        """In a thread, which waits for the child without the interpreter's lock."""
+        """Sends the body to the child and reads the answer, in a thread. It waits without the interpreter's
+        lock."""
         child = self._child
         if child is not None and child.poll() is not None:
             self._end(child)
             child = None
         if child is None:
-            # Its modules are this process's. Without -P, files of the working directory would be first.
+            # The child gets this process's module path. Without -P, files of the working directory would come
+            # first.
             command = [sys.executable, "-P", "-m", parser_process.__name__]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             child = self._child = subprocess.Popen(

@@ -12,49 +12,51 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# The JSON of a longer value stays as it is. As objects, 63 MiB of `{}` in a list would be 1.8 GiB; 4 KiB of
-# them are 100 KiB. No value that the router decides by is longer, and no field's name.
+# Longest value in bytes that is decoded; a longer value stays JSON. As objects, 63 MiB of `{}` in a list
+# would be 1.8 GiB; 4 KiB of them are 100 KiB. No value that the router decides by is longer, and no field's
+# name.
 LONGEST_READ = 4096
-# vLLM's own requests have about 100.
+# Requests with vLLM's own fields have about 100.
 _MOST_FIELDS = 256
-# Fields that may be long, and are of no interest here: passed on as they came, however short. To make objects
-# of 32,000 token ids and to write them twice takes 2 ms, which a client would wait for; to find their end
-# takes 0.2.
+# Fields that may be long and that the router does not use. They are passed on as they came, however short. To
+# make objects of 32,000 token ids and to write them twice takes 2 ms, for which a client would wait. To find
+# their end takes 0.2 ms.
 PASSED_ON = ("prompt", "messages", "input")
-# Bytes of which a copy in another form is made at once.
+# Bytes of a value that are converted at once, which bounds the memory of the copy.
 _LOOKED_AT_ONCE = 1 << 20
-# Bytes written to an engine between two turns of the event loop: about 50 us. The copy of a shorter value
-# takes less.
+# Bytes written to an engine between two turns of the event loop: about 50 us. Copying a shorter value takes
+# less.
 SLICE = 64 << 10
 
-_LIST_OF_OTHERS = re.compile(rb"\s*+\[\s*+[^\s\d-]")  # than numbers
-# Possessive: with \s* twice in a row, spaces before a text would be tried in n ** 2 ways, 8 KiB for 1.5 s.
+_LIST_OF_OTHERS = re.compile(rb"\s*+\[\s*+[^\s\d-]")  # a list of anything but numbers
+# Possessive quantifiers: with \s* twice in a row, spaces before a text would be tried in n ** 2 ways. 8 KiB
+# of spaces would take 1.5 s.
 _TOKEN_IDS = re.compile(rb"\s*+\[\s*+(?:\[\s*+)?-?\d")
 
 
 class BodyError(Exception):
-    """A body that is no JSON object. The text is the client's."""
+    """A body is not a JSON object. The message is for the client."""
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True):
-    """The facts that the router uses of a long value. They take a look at each byte."""
+    """The facts about a long value that the router uses. To find them, each byte is read."""
 
     several: bool
-    """A field of prompts has a list of several."""
+    """Whether a field of prompts holds a list of several prompts."""
     tokens: int | None
-    """The length of a list of token ids, in a field of PASSED_ON; else None."""
+    """Length of a list of token ids, in a field of PASSED_ON; else None."""
     digest: bytes
-    """Equal for equal values of any other field."""
+    """Hash that is equal for equal values, of a field that is not in PASSED_ON."""
 
 
 class Shapes:
-    """The shapes of one body's values, each found once."""
+    """The shapes of one body's values, each computed once."""
 
     def __init__(self, known: Mapping[str, Shape] | None = None) -> None:
         self._known = dict(known or {})
 
     def of(self, name: str, value: msgspec.Raw) -> Shape:
-        """``name``: the field's."""
+        """Returns the shape of a value; ``name`` is the name of its field."""
         if (known := self._known.get(name)) is None:
             known = self._known[name] = shape(name, value)
         return known
@@ -62,19 +64,19 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object."""
+    """The fields of a JSON object."""
 
     values: dict[str, msgspec.Raw]
     xargs: dict[str, msgspec.Raw] | None = None
-    """The fields of a long ``vllm_xargs``, if it is an object."""
+    """Fields of a long ``vllm_xargs``, if it is an object."""
     shapes: Shapes = field(default_factory=Shapes)
 
 
 def parse(raw: bytes | memoryview) -> Fields:
-    """Reads a body; BodyError if it is no JSON object."""
+    """Reads a body; BodyError if it is not a JSON object."""
     try:
         raw = _without_bom(raw)
-        _check_utf8(raw)  # of what is passed on msgspec reads the syntax alone
+        _check_utf8(raw)  # msgspec checks only the syntax of values that are passed on
         values = _fields(raw)
         xargs = values.get("vllm_xargs")
         if xargs is not None and is_long(xargs) and bytes(memoryview(xargs)[:1]) == b"{":
@@ -87,12 +89,12 @@ def parse(raw: bytes | memoryview) -> Fields:
 
 
 class _Named(msgspec.Struct):
-    # As objects, 60 MiB of `{}` in a list would be 1.4 GiB.
+    # Only this field is decoded. As objects, 60 MiB of `{}` in a list would be 1.4 GiB.
     model: msgspec.Raw = msgspec.Raw()
 
 
 def named(body: bytes | memoryview) -> str | None:
-    """The model that a request's body names."""
+    """Returns the model that a request's body names, if it names one."""
     try:
         value = msgspec.json.decode(_without_bom(body), type=_Named).model
         model = None if is_long(value) else msgspec.json.decode(value)
@@ -102,12 +104,12 @@ def named(body: bytes | memoryview) -> str | None:
 
 
 def is_long(value: object) -> bool:
-    """Whether this is the JSON of a value that the router does not decide by."""
+    """Returns whether the value is JSON that is too long for the router to decode."""
     return isinstance(value, msgspec.Raw) and len(memoryview(value)) > LONGEST_READ
 
 
 def shape(name: str, value: msgspec.Raw) -> Shape:
-    """Looks at each byte of a field's value."""
+    """Computes the shape of a field's value, for which each byte is read."""
     passed_on = name in PASSED_ON
     return Shape(
         _several(name, value),
@@ -117,14 +119,15 @@ def shape(name: str, value: msgspec.Raw) -> Shape:
 
 
 def _several(name: str, value: msgspec.Raw) -> bool:
-    """A list of token ids is one prompt. So are embeddings that are no list."""
+    """Returns whether the field holds several prompts. A list of token ids is one prompt. Embeddings that are
+    not a list are one, too."""
     if name == "prompt":
         return _LIST_OF_OTHERS.match(value) is not None and not is_nothing(value) and not _is_one(value)
     return name == "prompt_embeds" and bytes(memoryview(value)[:1]) == b"[" and not _is_one(value)
 
 
 def is_nothing(raw: msgspec.Raw) -> bool:
-    """Whether Python would take its value for False."""
+    """Returns whether Python would take the value for False."""
     return not is_long(raw) and not msgspec.json.decode(raw)
 
 
@@ -137,7 +140,7 @@ def _count_tokens(value: msgspec.Raw) -> int | None:
 
 
 def _is_one(array: msgspec.Raw) -> bool:
-    """Whether a list has one item. msgspec stops at the second one."""
+    """Returns whether a list has one item. msgspec stops at the second item."""
     try:
         msgspec.json.decode(array, type=tuple[msgspec.Raw])
     except msgspec.ValidationError:
@@ -146,11 +149,12 @@ def _is_one(array: msgspec.Raw) -> bool:
 
 
 class _Name(str):
-    """A field's name. msgspec calls a function for each, as for any type that it does not know."""
+    """A field's name. msgspec calls a function for each value of a type that it does not know."""
 
 
 def _fields(raw: bytes | memoryview | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, each as it came. Of 64 MiB of short fields a dict would be 1.2 GiB."""
+    """Returns the fields of a JSON object, each as it came. A dict of 64 MiB of short fields would take 1.2
+    GiB."""
     left = _MOST_FIELDS
 
     def name(_: type, text: str) -> _Name:
@@ -167,14 +171,17 @@ def _fields(raw: bytes | memoryview | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def _without_bom(raw: bytes | memoryview) -> bytes | memoryview:
-    """PowerShell and .NET write one, and vLLM reads it."""
+    """Removes the byte order mark. PowerShell and .NET write one, and vLLM accepts it."""
     if bytes(raw[: len(codecs.BOM_UTF8)]) == codecs.BOM_UTF8:
         return memoryview(raw)[len(codecs.BOM_UTF8) :]
     return raw
 
 
 def _check_utf8(raw: bytes | memoryview) -> None:
-    """Raises UnicodeDecodeError. In parts: a text of 64 MiB with one emoji is 256 MiB as a str."""
+    """Raises UnicodeDecodeError if the bytes are not UTF-8.
+
+    The bytes are decoded in parts: a text of 64 MiB with one emoji is 256 MiB as a str.
+    """
     decoder, view = codecs.getincrementaldecoder("utf-8")(), memoryview(raw)
     for at in range(0, len(view), _LOOKED_AT_ONCE):
         decoder.decode(view[at : at + _LOOKED_AT_ONCE])
@@ -182,7 +189,7 @@ def _check_utf8(raw: bytes | memoryview) -> None:
 
 
 class Pieces:
-    """JSON in parts, of which the long ones are views of a client's body."""
+    """JSON in parts. The long parts are views of a client's body."""
 
     def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
         self.parts = parts
@@ -191,7 +198,7 @@ class Pieces:
         return sum(map(len, self.parts))
 
     def slices(self) -> Iterator[bytes | memoryview]:
-        """All bytes, SLICE at once at most."""
+        """Yields all bytes, at most SLICE at once."""
         for part in self.parts:
             for at in range(0, len(part), SLICE):
                 yield part[at : at + SLICE]
@@ -202,7 +209,8 @@ Content = bytes | Pieces
 
 
 def encode(body: Mapping[str, Any]) -> Content:
-    """The JSON of an object. If long values are more than a slice together, there are views of them in it."""
+    """Returns the JSON of an object. If its long values exceed a slice together, the JSON refers to them by
+    views."""
     if _long_bytes(body) <= SLICE:
         return msgspec.json.encode(body)
     parts: list[bytes | memoryview] = []
@@ -227,12 +235,12 @@ def encode(body: Mapping[str, Any]) -> Content:
 
 
 def content(body: bytes | memoryview) -> Content:
-    """A client's own body, as it came."""
+    """Returns a client's own body, as it came."""
     return bytes(body) if len(body) <= SLICE else Pieces([memoryview(body)])
 
 
 def _long_bytes(body: Mapping[str, Any]) -> int:
-    """Bytes of its long values. vllm_xargs may have some, too."""
+    """Returns the bytes of the object's long values, including those in vllm_xargs."""
     xargs = body.get("vllm_xargs")
     values = [*body.values(), *(xargs.values() if isinstance(xargs, dict) else ())]
     return sum(len(memoryview(value)) for value in values if is_long(value))

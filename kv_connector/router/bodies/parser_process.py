@@ -17,22 +17,22 @@ import numpy as np
 
 from kv_connector.router.bodies.fields import BodyError, Shape, is_long, named, parse, shape
 
-# Where processors are short, the router's event loop is first.
+# If processors are scarce, the router's event loop runs first.
 _NICE = 10
 
 REQUEST = struct.Struct("<?Q")
-"""Whether only the model is wanted, and the bytes of the body that follows."""
+"""Header of a request: whether only the model is wanted, and the bytes of the body that follows."""
 ANSWER = struct.Struct("<Q")
-"""The bytes of the Parsed that follows."""
+"""Header of an answer: the bytes of the Parsed that follows."""
 
 
 class Field(msgspec.Struct, array_like=True):
     name: str
     start: int
     end: int
-    """Offsets of its value in the body."""
+    """Offset in the body where the value ends. ``start`` is where the value starts."""
     shape: Shape | None
-    """The shape of a long value; None for a short one."""
+    """The shape of a long value; None for a short value."""
 
 
 class Parsed(msgspec.Struct):
@@ -41,7 +41,7 @@ class Parsed(msgspec.Struct):
     fields: list[Field] = []
     xargs: list[Field] | None = None
     refusal: str | None = None
-    """The reason if the body is no JSON object."""
+    """The reason if the body is not a JSON object."""
     model: str | None = None
 
 
@@ -71,7 +71,7 @@ def _address(buffer: bytes | msgspec.Raw) -> int:
 
 
 def read(source: IO[bytes], nbytes: int) -> bytes:
-    """So many bytes; EOFError if there are fewer."""
+    """Reads so many bytes; EOFError if there are fewer."""
     found = source.read(nbytes)
     if len(found) < nbytes:
         raise EOFError
@@ -79,7 +79,7 @@ def read(source: IO[bytes], nbytes: int) -> bytes:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answers until the parent closes its end."""
+    """Answers requests until the parent closes its end of the pipe."""
     while head := source.read(REQUEST.size):
         only_model, nbytes = REQUEST.unpack(head)
         answer = msgspec.msgpack.encode(parsed(read(source, nbytes), only_model=only_model))
@@ -88,7 +88,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    # A terminal, or systemd, sends these to all processes. The parent says when this one ends.
+    # A terminal, or systemd, sends these signals to all processes. The parent decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)

@@ -1,4 +1,4 @@
-"""Backlog: the prompts that an engine has still to compute for this router, and how long that will take."""
+"""Backlog: the prompts that an engine still has to compute for this router, and the time for that."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A prompt in an engine's queue. Of two alike each is its own."""
+    """A prompt in an engine's queue. Two prompts with equal numbers are different works."""
 
     tokens: int
-    """That the engine has not cached."""
+    """Tokens of the prompt that the engine has not cached."""
     seconds: float
-    """That it takes to compute them, by a forecast."""
+    """Forecast time to compute these tokens, in seconds."""
     cached: int = 0
-    """The other tokens of the prompt."""
+    """Tokens of the prompt that the engine has cached."""
     reported: bool = True
-    """Its end will be known here; else it is taken to end as forecast."""
+    """Whether the end of the prompt's computation will be reported here. Else it is assumed to end as
+    forecast."""
 
 
 class Backlog:
-    """One engine's, which takes prompts in the order in which they come.
+    """The prompts of one engine, which takes them in the order in which they come.
 
-    One that takes longer than forecast delays those behind it by what is forecast for them, no more; what an
-    engine computes in one step is known to be over at once.
+    A prompt that takes longer than forecast delays the prompts behind it by their forecast at most. Prompts
+    that an engine computes in one step end at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queue: dict[Work, None] = {}  # in order
-        self._began = 0.0  # when the oldest was begun, or the one before it ended
+        self._queue: dict[Work, None] = {}  # in the order of arrival
+        self._began = 0.0  # when the oldest prompt was begun, or the prompt before it ended
         self._beside: dict[Work, float] = {}
-        """Over by their own forecasts, though nobody says so, and by when those are that were in the queue
-        with them: a decode engine computes all of these side by side."""
+        """Works that are over by their own forecast, although no end is reported, with the time until which
+        they count. That is the forecast end of the prompts that were in the queue with them: a decode engine
+        computes all of these side by side."""
 
     def add(self, work: Work) -> None:
         self._prune()
@@ -43,7 +45,7 @@ class Backlog:
         self._queue[work] = None
 
     def remove(self, work: Work) -> None:
-        """It is computed, or nobody wants it any more. The second call does nothing."""
+        """Removes a prompt that is computed or no longer wanted. A second call does nothing."""
         self._prune()
         self._beside.pop(work, None)
         if work not in self._queue:
@@ -54,12 +56,12 @@ class Backlog:
 
     @property
     def tokens(self) -> int:
-        """Of whole prompts, as an engine counts that has not looked into its prefix cache yet."""
+        """Tokens of whole prompts, as an engine counts them that has not checked its prefix cache yet."""
         self._prune()
         return sum(work.tokens + work.cached for work in self._queue)
 
     def left(self) -> float:
-        """Seconds until all of it is computed."""
+        """Returns the seconds until all prompts are computed."""
         self._prune()
         if not self._queue:
             return 0.0
@@ -68,14 +70,14 @@ class Backlog:
         return sum(work.seconds for work in self._queue) - done
 
     def in_a_step(self, chunk: int) -> int:
-        """Tokens of all prompts together in a step that takes at most so many of each."""
+        """Returns the tokens of all prompts in a step that takes at most ``chunk`` tokens of each."""
         self._prune()
         now = self._clock()
         self._beside = {work: until for work, until in self._beside.items() if now < until}
         return sum(min(work.tokens, chunk) for work in (*self._beside, *self._queue))
 
     def _prune(self) -> None:
-        """Takes out what is over by now though nobody says so."""
+        """Removes works that are over by now, although no end is reported."""
         now = self._clock()
         while self._queue:
             oldest = next(iter(self._queue))

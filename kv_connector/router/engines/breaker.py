@@ -1,50 +1,57 @@
-"""Breaker: takes an engine out of use while its requests fail. Sans-IO: the time comes in."""
+"""Breaker: takes an engine out of use while its requests fail. Sans-IO: the time is an argument."""
 
 from collections import deque
 
-# Failures in a row that open it. A client's request that breaks engines fails at three of them at most
-# (dispatch.ATTEMPTS), once at each. Of 200 requests an engine that fails at once gets three until then.
+# Failures in a row that open the breaker. A client's request that breaks engines fails at three of them at
+# most (dispatch.ATTEMPTS), once at each. Of 200 requests, an engine that fails at once gets three before
+# that.
 FAILURES = 3
-# Failures mixed with successes open it, too: over half of the requests of this time, of at least so many.
+# Failures mixed with successes also open the breaker: over half of the requests of this time, of at least
+# _LEAST.
 WINDOW_S = 10.0
 _LEAST = 10
-# Outcomes that are kept. An engine has some hundred requests a second at most.
+# Number of outcomes that are kept. An engine has some hundred requests a second at most.
 _KEPT = 4096
-# From the opening to the first trial, and at most between two trials. Each trial doubles the pause.
+# Seconds from the opening to the first trial, and at most between two trials. Each trial doubles the pause.
 _PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """One engine's breaker. Failures open it, a success closes it. While it is open, the engine may get one
-    request after each pause: the trial."""
+    """The breaker of one engine. Failures open it, a success closes it.
+
+    While the breaker is open, the engine may get one request after each pause: the trial.
+    """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, int, int]] = deque()  # when; requests and failures that it counts
+        # (time, requests that it counts, failures that it counts)
+        self._recent: deque[tuple[float, int, int]] = deque()
         self.close()
 
     def close(self) -> None:
         """Forgets all failures."""
         self.open = False
-        """The engine gets requests only if no other engine does."""
+        """Whether the breaker is open: the engine gets requests only if no other engine does."""
         self.trial = False
-        """The engine may get the trial."""
+        """Whether the engine may get the trial."""
         self._in_a_row = 0
         self._requests = self._failures = 0
         self._recent.clear()
         self._pause = _PAUSE_S
-        self._next_trial: float | None = None  # None: a trial is due or was taken since the last tick
+        self._next_trial: float | None = None  # None: a trial is due, or was taken since the last tick
 
     def succeeded(self, now: float) -> None:
-        """A request's answer has begun."""
+        """Counts a request whose answer has begun."""
         if self.open:
             self.close()
         self._in_a_row = 0
         self._count(now, 1, 0)
 
     def failed(self, now: float, *, begun: bool = False, unsure: bool = False) -> None:
-        """A request failed. ``begun``: its answer had begun, and counted as a success. ``unsure``: another
-        engine may be to blame. A good engine may share some requests in a row with a bad one, but not half.
+        """Counts a request that failed.
+
+        ``begun``: its answer had begun, and counted as a success. ``unsure``: another engine may be to blame.
+        A good engine may share some requests in a row with a bad engine, but not half of all requests.
         """
         self._in_a_row += not unsure
         self._count(now, 0 if begun else 1, 1)
@@ -54,13 +61,13 @@ class Breaker:
             self._next_trial = now + self._pause
 
     def taken(self) -> None:
-        """The engine gets a request."""
+        """Notes that the engine gets a request."""
         if self.trial:
             self.trial = False
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def tick(self, now: float) -> None:
-        """To be called several times a second."""
+        """Allows the trial when it is due. To be called several times a second."""
         if not self.open or self.trial:
             return
         if self._next_trial is None:

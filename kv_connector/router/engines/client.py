@@ -1,4 +1,4 @@
-"""EngineClient: HTTP to the engines' API servers."""
+"""EngineClient: HTTP requests to the engines' API servers."""
 
 import asyncio
 import errno
@@ -18,20 +18,21 @@ from kv_connector.router.failure import overloaded
 
 logger = logging.getLogger(__name__)
 
-# A prompt may wait in a queue and take minutes: only reaching the engine has a deadline.
+# Deadline for the connection only: a prompt may wait in a queue and take minutes.
 CONNECT_SECONDS = 5.0
-# An API server that owes an answer, and gives no sign of life for as long, is lost. Long: the one thread of
-# vLLM's takes and says nothing while it makes tokens of a long prompt.
+# An API server that has a request and gives no sign of life for this time is lost. The time is long because
+# vLLM's only server thread neither reads nor writes while it tokenizes a long prompt.
 LOST_SECONDS = 2 * CONNECT_SECONDS
-# vLLM closes a connection that was idle for 5 s. One that we reuse must not be closing at that moment.
+# vLLM closes a connection that was idle for 5 s. A connection that is reused must not be closing at that
+# moment.
 KEEP_ALIVE_SECONDS = 2.0
 
-# What a request to an engine fails with.
+# The exceptions of a failed request to an engine.
 HttpError = (aiohttp.ClientError, TimeoutError)
 
 
 def refused(error: Exception) -> bool:
-    """Whether nothing listens at the engine's address."""
+    """Returns whether no process listens at the engine's address."""
     return isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED
 
 
@@ -47,12 +48,12 @@ class Reply:
     content_type: str
     body: bytes
     retry_after: str | None = None
-    """The header's value, if the engine sent one."""
+    """Value of the Retry-After header, if the engine sent one."""
 
 
-# Where an answer takes minutes, nothing but TCP tells of a host that has vanished: by default never while the
-# answer is waited for, and after a quarter of an hour while a request is sent. TCP_USER_TIMEOUT counts the
-# time, too, in which a live engine takes none of a long body; without that option probes are counted.
+# If an answer takes minutes, only TCP can report that a host has vanished. By default TCP never does while
+# the answer is awaited, and takes a quarter of an hour while a request is sent. TCP_USER_TIMEOUT also counts
+# time in which a live engine takes none of a long body. Without that option, probes are counted.
 _TCP_OPTIONS = {
     "TCP_KEEPIDLE": int(CONNECT_SECONDS),
     "TCP_KEEPINTVL": 1,
@@ -62,11 +63,12 @@ _TCP_OPTIONS = {
 
 
 class EngineClient:
-    """Opened, used and closed in one event loop, as an asynchronous context manager.
+    """Sends requests to engines. Opened, used and closed in one event loop, as an asynchronous context
+    manager.
 
-    A request that is left before the end of its answer (or cancelled) closes its connection, which is how
-    vLLM learns to abort. No POST is sent twice, no redirect is followed. Methods raise one of HttpError, or
-    Failure 503 where this process has no descriptor or port left, which says nothing of the engine.
+    A request that is left before the end of its answer, or cancelled, closes its connection: so vLLM learns
+    to abort it. No POST is sent twice, no redirect is followed. Methods raise one of HttpError. They raise
+    Failure 503 if this process has no descriptor or port left, which indicates no fault of the engine.
     """
 
     async def __aenter__(self) -> Self:
@@ -89,7 +91,7 @@ class EngineClient:
     async def stream(
         self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer from its status line on."""
+        """Sends a request and yields its answer once the status line has arrived."""
         try:
             data = _Payload(body) if isinstance(body, Pieces) else body
             request = self._session.request(method, url, data=data, headers=headers, allow_redirects=False)
@@ -111,7 +113,7 @@ class EngineClient:
 
 
 class _Payload(aiohttp.Payload):
-    """Pieces as a request's body. The event loop turns between two slices of it."""
+    """Pieces as a request's body. The event loop runs between two slices of it."""
 
     _value: Pieces
     _autoclose = True  # nothing has to be closed
@@ -129,7 +131,7 @@ class _Payload(aiohttp.Payload):
             await asyncio.sleep(0)
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        """``content_length``: that of all."""
+        """Writes the whole body, so ``content_length`` is not used."""
         await self.write(writer)
 
 

@@ -1,4 +1,4 @@
-"""Endpoint: where an engine listens."""
+"""Endpoint: the addresses at which an engine listens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 # The connector's own default for `control_port`.
 CONTROL_PORT = 5600
-# With it vLLM's API server gives a request to the core that is named, and without it to whichever is free.
+# With this header, vLLM's API server gives a request to the core of that rank, else to whichever is free.
 RANK_HEADER = "x-data-parallel-rank"
 
 
@@ -15,7 +15,7 @@ RANK_HEADER = "x-data-parallel-rank"
 class Endpoint:
     """An engine: its HTTP address and, for a prefill engine, the control address of its connector.
 
-    The engines of a data-parallel deployment share the API server at `url`, which tells them apart by rank.
+    The engines of a data-parallel deployment share the API server at `url`, which distinguishes them by rank.
     """
 
     url: str
@@ -28,19 +28,20 @@ class Endpoint:
 
     @property
     def place(self) -> tuple[str, int]:
-        """What names the engine, whichever process it is at the time."""
+        """Key of the engine that stays the same when another process takes its place."""
         return self.url, self.rank
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Those of a request for this engine, and for no other behind the same API server."""
+        """Returns the headers of a request for this engine, and for no other engine behind the same API
+        server."""
         return {**headers, RANK_HEADER: str(self.rank)}
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads `http://host:port` or `http://host:port@control_host:control_port`.
 
-        Without a control address it is the URL's host and the connector's default port. ValueError says what
-        is wrong.
+        Without a control address, it is the URL's host and the connector's default port. The ValueError says
+        what is wrong.
         """
         url, at, control = text.strip().rpartition("@")
         if not at:

@@ -1,34 +1,34 @@
-"""Incidents: what went wrong lately, for the status page. The log has each; here equal ones are counted."""
+"""Incidents: recent failures, for the status page. The log has each of them; here equal ones are counted."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# Kinds of incidents that are kept: an engine has a handful, so this is a bad day of a dozen engines.
+# Kinds of incidents that are kept. An engine has a handful of kinds, so this is a bad day of a dozen engines.
 _KEPT = 64
-# What happens again after so long is another incident.
+# After so many seconds, an equal incident is a new entry.
 _SAME_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Incident:
     at: float
-    """The clock's time when it happened last."""
+    """Time of the latest occurrence, by the clock of Incidents."""
     engine: str
-    """As strangers may call it, "decode 2"; "" where it is no single engine's."""
+    """Label for strangers, such as "decode 2"; "" if the incident belongs to no single engine."""
     what: str
-    """What happened, in words of ours that name nobody."""
+    """Description of the event in the router's words, without addresses or names."""
     detail: str
-    """The engine's or the library's own words, for operators: addresses and ids may be in them."""
+    """Message of the engine or the library, for operators. It may contain addresses and ids."""
     times: int
 
 
 class Incidents:
-    """Used from the event loop's thread only."""
+    """The recent incidents. Used from the event loop's thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[tuple[str, str], Incident] = {}  # by engine and what; the latest is the last
+        self._kept: dict[tuple[str, str], Incident] = {}  # by engine and what, the latest last
 
     def note(self, engine: str, what: str, detail: str) -> None:
         now = self._clock()
@@ -41,5 +41,5 @@ class Incidents:
             del self._kept[next(iter(self._kept))]
 
     def latest(self) -> list[Incident]:
-        """The latest first."""
+        """Returns the incidents, the latest first."""
         return list(reversed(self._kept.values()))

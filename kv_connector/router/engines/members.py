@@ -1,11 +1,11 @@
-"""Members: which engines there are, and whether each may be sent requests. Sans-IO: the time comes in.
+"""Members: which engines exist, and whether each may be sent requests. Sans-IO: the time is an argument.
 
-An engine is in a router's list from the start (command line), or registers by itself. A registered one is
-used once its API server has answered, not used while it is silent, draining or unreachable, and lost when
-it has been silent for too long: the requests that it has are then failed at once, not when TCP notices.
+An engine is in a router's list from the start (command line), or registers by itself. A registered engine is
+used once its API server has answered. It is not used while it is silent, draining or unreachable. It is lost
+when it has been silent for too long: its requests then fail at once, not when TCP notices.
 
-Each rank of a data-parallel deployment is an engine. Their API server is one: whether it answers, and whether
-it drains, holds for all of them.
+Each rank of a data-parallel deployment is an engine. The ranks share one API server: whether it answers, and
+whether it drains, holds for all of them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kv_connector.router.engines.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-# Engines that one router keeps: far more than it can serve. Whoever has the key could else fill its memory.
+# Engines that one router keeps: far more than it can serve. Else a holder of the key could fill its memory.
 MAX_ENGINES = 4096
-# Looks in a row without an answer after which an engine is taken for gone.
+# Unanswered health checks in a row after which an engine is assumed to be gone.
 _MISSES = 2
-# Between two looks at an engine's list of models: adapters come and go while it serves.
+# Pause between two requests for an engine's list of models: adapters come and go while it serves.
 _LEARN_S = 10.0
 # Characters of that list in the log.
 _LOGGED = 200
-# Over which the bytes that an engine pushes are told: they are counted a transfer at a time.
+# Time over which an engine's push rate is averaged: bytes are counted per transfer.
 _PUSHING_S = 5.0
 
 
@@ -58,19 +58,19 @@ _SIDES = {
 class State(enum.Enum):
     READY = "ready"
     JOINING = "joining"  # its API server has not answered yet
-    UNREACHABLE = "unreachable"  # it did not answer a request, and has not answered a look since
-    FAILING = "failing"  # its requests fail: it gets one now and then, or where no other engine takes any
+    UNREACHABLE = "unreachable"  # a request was not answered, and no health check has been answered since
+    FAILING = "failing"  # its requests fail: it gets one now and then, or if no other engine takes requests
     SILENT = "silent"  # no REGISTER for a while
     DRAINING = "draining"
-    ASLEEP = "asleep"  # it says so: its KV cache is not mapped
-    TORN = "torn"  # it says so: new weights were not applied, and it stays paused
+    ASLEEP = "asleep"  # as it reports: its KV cache is not mapped
+    TORN = "torn"  # as it reports: new weights were not applied, and it stays paused
 
 
-# FAILING is better than a refusal where no other engine is there.
+# If no other engine is available, FAILING is better than a refusal.
 TAKES_REQUESTS = (State.READY, State.FAILING)
 
 _TROUBLES = {
-    State.SILENT: "is silent",
+    State.SILENT: "is silent: its registrations stopped",
     State.UNREACHABLE: "does not answer",
     State.FAILING: "fails one request after another",
     State.TORN: "stays paused: its new weights were not applied",
@@ -81,29 +81,29 @@ _TROUBLES = {
 class _Engine:
     endpoint: Endpoint
     sides: tuple[Side, ...]
-    listed: bool  # on the command line
-    answers: bool  # its API server, as far as is known
+    listed: bool  # named on the command line
+    answers: bool  # whether its API server answers, as far as is known
     name: str
-    label: str = ""  # EngineInfo.label
+    label: str = ""  # see EngineInfo.label
     engine_id: str = ""
     incarnation: str = ""
-    replaced: str = ""  # the incarnation that was here before
-    seen: float | None = None  # the last REGISTER
-    activity: Activity | None = None  # what that said
-    pushing: float = 0.0  # bytes a second lately, of its first worker
-    joined: bool = False  # it was usable once
-    misses: int = 0  # looks in a row without an answer, since it last answered
-    gone: bool = False  # nothing listened there, or it missed looks: another process answers next
+    replaced: str = ""  # the previous incarnation at this place
+    seen: float | None = None  # time of the latest REGISTER
+    activity: Activity | None = None  # the activity in the latest REGISTER
+    pushing: float = 0.0  # bytes per second lately, from its first worker
+    joined: bool = False  # it has been usable once
+    misses: int = 0  # unanswered health checks in a row since its last answer
+    gone: bool = False  # no process listened, or health checks were missed: another process answers next
     draining: bool = False
-    reports_drain: bool = False  # its last REGISTER
-    emptied: bool = False  # its drain moves what it has to other engines
+    reports_drain: bool = False  # whether its latest REGISTER reports a drain
+    emptied: bool = False  # its drain moves its streams to other engines
     asleep: bool = False
     torn: bool = False
     weights: str = ""
     models: frozenset[str] | None = None  # None: unknown
-    learn_at: float = 0.0  # when to ask for them next
+    learn_at: float = 0.0  # when to request the models next
     silent: bool = False
-    early_tokens: bool = False  # Register's
+    early_tokens: bool = False  # as reported by its REGISTER
     workload: Workload = field(default_factory=Workload)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -124,27 +124,30 @@ class _Engine:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """An engine as those who look at this router see it."""
+    """An engine as the status page and other observers see it."""
 
     label: str
-    """What it is called where its address is not to be known: "decode 2"."""
+    """Label that does not reveal the address, such as "decode 2"."""
     endpoint: Endpoint
     sides: tuple[Side, ...]
     state: State
     outstanding: int
     silence: float | None
-    """Seconds since its last word; None: it does not register."""
+    """Seconds since its latest REGISTER; None: it does not register."""
     activity: Activity | None
     pushing: float
-    """Bytes a second that its first worker has pushed in the last seconds."""
+    """Bytes per second that its first worker has pushed in the last seconds."""
     weights: str
-    """The version that it serves; empty: what it was started with."""
+    """Weight version that it serves; empty: the weights that it was started with."""
     models: frozenset[str] | None
-    """The models that its API server lists; None: unknown."""
+    """Models that its API server lists; None: unknown."""
 
 
 class Members:
-    """Used from the event loop's thread only; every change of an engine's state is one log line."""
+    """The known engines and their states. Every change of a state is one log line.
+
+    Used from the event loop's thread only.
+    """
 
     def __init__(
         self,
@@ -156,17 +159,16 @@ class Members:
         dead: float,
         needed: Collection[Side] = (Side.DECODE,),
     ) -> None:
-        """``listed``: a URL that one side has several times is that of as many ranks, in their order.
-        ``needed``: the sides without which no request is served.
-        ``suspect``, ``dead``: seconds of silence after which a registered engine is not used, is lost.
-        """
+        """``listed``: engines of the command line by side. A URL that a side lists several times has as many
+        ranks, in that order. ``needed``: the sides without which no request is served. ``suspect``, ``dead``:
+        seconds of silence after which a registered engine is not used, and is lost."""
         self.needed = needed
         self._pools = pools
         self._incidents = incidents
         self._suspect = suspect
         self._dead = dead
         self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
-        self._labels: dict[tuple[str, int], str] = {}  # by Endpoint.place, of those that are gone too
+        self._labels: dict[tuple[str, int], str] = {}  # by Endpoint.place, including engines that are gone
         self._labelled: Counter[tuple[Side, ...]] = Counter()
         self._ticked: float | None = None
         for side, endpoints in listed.items():
@@ -186,7 +188,7 @@ class Members:
             self._publish(engine)
 
     def states(self) -> dict[Side, dict[str, State]]:
-        """By side and the endpoint's name."""
+        """Returns {side: {endpoint as text: state}}."""
         found: dict[Side, dict[str, State]] = {side: {} for side in Side}
         for engine in self._engines.values():
             for side in engine.sides:
@@ -194,7 +196,7 @@ class Members:
         return found
 
     def engines(self, now: float) -> Iterator[EngineInfo]:
-        """All, in the order in which they came."""
+        """Yields all engines, in the order in which they came."""
         for engine in self._engines.values():
             yield EngineInfo(
                 engine.label,
@@ -210,47 +212,49 @@ class Members:
             )
 
     def label(self, endpoint: Endpoint) -> str:
-        """What the engine is called where its address is not to be known."""
+        """Returns the engine's label, which does not reveal its address."""
         return self._labels.get(endpoint.place, "an engine")
 
     def has_ranks(self, side: Side) -> bool:
-        """Whether engines of this side share an API server."""
+        """Returns whether engines of this side share an API server."""
         return any(engine.endpoint.rank for engine in self._engines.values() if side in engine.sides)
 
     def registered(self, endpoint: Endpoint) -> bool:
-        """Whether the engine speaks to this router by itself."""
+        """Returns whether the engine registers with this router."""
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.seen is not None
 
     def early_tokens(self, endpoint: Endpoint) -> bool:
-        """Whether the engine says, or goes on with, the token that was sampled behind a prompt. One that is
-        listed and does not register is not known to."""
+        """Returns whether the engine supports early first tokens, as its REGISTER reports. A listed engine
+        that does not register is not known to."""
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.early_tokens
 
     def emptied(self, endpoint: Endpoint) -> bool:
-        """Whether what it has is to go to other engines."""
+        """Returns whether a drain moves the engine's streams to other engines."""
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.emptied
 
     def of_both_sides(self, endpoint: Endpoint) -> bool:
-        """Whether the engine can be a P for what it has as a D."""
+        """Returns whether the engine can be the prefill engine for streams that it has as a decode engine."""
         engine = self._engines.get(endpoint.place)
         return engine is not None and engine.endpoint == endpoint and len(engine.sides) == len(Side)
 
     def outstanding(self, url: str) -> int | None:
-        """Requests from here that this API server's engines have, or still owe pages to; None if there is
-        no such server."""
+        """Returns this router's requests at the API server's engines, including those whose pages are still
+        to be fetched; None if no engine has this API server."""
         served = self._served_at(url)
         if not served:
             return None
         return sum(self._pools[side].unfinished(e.endpoint) for e in served for side in e.sides)
 
-    # --- What engines say
+    # --- What engines report
 
     def register(self, now: float, message: Register) -> Endpoint:
-        """REGISTER. Returns the engine as it is known here; ValueError if the message is malformed,
-        RefusedError if the engine cannot be accepted now."""
+        """Handles REGISTER; returns the engine's endpoint.
+
+        ValueError if the message is malformed, RefusedError if the engine cannot be accepted now.
+        """
         control = Address(message.control_host, message.control_port)
         endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
         engine = self._engines.get(endpoint.place)
@@ -260,11 +264,11 @@ class Members:
             heard = engine.seen is not None and now - engine.seen < self._dead
             if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
                 raise RefusedError(
-                    f"two live engines call themselves rank {message.rank} of {endpoint.url}, "
-                    f"{message.engine_id} and {engine.name}: give each its API server's own api_url"
+                    f"engines {message.engine_id} and {engine.name} both register as rank {message.rank} of "
+                    f"{endpoint.url}. Set each engine's api_url to the URL of the API server that serves it"
                 )
         if engine is None and len(self._engines) >= MAX_ENGINES:
-            raise RefusedError(f"there are {MAX_ENGINES} engines already")
+            raise RefusedError(f"the router has {MAX_ENGINES} engines already, its maximum")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
@@ -273,7 +277,7 @@ class Members:
             if engine is not None:
                 registered = engine.seen is not None
                 replacement.listed, replacement.replaced = engine.listed, engine.incarnation
-                # The process that the command line named, and not another in its place?
+                # Whether this may be the process that the command line named, and not another in its place.
                 replacement.answers = replacement.joined = not registered and engine.answers
                 self._withdraw(engine, lost=registered)
             logger.info("%s: %s engine %s", replacement.state.name, message.role.value, name)
@@ -286,7 +290,7 @@ class Members:
         engine.seen, engine.activity = now, message.activity
         engine.early_tokens, engine.weights = message.early_tokens, message.weights
         engine.workload.hear(message.load)
-        # A REGISTER that was sent before the engine knew of its drain does not end it.
+        # A REGISTER that was sent before the engine knew of its drain does not end the drain.
         draining = message.draining or (engine.draining and not engine.reports_drain)
         engine.reports_drain, engine.emptied = message.draining, engine.emptied and draining
         self._update(
@@ -300,15 +304,17 @@ class Members:
         return endpoint
 
     def leave(self, message: Leave) -> None:
-        """LEAVE. What the engine still has ends by itself."""
+        """Handles LEAVE. The engine's running requests end by themselves."""
         for engine in list(self._engines.values()):
             one, leaving = (engine.engine_id, engine.incarnation), (message.engine_id, message.incarnation)
             if engine.seen is not None and one == leaving:
                 self._forget(engine, "LEFT", lost=False)
 
     def drain(self, url: str, *, move: bool = False) -> bool:
-        """No new requests for this API server's engines. ``move``: what they have goes to others. Returns
-        whether that is new."""
+        """Stops new requests for this API server's engines.
+
+        ``move``: their streams go to other engines. Returns whether that is new.
+        """
         served = self._served_at(url)
         new = move and any(not engine.emptied for engine in served)
         for engine in served:
@@ -317,8 +323,11 @@ class Members:
         return new
 
     def undrain(self, url: str) -> bool | None:
-        """New requests again for this API server's engines. An engine that reports its drain has to end that
-        first: returns whether there is one; None if there is no such server."""
+        """Allows new requests again for this API server's engines. An engine that reports its drain has to
+        end it first.
+
+        Returns whether an engine still drains; None if no engine has this API server.
+        """
         served = self._served_at(url)
         for engine in served:
             if not engine.reports_drain:
@@ -327,8 +336,10 @@ class Members:
         return any(engine.draining for engine in served) if served else None
 
     def last(self, url: str) -> Side | None:
-        """The side that has no engine for some requests without this API server's; None if other engines
-        take them, of all its models, or its engines drain already."""
+        """Returns the side that would lack an engine for some requests without this API server's engines.
+
+        None if other engines take the requests of all its models, or if all its engines drain already.
+        """
         served = self._served_at(url)
         if all(engine.draining for engine in served):
             return None
@@ -340,18 +351,21 @@ class Members:
                 return side
         return None
 
-    # --- What the router finds out itself
+    # --- What the router observes itself
 
     def served(self, now: float, endpoint: Endpoint) -> None:
-        """The engine has done its part of a request, whose answer has begun."""
+        """Notes that the engine has done its part of a request, whose answer has begun."""
         if (engine := self._known(endpoint)) is not None:
             self._update(engine, outcome=lambda breaker: breaker.succeeded(now))
 
     def erred(
         self, now: float, endpoint: Endpoint, reason: str, *, begun: bool = False, unsure: bool = False
     ) -> None:
-        """The engine answered a request with an error of its own, or broke it off. ``begun``: after the
-        beginning of its answer, which ``served`` has reported. ``unsure``: another engine may be to blame."""
+        """Notes that the engine answered a request with its own error, or broke the request off.
+
+        ``begun``: after the beginning of its answer, which ``served`` has reported. ``unsure``: another
+        engine may be to blame.
+        """
         if (engine := self._known(endpoint)) is not None:
             self._update(
                 engine,
@@ -360,16 +374,22 @@ class Members:
             )
 
     def failed(self, endpoint: Endpoint, reason: str, *, gone: bool = False, missed: bool = False) -> None:
-        """The engine's API server took no connection, or says that it serves nothing: it is not used until it
-        answers again. ``gone``: nothing listens there. ``missed``: a look had no answer."""
+        """Notes that the engine's API server accepted no connection, or reports that it serves nothing. The
+        engine is not used until it answers again.
+
+        ``gone``: no process listens there. ``missed``: a health check had no answer.
+        """
         for engine in self._served_with(endpoint):
             engine.misses += missed
             engine.gone = engine.gone or gone or engine.misses >= _MISSES
             self._update(engine, answers=False, reason=reason)
 
     def hangs(self, endpoint: Endpoint, reason: str) -> None:
-        """The engine's API server has left looks unanswered for long: as ``failed``, and what waits for its
-        engines is ended, which TCP would not do where the host is well."""
+        """Notes that the engine's API server has left health checks unanswered for long.
+
+        Does the same as ``failed``, and ends what waits for its engines. TCP would not do that while the host
+        is well.
+        """
         self.failed(endpoint, reason, gone=True)
         for engine in self._served_with(endpoint):
             for side in engine.sides:
@@ -380,9 +400,11 @@ class Members:
         return _one_a_server(e.endpoint for e in self._engines.values() if not e.answers and not e.silent)
 
     def to_watch(self) -> list[Endpoint]:
-        """Whose API servers are to be looked at while they are used: those that have requests, which a live
-        worker's heartbeats say nothing of, answering or not; and those that answer and do not register, as
-        nothing else reports their end."""
+        """Returns one engine of each API server whose health is to be checked while it is used.
+
+        That includes API servers with requests: a worker's heartbeats do not show whether its API server
+        answers. It also includes API servers that answer and do not register: nothing else reports their end.
+        """
         return _one_a_server(
             e.endpoint
             for e in self._engines.values()
@@ -391,7 +413,7 @@ class Members:
         )
 
     def answered(self, endpoint: Endpoint) -> None:
-        """The API server is healthy."""
+        """Notes that the API server is healthy."""
         for engine in self._served_with(endpoint):
             if not engine.answers:
                 engine.breaker.close()
@@ -411,7 +433,7 @@ class Members:
         return _one_a_server(engine.endpoint for engine in due)
 
     def learnt(self, endpoint: Endpoint, models: frozenset[str] | None) -> None:
-        """The API server lists these models; None: it is unknown which."""
+        """Notes the models that the API server lists; None: unknown."""
         for engine in self._served_with(endpoint):
             if models != engine.models:
                 words = "unknown" if models is None else ", ".join(sorted(models))[:_LOGGED]
@@ -420,7 +442,7 @@ class Members:
                 self._publish(engine)
 
     def lacks(self, side: Side, endpoint: Endpoint, model: str) -> bool:
-        """The API server has answered that it does not serve this model. Returns whether another engine of
+        """Notes the API server's answer that it does not serve this model. Returns whether another engine of
         the side may."""
         known = self._known(endpoint)
         if known is not None and known.models is not None:
@@ -431,7 +453,7 @@ class Members:
         """Acts on silence. To be called several times a second."""
         last, self._ticked = self._ticked, now
         if last is not None and now - last > self._suspect:
-            # This router was not running: that it heard nothing says nothing about the engines.
+            # This router was not running: that it received nothing indicates nothing about the engines.
             for engine in self._engines.values():
                 engine.seen = None if engine.seen is None else now
         for engine in list(self._engines.values()):
@@ -447,7 +469,7 @@ class Members:
     # --- Steps
 
     def _known(self, endpoint: Endpoint) -> _Engine | None:
-        """None if another process is in its place by now."""
+        """Returns the engine; None if another process is in its place by now."""
         engine = self._engines.get(endpoint.place)
         return engine if engine is not None and engine.endpoint == endpoint else None
 
@@ -455,7 +477,7 @@ class Members:
         return [engine for engine in self._engines.values() if engine.endpoint.url == url]
 
     def _served_with(self, endpoint: Endpoint) -> list[_Engine]:
-        """The engines of this one's API server; none if another process is in its place by now."""
+        """Returns the engines of this engine's API server; none if another process is in its place by now."""
         return [] if self._known(endpoint) is None else self._served_at(endpoint.url)
 
     def _update(
@@ -489,8 +511,8 @@ class Members:
         self._publish(engine)
 
     def _publish(self, engine: _Engine) -> None:
-        # What is both prefills for others only where nothing else does: it has streams, and their next engine
-        # asks it for pages.
+        # An engine of both roles prefills for others only if no other engine does. It has streams, and each
+        # decode engine that gets such a prompt requests pages from it.
         for side in engine.sides:
             reserve = side is Side.PREFILL and len(engine.sides) == len(Side)
             self._pools[side].set_usable(
@@ -510,23 +532,23 @@ class Members:
     def _forget(self, engine: _Engine, why: str, *, lost: bool) -> None:
         logger.log(logging.WARNING if lost else logging.INFO, "%s: %s", why, engine.name)
         if lost:
-            self._incidents.note(engine.label, "is given up: it gives no sign of life any more", "")
+            self._incidents.note(engine.label, "is declared dead: it gives no sign of life", "")
         self._withdraw(engine, lost=lost)
         del self._engines[engine.endpoint.place]
         if engine.listed:
-            # The command line's word stands: it may come back without registering.
+            # The command line still names the engine: it may come back without registering.
             again = _Engine(engine.endpoint, engine.sides, True, answers=False, name=engine.name, joined=True)
             again.label = engine.label
             self._engines[engine.endpoint.place] = again
             self._publish(again)
 
     def _label(self, engine: _Engine) -> str:
-        """For a new engine; one that comes back to its place has its old one."""
+        """Returns the label for a new engine. An engine that comes back to its place gets its old label."""
         role = " and ".join(side.value for side in engine.sides)
         label = self._labels.get(engine.endpoint.place, "")
         if label.rpartition(" ")[0] != role:
             if len(self._labels) > 2 * MAX_ENGINES:
-                self._labels.clear()  # of engines long gone, most
+                self._labels.clear()  # most are of engines long gone
             self._labelled[engine.sides] += 1
             label = self._labels[engine.endpoint.place] = f"{role} {self._labelled[engine.sides]}"
         return label

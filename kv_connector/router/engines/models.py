@@ -1,4 +1,4 @@
-"""Models: the names that engines list at /v1/models, and one list of several engines' answers."""
+"""Models: the names that engines list at /v1/models, and one list that merges several engines' answers."""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from kv_connector.router.failure import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
-# vLLM lists its served names and its adapters. An engine has tens of adapters, and names are paths at most.
+# vLLM lists its served names and its adapters. An engine has tens of adapters, and the longest names are
+# paths.
 _MOST_NAMES = 1024
 _LONGEST_NAME = 1024
 
@@ -29,19 +30,25 @@ class _Entries(msgspec.Struct):
 
 
 def names(url: str, reply: Reply) -> frozenset[str] | None:
-    """The models of an engine's answer; None if it does not list them, or lists too many."""
+    """Returns the models of an engine's answer; None if it lists no models, or too many."""
     try:
         listed = [] if reply.status != 200 else msgspec.json.decode(reply.body, type=_Models).data
     except UNREADABLE:
         return None
     if len(listed) > _MOST_NAMES or any(len(model.id) > _LONGEST_NAME for model in listed):
-        logger.warning("%s lists more than %d models, or a longer name: not placed by", url, _MOST_NAMES)
+        logger.warning(
+            "MODELS of %s: requests are not placed by model: more than %d models, or a name over %d "
+            "characters",
+            url,
+            _MOST_NAMES,
+            _LONGEST_NAME,
+        )
         return None
     return frozenset(model.id for model in listed) or None
 
 
 def merged(replies: Sequence[Reply]) -> Reply:
-    """The first answer, with the models of all. Each is a readable list."""
+    """Returns the first answer, with the models of all answers. Each answer is a readable list."""
     found: dict[str, msgspec.Raw] = {}
     for reply in replies:
         for entry in msgspec.json.decode(reply.body, type=_Entries).data:

@@ -1,4 +1,4 @@
-"""Pool: the engines of one side, which of them take requests, and what each has in hand."""
+"""Pool: the engines of one side, which of them take requests, and the requests of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_connector.router.engines.workload import Workload
 
 
 class NoEngine(Exception):
-    """No engine of this side takes requests, or none that serves the model."""
+    """No engine of this side takes requests, or no engine that serves the model."""
 
     def __init__(self, pool: Pool, model: str | None = None) -> None:
         super().__init__("no engine takes requests")
@@ -23,10 +23,10 @@ class NoEngine(Exception):
 
 
 class EngineLost(Exception):
-    """The engine was given up while a request was with it."""
+    """An engine was declared dead while it had a request."""
 
     def __init__(self) -> None:
-        super().__init__("it gives no sign of life any more")
+        super().__init__("the engine gives no sign of life")
 
 
 @dataclass(eq=False)
@@ -35,26 +35,27 @@ class Member:
     workload: Workload
     usable: bool
     reserve: bool = False
-    """Takes requests only where no other does."""
+    """Whether it takes requests only if no regular engine does."""
     weights: str = ""
-    """The version that it serves; empty: what it was started with."""
+    """Weight version that it serves; empty: the weights that it was started with."""
     models: frozenset[str] | None = None
-    """The models that it lists; None: unknown."""
+    """Models that it lists; None: unknown."""
     breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
-    """What waits for the engine, to be ended when it is lost."""
+    """Timeouts of what waits for the engine, to be ended when it is lost."""
 
     @property
     def failing(self) -> bool:
-        """Its requests fail: it takes requests only where no other does, but for a trial now and then."""
+        """Whether its requests fail. It takes requests only if no other engine does, except for a trial now
+        and then."""
         return self.breaker.open and not self.breaker.trial
 
     def serves(self, model: str | None) -> bool:
-        """Whether it may have the model. None: any will do."""
+        """Returns whether it may have the model. None: any model."""
         return model is None or self.models is None or model in self.models
 
     def end_waits(self) -> None:
@@ -64,13 +65,13 @@ class Member:
 
 
 class Lease:
-    """One request's hold on an engine."""
+    """The claim of one request on an engine, until it is released."""
 
     def __init__(self, member: Member, work: Work | None) -> None:
         self._member = member
         self._work = work
         self._released = False
-        self._owing = 0  # blocks
+        self._owing = 0  # number of `owing` blocks
         member.outstanding += 1
         member.breaker.taken()
         if work is not None:
@@ -82,7 +83,7 @@ class Lease:
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
-        """For the length of a block that waits for the engine: EngineLost as soon as it is given up."""
+        """Guards a block that waits for the engine: raises EngineLost as soon as the engine is lost."""
         if self._member.lost:
             raise EngineLost
         try:
@@ -98,14 +99,17 @@ class Lease:
             raise
 
     def prompt_computed(self) -> None:
-        """The engine has computed the prompt."""
+        """Notes that the engine has computed the prompt."""
         if self._work is not None:
             self._member.workload.backlog.remove(self._work)
 
     @contextmanager
     def owing(self) -> Iterator[None]:
-        """For the length of a block at whose end nothing is to be fetched from the engine any more: it has
-        something to do until then, released or not. Blocks may overlap, and are one."""
+        """Guards a block until whose end pages are to be fetched from the engine.
+
+        The engine counts as busy until then, whether the lease is released or not. Blocks may overlap, and
+        count once.
+        """
         self._member.owes += self._released and not self._owing
         self._owing += 1
         try:
@@ -115,7 +119,7 @@ class Lease:
             self._member.owes -= self._released and not self._owing
 
     def release(self) -> None:
-        """Once."""
+        """Ends the lease. To be called once."""
         self.prompt_computed()
         self._released = True
         self._member.outstanding -= 1
@@ -126,7 +130,7 @@ class Pool:
     """Hands out engines. Used from the event loop's thread only."""
 
     def __init__(self, endpoints: Sequence[Endpoint] = ()) -> None:
-        # Kept in the order of last use, so that min(), which takes the first of equals, takes turns.
+        # Kept in the order of last use: min() takes the first of equals, so equals take turns.
         self._members = {one: Member(one, Workload(), usable=True) for one in endpoints}
         self._changed: asyncio.Event = asyncio.Event()
 
@@ -135,28 +139,28 @@ class Pool:
         return list(self._members)
 
     def usable(self, avoid: Collection[Endpoint] = (), model: str | None = None) -> bool:
-        """Whether an engine other than those takes requests for the model."""
+        """Returns whether an engine that is not in ``avoid`` takes requests for the model."""
         return any(member.endpoint not in avoid for member in self._usable(model))
 
     def failing(self, model: str | None = None) -> bool:
-        """Whether no engine takes requests for the model, or only engines whose requests fail."""
+        """Returns whether no engine takes requests for the model, or only engines whose requests fail."""
         return all(member.failing for member in self._usable(model))
 
     def known(self, model: str | None) -> str | None:
-        """The model, if an engine may serve it. None: engines are chosen without regard to it, and answer
-        for themselves."""
+        """Returns the model, if an engine may serve it. None: engines are chosen without regard to the model,
+        and the chosen engine answers for itself."""
         return model if any(member.serves(model) for member in self._members.values()) else None
 
     def models(self) -> set[str]:
-        """All models that engines which take requests list."""
+        """Returns all models that are listed by engines which take requests."""
         return {name for member in self._usable(None) for name in member.models or ()}
 
     def has(self, endpoint: Endpoint) -> bool:
-        """Whether there is such an engine, which may take no requests."""
+        """Returns whether the pool has the engine, which may take no requests."""
         return endpoint in self._members
 
     def takes(self, endpoint: Endpoint) -> bool:
-        """Whether there is such an engine, it takes requests, and they do not fail there."""
+        """Returns whether the pool has the engine, and it takes requests that do not fail."""
         member = self._members.get(endpoint)
         return member is not None and member.usable and not member.breaker.open
 
@@ -164,17 +168,18 @@ class Pool:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
 
     def unfinished(self, endpoint: Endpoint) -> int:
-        """The outstanding, and those that are to fetch their pages there: none of them outlives it."""
+        """Returns the outstanding requests, and the requests that are to fetch pages from the engine. If the
+        engine ends, all of them fail."""
         member = self._members.get(endpoint)
         return 0 if member is None else member.outstanding + member.owes
 
     def workload(self, endpoint: Endpoint) -> Workload | None:
-        """None: there is no such engine."""
+        """Returns the engine's workload; None: the pool does not have the engine."""
         member = self._members.get(endpoint)
         return None if member is None else member.workload
 
     def weights(self, endpoint: Endpoint) -> str:
-        """The version that the engine serves."""
+        """Returns the weight version that the engine serves."""
         return self._members[endpoint].weights if endpoint in self._members else ""
 
     def set_usable(
@@ -188,9 +193,11 @@ class Pool:
         weights: str = "",
         models: frozenset[str] | None = None,
     ) -> None:
-        """Whether the engine takes new requests; those it has go on. It is added if need be, with its
-        workload and its breaker. ``reserve``: only if no regular engine does. ``weights``: its version.
-        ``models``: those that it lists."""
+        """Sets whether the engine takes new requests; its running requests continue.
+
+        A new engine is added, with its workload and its breaker. ``reserve``: use it only if no regular
+        engine is usable. ``weights``: its version. ``models``: the models that it lists.
+        """
         member = self._members.get(endpoint)
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
@@ -200,7 +207,7 @@ class Pool:
         self._changed.set()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
-        """The engine is gone. ``lost``: so are the requests that it has; else they end by themselves."""
+        """Removes the engine. ``lost``: its requests fail; else they end by themselves."""
         member = self._members.pop(endpoint, None)
         if member is None or not lost:
             return
@@ -208,16 +215,18 @@ class Pool:
         member.end_waits()
 
     def end_waits(self, endpoint: Endpoint) -> None:
-        """What waits for the engine is ended as if it were lost; it stays."""
+        """Ends what waits for the engine as if it were lost; the engine stays."""
         if endpoint in self._members:
             self._members[endpoint].end_waits()
 
     def choices(
         self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
     ) -> list[Member]:
-        """The engines that take requests; NoEngine if there is none. Those of ``avoid`` are left out if there
-        are others, then those whose requests fail, then those in reserve. ``weights``, ``model``: only
-        those that serve this version, this model."""
+        """Returns the engines that take requests; NoEngine if there is none.
+
+        Engines of ``avoid`` are left out if others remain, then failing engines, then engines in reserve.
+        ``weights``, ``model``: only engines that serve this version, this model.
+        """
         usable = [member for member in self._usable(model) if weights in (None, member.weights)]
         if not usable:
             raise NoEngine(self, model)
@@ -229,19 +238,22 @@ class Pool:
     def fewest(
         self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
     ) -> Endpoint:
-        """Of the ``choices``, the one with the fewest outstanding requests; equals take turns."""
+        """Returns, of the ``choices``, the engine with the fewest outstanding requests; equals take turns."""
         return least(self.choices(avoid, weights, model)).endpoint
 
     def partner(
         self, other: Pool, engine: Endpoint, avoid: Collection[Endpoint], model: str | None = None
     ) -> Endpoint:
-        """For an engine of the other side, or of this one: by the fewest requests, one that serves what it
-        serves, and any if there is none."""
+        """Returns a partner for an engine of the other side, or of this side.
+
+        It is the engine with the fewest requests among those that serve the same weight version, or among all
+        if no engine serves it.
+        """
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 
     def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
-        """One of the ``choices``; NoEngine if it has gone. ``work``: what it is to compute."""
+        """Leases one of the ``choices``; NoEngine if it has been removed. ``work``: what it is to compute."""
         if endpoint not in self._members:
             raise NoEngine(self)
         member = self._members[endpoint] = self._members.pop(endpoint)
@@ -249,7 +261,7 @@ class Pool:
 
     @contextmanager
     def lease(self, endpoint: Endpoint, work: Work | None = None) -> Iterator[Lease]:
-        """For the length of a block."""
+        """Leases an engine for the length of a block."""
         lease = self.acquire(endpoint, work)
         try:
             yield lease
@@ -271,5 +283,5 @@ class Pool:
 
 
 def least(members: Sequence[Member]) -> Member:
-    """The one with the fewest outstanding requests; of equals the first."""
+    """Returns the member with the fewest outstanding requests; of equals the first."""
     return min(members, key=lambda member: member.outstanding)

@@ -1,4 +1,4 @@
-"""Prompt: what can be seen of a request's prompt without a tokenizer."""
+"""Prompt: what a router can learn about a request's prompt without a tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ import numpy as np
 
 from kv_connector.router.bodies.fields import Shapes
 
-# About 256 tokens of text, which a GPU computes in milliseconds: shorter hits are of no interest.
+# About 256 tokens of text, which a GPU computes in milliseconds. Shorter hits are not worth counting.
 PREFIX_BYTES = 1024
 
-# What is behind it is not told apart.
+# Bytes of a prompt that are hashed. Prompts that differ only behind them count as equal.
 _LOOKED_AT = 1 << 20
 
-# By common tokenizers' average for English text: a prior, until answers tell.
+# Average of common tokenizers for English text, used until answers give a better value.
 PRIOR_BYTES_PER_TOKEN = 4.0
-# Prompts of nothing but rare characters, and of nothing but spaces or pictures.
+# Lowest and highest value: prompts of nothing but rare characters, and of nothing but spaces or pictures.
 _BYTES_PER_TOKEN = (1.0, 16.0)
 
-# Fine-tunings, each a name, may come and go.
+# Models with a learned size. Fine-tunings, each with its own name, may come and go.
 _MODELS = 4096
 
 _FIELD = {
@@ -30,10 +30,10 @@ _FIELD = {
     "/v1/messages": "messages",
     "/v1/responses": "input",
 }
-# Templates put these before it.
+# Fields that templates put before the prompt.
 _BEFORE = ("tools", "system", "instructions")
-# The same prompt has other KV, or other tokens, where one of these differs. How the answer is sampled does
-# not matter, nor what is returned of it.
+# If one of these fields differs, the same prompt has other KV, or other tokens. How the answer is sampled
+# does not matter, nor which part of it is returned.
 _ELSE = (
     "model",
     "cache_salt",
@@ -53,29 +53,30 @@ _ELSE = (
 
 _PICTURE = b";base64,"
 
-# A piece's hash is the sum of its 32-bit words, each times a random 64-bit number of its own: twice as fast
-# as hash(), and two different pieces have the same one with a probability of 2**-33 at most.
+# A piece's hash is the sum of its 32-bit words, each times its own random 64-bit number. That is twice as
+# fast as hash(). Two different pieces have the same hash with a probability of 2**-33 at most.
 _KEYS = np.random.default_rng().integers(0, 1 << 64, size=PREFIX_BYTES // 4, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a policy sees of a request's prompt."""
+    """The facts about a request's prompt that a policy sees."""
 
     model: str
     size: int
-    """Bytes, as the client wrote it, with the tools and the system prompt that stand before it."""
+    """Bytes as the client wrote them, with the tools and the system prompt that stand before the prompt."""
     tokens: int | None
-    """None: it is text."""
+    """Number of tokens, if the prompt is a list of token ids; None: it is text."""
     prefixes: tuple[int, ...]
-    """A hash of the first PREFIX_BYTES, of twice as many, and so on; none of the remainder. Requests for
-    different KV have different ones from the beginning, and so have different processes."""
+    """Hashes of the first PREFIX_BYTES bytes, of twice as many, and so on, without the remainder. Requests
+    for different KV differ in the first hash already. Different processes have different hashes."""
     pictures: bool = False
-    """Its bytes say nothing of its tokens."""
+    """Whether the prompt has pictures: its bytes do not indicate its number of tokens."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
-        """``body``: with the prompt as a msgspec.Raw. ``shapes``: its values'."""
+        """Reads a request's prompt. ``body``: the prompt in it is a msgspec.Raw. ``shapes``: the shapes of
+        its values."""
         field = _FIELD.get(path, "prompt")
         raw = body.get(field, msgspec.Raw())
         before = [body[key] for key in _BEFORE if body.get(key)]
@@ -105,19 +106,20 @@ class Prompt:
 
 
 class TokenSizes:
-    """How many bytes of a prompt a token stands for, by model: learned from answers."""
+    """Bytes of a prompt per token, by model, learned from answers."""
 
     def __init__(self) -> None:
-        self._sizes: dict[str, float] = {}  # in the order in which they were first told
+        self._sizes: dict[str, float] = {}  # in the order in which they were first learned
 
     def tokens(self, prompt: Prompt) -> int:
-        """Of the prompt: exactly where it is a list of them, else as a forecast; 1 at least."""
+        """Returns the prompt's number of tokens: exact for a list of token ids, else a forecast. At
+        least 1."""
         if prompt.tokens is not None:
             return prompt.tokens
         return max(1, round(prompt.size / self._sizes.get(prompt.model, PRIOR_BYTES_PER_TOKEN)))
 
     def learn(self, prompt: Prompt, tokens: int) -> None:
-        """An engine has counted so many."""
+        """Learns from a prompt for which an engine has counted so many tokens."""
         if prompt.tokens is not None or tokens < 1:
             return
         size = self._sizes.get(prompt.model)
@@ -125,13 +127,14 @@ class TokenSizes:
             if len(self._sizes) == _MODELS:
                 del self._sizes[next(iter(self._sizes))]
             size = PRIOR_BYTES_PER_TOKEN
-        # Long prompts count for more: of a short one the template is a large part, and it costs little.
+        # Long prompts weigh more: the template is a large part of a short prompt, and a short prompt costs
+        # little.
         weight = min(max(prompt.size / 65536, 1 / 64), 1 / 4)
         self._sizes[prompt.model] = size + weight * (bytes_per_token(prompt, tokens) - size)
 
 
 def bytes_per_token(prompt: Prompt, tokens: int) -> float:
-    """Of a prompt that has so many tokens, without what would be no text."""
+    """Returns the bytes per token of a prompt, limited to values that are possible for text."""
     least, most = _BYTES_PER_TOKEN
     return min(max(prompt.size / tokens, least), most)
 
@@ -142,7 +145,7 @@ def _beginning(value: Any) -> Any:
 
 
 def _prefixes(seed: int, text: bytes) -> tuple[int, ...]:
-    # The last byte closes a list or a string: where the prompt has grown, another stands there.
+    # The last byte closes a list or a string. If the prompt has grown, another byte stands there.
     pieces = min(len(memoryview(text)) - 1, _LOOKED_AT) // PREFIX_BYTES
     if pieces < 1:
         return ()

@@ -1,4 +1,4 @@
-"""Workload: what an engine has to compute, what of it it has already, and how fast it is."""
+"""Workload: what an engine has to compute, what of it is cached, and how fast the engine is."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from kv_connector.router.engines.prefix_cache import PrefixCache
 
 @dataclass(frozen=True)
 class Cost:
-    """Of prompts, in seconds: control.membership.PromptCost."""
+    """Cost of prompts in seconds, from control.membership.PromptCost."""
 
     step: float
     token: float
@@ -23,43 +23,46 @@ class Cost:
         return cls(said.step_ns * 1e-9, said.token_ns * 1e-9, said.pair_ps * 1e-12)
 
     def seconds(self, tokens: int, cached: int, chunk: int) -> float:
-        """So many tokens behind the cached ones, in steps of ``chunk``."""
+        """Returns the seconds for so many tokens behind the cached ones, in steps of ``chunk``."""
         pairs = tokens * (cached + tokens / 2)
         return -(-tokens // chunk) * self.step + tokens * self.token + pairs * self.pair
 
 
 class Workload:
-    """One engine's, as long as it is the same process. Used from the event loop's thread only."""
+    """The workload of one engine process. Used from the event loop's thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.backlog = Backlog(clock)
-        """What it has from this router."""
+        """Prompts of this router at the engine."""
         self.cache = PrefixCache()
         self.load: WorkloadReport | None = None
-        """What it said last, if it does."""
+        """Latest report of the engine, if it reports its workload."""
         self.cost: Cost | None = None
-        """By that."""
+        """Cost of prompts according to that report."""
         self._others = 0
         self._said_at = 0.0
 
     def hear(self, load: WorkloadReport | None) -> None:
-        """The engine says so."""
+        """Takes the engine's latest report."""
         self.load = load
         self.cost = None if load is None or load.prompt is None else Cost.of(load.prompt)
         self._others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
         self._said_at = self._clock()
 
     def wait(self, cost: Cost) -> float:
-        """Until it has computed what it has, in seconds, if that costs so much."""
+        """Returns the seconds until the engine has computed its queue, if prompts have this cost."""
         return self.backlog.left() + self._others_left(cost)
 
     def in_a_step(self, cost: Cost, chunk: int) -> int:
-        """Tokens of its prompts in a step that takes at most ``chunk`` of each; of other routers' all, as it
-        is not known how many prompts they are."""
+        """Returns the tokens of the engine's prompts in a step that takes at most ``chunk`` tokens of each.
+
+        Other routers' tokens count in full, because the number of their prompts is not known.
+        """
         others = round(self._others_left(cost) / cost.token) if cost.token else self._others
         return self.backlog.in_a_step(chunk) + others
 
     def _others_left(self, cost: Cost) -> float:
-        """Seconds of other routers' prompts, which it goes on with meanwhile."""
+        """Returns the seconds for other routers' prompts that are left. The engine computes them
+        meanwhile."""
         return max(0.0, self._others * cost.token - (self._clock() - self._said_at))

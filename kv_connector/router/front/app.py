@@ -1,6 +1,4 @@
-"""The ASGI application: OpenAI's and Anthropic's routes, the router's own health and metrics, and nothing
-else.
-"""
+"""The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
 import json
@@ -42,19 +40,19 @@ from kv_connector.router.streams.dispatch import Dispatcher
 
 logger = logging.getLogger(__name__)
 
-# Prefill on one engine, decode on another.
+# Routes whose requests are prefilled on one engine and decoded on another.
 COMPLETIONS = {
     "/v1/completions": Completion,
     "/v1/chat/completions": Completion,
     "/v1/messages": Completion,
     "/v1/responses": ResponsesRequest,
 }
-# Whose streams' events have names.
+# Routes whose streams have events with names.
 NAMED_EVENTS = ("/v1/messages", "/v1/responses")
-# The end of a stream whose events have none, also behind an error.
+# The last event of a stream without event names. It also follows an error event.
 DONE = b"data: [DONE]\n\n"
-# Answered by any decode engine. A list of what is safe: vLLM has routes that pause, reset or unload an
-# engine.
+# Routes that any decode engine answers. The list names only routes that are safe: others of vLLM pause, reset
+# or unload an engine.
 FORWARDED = (
     ("GET", "/v1/models"),
     ("GET", "/version"),
@@ -62,11 +60,11 @@ FORWARDED = (
     ("POST", "/detokenize"),
     ("POST", "/v1/messages/count_tokens"),
 )
-# Of the router itself.
+# Routes of the router itself.
 OWN = ("/", "/status.json", "/live", "/health", "/ping", "/load", "/metrics", "/openapi.json")
 SERVED = sorted({*COMPLETIONS, *(path for _, path in FORWARDED), *OWN})
 
-# Of the client's headers the engines get these.
+# The client's headers that are passed to engines.
 PASSED_HEADERS = (
     "authorization",
     "content-type",
@@ -77,15 +75,15 @@ PASSED_HEADERS = (
 )
 LONGEST_REQUEST_ID = 128
 
-# Beside the pause that a body may make, its bytes have to come at this rate on average: 0.5 Mbit/s, the
-# uplink of a poor mobile connection. A body of 64 MiB that comes slowly holds its memory 18 minutes at most.
+# In addition to the pause that a body may make, its bytes must arrive at this average rate. It is 0.5 Mbit/s,
+# the uplink of a poor mobile connection. A slow body of 64 MiB holds its memory for 18 minutes at most.
 BODY_RATE = 64 << 10
 
-CLIENT_LEFT = 499  # nginx's status for it; only metrics see it
+CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics see it
 
 
 def create_app(settings: Settings) -> Starlette:
-    """The router as an ASGI application. It holds no state beyond its lifespan."""
+    """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     metrics = Metrics()
     client = EngineClient()
     incidents = Incidents()
@@ -118,7 +116,8 @@ def create_app(settings: Settings) -> Starlette:
             try:
                 yield
             finally:
-                # A server whose grace has ended has cancelled them: each still has its client to answer.
+                # When the server's grace period ends, it cancels the requests. Each still has to answer its
+                # client.
                 await limits.wait_empty(settings.patience)
                 await dispatcher.close()
                 await parser.close()
@@ -141,7 +140,8 @@ def create_app(settings: Settings) -> Starlette:
         return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
 
     async def openapi(request: Request) -> Response:
-        """A decode engine's description of its routes, less those that are not to be had here."""
+        """Returns a decode engine's description of its routes, without the routes that the router does not
+        serve."""
         reply = await forward_any(request)
         if reply.status == 200:
             described = json.loads(reply.body)
@@ -156,7 +156,8 @@ def create_app(settings: Settings) -> Starlette:
         return Response(status.json(), media_type="application/json", headers={"cache-control": "no-store"})
 
     async def live(_: Request) -> Response:
-        """This process serves, whatever its engines do: for who restarts it otherwise."""
+        """Reports that this process serves, whatever the state of its engines, for supervisors that restart
+        it."""
         return JSONResponse({"live": True})
 
     async def health(_: Request) -> Response:
@@ -204,11 +205,11 @@ def create_app(settings: Settings) -> Starlette:
 
 class _Application(Starlette):
     refusal: str | None = None
-    """An operator's mistake, for which the router does not start."""
+    """The operator's mistake for which the router does not start."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:
-            # A server logs this. Starlette has written a traceback, a page long.
+            # A server logs this message. Starlette's own message is a traceback of a page.
             if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
                 message = {**message, "message": self.refusal}
             await send(message)
@@ -217,7 +218,8 @@ class _Application(Starlette):
 
 
 class Completions:
-    """One completions route, as a plain ASGI endpoint: it has to see the client leave at any moment."""
+    """One completions route, as a plain ASGI endpoint: it has to notice at any moment that the client
+    disconnects."""
 
     def __init__(
         self,
@@ -248,7 +250,7 @@ class Completions:
                     completion = self._kind.of_fields(await self._parser.fields(body))
                     status = await self._serve(request, request_id, place, completion)
             except ClientDisconnect:
-                logger.info("a client left while it sent a request to %s", self._path)
+                logger.info("a client disconnected while it sent a request to %s", self._path)
             except Exception as error:
                 failed = client_failure(error, request_id)
                 status, response = failed.status, failed.response()
@@ -258,27 +260,30 @@ class Completions:
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
     async def _serve(self, request: Request, request_id: str, place: Place, completion: Completion) -> int:
-        """Answers the request; returns the status, CLIENT_LEFT if the client did not wait for it."""
+        """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
+        the end."""
         answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(completion))
         try:
-            # A server also reports a client as gone once it has the whole answer.
+            # A server also reports a disconnect after the client has received the whole answer.
             if not await _done_first(work, request.receive) and not answering.complete:
-                logger.info("request %s: the client left", request_id)
+                logger.info("request %s: the client disconnected", request_id)
                 return CLIENT_LEFT
             return await work
         except asyncio.CancelledError:
-            # The server's grace for running requests has ended. It does not send anything itself.
+            # The server's grace period for running requests has ended. The server itself sends nothing.
             await _end(work)
             if answering.complete:
                 raise
-            return await answering.fail(overloaded("this router ends, and did not wait for the whole answer"))
+            return await answering.fail(
+                overloaded("this router ends: the answer was not complete within --shutdown-timeout")
+            )
         finally:
             await _end(work)
 
 
 class _Answering:
-    """The answer to one request under way."""
+    """The answer to one request in flight."""
 
     def __init__(
         self,
@@ -316,7 +321,8 @@ class _Answering:
         return answer.status
 
     async def fail(self, failed: Failure) -> int:
-        """Ends the answer with an event, and returns its status; raises it if the answer has not begun."""
+        """Ends the answer with an error event and returns its status; raises the failure if the answer has
+        not begun."""
         if not self._begun:
             raise failed
         self.complete = True
@@ -328,7 +334,8 @@ class _Answering:
     async def _begin(
         self, status: int = 200, content_type: str = EVENT_STREAM, length: int | None = None
     ) -> None:
-        """Unless it has begun: that is before there is an answer where engines have begun one."""
+        """Begins the answer, unless it has begun. Call.begin() calls this before the decode engine has an
+        answer."""
         if self._begun:
             return
         self._begun = True
@@ -342,7 +349,7 @@ class _Answering:
         await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_whole(self, answer: Answer) -> None:
-        """With its length: HTTP/1.0 knows no chunks."""
+        """Sends the answer with its length: HTTP/1.0 has no chunks."""
         body = b"".join([chunk async for chunk in answer.chunks])
         await self._begin(answer.status, answer.content_type, len(body))
         self.complete = True
@@ -357,20 +364,20 @@ class _Answering:
 
 
 def client_failure(error: Exception, request_id: str) -> Failure:
-    """The failure that the client gets for it."""
+    """Returns the failure that the client receives for this error."""
     if isinstance(error, Failure):
         return error
-    logger.error("request %s: a fault of the router's own", request_id, exc_info=error)
-    words = "a fault of the router's own, which its log describes beside this request's id"
-    return failure(500, "api_error", f"{words}: {request_id}")
+    logger.error("request %s: internal error of the router", request_id, exc_info=error)
+    words = "internal error of the router. Its log describes the error under the request id"
+    return failure(500, "api_error", f"{words} {request_id}")
 
 
 async def _read(request: Request, settings: Settings, place: Place) -> bytes | memoryview:
-    """The request's body. Failure 413 if it is longer than the limit, 408 if it comes too slowly, 503 if all
-    bodies in flight are too many bytes."""
+    """Reads the request's body. Failure 413 if the body is longer than the limit, 408 if it arrives too
+    slowly, 503 if all bodies in flight have too many bytes."""
     limit, stall = settings.body_limit, settings.stall
     too_long = failure(413, "invalid_request_error", f"the body is longer than {limit} bytes (--body-limit)")
-    # Its server has looked at the number.
+    # The server has checked that the header is a number.
     expected = int(request.headers.get("content-length", 0))
     if expected > limit:
         raise too_long
@@ -386,7 +393,8 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
                 body += chunk
                 due.reschedule(min(loop.time(), begun + len(body) / BODY_RATE) + stall)
     except TimeoutError:
-        raise failure(408, "invalid_request_error", "the body came too slowly") from None
+        words = f"no data for {stall:g} s, or less than {BODY_RATE >> 10} KiB/s on average"
+        raise failure(408, "invalid_request_error", f"the body arrived too slowly: {words}") from None
     return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
 
 
@@ -397,7 +405,7 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-    """Waits for the reply. Raises ClientDisconnect and cancels the reply if the client leaves before."""
+    """Waits for the reply. If the client disconnects first, cancels the reply and raises ClientDisconnect."""
     work = asyncio.create_task(reply)
     try:
         if not await _done_first(work, receive):
@@ -408,7 +416,7 @@ async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> R
 
 
 async def _done_first(work: asyncio.Task[Any], receive: Receive) -> bool:
-    """Waits until the work is done or its client has left. Returns whether the work is done."""
+    """Waits until the work is done or its client has disconnected. Returns whether the work is done."""
     left = asyncio.create_task(_until_disconnect(receive))
     try:
         await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -427,7 +435,7 @@ def _passed(request: Request) -> dict[str, str]:
 
 
 def _request_id(request: Request) -> str:
-    """The client's X-Request-Id where it is fit for a log line, else a new one."""
+    """Returns the client's X-Request-Id if it is fit for a log line, else a new one."""
     given = request.headers.get("x-request-id", "")
     if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
@@ -438,7 +446,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. This router serves {', '.join(SERVED)}"
     response = failure(error.status_code, "invalid_request_error", message).response()
-    response.headers.update(error.headers or {})  # Allow, of a 405
+    response.headers.update(error.headers or {})  # Allow, with a 405
     return response
 
 

@@ -1,4 +1,4 @@
-"""Registry: the router's ear for engines that register, and its eye on those that do not answer."""
+"""Registry: receives engines' registrations, and checks the health of their API servers."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Silence is noticed this much late at most; a heartbeat is 1 s.
+# Silence is noticed at most this much late; a heartbeat is 1 s.
 _TICK_S = 0.2
-# Between two looks at an engine that does not answer.
+# Pause between two health checks of an engine that does not answer.
 _PROBE_S = 0.5
 _HEALTH_S = 2.0
-# Between two looks at an engine that is in use, or that does not register. It hangs if so many in a row, each
-# as long, have no answer. A lost connection costs one.
+# Pause between two health checks of an engine that is in use, or that does not register. An engine hangs if
+# _MISSES checks in a row, each of _MISS_S, have no answer. One lost connection costs one check.
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
-# Between two log lines about one engine: it repeats a refused registration each second.
+# Pause between two log lines about one engine: the engine repeats a refused registration each second.
 _REFUSED_LOG_S = 60.0
-# A look's patience is counted in parts. A part that took longer by _STALL_S does not count: this router was
-# stopped or busy, and the answer may be in its socket.
+# The time of a health check is counted in parts. A part that took longer by _STALL_S does not count: this
+# router was stopped or busy, and the answer may be in its socket.
 _PARTS = 10
 _STALL_S = 1.0
 
 
 class RegistryError(RuntimeError):
-    """The router cannot take registrations; the message says what to change."""
+    """The router cannot receive registrations; the message says what to change."""
 
 
 class Registry:
-    """Feeds Members and Reasons: run() it beside the server, in its event loop."""
+    """Feeds Members and Reasons. Run run() beside the server, in its event loop."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Registry:
         address: Address | None,
         key: ClusterKey | None,
     ) -> None:
-        """``address``: where engines register; None: nobody does."""
+        """``address``: where engines register; None: no engine registers."""
         self._members = members
         self._reasons = reasons
         self._moves = moves
@@ -81,14 +81,16 @@ class Registry:
         self._address = address
         self._key = key
         self._sockets: MembershipSockets | None = None
-        self._engines: dict[tuple[str, int], Source] = {}  # place -> the connection that registered it last
+        # place -> the connection of the latest registration
+        self._engines: dict[tuple[str, int], Source] = {}
         self._refused: dict[Source, float] = {}  # when each refused engine was last logged
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
         self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
         self._learning: dict[str, asyncio.Task[None]] = {}  # by URL
 
     def open(self) -> Address | None:
-        """Binds the address and returns it, with the port if it named none; RegistryError if it cannot."""
+        """Binds the address and returns it, with the port that was chosen for port 0; RegistryError if that
+        fails."""
         if self._address is None:
             return None
         sockets = MembershipSockets(self._key)
@@ -96,16 +98,18 @@ class Registry:
             bound = sockets.bind(self._address)
         except zmq.ZMQError as error:
             sockets.close()
-            raise RegistryError(f"cannot listen for engines on {self._address}: {error}") from error
+            raise RegistryError(
+                f"cannot listen for engines on {self._address}: {error}. Change --registration"
+            ) from error
         self._sockets = sockets
         return bound
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
-                group.create_task(forever("the look at engines", self._probe, _PROBE_S))
+                group.create_task(forever("the health check of engines", self._probe, _PROBE_S))
         finally:
             looks = [*self._probing.values(), *self._watching.values(), *self._learning.values()]
             for look in looks:
@@ -113,7 +117,7 @@ class Registry:
             await asyncio.gather(*looks, return_exceptions=True)
 
     async def _listen(self) -> None:
-        # wait() blocks, so it does in a thread; the sockets are never used by two threads at a time.
+        # wait() blocks, so it runs in a thread. Two threads never use the sockets at the same time.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "membership") as thread:
 
@@ -125,9 +129,10 @@ class Registry:
                         await loop.run_in_executor(thread, self._sockets.wait, _TICK_S)
                         self._receive()
                 finally:
-                    # Behind what was to be heard: an engine is not silent because this router was stopped.
+                    # After the messages that had arrived: an engine is not silent because this router was
+                    # stopped.
                     self._members.tick(time.monotonic())
-                await asyncio.sleep(0)  # where messages never end, requests have their turn
+                await asyncio.sleep(0)  # requests get their turn even if messages never end
 
             try:
                 await forever("the registration of engines", turn, _TICK_S)
@@ -145,7 +150,8 @@ class Registry:
                     case Register():
                         endpoint = self._members.register(time.monotonic(), message)
                         if len(self._engines) > MAX_ENGINES:
-                            self._engines.clear()  # of engines long gone, most; who is there registers again
+                            # most are of engines long gone; live engines register again
+                            self._engines.clear()
                         self._engines[endpoint.place] = received.source
                     case Leave():
                         self._members.leave(message)
@@ -161,7 +167,7 @@ class Registry:
                 logger.warning("a registration is ignored: %s", error)
                 self._sockets.distrust(received.source)
             except Exception:
-                logger.exception("a %s failed", type(message).__name__)
+                logger.exception("the message %s was not processed", type(message).__name__)
 
     def _refuse(self, source: Source, reason: str) -> None:
         """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""
@@ -182,7 +188,7 @@ class Registry:
             return
         if self._members.drain(url, move=question.move):
             self._moves.empty(url)
-        # The engine keeps it, and tells the other routers, and this one when it comes back.
+        # The engine stores the drain and reports it to the other routers, and to this router after a restart.
         self._pass_on(url, BeginDrain())
         moved, staying = self._moves.report(url) if question.move else (0, {})
         self._sockets.send(asker, Draining(outstanding, moved, staying))
@@ -194,7 +200,7 @@ class Registry:
         self._sockets.send(asker, Undrained(self._members.undrain(url)))
 
     def _pass_on(self, url: str, message: BeginDrain | EndDrain) -> None:
-        """To this API server's engines that have registered."""
+        """Sends the message to this API server's engines that have registered."""
         assert self._sockets is not None
         for (served_at, _), source in self._engines.items():
             if served_at == url:
@@ -217,7 +223,7 @@ class Registry:
             self._members.failed(endpoint, words, gone=refused(error), missed=missed)
             return
         except Failure:
-            return  # the router's own want of descriptors
+            return  # this router has no descriptor left
         if reply.status == 200:
             await self._learn(endpoint)
             self._members.answered(endpoint)
@@ -225,7 +231,7 @@ class Registry:
             self._members.failed(endpoint, f"its /health answers {reply.status}")
 
     async def _learn(self, endpoint: Endpoint) -> None:
-        """Asks for its models. An engine that does not answer keeps those that were known."""
+        """Requests the API server's list of models. If it does not answer, the known list stays."""
         url = f"{endpoint.url}/v1/models"
         try:
             reply = await _patiently(lambda: self._client.whole("GET", url), _HEALTH_S)
@@ -237,22 +243,24 @@ class Registry:
         for _ in range(_MISSES):
             try:
                 reply = await _patiently(lambda: self._client.whole("GET", f"{endpoint.url}/health"), _MISS_S)
-                if reply.status == 503:  # vLLM's word for an engine core that is dead
+                if reply.status == 503:  # vLLM's status for an engine core that is dead
                     self._members.failed(endpoint, "its /health answers 503")
             except TimeoutError:
                 continue
             except HttpError as error:
-                # Nobody listens there. A server that ends does not, either, and answers what it has.
+                # No process listens at the address. That includes a server that ends: it still answers what
+                # it has.
                 self._members.failed(endpoint, f"{type(error).__name__}: {error}", gone=refused(error))
             except Failure:
-                pass  # the router's own want of descriptors
+                pass  # this router has no descriptor left
             await asyncio.sleep(_WATCH_S)  # any other error is a sign of life
             return
         self._members.hangs(endpoint, f"its /health has not answered for {_MISSES * _MISS_S:g} s")
 
 
 async def _patiently(look: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
-    """Returns the look's result; TimeoutError if so many seconds in which this loop ran bring none."""
+    """Returns the result of ``look``. TimeoutError if it has none after so many seconds in which this loop
+    ran."""
     task, part, left = asyncio.create_task(look()), seconds / _PARTS, _PARTS
     try:
         while left:
@@ -262,7 +270,8 @@ async def _patiently(look: Callable[[], Coroutine[Any, Any, T]], seconds: float)
             if task.done():
                 if ran or not isinstance(task.exception(), TimeoutError):
                     return task.result()
-                task = asyncio.create_task(look())  # the client's own deadline ended meanwhile
+                # the client's own deadline passed while this loop did not run
+                task = asyncio.create_task(look())
             left -= ran
         raise TimeoutError
     finally:
@@ -275,7 +284,7 @@ def _once(
     endpoint: Endpoint,
     look: Callable[[Endpoint], Coroutine[Any, Any, None]],
 ) -> None:
-    """One look at an API server at a time."""
+    """Starts ``look`` for the API server, unless one is running for it."""
     if endpoint.url not in tasks:
         task = tasks[endpoint.url] = asyncio.create_task(look(endpoint))
         task.add_done_callback(lambda _: tasks.pop(endpoint.url))

@@ -1,4 +1,4 @@
-"""The router's HTTP server: uvicorn on httptools, with bounds on what clients may hold of it."""
+"""The router's HTTP server: uvicorn on httptools, with bounds on the resources that clients can hold."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from uvicorn.server import ServerState
 
 from kv_connector.router.failure import Failure, failure
 
-# Request line and headers together. Envoy allows 60 KiB, too. httptools copies what it has of a header for
-# each part that arrives: 16 MiB take 0.6 s of the event loop, 128 MiB 15 s.
+# Limit on the request line and headers together. Envoy's is 60 KiB. httptools copies a header's bytes so far
+# for each part that arrives: 16 MiB take 0.6 s of the event loop, 128 MiB 15 s.
 HEADER_LIMIT = 64 << 10
-# A client that is refused may still be sending. It reads the answer only if no reset arrives before.
+# A refused client may still be sending. It can read the answer only if no reset arrives before.
 _LINGER_S = 5.0
 
 
 class Turns:
-    """Connections that have much to read. One of them reads in each turn of the event loop.
+    """Connections that have much to read. In each turn of the event loop, one of them reads.
 
     A read of 256 KiB takes 0.3 ms, so 64 clients with long bodies would make each turn 20 ms. Used from the
     event loop's thread only.
@@ -37,7 +37,7 @@ class Turns:
         self._next: asyncio.Handle | None = None
 
     def enter(self, flow: _Flow) -> None:
-        """Its transport reads again when it is this one's turn."""
+        """Queues the connection: its transport reads again when its turn comes."""
         self._waiting.setdefault(flow)
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._turn)
@@ -56,7 +56,7 @@ class Turns:
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which lets a connection wait for its turn before it reads on."""
+    """uvicorn's flow control, with a queue: a connection waits for its turn before it reads on."""
 
     def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
         super().__init__(transport)
@@ -76,24 +76,29 @@ class _Flow(FlowControl):
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's configuration for one server, and the server's idle connections. Used from the event loop's
-    thread only."""
+    """uvicorn's configuration for one server, and the list of its idle connections.
+
+    Used from the event loop's thread only.
+    """
 
     def __init__(self, app: ASGIApp, *, connections: int, stall: float, **options: Any) -> None:
-        """``connections``: at most so many are open while one of them is idle. ``stall``: seconds that
-        headers may take, and that a reader may take nothing. ``options``: uvicorn's."""
-        # A WebSocket would leave this protocol, and its bounds; the router has no route for one.
+        """``connections``: open connections above which an idle connection is closed for a new one.
+        ``stall``: seconds that headers may take, and that a reader may take nothing. ``options``: uvicorn's
+        options."""
+        # A WebSocket would leave this protocol and its bounds. The router has no route for a WebSocket.
         super().__init__(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, **options)
         self.most_connections = connections
         self.stall = stall
         self.turns = Turns()
         self.idle: dict[BoundedProtocol, None] = {}
-        """Connections without a request in progress. The first one has been idle for the longest time."""
+        """Connections without a request in progress, the longest idle first."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection of a client. Long headers get 431, slow ones 408. It is closed if its reader takes
-    nothing, or if it is idle where there are too many."""
+    """One connection of a client. Long headers get 431, slow headers 408.
+
+    The connection is closed if its reader takes nothing, or if it is idle and too many connections are open.
+    """
 
     config: ServerConfig
     flow: _Flow
@@ -106,12 +111,12 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._produced = False  # the parser, of the data that it has at the moment
-        self._unproductive = 0  # bytes of which the parser has made nothing yet
+        self._produced = False  # whether the parser has produced anything from the latest data
+        self._unproductive = 0  # bytes from which the parser has produced nothing yet
         self._in_headers = False
-        self._refusal: Failure | None = None  # of headers that the parser is reading
-        self._refused = False  # what arrives is not read
-        # More than one where requests are pipelined, of which uvicorn remembers the last.
+        self._refusal: Failure | None = None  # the answer to the headers that the parser is reading
+        self._refused = False  # data that arrives is not read
+        # More than one if requests are pipelined. uvicorn remembers only the latest.
         self._unfinished: list[RequestResponseCycle] = []
         self._headers_due: asyncio.TimerHandle | None = None
         self._reader_due: asyncio.TimerHandle | None = None
@@ -140,7 +145,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._refused:
             self._parse(data)
-        # As much may wait behind it. A request that has not read the part before reads on by itself.
+        # As much data may wait in the transport. A request that has not read the earlier data resumes reading
+        # by itself.
         if len(data) > HIGH_WATER_LIMIT and not self.flow.read_paused and not self.transport.is_closing():
             self.flow.pause_reading()
             self.flow.resume_reading()
@@ -150,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._refused or self.transport.is_closing():
             return
-        # Trailers behind a body count as headers do.
+        # Trailers after a body count as headers do.
         self._unproductive = 0 if self._produced else self._unproductive + len(data)
         if self._unproductive > HEADER_LIMIT:
             self._refuse(_headers_too_long())
@@ -158,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._headers_due = self._later(self.config.stall, self._headers_are_late)
 
     def send_400_response(self, msg: str) -> None:
-        """Called for whatever the parser, or a method that it calls, does not accept."""
+        """Answers whatever the parser, or a method that it calls, does not accept."""
         if self._refusal is not None:
             self._refuse(self._refusal)
         else:
@@ -169,7 +175,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # The application has the request already where this is a trailer: it must not change.
+        # A trailer must not change the request: the application already has it.
         if self._in_headers:
             super().on_header(name, value)
 
@@ -179,7 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_headers_due()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEADER_LIMIT:
             self._refusal = _headers_too_long()
-            raise ValueError("the headers are too long")  # which ends the parser
+            raise ValueError("the headers are too long")  # this ends the parser
         self.config.idle.pop(self, None)
         super().on_headers_complete()
         self._unfinished.append(self.cycle)
@@ -196,9 +202,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         if self.transport.is_closing():
-            # It closes when the client has taken the rest.
+            # The connection closes when the client has taken the rest.
             self._set_reader_due()
-        elif self.cycle.response_complete:  # else the next one of a pipeline has begun
+        elif self.cycle.response_complete:  # else the next request of a pipeline has begun
             self.config.idle[self] = None
 
     def pause_writing(self) -> None:
@@ -214,7 +220,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as one without an upgrade. That is not an event for the log."""
+        """Does nothing: the request is answered as one without an upgrade. That is not an event for
+        the log."""
 
     def _headers_are_late(self) -> None:
         self._headers_due = None
@@ -240,7 +247,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self._later(_LINGER_S, self._close)
 
     def _close(self) -> None:
-        """Closes the connection now, also where its client does not take what was sent."""
+        """Closes the connection now, even if its client has not taken all that was sent."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

@@ -1,4 +1,6 @@
-"""Status: what the router's status page shows. Made when somebody looks, at most twice a second for all."""
+"""Status: the data of the router's status page. It is computed on request, at most twice a second for all
+readers.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from kv_connector.router.engines.members import EngineInfo, Members
 from kv_connector.router.observe.first_bytes import SLICE_SECONDS, Slice
 from kv_connector.router.observe.metrics import Metrics
 
-# Whoever asks sooner gets the same answer: many readers cost what one does.
+# A reader who requests the status earlier gets the same answer: many readers cost as much as one.
 _FRESH_SECONDS = 0.5
 
 
@@ -20,21 +22,22 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     roles: tuple[str, ...]
     state: str
     outstanding: int
-    """Requests of this router's that it has, or still owes pages to."""
+    """This router's requests at the engine, and requests whose pages are still to be fetched from it."""
     silence: float | None
-    """Seconds since its last word; null: it does not register, so the next three are unknown."""
+    """Seconds since the engine's latest registration. null: the engine does not register, so the next three
+    fields are unknown."""
     lanes: dict[str, int] | None
-    """Peers that are connected, by lane."""
+    """Number of connected peers, by lane."""
     transfers: int | None
-    """Prompts whose KV is under way from it or to it."""
+    """Prompts whose KV is in flight from or to the engine."""
     pushing: float | None
-    """Bytes of KV a second, of its first worker."""
+    """Bytes of KV per second that the engine's first worker pushes."""
     weights: str = ""
-    """The version that it serves; only with --status-details."""
+    """Weight version that the engine serves; only with --status-details."""
     models: tuple[str, ...] | None = None
-    """The models that it lists; only with --status-details, and if they are known."""
+    """Models that the engine lists; only with --status-details, and if they are known."""
     address: str | None = None
-    """Only with --status-details."""
+    """Address of the engine; only with --status-details."""
 
 
 class FirstByteStatus(msgspec.Struct, frozen=True):
@@ -42,40 +45,43 @@ class FirstByteStatus(msgspec.Struct, frozen=True):
 
     slice_seconds: int
     answers: tuple[int, ...]
-    """In each slice of time, the oldest first."""
+    """Answers in each slice of time, the oldest slice first."""
     p50: tuple[float | None, ...]
     p99: tuple[float | None, ...]
     latest: Slice
-    """Of the last one or two slices."""
+    """The latest one or two slices together."""
 
 
 class FailureStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ago: float
-    """Seconds since it happened last."""
+    """Seconds since the failure happened last."""
     engine: str
-    """"" where it is no single engine's."""
+    """Label of the engine; "" if the failure belongs to no single engine."""
     what: str
     times: int
     detail: str | None = None
-    """Only with --status-details."""
+    """Error message with addresses and ids; only with --status-details."""
 
 
 class RouterStatus(msgspec.Struct, frozen=True):
     uptime: float
     in_flight: int
     answered: dict[str, int]
-    """Since the start, by HTTP status."""
+    """Requests answered since the start, by HTTP status."""
     retried: int
     prefilled_locally: dict[str, int]
-    """Requests that D prefilled itself, by reason."""
+    """Local prefills, by reason."""
     engines: tuple[EngineStatus, ...]
     first_byte: FirstByteStatus
     failures: tuple[FailureStatus, ...]
-    """The latest first."""
+    """Recent failures, the latest first."""
 
 
 class Status:
-    """``details``: tells what only operators may know. Used from the event loop's thread only."""
+    """Computes the status. ``details``: include facts that only operators may know.
+
+    Used from the event loop's thread only.
+    """
 
     def __init__(
         self,
@@ -92,10 +98,10 @@ class Status:
         self._details = details
         self._clock = clock
         self._started = clock()
-        self._made: tuple[float, bytes] | None = None  # when, and what
+        self._made: tuple[float, bytes] | None = None  # time and JSON of the latest status
 
     def json(self) -> bytes:
-        """A RouterStatus."""
+        """Returns a RouterStatus as JSON."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= _FRESH_SECONDS:
             self._made = now, msgspec.json.encode(self._look(now))

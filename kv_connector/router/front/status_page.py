@@ -17,7 +17,8 @@ class Page:
     @classmethod
     def load(cls) -> Self:
         html = resources.files(__package__).joinpath("status_page.html").read_text("utf-8")
-        # What an engine says is shown as text. Were that wrong one day, a browser would still run nothing.
+        # The page shows an engine's messages as text. If that failed one day, a browser would still run
+        # nothing.
         policy = (
             "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
             f"frame-ancestors 'none'; script-src {_hashes('script', html)}; "
@@ -33,7 +34,8 @@ class Page:
 
 
 def _hashes(tag: str, html: str) -> str:
-    """The source expressions that let a browser take the page's own elements of this kind, and no others."""
+    """Returns CSP sources with which a browser accepts the page's own elements of this kind, and no
+    others."""
     texts = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 SLICE_SECONDS = 5
 SLICES = 60
 
-# Buckets grow by a twelfth of an octave: what is told is at most 3 % off, and a slice has 204 of them up to
-# two minutes, whatever the load.
+# Buckets grow by a twelfth of an octave, so a reported time is at most 3 % off. Up to two minutes a slice has
+# 204 buckets, whatever the workload.
 _PER_OCTAVE = 12
 _SHORTEST = 1e-3
 _BUCKETS = 17 * _PER_OCTAVE
@@ -18,7 +18,8 @@ _BUCKETS = 17 * _PER_OCTAVE
 
 @dataclass(frozen=True)
 class Slice:
-    """Of SLICE_SECONDS; the times in seconds, None where nothing was answered."""
+    """Answers and waiting times in one slice of SLICE_SECONDS. Times are in seconds; None if nothing was
+    answered."""
 
     answers: int
     p50: float | None
@@ -26,11 +27,11 @@ class Slice:
 
 
 class FirstBytes:
-    """Of memory that is bounded, and a microsecond or two an answer."""
+    """Counts waiting times in bounded memory. An answer costs a microsecond or two."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # By number; those without answers are not there.
+        # (number of the slice, slice), without slices that have no answers.
         self._over: deque[tuple[int, Slice]] = deque(maxlen=SLICES)
         self._number = 0
         self._current: Counter[int] = Counter()  # {bucket: answers}
@@ -42,13 +43,13 @@ class FirstBytes:
         self._current[min(bucket, _BUCKETS)] += 1
 
     def slices(self) -> list[Slice]:
-        """The last SLICES that are over, the oldest first."""
+        """Returns the last SLICES complete slices, the oldest first."""
         self._advance()
         known = dict(self._over)
         return [known.get(number, _NONE) for number in range(self._number - SLICES, self._number)]
 
     def latest(self) -> Slice:
-        """The last slice that is over and the one that is not."""
+        """Returns the last complete slice and the current slice together."""
         self._advance()
         return _slice(self._previous + self._current)
 

@@ -1,4 +1,4 @@
-"""Metrics: what a router counts, for Prometheus."""
+"""Metrics: the router's Prometheus metrics."""
 
 from collections.abc import Collection
 
@@ -8,9 +8,9 @@ from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-# A step of each engine and a transfer, up to the longest move (streams/moves.py).
+# From a step of each engine and a transfer, up to the longest move (streams/moves.py).
 PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-# How long the failures of an engine that is gone are still told: many scrapes, and few engines at a time.
+# How long the failures of a removed engine stay in the metrics: many scrapes, and few engines at a time.
 KEEP_SECONDS = 600.0
 
 
@@ -19,86 +19,88 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kv_connector_router_requests",
-            "Completion requests answered, by route and HTTP status (its error event's, if a stream ends "
-            "with one; 499: the client went away first)",
+            "Completion requests answered, by route and HTTP status. A stream that ends with an error event "
+            "counts with the event's code. 499: the client disconnected first.",
             ["route", "status"],
             registry=self.registry,
         )
         self.in_flight = Gauge(
-            "kv_connector_router_in_flight", "Completion requests under way", registry=self.registry
+            "kv_connector_router_in_flight", "Completion requests in flight", registry=self.registry
         )
         self.failures = Counter(
             "kv_connector_router_failures",
-            "Requests that an engine refused or broke off",
+            "Requests that an engine refused or broke off, by the engine's side and address",
             ["side", "engine"],
             registry=self.registry,
         )
         self.local_prefills = Counter(
             "kv_connector_router_local_prefills",
-            "Requests that the decode engine prefilled itself, by reason",
+            "Local prefills: requests whose prompt the decode engine computed itself, by reason",
             ["reason"],
             registry=self.registry,
         )
         self._placements = Counter(
             "kv_connector_router_placements",
-            "Attempts to serve a request that two engines can share, by the side that computes its prompt "
-            "and why",
+            "Attempts of requests that two engines can share, by the side that computes the prompt "
+            "(`prompt`) and the reason of the choice",
             ["prompt", "reason"],
             registry=self.registry,
         )
         self._late = Counter(
             "kv_connector_router_late_forecasts",
-            "Attempts whose first token, where they were sent, was forecast to come later than the objective",
+            "Attempts whose first token was forecast to come later than the objective (--ttft-ms)",
             registry=self.registry,
         )
         self.early_tokens = Counter(
             "kv_connector_router_early_tokens",
-            "Requests by whether their first token came from the prefill engine (sent, mismatch: the decode "
-            "engine had another), or why not",
+            "Requests by early first token. sent: the client got the prefill engine's token. mismatch: the "
+            "decode engine sampled another token. Other outcomes: why the token was not sent.",
             ["outcome"],
             registry=self.registry,
         )
         self.retries = Counter(
             "kv_connector_router_retries",
-            "Requests that were tried again with another engine before the decode engine had streamed "
-            "anything",
+            "Requests retried on another engine before the decode engine had streamed anything",
             registry=self.registry,
         )
         self.moves = Counter(
             "kv_connector_router_moves",
-            "Moves of running streams to another decode engine, by what came of them; and requests that a "
-            "drain found and left to end where they were, by why",
+            "Moves of running streams to another decode engine, by outcome. Requests that a drain left on "
+            "their engine are counted with the reason as outcome.",
             ["outcome"],
             registry=self.registry,
         )
         self.move_pause = Histogram(
             "kv_connector_router_move_pause_seconds",
-            "From the last event of a stream's old decode engine to the first one of its new one",
+            "Pause of a moved stream: from the old decode engine's last event to the new decode engine's "
+            "first",
             buckets=PAUSE_BUCKETS,
             registry=self.registry,
         )
         self.engines = Gauge(
             "kv_connector_router_engines",
-            "Engines, by side and state",
+            "Engines by side and state",
             ["side", "state"],
             registry=self.registry,
         )
         self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
-            "From a request's last byte to the first byte of its answer, which may come behind its status",
+            "Time from a request's last byte to the first byte of its answer. The answer's status may be "
+            "sent earlier.",
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
         self.first_bytes = FirstBytes()
-        self._gone: dict[str, float] = {}  # engines with failures that are not known any more, since when
+        self._gone: dict[str, float] = {}  # removed engines with failures -> when they were first missing
 
     def answer_began(self, seconds: float) -> None:
-        """So long after the request's last byte."""
+        """Records that an answer began, so many seconds after the request's last byte."""
         self._first_byte.observe(seconds)
         self.first_bytes.observe(seconds)
 
     def placed(self, *, local: bool, reason: str, late: bool) -> None:
-        """An attempt begins. ``local``: its decode engine computes the prompt; ``late``: too late."""
+        """Counts an attempt. ``local``: its decode engine computes the prompt. ``late``: its first token is
+        forecast later than the objective."""
         self._placements.labels("decode" if local else "prefill", reason).inc()
         if late:
             self._late.inc()
@@ -107,18 +109,18 @@ class Metrics:
         return _total(self.in_flight)
 
     def answered(self) -> dict[str, int]:
-        """{status: requests that were answered with it}"""
+        """Returns {status: requests that were answered with it}."""
         return _totals(self.requests, "status")
 
     def retried(self) -> int:
         return _total(self.retries)
 
     def prefilled_locally(self) -> dict[str, int]:
-        """{reason: requests}"""
+        """Returns {reason: requests with a local prefill}."""
         return _totals(self.local_prefills, "reason")
 
     def prune(self, now: float, known: Collection[str]) -> None:
-        """Forgets engines that are long gone; ``known``: the URLs of those that are there."""
+        """Removes the failures of engines that are long gone; ``known``: the URLs of the current engines."""
         counted = {
             (sample.labels["side"], sample.labels["engine"])
             for metric in self.failures.collect()
@@ -136,7 +138,7 @@ def _total(metric: Counter | Gauge) -> int:
 
 
 def _totals(metric: Counter | Gauge, label: str) -> dict[str, int]:
-    """By the values of one label."""
+    """Returns the metric's totals by the values of one label."""
     totals: dict[str, int] = {}
     for family in metric.collect():
         for sample in family.samples:

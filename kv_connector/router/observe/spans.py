@@ -1,6 +1,6 @@
 """Spans: one trace of a request through the router and both engines, for OpenTelemetry.
 
-Nothing of OpenTelemetry is imported unless the router is told where its spans go.
+OpenTelemetry is imported only if an endpoint for spans is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kv_connector.router.engines.members import Side
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-# As vLLM has it, so that one environment serves both.
+# The variable of vLLM, so that one environment serves both.
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE_NAME = "kv-connector-router"
 
@@ -26,31 +26,31 @@ class SpansError(RuntimeError):
 
 
 class Spans:
-    """None at all."""
+    """Creates no spans. The base class of those that do."""
 
     @classmethod
     def to(cls, endpoint: str | None) -> Spans:
-        """Spans that go to this OTLP endpoint. Raises SpansError."""
+        """Returns spans that go to this OTLP endpoint. Raises SpansError."""
         return Spans() if endpoint is None else _OtlpSpans(endpoint)
 
     def server(
         self, path: str, request_id: str, headers: Mapping[str, str]
     ) -> AbstractContextManager[object]:
-        """A block in which a client's request is answered; ``headers`` are the client's."""
+        """Opens the span of a client's request, for the length of a block; ``headers`` are the client's."""
         return nullcontext()
 
     def client(
         self, side: Side, endpoint: Endpoint, headers: Mapping[str, str]
     ) -> AbstractContextManager[Mapping[str, str]]:
-        """A block in which an engine answers; yields what to send it in place of ``headers``. It may be left
-        in another task."""
+        """Opens the span of a request to an engine, for the length of a block. Yields the headers to send in
+        place of ``headers``. The block may be left in another task."""
         return nullcontext(headers)
 
     def name_transfer(self, transfer_id: str) -> None:
-        """Under which the request's pages travel."""
+        """Sets the transfer id of the request's pages on the current span."""
 
     def close(self) -> None:
-        """Blocks until what is left has been sent, or a few seconds."""
+        """Blocks until all spans have been sent, or for a few seconds."""
 
 
 class _OtlpSpans(Spans):
@@ -84,7 +84,7 @@ class _OtlpSpans(Spans):
         about = {"url.full": endpoint.url, "kv.side": side.value, "kv.engine": str(endpoint)}
         span = self._tracer.start_span(side.value, kind=self._trace.SpanKind.CLIENT, attributes=about)
         passed = dict(headers)
-        # Not made the current one: the block may end in another task.
+        # The span is not made the current one: the block may end in another task.
         self._contexts.inject(passed, self._trace.set_span_in_context(span))
         try:
             yield passed
@@ -92,7 +92,7 @@ class _OtlpSpans(Spans):
             span.set_status(self._trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")
             raise
         except BaseException:
-            # The client left, or the other engine failed.
+            # The client disconnected, or the other engine failed.
             span.set_attribute("kv.cancelled", True)
             raise
         finally:

@@ -1,27 +1,33 @@
-"""Balance: between which decode engines running streams move, so that none has far more than another."""
+"""Balance: the choice of decode engines between which running streams move, so that none has far more than
+another.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from kv_connector.router.engines.endpoint import Endpoint
 
-# One engine has at least so many times as many streams as the other, and at least so many more. A move makes
-# the difference smaller by two: it is two at least behind it, and never turned round.
+# Streams move if one engine has at least _TIMES as many streams as another, and at least _MORE more. A move
+# reduces the difference by two. At least two remain, so no later move reverses it.
 _TIMES = 2
 _MORE = 4
 
 
 class Balance(Protocol):
-    """Asked in the event loop, once a second."""
+    """Chooses moves. Called in the event loop, once a second."""
 
     def pairs(self, streams: Mapping[Endpoint, int]) -> list[tuple[Endpoint, Endpoint]]:
-        """From where to where one stream is to go; an engine is in one pair at most. ``streams``: how many
-        each decode engine has that takes requests, and that no move of this kind is under way at."""
+        """Returns pairs (source, target) between which one stream is to move. An engine is in at most one
+        pair.
+
+        ``streams``: number of streams of each decode engine that takes requests and has no such move in
+        flight.
+        """
         ...
 
 
 class EvenStreams:
-    """The engine with the most streams gives one to that with the fewest, and so on inwards."""
+    """Pairs the engine with the most streams with the engine with the fewest, and so on inwards."""
 
     def pairs(self, streams: Mapping[Endpoint, int]) -> list[tuple[Endpoint, Endpoint]]:
         order = sorted(streams, key=streams.__getitem__)

@@ -1,15 +1,17 @@
 """Goodput: a policy that serves as many requests as it can within objectives for the time to the first token
 and the time between tokens (DistServe, arXiv 2401.09670).
 
-A prompt is computed where its first token comes soonest: by one of the prefill engines, or by a decode engine
-in chunks, as long as no step with a chunk keeps the streams there waiting for longer than the objective
-between tokens, and each step has tokens left for streams that come. Where a prefill engine would be sooner
-and yet too late, a decode engine computes the prompt: what is late anyway does not make those behind it late,
-too.
+A prompt is computed where its first token comes soonest: by a prefill engine, or by a decode engine in
+chunks. A decode engine is chosen under two conditions. No step with a chunk may delay the engine's streams
+for longer than the objective between tokens. And each step must have tokens left for new streams. If a
+prefill engine would be sooner and yet too late, a decode engine computes the prompt: a prompt that is late
+anyway should not delay the prompts behind it.
 
-What it goes by: how many tokens the prompt has and how many of them each engine has cached (prompt.py,
-prefix_cache.py), what each engine has still to compute (backlog.py, and for other routers' prompts what the
-engine says), and what its steps have cost so far (control.membership.WorkloadReport).
+The policy uses these facts:
+
+- how many tokens the prompt has, and how many of them each engine has cached (prompt.py, prefix_cache.py);
+- what each engine has still to compute (backlog.py, and the engine's report for other routers' prompts);
+- what each engine's steps have cost so far (control.membership.WorkloadReport).
 """
 
 import math
@@ -29,28 +31,28 @@ from kv_connector.router.placement.policy import Placement, shared_weights, spli
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 
-# A prompt that is late anyway is computed by a decode engine where that takes at most so many times as long.
-# By integration/benchmarks/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024, eight seeds), of
-# 7 and 11 requests a second 96.9 and 93.9 % have their first token in time with 2, 96.9 and 94.0 % with 1.5,
-# and 96.7 and 93.4 % without it.
+# A prompt that is late anyway is computed by a decode engine if that takes at most _LATE_STRETCH times as
+# long. Measured by integration/benchmarks/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024,
+# eight seeds), at 7 and 11 requests a second. The first token is in time for 96.9 and 93.9 % of the requests
+# with 2, 96.9 and 94.0 % with 1.5, and 96.7 and 93.4 % without this rule.
 _LATE_STRETCH = 2.0
 
 
 class _Forecast(NamedTuple):
     engine: Member
     tokens: int
-    """Of the prompt, that it has not cached."""
+    """Tokens of the prompt that the engine has not cached."""
     cached: int
     computing: float
-    """Seconds for these tokens."""
+    """Seconds to compute these tokens."""
     seconds: float
-    """Until the first token."""
+    """Seconds until the first token."""
     between: float
-    """Between two tokens of a stream that is there, or comes, at most, while the prompt is computed."""
+    """Longest time between two tokens of a current or new stream while the prompt is computed, in seconds."""
 
 
 class Goodput:
-    """Where nothing is known of the engines' speeds, it does as FewestOutstanding."""
+    """Places prompts by forecast. If no engine's speed is known, places them as FewestOutstanding does."""
 
     def __init__(self, objectives: Objectives, pools: Mapping[Side, Pool]) -> None:
         self._objectives = objectives
@@ -86,7 +88,7 @@ class Goodput:
             if receiver == engine.endpoint:
                 local, reason, receiver = True, "one_engine", decode.engine.endpoint
         chosen = decode if local else prefill
-        # Only a stream's beginning tells that its prompt is computed.
+        # Only the beginning of a stream shows that its prompt is computed.
         reported = not local or completion.streamed
         work = Work(chosen.tokens, chosen.computing, chosen.cached, reported)
         late = chosen.seconds > self._objectives.ttft
@@ -109,7 +111,7 @@ class Goodput:
             workload.cache.corrected(placement.prompt, report.cached, report.tokens)
 
     def _compare(self, prefill: _Forecast, decode: _Forecast) -> tuple[bool, str]:
-        """Whether the decode engine computes the prompt, and why."""
+        """Returns whether the decode engine computes the prompt, and the reason."""
         sooner = decode.seconds < prefill.seconds
         if decode.between > self._objectives.tbt:
             return False, "streams_first" if sooner else "prefill_sooner"
@@ -131,11 +133,12 @@ class Goodput:
         if load is None:
             return _Forecast(engine, tokens, 0, math.inf, math.inf, math.inf)
         cost, cached = workload.cost or typical, _cached(workload, prompt, tokens)
-        # Each stream has a token in every step, prompts have the rest.
+        # Each stream has a token in every step; prompts have the rest.
         streams = max(engine.outstanding, load.running)
         room = max(1, load.step_tokens - streams)
         rest = tokens - cached
-        # A decode engine's own cost has its streams in it; one that is borrowed has not.
+        # A decode engine's own cost includes its streams; a cost that was measured at another engine does
+        # not.
         decoding = (load.decode_ns or 0) * 1e-9
         slower = 0.0 if workload.cost else max(0.0, decoding - cost.step)
         chunk = min(room, load.prompt_tokens)
@@ -143,14 +146,15 @@ class Goodput:
         computing = max(cost.seconds(rest, cached, chunk) + steps * slower, steps * decoding)
         wait, between = workload.wait(cost), 0.0
         if streams:
-            # What is believed to be cached need not be: the objective is kept if it is not.
+            # The forecast of cached tokens may be wrong. The objective must be kept even then.
             most = load.prompt_tokens
             together = (most if cached else min(rest, most)) + workload.in_a_step(cost, most)
             each = cost.token + tokens * cost.pair
             between = max(decoding, slower + cost.step + min(room, together) * each)
             if together >= load.step_tokens - load.running:
-                # vLLM gives a step's tokens in the order in which requests came: a stream whose pages come
-                # behind prompts that leave none has its next token when they are computed.
+                # vLLM gives a step's tokens to requests in the order of their arrival. If earlier prompts
+                # leave no tokens, a stream whose pages arrive later gets its next token only when these
+                # prompts are computed.
                 between = max(between, wait + cost.seconds(tokens, 0, chunk))
         return _Forecast(engine, rest, cached, computing, wait + computing, between)
 
@@ -159,7 +163,7 @@ class Goodput:
 
 
 def _cached(workload: Workload, prompt: Prompt, tokens: int) -> int:
-    """Tokens of the prompt that the engine need not compute; the last is computed always."""
+    """Returns the prompt's tokens that the engine need not compute. It always computes the last token."""
     known = workload.cache.cached(prompt)
     return min(tokens - 1, tokens * known // prompt.size) if known else 0
 

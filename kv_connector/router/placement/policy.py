@@ -1,4 +1,4 @@
-"""Policy: which engines a completion goes to."""
+"""Policy: the choice of engines for a completion."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,41 +16,50 @@ from kv_connector.router.requests.completion import Completion
 @dataclass(frozen=True)
 class Placement:
     prefill: Endpoint | None
-    """Computes the prompt; None: the decode engine does."""
+    """Prefill engine that computes the prompt; None: the decode engine computes it."""
     decode: Endpoint
     reason: str
-    """For whoever counts decisions."""
+    """Reason of the choice, for the metrics."""
     work: Work | None = None
-    """That the prompt is, for the one that computes it, where that was forecast."""
+    """Forecast work of the prompt, for the engine that computes it; None: no forecast."""
     prompt: Prompt | None = None
-    """Where the policy wants to hear of it again."""
+    """The prompt, if the policy wants to learn what happens to it."""
     late: bool = False
-    """The first token is forecast to come later than it is meant to."""
+    """Whether the first token is forecast to come later than the objective."""
 
 
 class Policy(Protocol):
-    """Asked in the event loop for each attempt of a request that P and D can share: it answers in 200 us, and
-    keeps nothing that only it could free."""
+    """Chooses engines for each attempt of a request that a prefill and a decode engine can share.
+
+    Called in the event loop: each call returns within 200 us. A policy keeps nothing that only it could free.
+    """
 
     def place(
         self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
     ) -> Placement:
-        """Of engines that take requests, those of ``avoid`` only where there are no others; NoEngine where
-        there are none. ``model``: only engines that serve it."""
+        """Chooses among engines that take requests; NoEngine if there are none.
+
+        ``avoid``: engines that are chosen only if no others take requests. ``model``: only engines that serve
+        it.
+        """
         ...
 
     def sent(self, placement: Placement) -> None:
-        """Its engines have the request: here is time for what a decision need not wait for. Only of a
-        placement that has its prompt."""
+        """Notes that the placement's engines have the request. Work that a decision need not wait for belongs
+        here.
+
+        Called only for a placement that has its prompt.
+        """
         ...
 
     def prompt_computed(self, placement: Placement, report: Computed) -> None:
-        """A prefill engine has computed the prompt, and said this of it."""
+        """Takes a prefill engine's report on a prompt that it has computed."""
         ...
 
 
 class FewestOutstanding:
-    """Every prompt is computed by a prefill engine; of each side, the engine with the fewest requests."""
+    """Lets a prefill engine compute every prompt; chooses the engine with the fewest requests on each
+    side."""
 
     def __init__(self, pools: Mapping[Side, Pool]) -> None:
         self._pools = pools
@@ -70,12 +79,15 @@ class FewestOutstanding:
 def split(
     pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str, model: str | None
 ) -> Placement:
-    """A prefill and a decode engine of the same weights by the fewest requests; one that is both, and alone,
-    computes the prompt where it decodes, and so does one where no two have the same."""
+    """Chooses a prefill and a decode engine of the same weight version by the fewest requests.
+
+    The decode engine computes the prompt if the only engine has both roles, or if no two engines share a
+    version.
+    """
     shared = shared_weights(pools, avoid, model)
     if not shared:
         return Placement(None, pools[Side.DECODE].fewest(avoid, model=model), "other_weights")
-    # Which of several versions: streams last longer than prompts.
+    # If several versions are possible, the decode engines' streams decide: streams last longer than prompts.
     weights = least(
         [one for one in pools[Side.DECODE].choices(avoid, model=model) if one.weights in shared]
     ).weights
@@ -87,7 +99,10 @@ def split(
 
 
 def shared_weights(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], model: str | None) -> set[str]:
-    """The versions that both a prefill and a decode engine serve: what one of another has computed is of no
-    use. NoEngine where a side has none."""
+    """Returns the weight versions that both a prefill and a decode engine serve; NoEngine if a side has no
+    engine.
+
+    An engine cannot use pages that were computed with another version.
+    """
     prefill, decode = ({one.weights for one in pools[side].choices(avoid, model=model)} for side in Side)
     return prefill & decode

@@ -1,4 +1,4 @@
-"""Answers: what a request got from its prefill engine and from its decode engine."""
+"""Answers: what the prefill engine and the decode engine answer to a request."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a prefill engine said of a prompt."""
+    """A prefill engine's report on a prompt. A field is None if the engine does not report it."""
 
     params: dict[str, Any] | None = None
-    """kv_transfer_params, where it was no stream."""
+    """kv_transfer_params of the answer; None for a stream."""
     tokens: int | None = None
-    """Of the prompt, where it says so."""
+    """Tokens of the prompt."""
     cached: int | None = None
-    """Of them, in its prefix cache before, where it says so."""
+    """Tokens of the prompt that were in the engine's prefix cache before."""
     written: int | None = None
-    """Tokens of the prompt that went into its prefix cache, where it says so."""
+    """Tokens of the prompt that were written into the engine's prefix cache."""

@@ -1,4 +1,4 @@
-"""Completion: one request of a client, and what the prefill and the decode engine are to get of it."""
+"""Completion: a client's request, and the bodies that the prefill and the decode engine get for it."""
 
 from typing import Any, Self
 
@@ -21,12 +21,12 @@ from kv_connector.router.failure import bad_request
 
 Body = dict[str, Any]
 
-# What P need not know whose answer nobody reads.
+# Fields that the prefill engine need not know if its answer is not passed on.
 _OF_THE_WHOLE = ("stream_options", "min_tokens", "return_token_ids")
 
-# Bytes of all fields that become objects: 64 KiB of `{}` take 6 ms of the event loop, 256 fields of 4 KiB
-# 100.
-# Of a request with more, these alone are read. The router decides by no other field.
+# Most bytes of fields that become objects. The event loop needs 6 ms for 64 KiB of `{}`, and 100 ms for 256
+# fields of 4 KiB. Of a request with more bytes, only the fields in _DECIDING are read. The router decides by
+# no other field.
 _READ_IN_ALL = 64 << 10
 _DECIDING = frozenset(
     (
@@ -38,7 +38,7 @@ _DECIDING = frozenset(
     )
 )
 
-# Parameters of a transfer are the router's word alone, never a client's. vLLM also reads them in vllm_xargs.
+# Only the router sets parameters of a transfer, never a client. vLLM also reads them in vllm_xargs.
 _OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -46,17 +46,17 @@ class Completion:
     """The decoded body of /v1/completions, /v1/chat/completions or /v1/messages."""
 
     goes_to_named_rank = True
-    """Whether vLLM gives it to the data-parallel rank that RANK_HEADER names."""
+    """Whether vLLM gives the request to the data-parallel rank that RANK_HEADER names."""
 
     def __init__(self, body: Body, shapes: Shapes | None = None) -> None:
         self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
-        """The fields. Those that are passed on, and any long one, stay JSON."""
+        """The fields. Fields that are passed on, and long fields, stay JSON."""
         self._shapes = shapes or Shapes()
         self._begun = False
 
     @classmethod
     def decode(cls, raw: bytes) -> Self:
-        """Reads a request; Failure 400 if it is no JSON object."""
+        """Reads a request; Failure 400 if it is not a JSON object."""
         try:
             return cls.of_fields(parse(raw))
         except BodyError as error:
@@ -64,7 +64,7 @@ class Completion:
 
     @classmethod
     def of_fields(cls, fields: Fields) -> Self:
-        """Reads a request's short fields; Failure 400 if one of them has too many brackets."""
+        """Reads a request's short fields; Failure 400 if the brackets of a field are nested too deeply."""
         body: Body = dict(fields.values)
         short = [key for key, value in body.items() if not (key in PASSED_ON or is_long(value))]
         if sum(len(memoryview(body[key])) for key in short) > _READ_IN_ALL:
@@ -80,7 +80,7 @@ class Completion:
         return cls(body, fields.shapes)
 
     def prompt(self, path: str) -> Prompt:
-        """Its prompt, as a policy sees it."""
+        """Returns the request's prompt as a policy sees it."""
         return Prompt.of(path, self.body, self._shapes)
 
     @property
@@ -93,22 +93,23 @@ class Completion:
         return self.body.get("stream") is True
 
     def behind_its_token(self) -> Self:
-        """The same, of a client who has its first token already."""
+        """Returns the same request, for a client that already has its first token."""
         again = type(self)(self.body, self._shapes)
         again._begun = True
         return again
 
     def repeats_itself(self) -> bool:
-        """Whether another engine would sample the same first token."""
+        """Returns whether another engine would sample the same first token."""
         return self.body.get("temperature") == 0 or self.body.get("seed") is not None
 
     def local_reason(self) -> str | None:
-        """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
+        """Returns why the decode engine must compute this prompt itself; None if two engines can share the
+        request.
 
-        vLLM gives all prompts of a request, and all its beams, the same kv_transfer_params: with several
-        prompts one transfer would stand for different KV. A prompt of embeddings has no token ids, by which
-        P and D make sure that they mean the same one. And who asks for the prompt's log probabilities needs
-        a whole prefill where they are computed.
+        vLLM gives all prompts of a request, and all its beams, the same kv_transfer_params. With several
+        prompts, one transfer would stand for different KV. A prompt of embeddings has no token ids, by which
+        the two engines verify that they mean the same prompt. If the client wants the prompt's log
+        probabilities, they need a whole prefill where they are computed.
         """
         prompt, embeds = self.body.get("prompt"), self.body.get("prompt_embeds")
         if self._several("prompt") or self._several("prompt_embeds"):
@@ -124,22 +125,25 @@ class Completion:
         return None
 
     def _several(self, key: str) -> bool:
-        """Whether this field has a list of several prompts."""
+        """Returns whether this field has a list of several prompts."""
         value = self.body.get(key)
         if isinstance(value, msgspec.Raw):
             return self._shapes.of(key, value).several
         return isinstance(value, list) and len(value) > 1
 
     def local_body(self, *, ids: bool = False) -> Content:
-        """For D, when it prefills itself. ``ids``: it says the token ids, whether the client wants them or
-        not."""
+        """Returns the body for a decode engine that computes the prompt itself.
+
+        ``ids``: the engine reports token ids, whether the client wants them or not.
+        """
         return encode({**self.body, **({"return_token_ids": True} if ids else {})})
 
     def late_reason(self) -> str | None:
-        """Why the client gets the first token of D, and not of P, which has it earlier; None if of P.
+        """Returns why the client gets the decode engine's first token; None: it gets the prefill engine's,
+        which is earlier.
 
-        Of some requests more is said with a token than its text, or it is not sure yet that the text is to be
-        seen.
+        For some requests an engine reports more with a token than its text, or the text may still be held
+        back.
         """
         body = self.body
         if self._begun:
@@ -150,11 +154,11 @@ class Completion:
             return "several_answers"
         if any(body.get(key) for key in ("echo", "return_tokens_as_token_ids")):
             return "more_than_text"
-        if not (body.get("logprobs") is None or body.get("logprobs") is False):  # 0 asks for some
+        if not (body.get("logprobs") is None or body.get("logprobs") is False):  # 0 requests some
             return "more_than_text"
         options = body.get("stream_options")
         if options is not None and not isinstance(options, dict):
-            return "more_than_text"  # nobody knows: vLLM refuses it
+            return "more_than_text"  # its meaning is unknown: vLLM refuses it
         if options and options.get("continuous_usage_stats"):
             return "more_than_text"
         if body.get("stop"):
@@ -164,20 +168,23 @@ class Completion:
         return None
 
     def prefill_body(self, transfer_id: str, *, serial: bool, early: bool = False) -> Content:
-        """For P: the same prompt, one token, answered at once. ``serial``: D is asked after that.
-        ``early``: the client gets that token, as a stream.
+        """Returns the body for the prefill engine: the same prompt, one token, answered at once.
 
-        The one token makes vLLM run the prefill to its end; D computes it again from the pages it got.
+        ``serial``: the decode engine gets the request after that. ``early``: the client gets the token, as a
+        stream.
+
+        The one token makes vLLM run the prefill to its end. The decode engine computes the token again from
+        the pages that it received.
         """
         body = dict(self.body)
-        # n and best_of: one child fills the KV that all of D's children read.
+        # n and best_of: one child request computes the KV that all children on the decode engine read.
         for key in ("n", "best_of", *(() if early else _OF_THE_WHOLE)):
             body.pop(key, None)
-        if body.get("min_tokens"):  # it forbids an end where the first token is
+        if body.get("min_tokens"):  # it forbids an end at the first token
             body["min_tokens"] = 1
         body |= self._one_token()
         body["stream"] = early
-        if early:  # what it says of the prompt's length and of its prefix cache
+        if early:  # usage reports the prompt's length and its cached tokens
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         body["kv_transfer_params"] = {
             "do_remote_decode": True,
@@ -188,21 +195,28 @@ class Completion:
         return encode(body)
 
     def _one_token(self) -> Body:
-        """What P's answer is limited by, in this request's words."""
+        """Returns the fields of this API that limit the prefill engine's answer to one token."""
         limits = {"max_tokens": 1}
         if "max_completion_tokens" in self.body:
             limits["max_completion_tokens"] = 1
         return limits
 
     def decode_body(self, kv_transfer_params: dict[str, Any], *, ids: bool = False) -> Content:
-        """For D: `decode_params` where it is dispatched together with P, else what P answered. ``ids``: as
-        local_body's."""
+        """Returns the body for the decode engine.
+
+        ``kv_transfer_params``: `decode_params` in concurrent dispatch, else the prefill engine's answer.
+        ``ids``: as in local_body().
+        """
         body = {**self.body, "kv_transfer_params": kv_transfer_params}
         return encode({**body, **({"return_token_ids": True} if ids else {})})
 
 
 def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -> dict[str, Any]:
-    """Whom D is to ask for the pages, and under which name. ``early``: D goes on with P's token."""
+    """Returns the decode engine's parameters: the control address that it requests pages from, and the
+    transfer id.
+
+    ``early``: the decode engine continues with the prefill engine's token.
+    """
     return {
         **({"early_token": True} if early else {}),
         "do_remote_prefill": True,
@@ -218,8 +232,10 @@ DISOWNED_PATH = "/v1/completions"
 
 
 def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
-    """For D, which refuses it: vLLM tells its connector of every refused request that pages were meant for,
-    and the connector tells P. The model is one that no engine serves.
+    """Returns a body that a decode engine refuses, so that it notifies the prefill engine.
+
+    vLLM reports every refused request with transfer parameters to its connector, and the connector notifies
+    the prefill engine. No engine serves the model that the body names.
     """
     body = {"model": f"nobody-wants/{transfer_id}", "prompt": [0], "max_tokens": 1}
     return msgspec.json.encode({**body, "kv_transfer_params": decode_params(transfer_id, prefill)})

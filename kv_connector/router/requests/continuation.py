@@ -1,7 +1,7 @@
-"""Continuation: what is left of a running request, as another pair of engines is asked for it.
+"""Continuation: the rest of a running request, as it is requested from another pair of engines.
 
-Its prompt is the request's own and all that has been said since. The answer is then what the first engine
-would have gone on with where what comes next depends on these tokens alone.
+Its prompt is the request's own prompt and all tokens of the answer so far. If the next token depends on these
+tokens alone, the answer is the one that the first engine would have continued with.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.events import END, data_of
 
 CHAT = "/v1/chat/completions"
-# Where answers are text alone: their first token may come from P, and they may move.
+# Paths whose answers are text alone: their first token may come from the prefill engine, and they may move.
 PATHS = ("/v1/completions", CHAT)
 
-# Sampling that goes by the tokens so far, wherever the prompt ends, and what is no matter of sampling.
+# Fields that a continuation keeps: sampling that depends on the tokens so far, wherever the prompt ends, and
+# fields that do not affect sampling.
 _KEPT = (
     "model",
     "stream",
@@ -40,7 +41,7 @@ _KEPT = (
     "priority",
     "user",
 )
-# They are counted down, or are in the prompt's ids by now, or nobody looks at them.
+# Fields that are counted down, that the prompt's ids already include, or that no engine uses.
 _COUNTED = ("max_tokens", "max_completion_tokens", "min_tokens")
 _DONE_WITH = (
     *_COUNTED,
@@ -58,7 +59,7 @@ _DONE_WITH = (
     "store",
     "service_tier",
 )
-# Why a request stays where it is if one of these is set.
+# Fields that keep a request on its engine if they are set, with the reason.
 _STAYS = {
     "seed": "seed",  # the generator's state is not known
     "presence_penalty": "penalties",  # over the answer alone
@@ -80,7 +81,7 @@ _STAYS = {
     "functions": "tools",
 }
 _KNOWN = {*_KEPT, *_DONE_WITH, *_STAYS}
-# Values that say no more than leaving the key out.
+# Values with the same meaning as leaving the key out.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -90,14 +91,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
 }
-# Bytes of a chat's messages. A million tokens of text are 4 MiB; as objects, 4 MiB of `{}` are 60 MiB.
+# Most bytes of a chat's messages that are read. A million tokens of text are 4 MiB; as objects, 4 MiB of `{}`
+# are 60 MiB.
 _LONGEST_LOOKED_AT = 4 << 20
-# vLLM's, of a completion.
+# vLLM's default for a completion.
 _MAX_TOKENS = 16
 
 
 def stay_reason(path: str, completion: Completion) -> str | None:
-    """Why this request has to end where it began; None if it may be moved."""
+    """Returns why this request must end on the engine where it began; None if it may move."""
     body = completion.body
     if path not in PATHS:
         return "other_api"
@@ -125,8 +127,10 @@ class _Message(msgspec.Struct):
 
 
 def only_text(completion: Completion) -> bool:
-    """Whether a chat's messages are text alone: the ids of a picture's tokens are all alike. It takes 50
-    us for one of 26,000 words."""
+    """Returns whether a chat's messages are text alone: the token ids of all pictures are alike.
+
+    A chat of 26,000 words takes 50 us.
+    """
     messages = completion.body.get("messages")
     if messages is None:
         return True
@@ -145,7 +149,7 @@ def only_text(completion: Completion) -> bool:
 
 
 def tokens_left(path: str, completion: Completion, said: int) -> int | None:
-    """Of the answer, of which so many tokens have been said; None: as many as fit."""
+    """Returns how many tokens are left of an answer that has ``said`` tokens; None: as many as fit."""
     body = completion.body
     limit = body.get("max_tokens")
     if path != CHAT:
@@ -156,11 +160,12 @@ def tokens_left(path: str, completion: Completion, said: int) -> int | None:
 
 
 class Continuation(Completion):
-    """Asked for at /v1/completions, whatever the client asked for: there a prompt may be token ids."""
+    """A request to /v1/completions, whatever the client's path was: there a prompt may be token ids."""
 
     @classmethod
     def of(cls, completion: Completion, ids: bytes, said: int, max_tokens: int) -> Continuation:
-        """``ids``: of prompt and answer, as of a JSON list. ``said``: how many of them are the answer's."""
+        """Makes the continuation of a completion. ``ids``: token ids of prompt and answer, as in a JSON list.
+        ``said``: how many of them are the answer's."""
         body: Body = {key: completion.body[key] for key in _KEPT if key in completion.body}
         body |= {"prompt": msgspec.Raw(b"[%s]" % ids), "max_tokens": max_tokens}
         if (least := (completion.body.get("min_tokens") or 0) - said) > 0:
@@ -168,16 +173,17 @@ class Continuation(Completion):
         return cls(body)
 
     def late_reason(self) -> str | None:
-        """The first engine's stream has this token, too, and goes on if the second one fails."""
+        """Returns "moved": the first engine's stream has this token too, and continues if the second engine
+        fails."""
         return "moved"
 
 
 class Tail:
-    """A continuation's answer in the words of the stream that it goes on with."""
+    """Translates a continuation's answer to the form of the stream that it continues."""
 
     def __init__(self, last: bytes, *, prompt: int, said: int, cached: int | None) -> None:
-        """``last``: what the client has had last, events that end with a token's. ``prompt``: its tokens;
-        ``said``: those of the answer so far. ``cached``: as Running's."""
+        """``last``: the events that the client got last, which end with a token's. ``prompt``: tokens of the
+        prompt. ``said``: tokens of the answer so far. ``cached``: as in Running."""
         events = [event for event in last.split(END) if event]
         begun = msgspec.json.decode(data_of(events[-1]))
         self._choice: dict[str, Any] = begun["choices"][0]
@@ -187,7 +193,7 @@ class Tail:
         self._cached = cached
 
     def of(self, events: bytes) -> bytes:
-        """For the client, of these whole events."""
+        """Returns whole events of the continuation, translated for the client."""
         return b"".join(map(self._translate, events.split(END)))
 
     def _translate(self, event: bytes) -> bytes:
@@ -207,7 +213,7 @@ class Tail:
 
     def _shape(self, choice: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in choice:
-            choice["prompt_token_ids"] = None  # they came with the stream's beginning
+            choice["prompt_token_ids"] = None  # the stream's beginning had them
         if "delta" not in self._choice:
             return choice
         shaped = self._choice | {"delta": {"content": choice["text"]}}
@@ -225,5 +231,5 @@ class Tail:
             "total_tokens": self._prompt + answer,
         }
         if usage.get("prompt_tokens_details"):
-            # What the second engine had of it is the first one's work.
+            # The tokens that the second engine had cached are the work of the first engine.
             usage["prompt_tokens_details"] = None if self._cached is None else {"cached_tokens": self._cached}

@@ -1,10 +1,10 @@
-"""EarlyToken: what P sampled behind the prompt, for a client who need not wait until D has the prompt's
-pages.
+"""EarlyToken: the token that the prefill engine sampled behind the prompt. A client that gets it need not
+wait until the decode engine has the prompt's pages.
 
-P answers with a stream of one token, and D, which goes on with that token, with a stream that begins with the
-same text. Of P's the client gets that text, of D's all that is behind it. What is left out is found by its
-text, and by its token id where the client wants ids, never by counting events: a server may put several
-tokens into one.
+The prefill engine answers with a stream of one token. The decode engine continues with that token, so its
+stream begins with the same text. The client gets this text from the prefill engine, and all that follows from
+the decode engine. The text to leave out is found by comparison, and also by its token id if the client wants
+ids. Events are never counted, because a server may put several tokens into one.
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ import msgspec
 from kv_connector.router.failure import UNREADABLE, reported_failure
 from kv_connector.router.requests.events import END, data_of
 
-# An answer has one time of its beginning. Within a generated text the quotes would be escaped.
+# An answer has only one creation time. In a generated text the quotes would be escaped.
 _CREATED = re.compile(rb'("created": ?)\d+')
-# As vLLM writes it: of a completion in its choice, of a chat beside that. Within a text the quotes would be
+# As vLLM writes it: in the choice of a completion, beside the choice of a chat. In a text the quotes would be
 # escaped.
 _PROMPT_IDS = b'"prompt_token_ids":['
-# Where text stands in an event: of a completion, and of a chat's delta.
+# Where an event's text is: in a completion's choice, and in a chat's delta.
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
-# With which the marks of reasoning begin that vLLM's parsers look for; requests with tools are left out.
+# First characters of the marks of reasoning that vLLM's parsers look for. Requests with tools are left out.
 _MARKS = "<[|"
-# What a tokenizer's decoder gives where a character's bytes are not all there.
+# A tokenizer's decoder returns this character if some of a character's bytes are missing.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Mismatch(ValueError):
-    """D did not begin with what the client has had already."""
+    """The decode engine began with another text than the client already has."""
 
 
 @dataclass(frozen=True)
 class EarlyToken:
     events: bytes
-    """For the client."""
+    """Events for the client."""
     key: str
     text: str
     tokens: tuple[int, ...]
-    """Its id, where the client wants ids."""
+    """The token's id, if the client wants ids."""
     created: int | None
 
 
 class PrefillStream:
-    """P's answer, event by event."""
+    """Reads the prefill engine's answer, event by event."""
 
     def __init__(self) -> None:
         self._opening = b""  # events that name the role
-        self._over = False  # the one event with a token has come
+        self._over = False  # whether the event with a token has come
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
-        """Of the prompt, that P had in its prefix cache. Both where it says so."""
+        """Tokens of the prompt that the prefill engine had in its prefix cache. This and ``prompt_tokens``
+        are None if it does not report them."""
 
     def feed(self, events: bytes) -> EarlyToken | None:
-        """The token, where it is in these events and can be passed on. Failure if P tells of an error."""
+        """Returns the token if these events have it and it can be passed on. Failure if the engine reports an
+        error."""
         token = None
         for event in events.split(END):
             said = _said(event)
@@ -79,13 +81,13 @@ class PrefillStream:
                 key, text = texts[0] if texts else ("text" if "text" in choice else "content", "")
                 if not _sure(key, text) or choice.get("finish_reason") == "stop":
                     continue
-                # The one token that P was allowed is no end of the answer.
+                # The end at this token is the prefill engine's limit, not the end of the answer.
                 choice |= {"finish_reason": None}
                 if "stop_reason" in choice:
                     choice["stop_reason"] = None
                 created = said.get("created")
                 begun = created if isinstance(created, int) else None
-                said.pop("system_fingerprint", None)  # vLLM's sign of a last event
+                said.pop("system_fingerprint", None)  # vLLM writes it in a last event only
                 token = EarlyToken(self._opening + _event(said), key, text, tokens, begun)
         return token
 
@@ -99,7 +101,7 @@ class PrefillStream:
 
 
 class Rest:
-    """D's answer without what the client has had."""
+    """Removes from the decode engine's answer what the client already has."""
 
     def __init__(self, early: EarlyToken) -> None:
         self._early = early
@@ -107,7 +109,7 @@ class Rest:
         self._tokens = early.tokens
 
     def of(self, events: bytes) -> bytes:
-        """Of these whole events of D's, what the client still has to get; raises Mismatch."""
+        """Returns what the client still has to get of these whole events; raises Mismatch."""
         if self._left or self._tokens:
             events = b"".join(map(self._behind, events.split(END)))
         if self._early.created is None:
@@ -123,18 +125,18 @@ class Rest:
         key = self._early.key
         texts = dict(_texts(choice))
         text = texts.pop(key, "")
-        more = any(texts.values())  # in one event with the end of the other: only behind it
+        more = any(texts.values())  # in one event with the end of the other text: allowed only after that end
         if not _plain(choice) or (more and not text.startswith(self._left)):
-            raise Mismatch(f"decode began with {said['choices']} where prefill had sampled {self._left!r}")
+            raise _other_beginning(said["choices"], repr(self._left))
         if text.startswith(self._left):
             rest, self._left = text[len(self._left) :], ""
         elif self._left.startswith(text):
             rest, self._left = "", self._left[len(text) :]
         else:
-            raise Mismatch(f"decode began with {text!r} where prefill had sampled {self._left!r}")
+            raise _other_beginning(repr(text), repr(self._left))
         if choice.get("finish_reason") is None:
             if not (rest or more or choice.get("token_ids")):
-                return b""  # a role alone, too: it has been told
+                return b""  # a role alone too: the client has it already
         elif self._left or self._tokens:
             raise Mismatch(f"the answer ended before {self._left!r}")
         if text:
@@ -147,16 +149,23 @@ class Rest:
             return
         same = min(len(tokens), len(self._tokens))
         if tuple(tokens[:same]) != self._tokens[:same]:
-            raise Mismatch(f"decode began with {tokens} where prefill had sampled {list(self._tokens)}")
+            raise _other_beginning(tokens, list(self._tokens))
         self._tokens = self._tokens[same:]
         choice["token_ids"] = tokens[same:]
         if "prompt_token_ids" in choice:
-            choice["prompt_token_ids"] = None  # they came with P's
+            choice["prompt_token_ids"] = None  # the prefill engine's events had them
+
+
+def _other_beginning(begun: object, sampled: object) -> Mismatch:
+    return Mismatch(f"the decode engine began with {begun} where the prefill engine had sampled {sampled}")
 
 
 def _said(event: bytes) -> dict[str, Any] | None:
-    """Of the prompt's token ids, the JSON: to make objects of 7,000, and JSON of these, takes half a
-    millisecond, which a client would wait for."""
+    """Decodes an event; None if it is not a JSON object. The prompt's token ids stay JSON.
+
+    To make objects of 7,000 ids, and JSON of these objects, takes half a millisecond, for which a client
+    would wait.
+    """
     data, ids = data_of(event), msgspec.Raw(b"[]")
     begin = data.find(_PROMPT_IDS) + len(_PROMPT_IDS)
     if begin >= len(_PROMPT_IDS) and (end := data.find(b"]", begin)) >= 0:
@@ -165,7 +174,7 @@ def _said(event: bytes) -> dict[str, Any] | None:
     try:
         said = msgspec.json.decode(data)
     except UNREADABLE:
-        return None  # [DONE], or not of vLLM's making
+        return None  # [DONE], or not written by vLLM
     if not isinstance(said, dict):
         return None
     for holder in (said, _choice(said) or {}):
@@ -175,9 +184,12 @@ def _said(event: bytes) -> dict[str, Any] | None:
 
 
 def _sure(key: str, text: str) -> bool:
-    """Whether D will say that text, too: what P says is the end of its answer, so its server holds nothing
-    back. D's may hold back what could become something else: the rest of a character, and in a chat what may
-    be the beginning of a mark that its parsers look for, or white space before it."""
+    """Returns whether the decode engine will send this text too.
+
+    The prefill engine's text is the end of its answer, so its server holds nothing back. The decode engine's
+    server may hold back text that could still change: an incomplete character. In a chat it may also hold
+    back the possible beginning of a mark that its parsers look for, or white space before it.
+    """
     if _INCOMPLETE in text:
         return False
     return key == "text" or not text or (bool(text.strip()) and not any(mark in text for mark in _MARKS))
@@ -197,7 +209,7 @@ def _texts(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(choice: dict[str, Any]) -> bool:
-    """Whether there is nothing in it but text: no tool call, say."""
+    """Returns whether the choice has text and nothing else, such as a tool call."""
     delta = choice.get("delta")
     return not isinstance(delta, dict) or not any(
         value for key, value in delta.items() if key not in (*_TEXTS, "role")

@@ -1,4 +1,4 @@
-"""EventStream: an engine's streamed answer (server-sent events), in whole events."""
+"""EventStream: reads an engine's streamed answer (server-sent events) in whole events."""
 
 import re
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ END = b"\n\n"
 _BEGINNINGS = ("message_start", "response.created", "response.in_progress")
 
 
-# Within a generated text the quotes would be escaped.
+# In a generated text the quotes would be escaped.
 _ENDS = re.compile(
     rb"^data: ?\[DONE\]"
     rb'|"finish_reason": ?"'
@@ -23,23 +23,24 @@ _ENDS = re.compile(
 
 
 class CutOffError(Exception):
-    """A stream ended without an end of its answer."""
+    """A stream ended without the end of its answer."""
 
     def __init__(self) -> None:
         super().__init__("the stream ended without finish_reason and [DONE]")
 
 
 class EventStream:
-    """One answer. ``chunks``: its bytes, cut anywhere; what they raise is raised here."""
+    """Reads one answer. ``chunks``: its bytes, cut anywhere. Exceptions of ``chunks`` are raised here."""
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
-        self._rest = b""  # of an event whose end has not come
+        self._rest = b""  # bytes of an event whose end has not come
 
     async def read(self) -> bytes:
-        """The events that come next, one or more; b"" at the end.
+        """Returns the next events, one or more; b"" at the end.
 
-        Of an event that breaks off nothing is seen: an error event after half of one would be glued to it.
+        An incomplete event at the end of a broken stream is not returned. An error event after it would be
+        unreadable.
         """
         while chunk := await anext(self._chunks, b""):
             whole, end, self._rest = (self._rest + chunk).rpartition(END)
@@ -49,7 +50,7 @@ class EventStream:
         return rest
 
     async def opening(self) -> bytes:
-        """All up to the first event that tells the client anything; Failure if that is an error.
+        """Returns all events up to the first with a part of the answer; Failure if that is an error.
 
         vLLM begins a chat with an event for each choice that names the role, before it knows whether the
         request works.
@@ -63,9 +64,10 @@ class EventStream:
 
 
 def split_at_error(events: bytes) -> tuple[bytes, Failure | None]:
-    """The whole events before the first that is an engine's error, and that error. Without one, all of them.
+    """Returns the whole events before the first engine error, and that error; all events and None without an
+    error.
 
-    vLLM ends a stream by such an event when its engine core dies, as its status is out by then.
+    vLLM ends a stream with such an event when its engine core dies, because the status has been sent by then.
     """
     if b'"error"' not in events:
         return events, None
@@ -78,7 +80,7 @@ def split_at_error(events: bytes) -> tuple[bytes, Failure | None]:
 
 
 def has_end(events: bytes) -> bool:
-    """Whether these events, the last two or more of a stream, say that the answer is whole."""
+    """Returns whether these events, the last two or more of a stream, show that the answer is complete."""
     return _ENDS.search(events) is not None
 
 
@@ -90,7 +92,7 @@ def _error_of(event: bytes) -> Failure | None:
 
 
 def data_of(event: bytes) -> bytes:
-    """b"" of an event without data. vLLM's is one line."""
+    """Returns an event's data; b"" if it has none. vLLM's data is one line."""
     line = next((line for line in event.split(b"\n") if line.startswith(b"data:")), b"")
     return line.removeprefix(b"data:").strip()
 
@@ -102,7 +104,7 @@ class _Event(msgspec.Struct):
 
 
 def _read(data: bytes) -> _Event | None:
-    """An event's data. None: it is not of vLLM's making, and the client may know it."""
+    """Decodes an event's data. None: vLLM did not write it, and the client may know it."""
     try:
         return msgspec.json.decode(data, type=_Event)
     except UNREADABLE:
@@ -110,7 +112,7 @@ def _read(data: bytes) -> _Event | None:
 
 
 def _tells(event: bytes) -> bool:
-    """Whether there is anything of an answer in it; Failure if it is an error."""
+    """Returns whether the event has a part of the answer; Failure if it is an error."""
     if not (data := data_of(event)):
         return False
     if (said := _read(data)) is None:

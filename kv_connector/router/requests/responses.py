@@ -1,12 +1,12 @@
-"""ResponsesRequest: a request to /v1/responses, and what keeps its prompt from being shared."""
+"""ResponsesRequest: a request to /v1/responses, and the reasons why two engines cannot share its prompt."""
 
 import msgspec
 
 from kv_connector.router.failure import UNREADABLE
 from kv_connector.router.requests.completion import Body, Completion
 
-# A hundred tools with long descriptions. As objects, 1 MiB of `{}` in a list is 20 MiB. Longer lists go to a
-# decode engine alone, which is right for all tools.
+# Enough for a hundred tools with long descriptions. As objects, 1 MiB of `{}` in a list is 20 MiB. A request
+# with a longer list goes to a decode engine alone, which is right for all tools.
 _LONGEST_TOOLS = 1 << 20
 
 
@@ -16,10 +16,11 @@ class ResponsesRequest(Completion):
     goes_to_named_rank = False
 
     def local_reason(self) -> str | None:
-        """Why this request must be prefilled by the decode engine itself; None if P and D can share it.
+        """Returns why the decode engine must compute this prompt itself; None if two engines can share the
+        request.
 
-        What was stored is in the memory of one API server. And with a tool that the engine calls itself, vLLM
-        sends the prompt of each turn under the request's one set of kv_transfer_params.
+        A stored response is in the memory of one API server. If the engine itself calls a tool, vLLM sends
+        the prompt of each turn under the request's only set of kv_transfer_params.
         """
         if self.body.get("background") or self.body.get("previous_response_id"):
             return "stored_response"
@@ -35,7 +36,7 @@ class ResponsesRequest(Completion):
 
 
 _OF_CLIENTS = ("function", "custom")
-"""Types of the tools that a client calls itself."""
+"""Types of the tools that a client itself calls."""
 
 
 def _called_by_client(tool: object) -> bool:
@@ -47,7 +48,8 @@ class _Tool(msgspec.Struct):
 
 
 def _called_by_client_alone(tools: msgspec.Raw) -> bool:
-    """Whether clients call every tool of a long list, which is read without making objects of its fields."""
+    """Returns whether clients call every tool of a long list. The list is read without making objects of its
+    fields."""
     if len(memoryview(tools)) > _LONGEST_TOOLS:
         return False
     try:

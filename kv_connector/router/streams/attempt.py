@@ -1,5 +1,6 @@
-"""Attempt: one try to serve a request with a prefill and a decode engine, and what a try uses of the
-router."""
+"""Attempt: one try to serve a request with a prefill and a decode engine, and the router's parts that it
+uses.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A request and the engines that are to serve it."""
+    """A request, and the engines that are chosen to serve it."""
 
     completion: Completion
     call: Call

@@ -1,4 +1,4 @@
-"""Calls: what the router asks of engines, and what becomes of their answers."""
+"""Calls: requests of the router to engines, and the handling of their answers."""
 
 import asyncio
 import errno
@@ -36,10 +36,10 @@ from kv_connector.router.streams.running import Running
 
 logger = logging.getLogger(__name__)
 
-# Nothing comes from the engine's host any more.
+# Errors after which no packets arrive from the engine's host any more.
 _VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
-# Of vLLM's streams.
+# Content type of vLLM's streams.
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -49,22 +49,22 @@ async def _nobody_waits() -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """What both engines get of a request beside its body."""
+    """The parts of a request that both engines get beside its body."""
 
     path: str
     headers: Mapping[str, str]
     request_id: str
     model: str | None = None
-    """The model that the client names; None: it names none."""
+    """Model that the client names; None: the client names no model."""
     running: Running = field(default_factory=Running)
-    """What becomes of it."""
+    """The request's progress on its decode engine."""
     begin: Callable[[], Awaitable[None]] = _nobody_waits
-    """To be called, once or more, when engines have begun a stream each: the client's begins with it, as one
-    engine's would. What goes wrong from then on is told in the stream."""
+    """Begins the client's stream, as one engine's would begin. To be called, once or more, when both engines
+    have begun a stream. A later error is reported within the stream."""
 
 
 class EngineFailure(Failure):
-    """An engine did not answer a request, or with an error of its own. Others may do better."""
+    """An engine did not answer a request, or answered with an error. Other engines may succeed."""
 
     def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
         super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
@@ -72,13 +72,15 @@ class EngineFailure(Failure):
 
 
 class EngineError(EngineFailure):
-    """The engine answered with an error of its own."""
+    """The engine answered with an error that is not the request's fault."""
 
 
 class Calls:
-    """Used from the event loop's thread only. Members gets each request's outcome. An engine that takes no
-    connection is not used until it answers again. An engine whose requests fail is used less
-    (engines/breaker.py)."""
+    """Sends requests to engines, and reports each outcome to Members.
+
+    An engine that accepts no connection is not used until it answers again. An engine whose requests fail is
+    used less (engines/breaker.py). Used from the event loop's thread only.
+    """
 
     def __init__(
         self, client: EngineClient, members: Members, metrics: Metrics, incidents: Incidents, spans: Spans
@@ -91,12 +93,12 @@ class Calls:
         self.reasons = Reasons()
 
     def begin(self, call: Call, decode: Lease) -> bool:
-        """The decode engine gets the request next. Returns whether it is to give token ids: the stream may be
-        moved from there."""
+        """Notes that the decode engine gets the request next. Returns whether it shall report token ids, so
+        that the stream may be moved to another engine."""
         return call.running.begin(decode.endpoint, parts=self._members.of_both_sides(decode.endpoint))
 
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
-        """Any request that is no completion."""
+        """Sends a request that is not a completion, and returns the whole answer."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -106,7 +108,7 @@ class Calls:
             raise self._broken(side, endpoint, call, error) from error
 
     async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
-        """Sends P its part."""
+        """Sends the prefill engine its part of the request, and returns its report."""
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -130,9 +132,11 @@ class Calls:
         accepted: asyncio.Future[None],
         early: asyncio.Future[EarlyToken | None],
     ) -> Computed:
-        """As prefill(), of a P that streams. ``accepted``: done as soon as it has begun to. ``early`` gets
-        its token at once, None where there is none to pass on. vLLM's streams have no kv_transfer_params;
-        what is wanted of them here is in its usage.
+        """Does the same as prefill(), for a prefill engine that streams.
+
+        ``accepted``: done when the engine has begun its stream. ``early`` gets the engine's token at once,
+        None if it has no token to pass on. vLLM's streams have no kv_transfer_params; the values that the
+        router needs are in the stream's usage.
         """
         endpoint, stream = lease.endpoint, PrefillStream()
         try:
@@ -169,9 +173,11 @@ class Calls:
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,
     ) -> Answer:
-        """As decode(), of a prompt that ``prefill`` computes: that may be to blame, too, if D fails.
+        """Does the same as decode(), for a prompt that ``prefill`` computes. If the decode engine fails,
+        ``prefill`` may be to blame.
 
-        vLLM answers a load that failed without the reason. A D that has registered says it.
+        vLLM's answer to a failed KV load does not contain the reason. A decode engine that has registered
+        reports it.
         """
         with self.reasons.expected(transfer_id) as reason:
             try:
@@ -184,9 +190,12 @@ class Calls:
                 self._erred(lease.endpoint, error, unsure=unsure)
                 if unsure:
                     self._erred(prefill, error, unsure=True)
-                    words = f"{lease.endpoint} did not get the prompt's KV from {prefill}: {reason.result()}"
+                    words = (
+                        f"decode engine {lease.endpoint} did not receive the prompt's KV from prefill engine "
+                        f"{prefill}: {reason.result()}"
+                    )
                     logger.warning("request %s: %s", call.request_id, words)
-                    what = f"did not get a prompt's KV from {self._members.label(prefill)}"
+                    what = f"did not receive a prompt's KV from {self._members.label(prefill)}"
                     self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
                     reported = failure(error.status, "api_error", words)
                 raise EngineError(reported, {**error.blamed, Side.PREFILL: prefill}) from None
@@ -195,8 +204,11 @@ class Calls:
         return answer
 
     async def decode(self, lease: Lease, body: Content, call: Call, stack: AsyncExitStack) -> Answer:
-        """Sends D a request whose prompt D computes, and waits until the answer begins. ``stack`` closes the
-        connection."""
+        """Sends the decode engine a request whose prompt it computes itself, and waits until the answer
+        begins.
+
+        ``stack`` closes the connection.
+        """
         try:
             answer = await self._ask(lease, body, call, stack)
         except EngineError as error:
@@ -213,8 +225,11 @@ class Calls:
         stack: AsyncExitStack,
         accepted: asyncio.Future[None] | None = None,
     ) -> Answer:
-        """Sends the request and waits until its answer begins; ``stack`` closes the connection. ``accepted``:
-        done as soon as D has begun a stream. The caller reports an error of D's to Members."""
+        """Sends the request and waits until its answer begins.
+
+        ``stack`` closes the connection. ``accepted``: done when the decode engine has begun a stream. The
+        caller reports the decode engine's errors to Members.
+        """
         endpoint = lease.endpoint
         try:
             async with lease.alive():
@@ -234,18 +249,21 @@ class Calls:
                 try:
                     opening = await events.opening()
                 except Failure as problem:
-                    # vLLM has sent its status before it knew; the client has not seen it yet.
+                    # vLLM sent its status before it knew the error. The client has not received the status
+                    # yet.
                     raise self._failure(Side.DECODE, endpoint, call, problem) from None
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         chunks = self._relay(opening, events, lease, call)
-        # Where token ids were asked for, they are kept, and taken out if the client did not ask.
+        # If token ids were requested for moves, they are recorded, and removed if the client did not request
+        # them.
         return Answer(response.status, kind, call.running.note(chunks) if call.running.noted else chunks)
 
     async def _relay(
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
     ) -> AsyncIterator[bytes]:
-        """Raises EngineFailure: the status is long out, and what answers the client says so in the stream."""
+        """Yields the answer's events. Raises EngineFailure: the status has been sent, so the error goes into
+        the stream."""
         before_last, last, more = b"", b"", opening
         try:
             while more:
@@ -275,8 +293,11 @@ class Calls:
         self._members.erred(time.monotonic(), endpoint, str(error), begun=begun, unsure=unsure)
 
     def _failure(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
-        """An engine's own error: the request's fault, or from 500 on the engine's. A rank that the API server
-        does not have is the operator's fault: the router has named it."""
+        """Returns the failure for an engine's error.
+
+        Up to 499 the error is the request's fault, from 500 on the engine's. A rank that the API server does
+        not have is the operator's fault, because the router has named the rank.
+        """
         if no_such_rank(answer, endpoint):
             words = (
                 f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "
@@ -299,7 +320,10 @@ class Calls:
     def _broken(
         self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
     ) -> EngineFailure:
-        """An engine that takes no connection, is lost, or broke off. ``begun``: its answer had."""
+        """Returns the failure for an engine that accepts no connection, is lost, or broke off.
+
+        ``begun``: the engine's answer had begun.
+        """
         self._metrics.failures.labels(side.value, str(endpoint)).inc()
         logger.warning(
             "request %s: %s engine %s failed: %s: %s",
@@ -313,8 +337,8 @@ class Calls:
         self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
         if _takes_no_connection(error):
             self._members.failed(endpoint, words, gone=refused(error))
-        elif not isinstance(error, EngineLost):  # which Members knew before
-            # It may be the request's fault. An engine that is gone refuses the next connection.
+        elif not isinstance(error, EngineLost):  # Members already knows that
+            # The request may be at fault. An engine that is gone refuses the next connection.
             self._erred(endpoint, words, begun=begun)
         return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
 
@@ -326,16 +350,16 @@ def _takes_no_connection(error: Exception) -> bool:
 
 
 def _what_broke(error: Exception) -> str:
-    """In words that name nobody: the error's own have addresses."""
+    """Returns a description of the error without addresses, which the error's own text contains."""
     match error:
         case EngineLost():
-            return "loses the requests that it has: it gives no sign of life any more"
+            return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
-            return "takes no connection"
+            return "accepts no connection"
         case msgspec.MsgspecError() | UnicodeDecodeError():
-            return "gives an answer that cannot be read"
+            return "sent an unreadable answer"
         case _:
-            return "breaks off a request"
+            return "broke off a request"
 
 
 class _Error(msgspec.Struct):
@@ -347,14 +371,16 @@ class _Refusal(msgspec.Struct):
 
 
 def no_such_rank(answer: Failure, endpoint: Endpoint) -> bool:
-    """Whether vLLM refuses the rank that ``Endpoint.headers`` names. A client's text can follow in an error's
-    message, but cannot begin it."""
+    """Returns whether vLLM refuses the rank that ``Endpoint.headers`` names.
+
+    A client's text can follow in an error's message, but cannot begin it.
+    """
     words = f"data_parallel_rank {endpoint.rank} is out of range"
     return answer.status == 400 and endpoint.rank > 0 and _message(answer).startswith(words)
 
 
 def no_such_model(answer: Failure, model: str) -> bool:
-    """Whether vLLM does not serve the model. Other causes have the status 404, too."""
+    """Returns whether vLLM does not serve the model. Other causes also have the status 404."""
     return answer.status == 404 and _message(answer).startswith(f"The model `{model}` does not exist")
 
 
@@ -380,7 +406,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def _prompt_tokens(usage: Any) -> int | None:
-    """By an answer of any API; in Anthropic's words the cached ones are counted apart."""
+    """Returns the prompt's tokens by the usage of any API. Anthropic's API counts cached tokens apart."""
     if not isinstance(usage, dict):
         return None
     total = usage.get("prompt_tokens", usage.get("input_tokens"))
@@ -389,7 +415,8 @@ def _prompt_tokens(usage: Any) -> int | None:
 
 
 def _written_tokens(usage: Any) -> int | None:
-    """Tokens that were written into the prefix cache, by the usage of an answer of /v1/responses."""
+    """Returns the tokens that were written into the prefix cache, by the usage of an answer of
+    /v1/responses."""
     details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
     written = details.get("cache_write_tokens") if isinstance(details, dict) else None
     return written if isinstance(written, int) else None

@@ -1,5 +1,8 @@
-"""ConcurrentAttempt: both engines get a request at the same time, so that pages arrive while the prompt is
-computed. The client gets the prefill engine's token before the decode engine's answer, where it may."""
+"""ConcurrentAttempt: both engines get a request at the same time, so pages arrive while the prompt is
+computed.
+
+If possible, the client gets the prefill engine's token before the decode engine's answer.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ from kv_connector.router.streams.usage import recounted
 logger = logging.getLogger(__name__)
 
 Retry = Callable[[EngineFailure], Awaitable[tuple[AsyncExitStack, Answer]]]
-"""Gets what follows the early first token from other engines than those that failed; raises the failure where
-there are none."""
+"""Returns what follows the early first token, from other engines than those that failed; raises the failure
+if there are no others.
+"""
 
 
 class ConcurrentAttempt:
-    """One attempt. Used from the event loop's thread only."""
+    """One attempt to serve a request. Used from the event loop's thread only."""
 
     def __init__(self, parts: Components, attempt: Attempt, retry: Retry) -> None:
         self._parts = parts
@@ -40,11 +44,11 @@ class ConcurrentAttempt:
         self._retry = retry
         loop = asyncio.get_running_loop()
         self._token: asyncio.Future[EarlyToken | None] = loop.create_future()
-        """The prefill engine's token; None: it gives none that can be passed on."""
+        """The prefill engine's token; None: it has no token that can be passed on."""
         self._at_prefill: asyncio.Future[None] = loop.create_future()
-        """Done as soon as the prefill engine has begun its stream."""
+        """Done when the prefill engine has begun its stream."""
         self._at_decode: asyncio.Future[None] = loop.create_future()
-        """Done as soon as the decode engine has begun its stream."""
+        """Done when the decode engine has begun its stream."""
         self._prefill_lease = ExitStack()
         self._decode_lease = ExitStack()
         self._decode_answer = AsyncExitStack()
@@ -52,7 +56,7 @@ class ConcurrentAttempt:
         self._prefill: Lease
         self._decode: Lease
         self._late: str | None
-        """The reason if the client does not get the prefill engine's token."""
+        """Reason why the client does not get the prefill engine's token; None: it may get the token."""
         self._prefilling: asyncio.Task[Computed]
         self._decoding: asyncio.Task[Answer]
 
@@ -73,7 +77,10 @@ class ConcurrentAttempt:
 
     async def close(self, *why: Any) -> None:
         """Ends what has started, in this order: the stream with the early token, the decode engine's request
-        and answer, its lease, the prefill engine's request, its lease. ``why``: as of ``__aexit__``."""
+        and answer, its lease, the prefill engine's request, its lease.
+
+        ``why``: the arguments of ``__aexit__``.
+        """
         await self._ends.__aexit__(*why)
 
     def lease_engines(self) -> None:
@@ -116,8 +123,11 @@ class ConcurrentAttempt:
         logger.debug(words, self._call.request_id, attempt.transfer_id, attempt.prefill, decode.endpoint)
 
     async def wait_for_early_token(self) -> EarlyToken | None:
-        """The prefill engine's token, once both engines have begun a stream; the client's begins first. None
-        if there is no token to pass on, or the decode engine is first."""
+        """Returns the prefill engine's token once both engines have begun a stream; the client's stream
+        begins first.
+
+        Returns None if there is no token to pass on, or if the decode engine is first.
+        """
         accepted = (self._at_prefill, self._at_decode)
         while not self._decoding.done():
             if begun := all(future.done() for future in accepted):
@@ -132,20 +142,23 @@ class ConcurrentAttempt:
     async def answer_with_early_token(self, token: EarlyToken) -> Answer:
         self._parts.metrics.early_tokens.labels("sent").inc()
         chunks = self._spliced(token)
-        # A generator that was never begun runs none of its code when it is closed.
+        # If a generator was never begun, closing it runs none of its code.
         await anext(chunks)
         self._ends.push_async_callback(chunks.aclose)
         return Answer(200, EVENT_STREAM, chunks)
 
     async def answer_from_decode(self, late: str) -> Answer:
-        """``late``: the reason why the client did not get the prefill engine's token."""
+        """Returns the decode engine's answer. ``late``: why the client did not get the prefill engine's
+        token."""
         self._parts.metrics.early_tokens.labels(late).inc()
         answer = await self._first_byte()
         return replace(answer, chunks=self._recounted(answer))
 
     async def retry_after_early_token(self, error: EngineFailure) -> tuple[AsyncExitStack, Answer]:
-        """What follows the token, from other engines; raises the error where there are none, or they could
-        sample another token."""
+        """Returns what follows the token, from other engines.
+
+        Raises the error if there are no others, or if they could sample another token.
+        """
         await self._end_decode(type(error), error, error.__traceback__)
         if not self._completion.repeats_itself():
             raise error
@@ -169,8 +182,8 @@ class ConcurrentAttempt:
             self._parts.policy.prompt_computed(self._attempt.placement, task.result())
 
     async def _first_byte(self) -> Answer:
-        """The decode engine's answer, unless the prefill engine fails before: the decode engine would wait
-        for pages that never come."""
+        """Returns the decode engine's answer, unless the prefill engine fails before. In that case the decode
+        engine would wait for pages that never come."""
         prefilling, decoding = self._prefilling, self._decoding
         while True:
             if prefilling.done() and (not decoding.done() or decoding.exception()):
@@ -181,8 +194,10 @@ class ConcurrentAttempt:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
     async def _spliced(self, token: EarlyToken) -> AsyncGenerator[bytes]:
-        """An empty beginning, the prefill engine's token, and behind it the decode engine's answer, or the
-        answer of other engines if these fail before the decode engine has begun."""
+        """Yields an empty beginning, the prefill engine's token, and the rest of the decode engine's answer.
+
+        If the engines fail before the decode engine has begun, the rest is the answer of other engines.
+        """
         rest = Rest(token)
         try:
             async with AsyncExitStack() as stack:
@@ -202,7 +217,7 @@ class ConcurrentAttempt:
         except Mismatch as error:
             self._parts.metrics.early_tokens.labels("mismatch").inc()
             logger.error("request %s: the answer is broken off: %s", self._call.request_id, error)
-            what = "an answer is broken off: decode had another first token"
+            what = "an answer is broken off: the decode engine sampled another first token"
             self._parts.incidents.note("", what, str(error))
             raise failure(502, "api_error", f"the answer is broken off: {error}") from None
 
@@ -210,7 +225,7 @@ class ConcurrentAttempt:
         return recounted(answer, self._computed)
 
     async def _computed(self) -> Computed | None:
-        """The prefill engine's account of the prompt, if it comes in time."""
+        """Returns the prefill engine's report on the prompt, if it comes in time."""
         prefilling = self._prefilling
         await asyncio.wait({prefilling}, timeout=self._parts.patience)
         if not prefilling.done() or prefilling.cancelled() or prefilling.exception():
@@ -218,20 +233,23 @@ class ConcurrentAttempt:
         return prefilling.result()
 
     async def _end_prefill(self, kind: object, *_: object) -> None:
-        """Where all went well, the decode engine is served. The prefill engine's own answer is a matter of
-        milliseconds, and closing its connection would abort it."""
+        """Ends the prefill engine's request.
+
+        If the decode engine has answered, the prefill engine's own answer takes only milliseconds. Closing
+        its connection would abort it, so the answer is awaited.
+        """
         if kind is None:
             await asyncio.wait({self._prefilling}, timeout=self._parts.patience)
         await _end(self._prefilling)
 
     async def _end_decode(self, *why: Any) -> None:
-        """``why``: as of ``__aexit__``."""
+        """Ends the decode engine's request. ``why``: the arguments of ``__aexit__``."""
         await _end(self._decoding)
         await self._decode_answer.__aexit__(*why)
         self._decode_lease.close()
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancels what still runs, and takes note of how it ended."""
+    """Cancels the task if it still runs, and retrieves its exception."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

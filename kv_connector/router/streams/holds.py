@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillHolds:
-    """Releases what prefill engines hold for transfers that have failed. Used from the event loop's thread
-    only."""
+    """Releases what prefill engines hold for failed transfers. Used from the event loop's thread only."""
 
     def __init__(self, pools: Mapping[Side, Pool], client: EngineClient, patience: float) -> None:
         self._pools = pools
@@ -33,7 +32,7 @@ class PrefillHolds:
 
     @property
     def releasing(self) -> int:
-        """Transfers whose prefill engine is being notified."""
+        """Number of transfers whose prefill engine is being notified."""
         return len(self._releases)
 
     def release(self, transfer_id: str, prefill: Endpoint, call: Call) -> None:
@@ -43,8 +42,8 @@ class PrefillHolds:
         task.add_done_callback(self._releases.discard)
 
     async def release_hold(self, transfer_id: str, prefill: Endpoint, call: Call) -> None:
-        """Makes a decode engine notify the prefill engine. After ``patience`` seconds the hold time ends the
-        hold."""
+        """Makes a decode engine notify the prefill engine. If that takes over ``patience`` seconds, the hold
+        ends with its hold time."""
         try:
             async with asyncio.timeout(self._patience):
                 pool = self._pools[Side.DECODE]
@@ -53,7 +52,8 @@ class PrefillHolds:
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine, Failure) as error:
             logger.info(
-                "request %s: %s keeps transfer %s for its hold time, no decode engine could tell it: %s: %s",
+                "request %s: %s keeps transfer %s for its hold time: no decode engine could notify it: %s: "
+                "%s",
                 call.request_id,
                 prefill,
                 transfer_id,
@@ -62,21 +62,23 @@ class PrefillHolds:
             )
 
     async def close(self) -> None:
-        """Waits, ``patience`` at most, for the releases that have started. No request is open any more."""
+        """Waits, ``patience`` seconds at most, for the releases that have started. No request is in flight
+        any more."""
         if self._releases:
             await asyncio.wait(self._releases)
 
 
 @dataclass
 class PrefillHold:
-    """A block at whose end a decode engine has answered with what the prefill engine computed. The prefill
-    engine is not idle until then. Enter each object once; blocks of one transfer may overlap.
+    """Guards a block at whose end a decode engine has answered with what the prefill engine computed.
 
-    Each attempt has a transfer id of its own. If the block fails, no decode engine requests this transfer
-    again: the client left, the decode engine broke off, or it refused a body that the prefill engine took.
-    The decode engine may never have known the request, and the prefill engine would keep the prompt's blocks
-    for its hold time. So a decode engine is made to notify it. The engines themselves end a transfer that is
-    in flight, and one that the prefill engine alone failed.
+    The prefill engine is not idle until then. Enter each object once; blocks of one transfer may overlap.
+
+    Each attempt has its own transfer id. If the block fails, no decode engine requests this transfer again.
+    Causes are that the client disconnected, that the decode engine broke off, or that it refused a body that
+    the prefill engine accepted. The decode engine may never have known the request, and the prefill engine
+    would keep the prompt's blocks for its hold time. So a decode engine is made to notify it. The engines
+    themselves end a transfer that is in flight, and a transfer that the prefill engine alone failed.
     """
 
     holds: PrefillHolds

@@ -1,9 +1,10 @@
-"""Moves: running streams that go on at another decode engine, while the client sees one stream.
+"""Moves: running streams continue on another decode engine, while the client sees one stream.
 
-A move is a P/D request whose P is the old decode engine, whose D is the new one, and whose prompt is the
-prompt and all that has been said since: the old engine has the KV of that in its prefix cache. Until the new
-one's first event comes, the old one's are held back; then its stream is closed, or else what was held goes to
-the client, and nothing is lost.
+A move is a request that the old and the new decode engine share: the old engine is its prefill engine, the
+new engine its decode engine. Its prompt is the original prompt and the answer so far, whose KV the old engine
+has in its prefix cache. The old engine's events are held back until the new engine's first event comes. After
+that event, the old engine's stream is closed. If it does not come, the client gets the held events, and
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -42,40 +43,41 @@ from kv_connector.router.streams.running import Running
 
 logger = logging.getLogger(__name__)
 
-# Streams that leave one engine at a time. Each costs a step of both engines and some requests, 50 ms on a
-# GPU, and then the lane, which one transfer fills: of 256 streams eight at a time take 2 s beside their
-# transfers, and each waits for seven others' transfers at most.
+# Most streams that leave one engine at a time. Each costs a step of both engines and some requests, 50 ms on
+# a GPU, and after that the lane, which one transfer fills. With eight at a time, 256 streams take 2 s in
+# addition to their transfers, and each waits for at most seven other transfers.
 _MAX_CONCURRENT_MOVES = 8
-# How long a stream may stand still for a move: 32,000 tokens of an 8B model are 4 GiB, which take 3.4 s at 10
-# Gb/s.
+# Longest pause of a stream for a move: 32,000 tokens of an 8B model are 4 GiB, which take 3.4 s at 10 Gb/s.
 _MAX_PAUSE_S = 5.0
-# Between two looks at how many streams each engine has. By then a move has come to its end, or its engines
-# are left out; and of an engine's streams one a second stands still for a move.
+# Pause between two checks of how many streams each engine has. In that time a move has ended, or its engines
+# are left out. At most one of an engine's streams pauses for a move each second.
 _REBALANCE_INTERVAL_S = 1.0
-# What two or three engines did not take is no matter of the engine.
+# If several engines refuse a stream, the stream is the cause: the router stops trying.
 _MAX_ATTEMPTS = 3
-# What a tokenizer's decoder gives where a character's bytes are not all there.
+# A tokenizer's decoder returns this character if some of a character's bytes are missing.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 Pair = Callable[[Completion, Call, Endpoint, Endpoint], Awaitable[tuple[AsyncExitStack, Answer]]]
-"""Asks two engines, the first one for the prompt's pages, and waits until the second one's answer begins."""
+"""Sends a request to two engines, to the first one for the prompt's pages. Waits until the second one's
+answer begins.
+"""
 
 
 class Request:
-    """A client's request under way."""
+    """A client's request in flight."""
 
     def __init__(self, completion: Completion, call: Call) -> None:
         self.completion = completion
         self.stays = stay_reason(call.path, completion)
-        """Why it has to end where it began."""
+        """Reason why it must end on the engine where it began; None: it may move."""
         self.running = self.new_running()
         self.call = replace(call, running=self.running)
         self.failed = 0
-        """Moves from the engine where it is."""
+        """Number of failed moves from its current engine."""
         self.to: Endpoint | None = None
-        """For balance."""
+        """Target that balancing has chosen for it."""
         self.moving = False
-        self.looked_at = False  # only_text()
+        self.looked_at = False  # whether only_text() has been checked
 
     def new_running(self) -> Running:
         shows_ids = self.completion.body.get("return_token_ids") is True
@@ -84,7 +86,7 @@ class Request:
 
 @dataclass
 class _Emptying:
-    """A drain that moves what the engine has."""
+    """The progress of a drain that moves the engine's streams."""
 
     began: float
     moved: int = 0
@@ -92,7 +94,7 @@ class _Emptying:
 
 
 class Moves:
-    """Which streams are to move, and where to. Used from the event loop's thread only."""
+    """Chooses the streams that move, and their targets. Used from the event loop's thread only."""
 
     def __init__(
         self, pools: Mapping[Side, Pool], members: Members, calls: Calls, metrics: Metrics, pair: Pair
@@ -108,7 +110,7 @@ class Moves:
 
     @contextmanager
     def follow(self, completion: Completion, call: Call) -> Iterator[Request]:
-        """For the length of a block in which the request is under way."""
+        """Registers the request for the length of a block, in which it is in flight."""
         request = Request(completion, call)
         self._requests[request] = None
         try:
@@ -126,11 +128,11 @@ class Moves:
         self._report_end(url)
 
     def keep(self, url: str) -> None:
-        """Leaves the streams of this API server's engines there: the drain has ended."""
+        """Leaves the streams of this API server's engines there, because the drain has ended."""
         self._emptying.pop(url, None)
 
     async def balance(self, balance: Balance) -> None:
-        """Until it is cancelled: one stream at a time between two engines."""
+        """Moves one stream at a time between two engines, until it is cancelled."""
 
         async def turn() -> None:
             await asyncio.sleep(_REBALANCE_INTERVAL_S)
@@ -147,7 +149,7 @@ class Moves:
             if request.moving:
                 busy |= {engine, request.to}
             else:
-                request.to = None  # it has said nothing since the last look
+                request.to = None  # it has sent no event since the last check
         with contextlib.suppress(NoEngine):
             alike: dict[tuple[str, frozenset[str] | None], dict[Endpoint, int]] = {}
             for member in self._pools[Side.DECODE].choices():
@@ -156,19 +158,20 @@ class Moves:
                     group[engine] = len(at.get(engine, ()))
             for streams in alike.values():
                 for most, fewest in balance.pairs(streams):
-                    # The youngest has the fewest pages, as a rule.
+                    # The youngest stream has the fewest pages, as a rule.
                     may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
                     if (youngest := next(may, None)) is not None:
                         youngest.to = fewest
 
     def report(self, url: str) -> tuple[int, dict[str, int]]:
-        """Of a drain that moves: streams that are gone, and requests that will not go, by why."""
+        """Returns, for a drain that moves, the number of streams that have moved, and the remaining requests
+        by reason."""
         emptying = self._emptying.get(url)
         staying = Counter(filter(None, (self._stay_reason(request) for request in self._at(url))))
         return 0 if emptying is None else emptying.moved, dict(staying)
 
     def where(self, request: Request) -> Endpoint | None:
-        """Where this stream is to go, which has just said something; None: it stays for now."""
+        """Returns where this stream, which has just sent an event, is to go; None: it stays for now."""
         if request.to is None and not self._emptying:
             return None
         engine = request.running.engine
@@ -177,15 +180,17 @@ class Moves:
         if request.to is not None:
             return request.to if self._pools[Side.DECODE].takes(request.to) else None
         if not self._members.emptied(engine) or self._leaving[engine.url] >= _MAX_CONCURRENT_MOVES:
-            return None  # its next event asks again
+            return None  # its next event checks again
         return None if self._stay_reason(request) else self._other(engine, request.call.model)
 
     async def complete(self, request: Request) -> bool:
-        """Whether the client has had the text of all that its engine has said: ``where`` says that it may."""
+        """Returns whether the client has the text of all tokens of its engine. Called after ``where`` has
+        chosen a target."""
         running, engine = request.running, request.running.engine
         if running.whole or engine is None:
             return running.whole
-        # Several tokens, as of speculative decoding or `--stream-interval`: the engine knows their text.
+        # An event has several tokens with speculative decoding or `--stream-interval`. The engine knows their
+        # text.
         question = b'{"model":%s,"tokens":[%s]}'
         model = msgspec.json.encode(request.completion.body.get("model"))
         call = replace(request.call, path="/detokenize")
@@ -202,7 +207,7 @@ class Moves:
 
     @contextmanager
     def leaving(self, request: Request) -> Iterator[None]:
-        """For the length of a block that moves it."""
+        """Counts the request as moving, for the length of a block."""
         engine = request.running.engine
         assert engine is not None
         self._leaving[engine.url] += 1
@@ -217,11 +222,13 @@ class Moves:
     async def ask(
         self, request: Request, running: Running, ids: bytes, said: int, to: Endpoint
     ) -> tuple[AsyncExitStack, Answer]:
-        """The rest of its answer, from there. ``ids``: of prompt and answer, of which ``said`` are the
-        answer's. Failure if there is none."""
+        """Returns the rest of the answer, from the engine ``to``; Failure if there is none.
+
+        ``ids``: token ids of prompt and answer, of which the last ``said`` are the answer's.
+        """
         call, engine = request.call, request.running.engine
         assert engine is not None
-        # Its engine has one of that name.
+        # The engine already has a request with the original id.
         name = f"{call.request_id}-moved"
         call = Call(PATHS[0], {**call.headers, "x-request-id": name}, name, call.model, running)
         left = tokens_left(request.call.path, request.completion, said)
@@ -231,7 +238,7 @@ class Moves:
         return await self._pair(continuation, call, engine, to)
 
     def moved(self, request: Request, source: Endpoint, pause: float) -> None:
-        """``pause``: seconds without an event."""
+        """Counts a move. ``pause``: seconds without an event."""
         self._metrics.moves.labels("moved").inc()
         self._metrics.move_pause.observe(pause)
         if (emptying := self._emptying.get(source.url)) is not None:
@@ -248,7 +255,7 @@ class Moves:
         return [one for one in self._requests if (at := one.running.engine) is not None and at.url == url]
 
     def _stay_reason(self, request: Request) -> str | None:
-        """None: it is moved, now or when it has said something."""
+        """Returns why the request stays on its engine; None: it is moved, now or after its next event."""
         engine = request.running.engine
         if request.stays is None and not request.looked_at:
             request.looked_at = True
@@ -264,27 +271,30 @@ class Moves:
     def _other(self, engine: Endpoint, model: str | None) -> Endpoint | None:
         pool = self._pools[Side.DECODE]
         with contextlib.suppress(NoEngine):
-            # Where only one of other weights is left, that computes anew what was said.
+            # If only an engine of other weights is left, that engine computes prompt and answer anew.
             other = pool.partner(pool, engine, (), pool.known(model))
             return None if other == engine else other
         return None
 
     async def _model_length(self, call: Call, engine: Endpoint) -> int:
-        """In tokens. A completion has to have a limit; vLLM takes off what the prompt has of it."""
+        """Returns the length of the engine's model, in tokens.
+
+        A completion must have a limit. vLLM subtracts the prompt's tokens from it.
+        """
         with self._pools[Side.DECODE].lease(engine) as lease:
             reply = await self._calls.whole(Side.DECODE, lease, "GET", b"", replace(call, path="/v1/models"))
         try:
             models = msgspec.json.decode(reply.body, type=_Models).data
         except UNREADABLE:
             models = []
-        # Adapters are listed, too, without a length of their own.
+        # Adapters are listed too, without a length.
         for model in models:
             if model.max_model_len is not None:
                 return model.max_model_len
-        raise failure(502, "api_error", f"{engine} does not say how long its model's texts may be")
+        raise failure(502, "api_error", f"decode engine {engine} lists no max_model_len at /v1/models")
 
     def _report_end(self, url: str) -> None:
-        """Of a drain, once: it has one stream less, or a move less."""
+        """Logs the end of a drain, once. Called when the drain has one stream or one move less."""
         emptying = self._emptying.get(url)
         if emptying is None or emptying.over:
             return
@@ -295,7 +305,7 @@ class Moves:
         stay = ", ".join(f"{count} {why}" for why, count in Counter(filter(None, reasons)).items())
         seconds = time.monotonic() - emptying.began
         logger.info(
-            "drain of %s: %d streams moved in %.1f s, %d requests end there%s",
+            "drain of %s: %d streams moved in %.1f s, %d requests stay until they end%s",
             url,
             emptying.moved,
             seconds,
@@ -305,14 +315,14 @@ class Moves:
 
 
 class Stream:
-    """A request's answer, whichever engine it comes from."""
+    """A request's answer, from whichever engine."""
 
     def __init__(self, moves: Moves, request: Request, stack: AsyncExitStack, answer: Answer) -> None:
         """``stack`` ends with the answer."""
         self._moves = moves
         self._request = request
         self._stack = stack
-        self._prompt: int | None = None  # tokens, of a stream that has moved
+        self._prompt: int | None = None  # tokens of the prompt, for a stream that has moved
         self._cached: int | None = None
         self._source = _Source(answer.chunks)
         self._chunks: AsyncGenerator[bytes] | None = None
@@ -322,9 +332,10 @@ class Stream:
         self.answer = answer
 
     async def end(self, *why: Any) -> None:
-        """``why``: as of ``__aexit__``."""
+        """Ends the answer. ``why``: the arguments of ``__aexit__``."""
         try:
-            # Before its connection is closed, which would be the engine's failure to who still reads.
+            # This comes before the connection is closed: a pending read would see that as the engine's
+            # failure.
             await self._source.close()
             if self._chunks is not None:
                 await self._chunks.aclose()
@@ -340,7 +351,8 @@ class Stream:
                         self._source = await self._move(self._source, events, to)
 
     async def _move(self, source: _Source, last: bytes, to: Endpoint) -> _Source:
-        """What is to be read from now on. ``last``: what the client has had last."""
+        """Moves the stream; returns the source to read from now on. ``last``: the events that the client got
+        last."""
         request, began = self._request, time.perf_counter()
         running, new = request.running, request.new_running()
         engine = running.engine
@@ -357,7 +369,7 @@ class Stream:
                     if not asking.done():
                         source.hold()
             if not asking.done():
-                self._moves.failed(request, to, "ended", "the answer has come to its end there")
+                self._moves.failed(request, to, "ended", "the answer ended on the old engine first")
                 return source
             stack, answer = asking.result()
         except (EngineFailure, NoEngine) as error:
@@ -365,7 +377,7 @@ class Stream:
         except Failure as error:
             self._moves.failed(request, to, "refused", error)
         except TimeoutError:
-            self._moves.failed(request, to, "too_late", f"nothing has come from there in {_MAX_PAUSE_S:g} s")
+            self._moves.failed(request, to, "too_late", f"the new engine sent nothing for {_MAX_PAUSE_S:g} s")
         else:
             tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)
@@ -383,22 +395,22 @@ class Stream:
 
 
 class _Source:
-    """An engine's events, which may be read before the client gets them."""
+    """An engine's events. They may be read before the client gets them."""
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
         self._ahead: asyncio.Task[bytes] | None = None
         self._held: deque[asyncio.Task[bytes]] = deque()
         self.ended = False
-        """The end is among what is held, or how the stream broke off."""
+        """Whether the held events include the stream's end or failure."""
 
     @property
     def current(self) -> bool:
-        """Nothing was read that the client has not got."""
+        """Whether the client has all events that were read."""
         return self._ahead is None and not self._held
 
     async def next(self) -> bytes:
-        """b"" at the end; what the stream raises."""
+        """Returns the next events; b"" at the end. Raises what the stream raises."""
         if self._held:
             return self._held.popleft().result()
         if self._ahead is None:
@@ -407,20 +419,21 @@ class _Source:
         return await ahead
 
     def ahead(self) -> asyncio.Task[bytes]:
-        """The next events, to be waited for beside something else. They are kept if they are not held."""
+        """Returns a task that reads the next events, to be awaited beside another task. next() returns the
+        same events unless hold() takes them."""
         if self._ahead is None:
             self._ahead = asyncio.create_task(_next(self._chunks))
         return self._ahead
 
     def hold(self) -> None:
-        """The ones ahead, which have come."""
+        """Holds back the events ahead, if they have come."""
         if self._ahead is not None and self._ahead.done():
             ahead, self._ahead = self._ahead, None
             self._held.append(ahead)
             self.ended = ahead.exception() is not None or not ahead.result()
 
     async def close(self) -> None:
-        """Nobody wants the rest."""
+        """Cancels the read ahead, if there is one: the rest is not needed."""
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
@@ -450,7 +463,7 @@ async def _translated(chunks: AsyncIterator[bytes], tail: Tail) -> AsyncIterator
 
 
 async def _drop(asking: asyncio.Future[tuple[AsyncExitStack, Answer]], kept: AsyncExitStack) -> None:
-    """Ends what still asks, or what was answered and is not kept."""
+    """Ends a request that still waits, or an answer that is not kept."""
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     if not asking.cancelled() and asking.exception() is None and asking.result()[0] is not kept:

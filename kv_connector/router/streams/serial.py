@@ -16,8 +16,11 @@ async def answer_serially(
     stack: AsyncExitStack,
     lease_partner: Callable[[], Awaitable[Lease]],
 ) -> Answer:
-    """Waits until the decode engine's answer begins; Failure if there is none. ``stack`` ends the answer.
-    ``lease_partner`` leases a decode engine for what the prefill engine has computed."""
+    """Waits until the decode engine's answer begins; Failure if there is none.
+
+    ``stack`` ends the answer. ``lease_partner`` leases a decode engine that loads what the prefill engine has
+    computed.
+    """
     completion, call, transfer_id = attempt.completion, attempt.call, attempt.transfer_id
     parts.spans.name_transfer(transfer_id)
     prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, attempt.placement.work)
@@ -27,12 +30,12 @@ async def answer_serially(
     parts.policy.prompt_computed(attempt.placement, computed)
     params = computed.params
     if not params:
-        # Going on would compute the prompt twice, and nobody would notice.
+        # Without this error, the prompt would silently be computed twice.
         raise failure(
             502,
             "api_error",
-            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params: "
-            "was it started with --kv-transfer-config and a role that produces?",
+            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params. Start it with "
+            "--kv-transfer-config and the kv_role kv_producer or kv_both",
         )
     with attempt.hold(parts.holds, prefill):
         decode = await lease_partner()

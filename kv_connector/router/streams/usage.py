@@ -1,7 +1,8 @@
-"""Usage: an answer's counts of tokens. To D all that came from P was cached: users read prefix-cache hits,
-which are P's.
+"""Usage: corrects the token counts of an answer.
 
-Where D is asked after P, vLLM does this itself, by P's kv_transfer_params.
+The decode engine counts all tokens from the prefill engine as cached. Users want prefix-cache hits, which are
+the prefill engine's. In serial dispatch vLLM corrects the counts itself, by the prefill engine's
+kv_transfer_params.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,9 +15,10 @@ from kv_connector.router.requests.answers import Answer, Computed
 from kv_connector.router.requests.events import END, data_of
 
 _USAGE = b'"usage"'
-# Without one of them there is nothing to correct, and P's number is not waited for.
+# If an answer has none of these fields, no correction is needed, and the prefill engine's number is not
+# awaited.
 _NUMBERS = (b'"cached_tokens":', b'"cache_read_input_tokens":')
-# An event's field that has the usage, of /v1/responses and of /v1/messages; else it is the event's own.
+# Fields that contain the usage in events of /v1/responses and /v1/messages. Otherwise the event itself does.
 _HOLDERS = ("response", "message")
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 
@@ -24,7 +26,10 @@ _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 async def recounted(
     answer: Answer, computed: Callable[[], Awaitable[Computed | None]]
 ) -> AsyncIterator[bytes]:
-    """D's answer with the cached tokens that P counted, once it has; as it is where P does not say."""
+    """Yields the decode engine's answer with the cached tokens that the prefill engine counted.
+
+    If the prefill engine does not report them, the answer is unchanged.
+    """
     async for chunk in answer.chunks:
         if _counts(chunk) and (report := await computed()) is not None and report.cached is not None:
             cached, written = report.cached, report.written
@@ -36,7 +41,7 @@ async def recounted(
 
 
 def _counts(said: bytes) -> bool:
-    """Whether it may say how many tokens were cached: a look, and no more at most events."""
+    """Returns whether the event may have a count of cached tokens. For most events this is one search."""
     return _USAGE in said and any(number in said for number in _NUMBERS)
 
 
@@ -47,7 +52,8 @@ def _event(event: bytes, cached: int, written: int | None) -> bytes:
 
 
 def _corrected(said: bytes, cached: int, written: int | None) -> bytes:
-    """A tool's input may have fields of any name: what is not usage is not looked into."""
+    """Corrects the usage in an event's data. Other fields are not read: a tool's input may have fields of any
+    name."""
     try:
         fields = msgspec.json.decode(said, type=dict[str, msgspec.Raw])
         name = None if "usage" in fields else next((name for name in _HOLDERS if name in fields), None)
@@ -56,7 +62,7 @@ def _corrected(said: bytes, cached: int, written: int | None) -> bytes:
             return said
         usage = msgspec.json.decode(holder["usage"], type=dict[str, Any])
     except UNREADABLE:
-        return said  # null, or not of vLLM's making
+        return said  # null, or not written by vLLM
     _correct(usage, cached, written)
     holder["usage"] = msgspec.Raw(msgspec.json.encode(usage))
     if name is not None:
@@ -71,10 +77,12 @@ def _correct(usage: dict[str, Any], cached: int, written: int | None) -> None:
             details["cached_tokens"] = cached
             if written is not None and isinstance(details.get("cache_write_tokens"), int):
                 details["cache_write_tokens"] = written
-            # A second turn is of tools that the engine calls: such requests go to D alone.
+            # Only requests with tools that the engine calls have a second turn. They go to the decode engine
+            # alone.
             if details.get("cached_tokens_per_turn"):
                 details["cached_tokens_per_turn"] = [cached]
     read, rest = usage.get("cache_read_input_tokens"), usage.get("input_tokens")
     if isinstance(read, int) and isinstance(rest, int):
-        # In Anthropic's words the prompt is both and what was created, which vLLM leaves as D counted it.
+        # In Anthropic's API the prompt is the sum of both and the created tokens, which vLLM leaves as the
+        # decode engine counted them.
         usage |= {"cache_read_input_tokens": cached, "input_tokens": max(0, rest + read - cached)}

@@ -1,4 +1,7 @@
-"""Dispatch and combine of one manager: which calls go over kv-connector, and their groups."""
+"""ExpertExchange: dispatch and combine of one manager.
+
+It decides which calls go over kv-connector, and has their groups.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 _TO_ALL_BYTES = 64
-"""A tensor with rows up to this size goes to every rank. Larger rows go only where the token goes."""
+"""Bytes. A tensor with rows up to this size goes to every rank. Larger rows go only where the token goes."""
 _MORE_COLUMNS_BYTES = 256
 """Room in each row for tensors beside activations, their scales, ids and weights."""
 _NAMING_SECONDS = 0.25
-"""Time in which the watcher of a lost rank has named the rank, after a collective of vLLM failed."""
+"""Seconds in which the watcher names a lost rank, after a collective of vLLM failed."""
 _ROW_TYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2}
 
 
@@ -56,7 +59,7 @@ class ExpertExchange:
         form: Callable[[GroupSettings, Exchange], Any] = Group.form,
         layers: Callable[[], Sequence[ExpertLayer]] = expert_layers,
     ) -> None:
-        """Collective. Forms the group of the model's hidden size, where the configuration names all facts."""
+        """Collective. Forms the group of the model's hidden size, if the configuration names all facts."""
         self._settings = settings
         self._exchange = exchange
         self._form = form
@@ -77,7 +80,7 @@ class ExpertExchange:
             logger.warning("experts: vLLM's own exchange stays in use: %s", problem)
 
     def _all(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Collective."""
+        """Returns the values of all ranks, in rank order. Collective."""
         return [json.loads(one) for one in self._exchange(json.dumps(value).encode())]
 
     def _regroup(self, hidden: int, experts: int, top_k: int) -> str:
@@ -139,7 +142,7 @@ class ExpertExchange:
         return ""
 
     def _layers_problem(self, layers: Sequence[ExpertLayer], hidden: int, top_k: int) -> str:
-        """The obstacle in this rank's layers, or ""."""
+        """Returns the obstacle in this rank's layers, or ""."""
         if not layers:
             return f"no layer of experts has rows of {hidden} elements"
         if len({layer.experts for layer in layers}) > 1:
@@ -205,7 +208,10 @@ class ExpertExchange:
         sizes: Sequence[int],
         sequence_parallel: bool,
     ) -> str:
-        """Why vLLM shall serve a dispatch, or "". From facts that all ranks know alike."""
+        """Returns the reason why vLLM shall serve a dispatch, or "".
+
+        It uses only facts that all ranks know alike.
+        """
         if self.problem:
             return "configuration"
         if sequence_parallel != self._settings.sequence_parallel:
@@ -238,10 +244,10 @@ class ExpertExchange:
         metrics.passed(reason)
         if reason not in self._said:
             self._said.add(reason)
-            logger.info("experts: vLLM's own exchange serves calls for the reason: %s", reason)
+            logger.info("experts: vLLM's own exchange serves some calls, for this reason: %s", reason)
 
     def forget(self) -> None:
-        """vLLM serves a dispatch, and so its combine."""
+        """Notes that vLLM serves a dispatch, and so its combine."""
         self._open = None
 
     def takes_combine(self) -> bool:
@@ -249,7 +255,10 @@ class ExpertExchange:
         return self._open is not None
 
     def combine_input(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for the results of all rows, from which combine needs no copy. None: use other memory."""
+        """Returns memory for the results of all rows, from which combine needs no copy.
+
+        None: use other memory.
+        """
         assert self._open is not None
         formed, sizes = self._open
         if dtype != torch.bfloat16 or tuple(shape) != (sum(sizes), formed.hidden):
@@ -258,7 +267,7 @@ class ExpertExchange:
         return buffer
 
     def combine(self, results: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sums the results of this rank's tokens over all ranks, into ``out`` where it is given."""
+        """Sums the results of this rank's tokens over all ranks, into ``out`` if it is given."""
         assert self._open is not None
         (formed, sizes), self._open = self._open, None
         own = sizes[self._settings.rank]
@@ -280,18 +289,20 @@ class ExpertExchange:
         return sums
 
     def check(self) -> None:
-        """Raises GroupError with the name of the rank, if a step was void. One native call a group.
+        """Raises GroupError with the name of the rank, if a step was void.
 
-        On any thread: with async scheduling vLLM completes outputs on a thread of its own.
+        Makes one native call for each group.
+
+        Any thread may call it: with async scheduling vLLM completes outputs on a separate thread.
         """
         for formed in tuple(self._groups.values()):
             formed.group.raise_fault()
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that names a lost rank, or the given error.
+        """Returns the error that names a lost rank, or the given error.
 
-        A rank's end also breaks vLLM's collectives, and their errors name no rank. Waits a moment for the
-        watcher, because both see the end at the same time. The engine ends in either case.
+        The end of a rank also breaks vLLM's collectives, and their errors name no rank. Waits a moment for
+        the watcher, because both see the end at the same time. The engine ends in either case.
         """
         if isinstance(error, GroupError) or not self._groups:
             return error
@@ -307,7 +318,7 @@ class ExpertExchange:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Frees the groups. The error of a group that does not come to rest is logged. Idempotent."""
+        """Frees the groups. Logs the error of a group that does not come to rest. Idempotent."""
         self._open = None
         while self._groups:
             _close(self._groups.popitem()[1])
@@ -315,15 +326,18 @@ class ExpertExchange:
 
 
 def _close(formed: _Formed) -> None:
-    """Raises nothing: the other ranks may wait for this rank's next message."""
+    """Closes a group. Raises nothing: the other ranks may wait for this rank's next message."""
     try:
         formed.group.close()
     except (GroupError, OSError, RuntimeError) as error:
-        logger.warning("experts: the group of rows of %d elements stays open: %s", formed.hidden, error)
+        logger.warning("experts: the group for rows of %d elements stays open: %s", formed.hidden, error)
 
 
 def _linear_owners(experts: int, ranks: int) -> list[int]:
-    """The rank of each expert. The ranks have consecutive blocks, and the first ranks the longer ones."""
+    """Returns the rank of each expert.
+
+    The ranks have consecutive blocks, and the first ranks the longer ones.
+    """
     block, longer = divmod(experts, ranks)
     return [rank for rank in range(ranks) for _ in range(block + (rank < longer))]
 
@@ -338,7 +352,7 @@ def _captures(tensor: torch.Tensor) -> bool:
 
 
 def _first(problems: Sequence[str]) -> str:
-    """The first problem that a rank has, with its rank where not all ranks have it."""
+    """Returns the first problem of a rank, with the rank's number if not all ranks have it, or ""."""
     for rank, problem in enumerate(problems):
         if problem:
             return problem if all(one == problem for one in problems) else f"rank {rank}: {problem}"

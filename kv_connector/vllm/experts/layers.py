@@ -26,14 +26,14 @@ class ExpertLayer:
     local: tuple[int, ...] | None
     """Physical experts on this rank, in the order of its weights. None: a slice of every expert."""
     rank: int
-    """This rank among those that divide the experts."""
+    """This rank's number among the ranks that divide the experts."""
     ranks: int
     scales_whole_tensor: bool
-    """The kernel computes one scale for all rows that it receives."""
+    """Whether the kernel computes one scale for all rows that it receives."""
 
 
 def expert_layers() -> list[ExpertLayer]:
-    """The layers of experts of the model, and of its drafter, that runs at present on this rank."""
+    """Returns the layers of experts of the model, and of its drafter, that this rank runs at present."""
     layers = []
     for layer in get_forward_context().no_compile_layers.values():
         routed = getattr(layer, "routed_experts", None)

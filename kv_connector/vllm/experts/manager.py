@@ -1,4 +1,4 @@
-"""The subclass of vLLM's manager of expert exchanges, and its place in vLLM's module."""
+"""The subclass of vLLM's manager of expert exchanges, and its installation in vLLM's module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _EXCHANGE_METHODS = {
 
 
 def replace_exchange() -> None:
-    """Puts the subclass in the place of vLLM's class. Idempotent; communicators that exist keep theirs."""
+    """Puts the subclass in the place of vLLM's class. Idempotent.
+
+    Existing communicators keep their managers.
+    """
     module = exchange_module()
     kind = getattr(module, EXCHANGE_CLASS)
     if getattr(kind, "of_kv_connector", False):
@@ -47,7 +50,7 @@ def replace_exchange() -> None:
 
 
 def exchange_problem(kind: type) -> str:
-    """The first method of vLLM's expert exchange whose parameters this package does not know, or ""."""
+    """Returns the first method of vLLM's exchange whose parameters this package does not know, or ""."""
     for name, known in _EXCHANGE_METHODS.items():
         method = getattr(kind, name, None)
         if method is None:
@@ -59,7 +62,7 @@ def exchange_problem(kind: type) -> str:
 
 
 def _exchange_over(process_group: Any) -> Exchange:
-    """All-gather of bytes over a gloo group of torch."""
+    """Returns an all-gather of bytes over a gloo group of torch."""
 
     def exchange(message: bytes) -> list[bytes]:
         messages: list[Any] = [None] * process_group.size()
@@ -70,7 +73,7 @@ def _exchange_over(process_group: Any) -> Exchange:
 
 
 def manager_class(base: Any) -> type:
-    """A subclass of vLLM's manager whose dispatch and combine go over kv-connector where they can."""
+    """Returns a subclass of vLLM's manager whose dispatch and combine go over kv-connector where possible."""
 
     class KvConnectorAll2AllManager(base):  # type: ignore[misc]  # vLLM is not typed for mypy
         of_kv_connector = True
@@ -110,7 +113,7 @@ def manager_class(base: Any) -> type:
             is_sequence_parallel: bool = False,
             extra_tensors: list[torch.Tensor] | None = None,
         ) -> Any:
-            """Rows without ids go to all ranks, which is vLLM's own way."""
+            """Leaves the call to vLLM, which sends rows without ids to all ranks."""
             self.experts.forget()
             self.experts.pass_on("router logits")
             return super().dispatch_router_logits(

@@ -21,7 +21,7 @@ class ExchangeSettings:
 
     rank: int
     ranks: int
-    """Ranks that exchange rows, and the number of this one."""
+    """Number of ranks that exchange rows."""
     hidden: int
     experts: int
     """Physical experts. 0: the model's configuration does not name the number."""
@@ -31,7 +31,7 @@ class ExchangeSettings:
     sequence_parallel: bool
     """Each rank of the tensor parallel group has its own tokens."""
     divides_experts: bool
-    """Each rank has whole experts of its own (expert parallelism)."""
+    """Whether each rank has its own whole experts (expert parallelism)."""
     device: int | None
     """CUDA ordinal. None: host memory."""
     problem: str = ""
@@ -39,7 +39,7 @@ class ExchangeSettings:
 
 
 def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
-    """The facts for a manager of vLLM. Raises nothing: an obstacle is the field ``problem``."""
+    """Returns the facts for a manager of vLLM. Raises nothing: an obstacle is the field ``problem``."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sequence_parallel = bool(parallel.use_sequence_parallel_moe)
     rank, ranks = manager.dp_rank, manager.dp_world_size
@@ -56,8 +56,8 @@ def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
         top_k=int(model.get_num_experts_per_tok()),
         max_tokens=min(MOST_TOKENS, int(vllm_config.scheduler_config.max_num_batched_tokens)),
         sequence_parallel=sequence_parallel,
-        # Without sequence parallelism the ranks that exchange rows own only a part of the experts, if there
-        # are several tensor parallel ranks: the rows then go to all of them.
+        # Without sequence parallelism and with several tensor parallel ranks, the ranks that exchange rows
+        # own only a part of the experts. The rows then go to all of them.
         divides_experts=bool(parallel.enable_expert_parallel) and ranks == manager.world_size,
         device=torch.cuda.current_device() if current_platform.is_cuda() else None,
         problem=_configured_problem(vllm_config, manager, ranks),
@@ -71,7 +71,7 @@ def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
     if not 2 <= ranks <= MAX_RANKS:
         return f"{ranks} ranks exchange rows instead of 2 to {MAX_RANKS}"
     if ranks != manager.world_size:
-        # vLLM reads the answers of tensor parallel rank 0, which would not know of another's void step.
+        # vLLM reads the answers of tensor parallel rank 0, which would not know of another rank's void step.
         return "tensor parallel ranks exchange rows apart, as sequence parallelism is off"
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         return "the platform is neither CUDA nor a CPU"
@@ -80,16 +80,16 @@ def _configured_problem(vllm_config: Any, manager: Any, ranks: int) -> str:
     if parallel.prefill_context_parallel_size > 1:
         return "prefill context parallelism is on"
     if parallel.pipeline_parallel_size > 1:
-        # A stage that is not the last passes its results on before the error of a void step. The stages after
-        # it have groups of their own, without a fault, and vLLM drops the errors of the earlier stages.
+        # A stage that is not the last passes its results on before the error of a void step. The later stages
+        # have other groups, without a fault, and vLLM drops the errors of the earlier stages.
         return "pipeline parallelism is on"
     if parallel.use_ubatching:
         return "dual batch overlap is on (--enable-dbo)"
     if model.dtype != torch.bfloat16:
         return f"the model computes in {str(model.dtype).removeprefix('torch.')} instead of bfloat16"
     for name, role in configured_connectors(vllm_config):
-        # A step with a lost rank is void, and its error comes after the step. A connector that stores pages
-        # layer by layer would have passed on wrong ones by then.
+        # A step with a lost rank is void, and its error follows after the step. By then a connector that
+        # stores pages layer by layer would have passed on wrong pages.
         if name != "MultiConnector" and (name, role) != ("WriteImmConnector", "kv_consumer"):
             return f"the KV connector {name} ({role}) may store pages of a void step"
     return ""

@@ -1,4 +1,4 @@
-"""The check of each step for a lost rank, around the methods of vLLM's worker."""
+"""The check of each step for a lost rank, installed around the methods of vLLM's worker."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def watch_steps(
 ) -> None:
     """Has this process's worker call ``check()`` when the output of a step is complete.
 
-    ``explain(error)`` names the cause of an error that a step raised, ``close()`` runs at the worker's end.
-    A second call in the same process replaces the callables of the first. vLLM must have made its tensor
-    parallel group. Where vLLM would drop a GroupError, the worker's process ends instead, and so the engine.
+    ``explain(error)`` names the cause of an error that a step raised. ``close()`` runs at the worker's end. A
+    second call in the same process replaces the callables of the first. vLLM must have made its tensor
+    parallel group. If vLLM would drop a GroupError, the worker's process ends instead, and so the engine.
     """
     module, _, name = vllm_config.parallel_config.worker_cls.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
@@ -39,10 +39,10 @@ def watch_steps(
 
 
 def _drops_errors(vllm_config: Any) -> bool:
-    """Returns whether the engine reads no answers of this worker. It then only logs an error of a step.
+    """Returns whether the engine ignores the answers of this worker. It then only logs an error of a step.
 
-    The executor of several processes reads those of tensor parallel rank 0 in the last pipeline stage.
-    Without this the other ranks go on with a collective that this rank never joins, until
+    The executor of several processes reads only the answers of tensor parallel rank 0 in the last pipeline
+    stage. If the worker went on, the other ranks would wait in a collective that this rank never joins, until
     VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS are over.
     """
     parallel = vllm_config.parallel_config
@@ -50,7 +50,7 @@ def _drops_errors(vllm_config: Any) -> bool:
 
 
 class _StepWatch:
-    """The callables of watch_steps() around the methods of a worker class."""
+    """Wraps the methods of a worker class with the callables of watch_steps()."""
 
     check: Callable[[], None]
     explain: Callable[[BaseException], BaseException]
@@ -68,7 +68,7 @@ class _StepWatch:
             except GroupError as error:
                 if not self.ends_process:
                     raise
-                logger.error("experts: this worker ends: %s", error)
+                logger.error("experts: this worker shuts down: %s", error)
                 raise SystemExit(f"experts: {error}") from error
             return output
 
@@ -105,5 +105,5 @@ class _WatchedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is n
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """0.33 salvages these where get_output() fails."""
+        """Returns the wrapped output's value. 0.33 salvages it if get_output() fails."""
         return self._output.get_kv_connector_output()

@@ -1,1 +1,1 @@
-"""Weights for vLLM: the transfer backend ``write_imm``, its controller and the side of trainers."""
+"""Weights for vLLM: the transfer backend ``write_imm``, its controller and the trainer's side."""

@@ -1,9 +1,9 @@
-"""vLLM's weight transfer backend ``write_imm``: each worker has an arena where weights land, as a rule while
-it serves.
+"""vLLM's weight transfer backend ``write_imm``: weights land in an arena of each worker while it serves.
 
-vLLM constructs it behind the model's loading. From then on trainers may join and write; only an update, which
-the controller asks for in a pause, comes in by vLLM's own calls. They never raise: vLLM answers one worker's
-error with another call's reply. What became of a version is said to who sent it, and to the controller.
+In streaming mode they land in a pause. vLLM constructs the backend after it has loaded the model. From then
+on trainers may join and write. Only an update uses vLLM's own calls: the controller requests it in a pause.
+These calls never raise, because vLLM answers one worker's error with another call's reply. The senders of a
+version and the controller receive its result in messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("kv_connector")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: trainers come to the workers."""
+    """Has no fields: trainers connect to the workers."""
 
 
 @dataclass
@@ -44,7 +44,10 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        """ValueError where this engine cannot take weights, or its settings are wrong."""
+        """Starts the receiver.
+
+        Raises ValueError if this engine cannot take weights, or its settings are wrong.
+        """
         super().__init__(config, vllm_config, device, model)
         adopt_vllm_logging()
         self._model = LoadedModel(model, vllm_config, device)
@@ -79,20 +82,23 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         logger.info("%s: listens on %s (%s)", self._name, address, SETTINGS_VARIABLE)
         if (method := self._model.drafter()) is not None:
             logger.warning(
-                "%s: updates do not change the draft model (%s), which keeps the weights that it has. Fewer "
-                "of its tokens are accepted with each update",
+                "%s: updates do not change the draft model (%s), which keeps its weights. Fewer of its "
+                "tokens are accepted with each update",
                 self._name,
                 method,
             )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the constructor has done all."""
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before all has landed."""
+        """Does nothing: the model stays as it is until weights have landed."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Applies what has landed, or lands. Does not raise: see above."""
+        """Applies the version that has landed, or that lands round by round.
+
+        Does not raise: see the module.
+        """
         began = time.monotonic()
         touched, problem = False, ""
         try:
@@ -107,12 +113,12 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except NotLanded as error:
             problem = str(error)
         except Exception as error:
-            logger.exception("version %s was not applied", shown(update_info.version))
+            logger.exception("%s: version %s was not applied", self._name, shown(update_info.version))
             problem = f"{type(error).__name__}: {error}"
         self._receiver.finish(problem, torn=touched)
 
     def finish_weight_update(self) -> None:
-        """All is done."""
+        """Does nothing: receive_weights() has done all."""
 
     def shutdown(self) -> None:
         self._receiver.close()
@@ -123,5 +129,5 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _connectors() -> list[WriteImmConnector]:
-    """Ours among this worker's, which are made after its model."""
+    """Returns the WriteImmConnectors of this worker, which are made after its model."""
     return [one for one in worker_connectors() if isinstance(one, WriteImmConnector)]

@@ -19,7 +19,7 @@ logger = logging.getLogger("kv_connector")
 
 
 class _Client:
-    """vLLM's, as the controller asks it."""
+    """vLLM's engine client, with the operations that the controller needs."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -27,7 +27,7 @@ class _Client:
     async def pause(self) -> None:
         from kv_connector.vllm.process import pause_keeping_requests
 
-        # Frozen requests are computed anew with the new weights, and so is what was cached.
+        # Frozen requests are computed anew with the new weights, and so are cached prefixes.
         await pause_keeping_requests(self._client)
 
     async def update(self, version: str) -> None:
@@ -47,20 +47,22 @@ class _Client:
 
 
 class WeightsEndpoint:
-    """What vLLM calls a plugin."""
+    """The plugin that vLLM calls."""
 
     name = "kv_connector"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """There is none."""
+        """Does nothing: the plugin has no routes."""
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Starts the controller where the engine takes weights by write_imm, and has it seeded where another
-        engine can. Raises as the controller does.
+        """Starts the controller if the engine takes weights through write_imm.
 
-        Of several API servers of one engine the first has the controller: its client reaches all engine
-        cores, where requests of all servers are paused and labelled."""
+        Has it seeded if another engine can.
+
+        Raises as the controller does. If the engine has several API servers, the first one runs the
+        controller. Its client reaches all engine cores, which pause and label the requests of all servers.
+        """
         config = None if engine_client is None else engine_client.vllm_config.weight_transfer_config
         if config is None or config.backend != WEIGHTS:
             return
@@ -81,18 +83,18 @@ class WeightsEndpoint:
         server, servers = parallel._api_process_rank, parallel._api_process_count
         if given.seed_from and servers > 1:
             raise ValueError(
-                f"{SETTINGS_VARIABLE}: seed_from needs one API server, and this engine has {servers}, which "
+                f"{SETTINGS_VARIABLE}: seed_from needs one API server, but this engine has {servers}: some "
                 "would answer requests before the engine is seeded. Add --api-server-count 1"
             )
         if server > 0:
-            logger.info("weights: API server 0 of %d has the controller of this engine", servers)
+            logger.info("weights: API server 0 of %d runs the controller of this engine", servers)
             return
         if parallel.data_parallel_size_local != parallel.data_parallel_size:
             raise ValueError(
-                f"weights come to all data-parallel ranks of an engine through one API server, which has "
-                f"{parallel.data_parallel_size_local} of {parallel.data_parallel_size} ranks beside it: have "
-                "them all on one host, without --data-parallel-rank and --data-parallel-hybrid-lb, or start "
-                "several engines"
+                f"weights reach all data-parallel ranks of an engine through one API server, but only "
+                f"{parallel.data_parallel_size_local} of {parallel.data_parallel_size} ranks run on its "
+                "host. Run all ranks on one host, without --data-parallel-rank and "
+                "--data-parallel-hybrid-lb, or start several engines"
             )
         firsts = [
             Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
@@ -105,11 +107,11 @@ class WeightsEndpoint:
             await controller.start(address)
         except zmq.ZMQError as error:
             raise ValueError(
-                f"the weights' controller cannot listen on {address}: {error}. Set control_port in "
-                f"{SETTINGS_VARIABLE} to a free one"
+                f"the weights controller cannot listen on {address}: {error}. Set control_port in "
+                f"{SETTINGS_VARIABLE} to a free port"
             ) from error
         state.kv_connector_weights = controller
         if given.seed_from:
-            # Nothing is asked of this engine before: its tokens are the fleet's from the first on.
+            # The engine gets no requests before this ends: its tokens are the fleet's from the first one on.
             dummy = engine_client.vllm_config.load_config.load_format == "dummy"
             await asyncio.to_thread(seed_at_start, given.seed_from, address, key, required=dummy)

@@ -1,8 +1,9 @@
-"""A model that vLLM has loaded: what its loaders do with a checkpoint, and new contents in place of the old.
+"""LoadedModel: a model that vLLM has loaded.
 
-Between the two is the form in which loaders leave parameters and from which vLLM makes those of its kernels.
-It does so again at each reload, into the tensors that it has (CUDA graphs know their addresses); that part is
-vLLM's here, too. What is loaded comes from memory where it already has that form.
+It finds out what the loaders do with a checkpoint, and replaces the contents. Loaders leave parameters in one
+form, and vLLM makes those of its kernels from it. At each reload vLLM makes them again, into the existing
+tensors, as CUDA graphs know their addresses. This class uses that part of vLLM. Contents that already have
+the loaders' form are taken from memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kv_connector.weights.recorder import RecordError, record
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 5  # of the parameters that are not in a checkpoint: a line of a log is for reading
+_NAMED = 5  # parameters that a log line names: a log line is for reading
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,17 @@ class _Layer:
 
     module: torch.nn.Module
     names: dict[str, str]
-    """The model's name of each of its parameters, by its own; of one that two layers have, the same."""
+    """The model's name of each parameter, by the layer's name of it.
+
+    Parameters that two layers share have one name.
+    """
     remade: frozenset[str]
-    """Tensors that vLLM has given another form or dropped: nobody has what was loaded any more."""
+    """Tensors that vLLM has changed in form or dropped. Their loaded contents exist nowhere any more."""
 
 
 class LoadedModel:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
-        """To be made when the model is loaded, before it serves."""
+        """Make it when the model is loaded, before it serves."""
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
@@ -56,10 +60,13 @@ class LoadedModel:
         if vllm_config.load_config.load_format == "dummy":
             self._unset = frozenset(_loadable(self._shadow))
         self._as_loaded: dict[torch.nn.Module, bool] = {}
-        """Whether the kernels of a layer take what its loaders leave, of those of which it is known."""
+        """Whether a layer's kernels take the loaders' form as it is.
+
+        It has only layers for which that is known.
+        """
 
     def refusal(self) -> str | None:
-        """Why this engine cannot take weights, and what to change; None: it can."""
+        """Returns the reason why this engine cannot take weights, and what to change. None: it can."""
         config = self._vllm_config
         offload = config.offload_config
         reasons = {
@@ -69,20 +76,23 @@ class LoadedModel:
             "weights are offloaded (--cpu-offload-gb, --offload-group-size)": bool(
                 offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
             ),
-            f"of quantizations, only block fp8 has been tested ({config.model_config.quantization})": (
+            f"only block fp8 quantization has been tested ({config.model_config.quantization})": (
                 config.quant_config is not None and not _is_block_fp8(config.quant_config)
             ),
         }
         found = [reason for reason, holds in reasons.items() if holds]
         if found:
-            return f"{'; '.join(found)}: start it without"
+            return f"{'; '.join(found)}: start the engine without this"
         if (derives := self._derives()) is not None:
             return f"{derives} computes values from weights, which an update would leave stale"
         return None
 
     def _derives(self) -> str | None:
-        """Names the part of the model that keeps values computed from weights outside of vLLM's layers."""
-        # vLLM calls this hook once, behind the last layer's. Its own reload leaves it out, too.
+        """Returns the part of the model that keeps values computed from weights outside of vLLM's layers.
+
+        None: no part does.
+        """
+        # vLLM calls this hook once, after the last layer's. Its own reload leaves the hook out, too.
         if hasattr(self._model, "process_weights_after_loading"):
             return f"{type(self._model).__name__}.process_weights_after_loading()"
         for name, module in self._model.named_modules():
@@ -92,21 +102,26 @@ class LoadedModel:
         return None
 
     def drafter(self) -> str | None:
-        """The speculative method whose draft model keeps its weights at an update; None: no such model."""
+        """Returns the speculative method whose draft model keeps its weights at an update.
+
+        None: no such model.
+        """
         config = self._vllm_config.speculative_config
         drafts = getattr(config, "draft_model_config", None)
-        # Without weights of its own a method has the target's configuration, or this one's a copy of it.
+        # A method without its own weights has the target's configuration, or a copy of this configuration.
         if drafts is None or drafts is config.target_model_config or config.method == "extract_hidden_states":
             return None
         return str(config.method)
 
     def record(self, tensors: Sequence[Tensor]) -> Geometry:
-        """What the model's loaders do with a checkpoint of ``tensors``; for one thread at a time, whichever,
-        while the model serves. Raises RecordError where they do more than copy, and where something is not in
-        the checkpoint that cannot be kept.
+        """Returns what the model's loaders do with a checkpoint of ``tensors``.
 
-        What is yet to be quantised is recorded without its scales: of the answer the sender sees what that
-        is."""
+        Any thread may call it while the model serves, one at a time. Raises RecordError if the loaders do
+        more than copy, or if the checkpoint lacks something that cannot be kept.
+
+        Tensors that are still to be quantised are recorded without their scales. The sender sees from the
+        answer which tensors these are.
+        """
         loadable = _loadable(self._shadow)
         geometry = record(self._shadow.load_weights, loadable, tensors)
         loaded: Counter[str] = Counter()
@@ -136,7 +151,9 @@ class LoadedModel:
         )
         if kept:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
-            logger.warning("%s, and left as they are: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more)
+            logger.warning(
+                "weights: parameters %s keep their values: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more
+            )
         rounds = self._rounds()
         return msgspec.structs.replace(
             geometry,
@@ -150,16 +167,18 @@ class LoadedModel:
 
     @contextmanager
     def new_contents(self) -> Iterator[Callable[[Mapping[str, torch.Tensor]], None]]:
-        """Has the model compute with what the function that it gives is called with: of each parameter that
-        was recorded, flat, its elements; all at once, or round by round. They are copied when it returns.
-        Only on the thread that computes, while nothing is computed.
+        """Yields a function that gives the model new contents: the elements of each recorded parameter, flat.
 
-        If it raises, the model has weights of before and after, and can compute; it is whole again when it
-        was given all. RecordError: of some layer, contents are missing; nothing of them was taken.
+        It takes all parameters at once, or round by round, and has copied them when it returns. Use it only
+        on the thread that computes, while nothing is computed.
+
+        After an error the model has old and new weights, and can compute. It is whole again once it has
+        received all parameters. RecordError: contents of a layer are missing, and none of that call was
+        taken.
         """
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             yield self._take
-            for module in self._model.modules():  # they keep what they have made of other layers' weights
+            for module in self._model.modules():  # these layers keep values made from other layers' weights
                 if is_deferred_attention_layer(module):
                     module.process_weights_after_loading(self._vllm_config.model_config.dtype)
 
@@ -174,7 +193,10 @@ class LoadedModel:
             torch.accelerator.synchronize(self._device)  # from here on contents may be written again
 
     def _make(self, layers: Sequence[_Layer], contents: Mapping[str, torch.Tensor]) -> None:
-        """What the kernels need of contents; and whether that was anything else than these."""
+        """Makes the kernels' tensors from the contents.
+
+        Notes whether the kernels take the contents as they are.
+        """
         try:
             reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
             for layer in layers:
@@ -190,8 +212,10 @@ class LoadedModel:
             raise
 
     def _rounds(self) -> dict[str, int]:
-        """Of each parameter, by its model's name: those of one layer are taken together, and so are those of
-        layers that share one."""
+        """Returns the round of each parameter, by the model's name.
+
+        The parameters of a layer are in one round, and so are those of layers that share a parameter.
+        """
         rounds: dict[str, int] = {}
         for number, layer in enumerate(self._layers):
             own = set(layer.names.values())
@@ -202,7 +226,10 @@ class LoadedModel:
         return rounds
 
     def _written(self, names: Collection[str]) -> list[_Layer]:
-        """The layers that have any of these parameters. RecordError where others of such a layer are lost."""
+        """Returns the layers that have any of these parameters.
+
+        Raises RecordError if such a layer also has parameters that are lost.
+        """
         found = []
         for layer in self._layers:
             own = {name for name, parameter in layer.names.items() if parameter in names}
@@ -219,14 +246,14 @@ class LoadedModel:
 
 
 _ABSENT = "not in the checkpoint"
-_SCALES = "_scale_inv"  # of a parameter's blocks, behind its name
-# Scales of an attention layer's KV cache and query (BaseKVCacheMethod), whatever the model calls the layer.
-# Few checkpoints have them, and vLLM takes 1.0 otherwise.
+_SCALES = "_scale_inv"  # suffix of the scales of a parameter's blocks
+# Scales of an attention layer's KV cache and query (BaseKVCacheMethod), for any name of the layer. Few
+# checkpoints have them, and vLLM uses 1.0 otherwise.
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 def _is_block_fp8(quantization: Any) -> bool:
-    """vLLM's Fp8Config itself, of a checkpoint with a scale a block."""
+    """Returns whether this is vLLM's own Fp8Config, for a checkpoint with a scale for each block."""
     return (
         getattr(quantization, "weight_block_size", None) is not None
         and quantization.get_name() == "fp8"
@@ -241,7 +268,7 @@ def _full_names(layer: _Layer, names: Collection[str]) -> str:
 
 
 class _Modules:
-    """What vLLM's functions for a model look at, of some of its modules alone."""
+    """Some modules of a model, in the form in which vLLM's functions expect a model."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
@@ -251,11 +278,11 @@ class _Modules:
 
 
 _Form = Mapping[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
-"""Of a layer's tensors, by their own names."""
+"""Shape, strides and dtype of a layer's tensors, by their names in the layer."""
 
 
 def _attributes(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
-    """What a layer and what makes its kernels' weights have beside tensors."""
+    """Returns the attributes, beside tensors, of a layer and of its quantization method."""
     apart = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
     method = getattr(module, "quant_method", None)
     return {
@@ -271,8 +298,10 @@ def _same(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str],
 
 
 def _is_as_loaded(layer: _Layer, contents: Mapping[str, torch.Tensor], form: _Form) -> bool | None:
-    """Whether what was made of the contents is the contents; None: they do not tell, as they are the same
-    everywhere, whatever their order."""
+    """Returns whether the kernels' tensors equal the contents. None: undecided.
+
+    It is undecided if the contents have the same value everywhere, as their order does not show then.
+    """
     compared = getattr(layer.module, "quant_method", None) is not None  # else nothing is made of them
     told = True
     for name, tensor in reload.utils.get_layer_tensors(layer.module).items():
@@ -289,15 +318,17 @@ def _is_as_loaded(layer: _Layer, contents: Mapping[str, torch.Tensor], form: _Fo
 
 
 def _copy(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
-    """Into the tensors that are used."""
+    """Copies the contents into the tensors that the kernels use."""
     for name, tensor in reload.utils.get_layer_tensors(layer.module).items():
         if (content := contents.get(layer.names.get(name, ""))) is not None:
             tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
 
 
 def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
-    """Contents in the loaders' form, what the kernels need made of them, and that into the tensors that are
-    used. Gives the loaders' form."""
+    """Loads contents in the loaders' form, and copies what vLLM makes of them into the kernels' tensors.
+
+    Returns the loaders' form.
+    """
     module = layer.module
     info = reload.layerwise.get_layerwise_info(module)
     parameters, buffers = info.kernel_tensors
@@ -311,7 +342,7 @@ def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
         for name, tensor in reload.utils.get_layer_tensors(module).items():
             content = contents.get(layer.names.get(name, ""))
             if content is not None:
-                # A copy: vLLM may keep what it is given, and contents are written again.
+                # A copy, because vLLM may keep the tensor, and contents are written again.
                 tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
             elif tensor is not used[name]:
                 tensor.data.copy_(used[name])
@@ -328,8 +359,11 @@ def _put_back(module: torch.nn.Module) -> None:
 
 @contextmanager
 def _packed_again(module: torch.nn.Module) -> Iterator[None]:
-    """On CPUs vLLM packs experts only where their layer has no kernel yet, and else copies them unpacked over
-    the packed ones. A kernel has no addresses there that anything keeps."""
+    """Has vLLM pack experts again on a CPU.
+
+    There vLLM packs experts only if their layer has no kernel yet, and otherwise copies them unpacked over
+    the packed ones. On a CPU nothing keeps the addresses of a kernel.
+    """
     method = getattr(module, "quant_method", None)
     if method is None or getattr(method, "moe_kernel", None) is None or not current_platform.is_cpu():
         yield
@@ -344,8 +378,10 @@ def _packed_again(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
-    """A tree of modules as the model's was before its loaders ran, with tensors that have no data; beside it
-    the model's own modules. What loaders do to the tree does not reach the model."""
+    """Returns a copy of the model's modules as before loading, without data, and the model's own layers.
+
+    Changes by loaders to the copy do not reach the model.
+    """
     modules = list(model.modules())
     shadows: dict[int, torch.nn.Module] = {}
     for module in modules:
@@ -362,7 +398,8 @@ def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
         attributes["_modules"] = {
             name: None if child is None else shadows[id(child)] for name, child in module._modules.items()
         }
-        # Those that are None are attributes, too; a parameter that two layers have is one here as well.
+        # Parameters that are None are attributes, too. A parameter that two layers share is shared here as
+        # well.
         attributes["_parameters"] = _absent(module._parameters) | {
             name: shared.setdefault(id(used.get(name, tensor)), _without_data(tensor, module, shadows))
             for name, tensor in parameters.items()
@@ -389,7 +426,7 @@ def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
 
 
 def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Its parameters, and the buffers that checkpoints may have; once where two layers have the same."""
+    """Returns the model's parameters and the buffers that checkpoints may have, shared ones once."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -399,7 +436,7 @@ def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters and buffers, by name: as vLLM has noted them, and those that it leaves alone."""
+    """Returns parameters and buffers by name: those that vLLM has noted, and those that it leaves alone."""
     parameters, buffers = reload.layerwise.get_layerwise_info(module).restore_metadata
     used, used_buffers = reload.utils.get_layer_params_buffers(module)
     alone = reload.meta.SKIP_TENSORS
@@ -420,7 +457,10 @@ def _is_like(tensor: torch.Tensor, used: torch.Tensor | None) -> bool:
 def _without_data(
     tensor: torch.Tensor, module: torch.nn.Module, shadows: Mapping[int, torch.nn.Module]
 ) -> torch.Tensor:
-    """With what vLLM has written on it: its loader is often the layer's method."""
+    """Returns a tensor without data, with the attributes that vLLM has set on it.
+
+    Its loader is often a method of the layer.
+    """
     made: torch.Tensor = reload.meta.to_meta_tensor(tensor)
     for name, value in vars(made).items():
         if isinstance(value, MethodType) and value.__self__ is reload.sanitize.layer_ref_sentinel:

@@ -1,11 +1,13 @@
-"""The trainer's side in vLLM's own terms: importing this makes ``write_imm`` known to its trainer factory.
+"""The trainer's side as vLLM's trainer engine.
+
+Importing this module registers ``write_imm`` with vLLM's trainer factory.
 
     WeightTransferTrainerFactory.trainer_init(
         WriteImmTrainerInitInfo(["10.0.0.5:5801"], rank=rank), client=client, source=ModuleSource(model)
     )
 
-Whoever calls ``send_weights`` pauses the engines around it, as with vLLM's other backends. Engines are named
-by their first workers: what a controller does, vLLM's client does here.
+The caller of ``send_weights`` pauses the engines around it, as with vLLM's other backends. Engines are named
+by their first workers: vLLM's client does what a controller would do.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from kv_connector.weights.update import PushError
 
 @dataclass
 class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """``engines``: where their first workers listen (``control_port`` and one), as ``host:port``. The others
-    are WeightPusher's."""
+    """``engines``: addresses of their first workers (``control_port`` + 1), as ``host:port``.
+
+    The other fields are those of WeightPusher.
+    """
 
     backend: ClassVar[str] = WEIGHTS
 
@@ -63,26 +67,32 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         )
         try:
             self._pusher.connect()
-        except BaseException:  # else what is left of this one would be in the way of the next
+        except BaseException:  # the rest of this object would be in the way of the next one
             self.shutdown()
             raise
 
     @classmethod
     def trainer_init(cls, init_info: WriteImmTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """A collective of all ranks. ``source``: vLLM's ModuleSource, of which nothing is gathered, or one of
-        ours. Raises PushError; TypeError where it is another."""
+        """Makes the engine. A collective of all ranks.
+
+        ``source``: vLLM's ModuleSource, of which nothing is gathered, or a TensorSource or BlockFp8. Raises
+        PushError, and TypeError for any other source.
+        """
         if isinstance(source, ModuleSource):
             source = BlockFp8(module_source(source._module))
         if not isinstance(source, TensorSource | BlockFp8):
             raise TypeError(
-                f"write_imm sends shards as they lie, and {type(source).__name__} only gives whole tensors: "
-                "give a ModuleSource, or kv_connector.weights.sources.TensorSource of the named tensors"
+                f"write_imm sends shards as they lie in memory, but {type(source).__name__} gives whole "
+                "tensors only. Pass a ModuleSource, or kv_connector.weights.sources.TensorSource of the "
+                "named tensors"
             )
         return cls(init_info, client, source)
 
     def send_weights(self) -> None:
-        """Writes a version and has it applied. Raises PushError where an engine did not take it: it is to
-        stay paused then, and to be sent the next."""
+        """Writes a version and has it applied.
+
+        Raises PushError if an engine did not take it. That engine must stay paused, and get the next version.
+        """
         self._pushed += 1
         version = str(self._pushed)
         self._driven = None
@@ -93,15 +103,18 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         except PushError as error:
             problem = error
         if self._driven is not None:
-            self._driven.result(self._timeout)  # what it raises says more
+            self._driven.result(self._timeout)  # its error says more
         if self.is_sender and (problem is None or self._driven is not None):
-            # Else vLLM would refuse to begin the next: this one's update is not over.
+            # Otherwise vLLM would refuse to begin the next update, as this one is not over.
             self.client.finish_weight_update(None if problem else version)
         if problem is not None:
             raise problem
 
     def _ready(self, version: str) -> None:
-        """While rounds land that the engine has no room for beside its weights, it is in its update."""
+        """Begins the engines' update.
+
+        Rounds for which an engine has no room beside its weights land during it.
+        """
 
         def drive() -> None:
             self.client.start_weight_update()

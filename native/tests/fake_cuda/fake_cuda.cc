@@ -1,11 +1,11 @@
-// libcuda.so.1 for machines without a GPU: what kv-connector calls of the driver, over ordinary memory.
+// libcuda.so.1 for machines without a GPU: the driver calls that kv-connector uses, over ordinary memory.
 //
-// "GPU memory" is a memfd, so that another process can map it by its IPC handle or its descriptor as CUDA maps it; a
-// stream is a thread that runs one operation after the other, a little late; and the kernels of native/cuda/kernels.cu are
-// written again in C++. With it the nvlink lane's links, launches, counts and fences are tested where CI runs. What it
-// cannot show is whether the kernels themselves are right: that takes a GPU (the same tests run there over the real
-// driver). It is stricter than the real one where that leaves a misuse undefined: memory that is freed while another
-// process has it mapped by its IPC handle ends this process.
+// "GPU memory" is a memfd. Another process can map it by its IPC handle or its descriptor, as with CUDA. A stream is a
+// thread that runs one operation after the other, with a small delay. The kernels of native/cuda/kernels.cu are
+// rewritten in C++. The nvlink lane's links, launches, counts and fences can thus be tested in CI. Only a GPU can test
+// the kernels themselves (the same tests run there over the real driver). The stand-in is stricter than the real driver
+// in cases that the driver leaves undefined. For example, freeing memory that another process maps by its IPC handle
+// ends this process.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -52,7 +52,7 @@ struct Handle {
   int pid;
   int fd;
   uint64_t bytes;
-  uint64_t inode;  // of the memfd: another one may have its number by now
+  uint64_t inode;  // of the memfd: another memfd may have its number by now
   char padding[40];
 };
 static_assert(sizeof(Handle) == 64);
@@ -63,17 +63,17 @@ struct Allocation {
   int device = 0;
   bool capable = true;
   unsigned synchronous = 0;
-  uint32_t opened = 0;  // how often, if it is another process's
-  Handle handle{};      // if so, by which
+  uint32_t opened = 0;  // number of opens, if it is another process's memory
+  Handle handle{};      // the handle by which it was opened
 };
 std::mutex mutex;
-std::map<DevicePointer, Allocation> allocations;  // by address, this process's and mapped ones
+std::map<DevicePointer, Allocation> allocations;  // by address: this process's own and mapped ones
 
 // --- Virtual memory management (cuMemCreate, cuMemMap)
 
 constexpr uint64_t kGranularity = 2 << 20;
 
-// What cuMemCreate makes. Lives as long as a handle or a mapping of it.
+// Memory of cuMemCreate. It lives as long as a handle or a mapping of it.
 struct Physical {
   ~Physical() { close(fd); }
   int fd = -1;
@@ -83,7 +83,7 @@ struct Physical {
 };
 struct MappedPiece {
   uint64_t bytes = 0;
-  std::shared_ptr<Physical> physical;  // null if it was imported: nobody asks for it again, and tests map many
+  std::shared_ptr<Physical> physical;  // null for imported memory, which is not exported again
   int device = 0;
   bool exportable = false;
   std::set<int> access;
@@ -125,7 +125,7 @@ auto find_reservation(DevicePointer pointer) {
   return range_of(reservations, pointer, [](const uint64_t& bytes) { return bytes; });
 }
 
-// The pieces that begin and end at the ends of a range and fill it; none if they do not.
+// The pieces that fill a range exactly. Empty if their ends do not match the range.
 std::vector<DevicePointer> pieces_in(DevicePointer pointer, size_t bytes) {
   std::vector<DevicePointer> found;
   for (DevicePointer at = pointer; at != pointer + bytes;) {
@@ -142,8 +142,8 @@ unsigned context_flags[kDevices];
 thread_local std::vector<int*> current;
 int device_of_current() { return static_cast<int>(current.back() - contexts); }
 
-// --- IPC mappings: each has one of these bytes of the memfd locked, so that the owner can count them, and a process that
-// is killed has none any more.
+// --- IPC mappings. Each mapping locks one of these bytes of the memfd. The owner can therefore count the mappings, and
+// a killed process loses its own.
 
 constexpr int kMaxMappings = 64;
 
@@ -227,7 +227,7 @@ FakeStream& stream_of(void* stream) {
   return stream != nullptr ? *static_cast<FakeStream*>(stream) : *legacy;
 }
 std::mutex streams_mutex;
-std::set<FakeStream*> streams;  // but the legacy one
+std::set<FakeStream*> streams;  // all but the legacy stream
 
 // --- Stream capture
 
@@ -244,8 +244,8 @@ using Graph = std::vector<std::function<void()>>;
 std::map<void*, Capture> captures;  // by stream
 thread_local int thread_mode = kCaptureGlobal;
 
-// The calling thread does something that is potentially unsafe while a stream is captured. True: it must not, and the
-// capture is ruined. Which calls that are was seen on an H100 with driver 580.
+// Called when the thread does something that is potentially unsafe while a stream is captured. Returns true if it must
+// not, and the capture is ruined. The affected calls were determined on an H100 with driver 580.
 bool ruins_capture() {
   if (thread_mode == kCaptureRelaxed) return false;
   const std::lock_guard lock(mutex);
@@ -258,7 +258,7 @@ bool ruins_capture() {
   return ruined;
 }
 
-// Puts an operation onto the stream, or into what is captured from it.
+// Adds an operation to the stream, or to the capture of it.
 int enqueue(void* stream, std::function<void()> operation) {
   {
     const std::lock_guard lock(mutex);
@@ -290,7 +290,7 @@ std::atomic<int> writes_ordering{100};
 std::atomic<int> flush_options{1};
 std::atomic<int> flushes{0};
 
-// Waits where copies are held.
+// Waits while copies are held.
 void begin_copy(bool kernel) {
   ++copies_waiting;
   for (int held = copies_held; held == kHoldsAll || (held == kHoldsKernels && kernel); held = copies_held) {
@@ -299,7 +299,7 @@ void begin_copy(bool kernel) {
   --copies_waiting;
 }
 
-// `breaks_before`: how often the GPU had broken down when it was launched.
+// `breaks_before`: number of breakdowns of the GPU before the launch.
 void copy_pages(const CopyLaunch& launch, int breaks_before) {
   begin_copy(true);
   if (breaks != breaks_before) return;
@@ -324,7 +324,7 @@ struct CopyAttributes {
   unsigned flags;
 };
 
-// What the host may read while a stream still writes it, as it may of a GPU's memory.
+// Copies words that the host may read while a stream still writes them, as in GPU memory.
 template <typename Word>
 void copy_by(void* target, const void* source, size_t bytes) {
   auto* to = static_cast<Word*>(target);
@@ -427,7 +427,7 @@ KVC_API int cuCtxSetFlags(unsigned flags) {
   context_flags[device_of_current()] = flags;
   return kSuccess;
 }
-// Never allowed while a stream is captured, whatever the mode.
+// Never allowed while a stream is captured, in any mode.
 KVC_API int cuCtxSynchronize() {
   {
     const std::lock_guard lock(mutex);
@@ -493,7 +493,7 @@ KVC_API int cuMemAlloc_v2(DevicePointer* pointer, size_t bytes) {
   allocations[*pointer] = {.bytes = bytes, .fd = fd, .device = device_of_current()};
   return kSuccess;
 }
-// With the mutex held.
+// The caller holds the mutex.
 static void end_allocation(std::map<DevicePointer, Allocation>::iterator allocation) {
   munmap(reinterpret_cast<void*>(allocation->first), allocation->second.bytes);
   close(allocation->second.fd);
@@ -573,7 +573,7 @@ KVC_API int cuMemsetD8_v2(DevicePointer target, unsigned char value, size_t byte
 }
 struct Attributes {
   int device = 0;
-  int capable = 0;  // of legacy IPC
+  int capable = 0;  // whether legacy IPC is possible
   DevicePointer range = 0;
   size_t range_bytes = 0;
   uint64_t handle_types = 0;
@@ -581,7 +581,7 @@ struct Attributes {
   DevicePointer mapping = 0;
   unsigned synchronous = 0;
 };
-// With the mutex held. False: nothing is known of it.
+// The caller holds the mutex. Returns false if the pointer is unknown.
 static bool describe(DevicePointer pointer, Attributes& found) {
   if (const auto piece = find_piece(pointer); piece != pieces.end()) {
     const auto& [reserved, reserved_bytes] = *find_reservation(pointer);
@@ -628,7 +628,7 @@ KVC_API int cuPointerGetAttribute(void* value, int attribute, DevicePointer poin
       return kInvalidValue;
   }
 }
-// CU_POINTER_ATTRIBUTE_MEMORY_TYPE alone, which the singular above does not tell: it fails for memory of no GPU.
+// Only CU_POINTER_ATTRIBUTE_MEMORY_TYPE. The singular call above fails for memory that is not a GPU's.
 KVC_API int cuPointerGetAttributes(unsigned count, int* attributes, void** values, DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   if (count != 1 || attributes[0] != 2) return kInvalidValue;
@@ -636,7 +636,7 @@ KVC_API int cuPointerGetAttributes(unsigned count, int* attributes, void** value
   *static_cast<unsigned*>(values[0]) = describe(pointer, found) ? 2 : 0;
   return kSuccess;
 }
-// CU_POINTER_ATTRIBUTE_SYNC_MEMOPS alone, which memory in pieces does not have.
+// Only CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which memory in pieces does not have.
 KVC_API int cuPointerSetAttribute(const void* value, int attribute, DevicePointer pointer) {
   if (ruins_capture()) return kCaptureUnsupported;
   const std::lock_guard lock(mutex);
@@ -662,41 +662,41 @@ KVC_API int cuMemGetHandleForAddressRange(int* descriptor, DevicePointer pointer
   *descriptor = fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0);
   return *descriptor >= 0 ? kSuccess : 2;
 }
-// Not of the driver: copies that have not begun wait until they are let go (1: all; 2: those by kernels, as on a GPU whose
-// others leave them no room; 0: none).
+// Not a driver function: keeps copies from beginning. 1: all copies. 2: copies by kernels, as on a GPU that other
+// kernels fill. 0: none.
 KVC_API int fakeHoldCopies(int hold) {
   copies_held = hold;
   copies_held.notify_all();
   return kSuccess;
 }
-// Not of the driver: how many do.
+// Not a driver function: returns the number of waiting copies.
 KVC_API int fakeHeldCopies() { return copies_held != kHoldsNone ? copies_waiting.load() : 0; }
-// Not of the driver: nothing runs any more, as after a kernel's fault, and every stream says so.
+// Not a driver function: no work runs any more, as after a kernel's fault, and every stream reports it.
 KVC_API int fakeBreak(int now) {
   broken = now != 0;
   if (broken) ++breaks;
   return kSuccess;
 }
-// Not of the driver: what the GPUs say of remote writes (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...).
+// Not a driver function: sets what the GPUs report about remote writes (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...).
 KVC_API int fakeRemoteWrites(int ordering, int options) {
   writes_ordering = ordering;
   flush_options = options;
   return kSuccess;
 }
-// Not of the driver: how often they were flushed.
+// Not a driver function: returns the number of flushes of remote writes.
 KVC_API int fakeFlushes() { return flushes; }
-// Not of the driver: makes an allocation one that cannot be shared, as those of a memory pool are.
+// Not a driver function: makes an allocation unshareable, like those of a memory pool.
 KVC_API int fakeForbidSharing(DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   allocations[pointer].capable = false;
   return kSuccess;
 }
-// Not of the driver: two domains of one process can be strangers to each other.
+// Not a driver function: lets two domains of one process treat each other as strangers.
 KVC_API int fakeOpenOwnHandles(int open) {
   own_handles = open != 0;
   return kSuccess;
 }
-// Not of the driver: how many others have this allocation mapped by its IPC handle.
+// Not a driver function: returns how many others map this allocation by its IPC handle.
 KVC_API int fakeIpcMappings(DevicePointer pointer) {
   const std::lock_guard lock(mutex);
   const auto found = allocations.find(pointer);
@@ -790,7 +790,7 @@ KVC_API int cuMemMap(DevicePointer pointer, size_t bytes, size_t offset, uint64_
   if (bytes > reserved->second - (pointer - reserved->first) || find_piece(pointer) != pieces.end())
     return kInvalidValue;
   const std::shared_ptr<Physical>& physical = found->second;
-  if (offset != 0 || bytes != physical->bytes) return kNotSupported;  // as driver 580 says
+  if (offset != 0 || bytes != physical->bytes) return kNotSupported;  // as driver 580 does
   void* data = mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0);
   if (data == MAP_FAILED) return 2;
   const bool imported = imported_handles.contains(handle);
@@ -850,13 +850,13 @@ KVC_API int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, i
   imported_handles.insert(*handle);
   return kSuccess;
 }
-// Not of the driver: nothing can be imported from now on (or again), as on a GPU without peer access.
+// Not a driver function: makes imports fail from now on (or succeed again), as on a GPU without peer access.
 KVC_API int fakeFailImports(int fail) {
   const std::lock_guard lock(mutex);
   imports_fail = fail != 0;
   return kSuccess;
 }
-// Not of the driver: how many pieces are mapped in this process.
+// Not a driver function: returns the number of pieces mapped in this process.
 KVC_API int fakeMappedPieces() {
   const std::lock_guard lock(mutex);
   return static_cast<int>(pieces.size());
@@ -886,7 +886,7 @@ KVC_API int cuStreamSynchronize(void* stream) {
   --waiting_for_streams;
   return kSuccess;
 }
-// Not of the driver: how many threads are in it.
+// Not a driver function: returns the number of threads in cuStreamSynchronize.
 KVC_API int fakeWaitingForStreams() { return waiting_for_streams; }
 KVC_API int cuStreamWriteValue64_v2(void* stream, DevicePointer word, uint64_t value, unsigned) {
   if (broken) return kLaunchFailed;
@@ -894,7 +894,7 @@ KVC_API int cuStreamWriteValue64_v2(void* stream, DevicePointer word, uint64_t v
     if (breaks == before) reinterpret_cast<std::atomic<uint64_t>*>(word)->store(value);
   });
 }
-// The real driver allows this one; its documentation does not say so.
+// The real driver allows this call during a capture, although its documentation does not mention it.
 KVC_API int cuModuleLoadData(void** module, const void*) {
   if (ruins_capture()) return kCaptureUnsupported;
   *module = &contexts;
@@ -922,14 +922,15 @@ KVC_API int cuLaunchKernel(const void* function, unsigned, unsigned, unsigned, u
   const uint64_t value = kernel == 2 ? *static_cast<const uint64_t*>(arguments[1]) : 0;
   return enqueue(stream, [=] { word->store(kernel == 2 ? value : word->load() + 1); });
 }
-// Only the expert kernels are launched so. Their attribute, that a launch may begin early, changes nothing here.
+// Only the expert kernels are launched with this call. Their attribute, which allows an early begin, changes nothing
+// here.
 struct LaunchConfig {
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
   void* stream;
 };
-// Whether the kernel could do with the launch: it trusts these numbers, and this file's C++ does not need them.
+// Whether the kernel could work with the launch. The kernel relies on these numbers, and this file's C++ does not.
 static bool fits(const LaunchConfig& config, const kvc::moe::DispatchLaunch& launch) {
   const unsigned threads = config.block[0];
   bool good = config.grid[0] > 0 && threads % 32 == 0 && threads >= launch.ranks && threads <= kvc::moe::kMaxThreads;
@@ -940,7 +941,7 @@ static bool fits(const LaunchConfig& config, const kvc::moe::DispatchLaunch& lau
   }
   return good;
 }
-// `vectors` a thread, for up to `ranks`.
+// The same for combine with `vectors` vectors per thread, for up to `ranks` ranks.
 static bool fits(const LaunchConfig& config, const kvc::moe::CombineLaunch& launch, uint32_t vectors, uint32_t ranks) {
   const uint32_t threads = config.block[0];
   return config.grid[0] > 0 && threads % 32 == 0 && threads > 32 && threads <= kvc::moe::kMaxThreads &&

@@ -92,7 +92,9 @@ class Controller(Actor):
             case Apply():
                 self._work.append(self._told_to_apply(source, message.version))
             case _:
-                self.port.send(source, Refused("this is an engine's controller: that is for its workers"))
+                self.port.send(
+                    source, Refused("this is an engine's controller: send this message to a worker")
+                )
 
     def _told_to_apply(self, source: Source, version: str) -> Work:
         answers: list[WeightMessage] = []
@@ -125,7 +127,7 @@ class Controller(Actor):
             states = []
             yield from self._states(states)
             bad = [state for state in states if state.served != version or state.problem]
-            problem = "; ".join(state.problem or "it did not try" for state in bad)
+            problem = "; ".join(state.problem or "it did not try to apply the version" for state in bad)
             if not problem or last or any(state.landed != version for state in states):
                 break
         torn = any(state.torn for state in states) or len({state.served for state in states}) > 1

@@ -17,7 +17,7 @@ BUGS = (
     Bug(
         "the other links of a void version stay",
         _LANDING,
-        '            actions += self._fence(sender, "the version was dropped")\n',
+        '            actions += self._fence(sender, "the version was discarded")\n',
         "",
     ),
     Bug(

@@ -254,7 +254,7 @@ class Rank(Actor):
         for engine in self._engines:
             for link in [engine.link, *(worker.link for worker in engine.workers)]:
                 if link is not None:
-                    self._links.end(link, "it connects anew")
+                    self._links.end(link, "the trainer connects again")
             for worker in engine.workers:
                 self._fence(worker.peer)
         self._engines = []
@@ -290,7 +290,7 @@ class Rank(Actor):
                 asked.append((link, self._links.ask(link, Describe(TENSORS))))
         for link, answer in asked:
             yield from self._answer(answer, link, _RECORD_S)
-            self._links.end(link, "it was only asked")
+            self._links.end(link, "its query was answered")
         return names
 
     def _reach(self, engine: _Engine) -> Script:
@@ -312,7 +312,7 @@ class Rank(Actor):
                 except LinkError as error:
                     raise PushError(f"cannot join {worker.name}: {error}") from error
                 finally:
-                    self._links.end(link, "it was only asked")
+                    self._links.end(link, "its query was answered")
             elif self.clock.now() >= deadline:
                 raise PushError(f"cannot join {worker.name}: {NOT_DESCRIBED}")
             else:
@@ -525,7 +525,7 @@ class Rank(Actor):
         if self.dead:
             return
         for link in list(self._links._links.values()):
-            self._links.end(link, "it is through")
+            self._links.end(link, "it closed the connection")
         self.die()
 
     def die(self, silently: bool = False) -> None:

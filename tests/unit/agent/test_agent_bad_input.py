@@ -59,7 +59,7 @@ def test_an_error_in_one_message_does_not_stop_the_agent(
     with monkeypatch.context() as patch:
         patch.setattr(prefill.agent._effects, "tick", broken)
         prefill.agent.request_finished("nobody", True, "")
-        until(lambda: "an error that it did not expect" in caplog.text)
+        until(lambda: "unexpected error" in caplog.text)
     transfer_again(prefill, decode)
 
 
@@ -81,7 +81,7 @@ def test_pages_outside_of_the_memory_are_refused(pair: tuple[Side, Side]) -> Non
     prefill.expect()
     decode.reserve(prefill.address)
     blocks = ComputedPages("t", 0, (GroupPages(0, (1, 2, 1_000_000)),))
-    prefill.agent.computed(blocks)
+    prefill.agent.pages_computed(blocks)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     prefill.agent.request_finished("t", True, "")

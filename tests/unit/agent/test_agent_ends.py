@@ -30,7 +30,7 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
     caplog.set_level(logging.INFO)
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:1])
@@ -47,7 +47,7 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
         f"transfer t to decode/0 over sim: {outcome.value}: its end",
     }
     until(lambda: lines <= {record.getMessage() for record in caplog.records if record.levelno == level})
-    # A client that is still there has to learn whose fault its error is.
+    # A client that is still connected has to learn the reason for its error.
     until(lambda: told == [("t", f"{code}: its end")])
     assert prefill.agent.stats().sent == {outcome: 1}
     assert decode.agent.stats().received == {outcome: 1}
@@ -58,7 +58,7 @@ def test_an_abort_of_decode_is_not_a_failure(
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE[:2])
@@ -67,7 +67,7 @@ def test_an_abort_of_decode_is_not_a_failure(
     decode.wait(received=["d-t"])
     assert decode.failed == []
     decode.idle()
-    # Nothing lands in the blocks any more, whatever P still computes.
+    # Nothing lands in the blocks any more, although P continues to compute.
     decode.pages[:] = 0
     prefill.compute(SOURCE[2:], first=2)
     prefill.agent.request_finished("t", True, "")

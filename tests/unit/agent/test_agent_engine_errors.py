@@ -1,4 +1,4 @@
-"""What the transfer engine refuses fails its transfer, and no other."""
+"""An operation that the transfer engine refuses fails its transfer, and no other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_a_transfer_that_cannot_be_opened_fails(sim: Stage, monkeypatch: pytest.
 def test_nothing_is_written_after_a_transfer_was_given_up(
     sim: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps are to be pushed, the first cannot be: the second must not be, for D has its blocks back."""
+    """Two steps are to be pushed and the first push fails. The second must not happen, because D has its
+    blocks back."""
     engine = sim.engine("p")
     prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
     prefill.expect()
@@ -96,7 +97,7 @@ def test_blocks_come_back_only_when_the_fence_is_through(sim: Stage, monkeypatch
     stuck = refuse(ErrorCode.TIMEOUT)
     fence = engine.fence
     monkeypatch.setattr(engine, "fence", stuck)
-    # It leaves with a BYE, and without a word about its transfer.
+    # The agent leaves with a BYE, and reports nothing about its transfer.
     monkeypatch.setattr(prefill.agent._effects.prefill, "close", lambda now: [])
     prefill.agent.close()
     until(lambda: decode.agent.live().fences == 1)

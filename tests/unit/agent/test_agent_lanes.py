@@ -1,4 +1,4 @@
-"""Lanes that only the completing side finds closed."""
+"""Lanes that only the completing side finds unusable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_connector.protocol.messages import Role
 
 
 def one_refusal(side: Side, code: ErrorCode) -> None:
-    """The side's engine refuses the first answer."""
+    """The side's transfer engine refuses the first answer."""
     complete = side.agent._engine.complete
 
     def refusing(peer: int, answer: bytes) -> None:

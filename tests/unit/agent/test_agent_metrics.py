@@ -98,7 +98,7 @@ def exposition(registry: CollectorRegistry) -> Exposition:
 
 
 class Metrics:
-    """What one process shows."""
+    """The metrics that one process shows."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -117,7 +117,8 @@ def metrics() -> Metrics:
 
 
 class ApiServers:
-    """Several API servers in prometheus_client's multiprocess mode: processes, as far as it can tell."""
+    """Several API servers in prometheus_client's multiprocess mode. For the library each is a separate
+    process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int) -> None:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(directory))
@@ -156,7 +157,7 @@ def sample(registry: CollectorRegistry, name: str, engine: int = 0, **labels: st
 
 
 def over_the_wire(interval: Interval | None) -> Interval:
-    """From the worker to the process that shows the metrics."""
+    """The metrics from the worker to the process that shows them."""
     assert interval is not None
     return msgspec.msgpack.decode(msgspec.msgpack.encode(interval), type=Interval)
 
@@ -313,7 +314,7 @@ def test_gauges_are_right_whichever_api_server_hears_of_them(
     servers.observe(0, first.take())
     servers.observe(1, second.take())
     agent.counted = replace(agent.counted, pages_pushed=5)
-    servers.observe(1, first.take())  # this one was never told of rank 0's gauges
+    servers.observe(1, first.take())  # this process never received rank 0's gauges
     found = servers.scrape()
     for rank in "01":
         assert sample(found, "live_decode_requests", rank=rank) == 2
@@ -322,7 +323,7 @@ def test_gauges_are_right_whichever_api_server_hears_of_them(
     assert sample(found, "pages_pushed_total") == 5
     assert sample(found, "live_decode_requests", engine=1, rank="0") is None
     agent.alive, agent.counted, agent.in_phases = IDLE, replace(agent.counted, peers=()), {}
-    servers.observe(1, first.take())  # what the other one has shown is over
+    servers.observe(1, first.take())  # the gauges that the other process has shown go to 0
     found = servers.scrape()
     assert sample(found, "live_decode_requests", rank="0") == 0
     assert sample(found, "peers", rank="0", lane="tcp") == 0
@@ -403,7 +404,7 @@ def test_a_step_does_not_look_at_each_of_many_transfers(
     now += 1
     metrics.observe(reporter.take())
     assert metrics.sample("transfers_under_way", rank="0", role="prefill", phase="draining") == 400
-    # The last step tells the truth at once.
+    # The last step shows the true numbers at once.
     agent.alive, agent.in_phases = IDLE, {}
     metrics.observe(reporter.take())
     assert metrics.sample("transfers_under_way", rank="0", role="prefill", phase="draining") == 0

@@ -1,4 +1,4 @@
-"""Agents in namespaces and containers of their own: each pair finds a lane that leads both ways.
+"""Agents in separate namespaces and containers: each pair finds a lane that works in both directions.
 
 Containers are Docker's, for `make test-compose` alone. BASE names their image.
 """
@@ -24,7 +24,8 @@ NAMESPACES = {
     "pid": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],
     "user": ["unshare", "--user", "--map-root-user"],
     "ipc": ["unshare", "--ipc"],
-    # As a container that shares the others: none of its processes may write memory of one with more rights.
+    # A container that shares the other namespaces: none of its processes may write memory of a process with
+    # more rights.
     "container": ["unshare", "--mount", "setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"],
 }
 
@@ -35,7 +36,7 @@ class Process:
     log: Path
 
     def heard(self) -> dict[str, Any]:
-        """The next line that it says; its log, where it has ended."""
+        """The next line that the process prints. If it has ended, fails with its log."""
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         assert line, self.log.read_text()
@@ -52,7 +53,7 @@ def started(inside: Sequence[str], log: Path, *arguments: str) -> Iterator[Proce
         )
     try:
         yield Process(popen, log)
-        popen.communicate(timeout=20)  # ends its input, and with it the program
+        popen.communicate(timeout=20)  # closes the program's input, which ends it
     finally:
         popen.kill()
         popen.wait()
@@ -98,7 +99,7 @@ def assert_lane(
     *,
     address: str = "127.0.0.1",
 ) -> None:
-    """A transfer takes the lane, and one line a side says which other lane was passed over."""
+    """A transfer takes the lane, and one log line on each side names the lane that was passed over."""
     with ExitStack() as stack:
         p = stack.enter_context(started(prefill, tmp_path / "p.log", "prefill", address))
         d = stack.enter_context(started(decode, tmp_path / "d.log", "decode", address, *p.heard()["address"]))
@@ -106,11 +107,9 @@ def assert_lane(
         for side in (d, p):
             assert side.heard() == {"lanes": [lane], "right": True, "failed": []}, side.log.read_text()
     logs = {side: (tmp_path / f"{side}.log").read_text() for side in ("p", "d")}
-    passed = {
-        side: [line for line in log.splitlines() if "not host: " in line or "passed" in line]
-        for side, log in logs.items()
-    }
-    # Of the side that found it, and of the other one if that had taken the lane.
+    passed = {side: [line for line in log.splitlines() if "passed" in line] for side, log in logs.items()}
+    # The line comes from the side that found the problem. The other side logs it too if it had taken the
+    # lane.
     assert any(passed.values()) == (lane == "tcp"), logs
     for lines in passed.values():
         assert len(lines) <= 1

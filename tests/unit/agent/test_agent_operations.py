@@ -1,4 +1,4 @@
-"""What an operator sees of agents: keys that differ, slow transfers, timings, phases."""
+"""The information about agents that operators see: different keys, slow transfers, timings, phases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
     key = ClusterKey.generate()
     prefill = agents.side(Role.PREFILL, key=key)
     decode = agents.side(Role.DECODE, key=key)
-    # A wrong key is never answered; who has none is told once ZMQ has hung up, however long that takes.
+    # A wrong key is never answered. An agent without a key gets the reason once ZMQ has closed the
+    # connection, however long that takes.
     connect = 0.5 if keys == "another" else 30.0
     stranger = agents.side(
         Role.DECODE,
@@ -75,7 +76,7 @@ def test_a_transfer_that_takes_long_is_named_once(
     until(lambda: words in caplog.text)
     line = next(text for text in caplog.text.splitlines() if words in text)
     assert "lane sim: reserved for" in line
-    assert "4 of 6 pages are here" in line
+    assert "4 of 6 pages have arrived" in line
     until(lambda: "SLOW: transfer t to decode/0, lane sim: active for" in caplog.text)
     prefill.compute((3,), first=2)
     prefill.agent.request_finished("t", True)
@@ -103,7 +104,7 @@ def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
 def test_an_agent_is_not_idle_before_the_last_request_is_reported(
     agents: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machines are through with it, its engine is, and the report is about to be made."""
+    """The machines and the transfer engine have finished the request, and its report is about to be made."""
     prefill, decode = agents.pair()
     reporting, go_on = threading.Event(), threading.Event()
 

@@ -32,7 +32,7 @@ def test_a_prefill_engine_that_shuts_down_ends_its_transfers_at_once(
     until(lambda: decode.agent.live().peers == 0)
     decode.idle()
     until(lambda: "draining: the prefill engine is shutting down" in caplog.text)
-    # Whichever of its BYE and the end of its links was read first.
+    # The line depends on which was read first: the BYE or the end of the links.
     peer = f"prefill peer prefill/0 at {prefill.address}"
     until(lambda: f"BYE from {peer}" in caplog.text or "the peer ended the link" in caplog.text)
 
@@ -51,7 +51,7 @@ def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[Side, Sid
 
 
 def mute(side: Side) -> None:
-    """The process hangs: nothing goes out any more, and nothing is heard."""
+    """The process hangs: it sends nothing any more, and receives nothing."""
     side.agent._control.send = lambda source, message: True  # type: ignore[method-assign]
     side.agent._control.receive = lambda: []  # type: ignore[method-assign]
 
@@ -88,8 +88,8 @@ def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: Stage) -> None
 def test_a_restarted_prefill_engine_is_found_at_its_old_address(sim: Stage) -> None:
     prefill, decode = sim.pair()
     transfer(prefill, decode, "before")
-    # It goes without a word, as a killed process does: D talks to the new one and learns that it is a
-    # stranger.
+    # It ends without a message, as a killed process does. D sends its next messages to the new process, which
+    # answers that it knows no such session.
     prefill.agent._effects.peers.leave = lambda now: []  # type: ignore[method-assign]
     prefill.agent.close()
     again = sim.side(Role.PREFILL, port=prefill.address.port)
@@ -117,8 +117,8 @@ def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCa
         ]
         for role in (Role.PREFILL, Role.DECODE)
     )
-    engine = prefill[0].address  # all that requests say
-    # Each rank's pages are another's: only that of the same number can have them.
+    engine = prefill[0].address  # the only address in the requests
+    # Each rank has its own pages. Only the rank of the same number on the other side can have them.
     for sides in (prefill, decode):
         acquaint(sides)
     for p in prefill:
@@ -148,7 +148,7 @@ def test_every_rank_of_another_topology_is_refused_at_once(
         decode.reserve(prefill.address)
         decode.wait(received=["d-t"])
         assert decode.failed == ["d-t"]
-    reason = "ranks: prefill has 1, decode has 2: give both sides as many ranks"
+    reason = "ranks: prefill engine has 1, decode engine has 2: give both sides as many ranks"
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
@@ -171,12 +171,12 @@ def test_an_address_where_nobody_listens_fails_the_request(
     [
         (
             {"fingerprint": pairs(block_sizes=("32",))},
-            "incompatible: block_sizes: prefill has (16), decode has (32): give both sides the same",
+            "incompatible: block_sizes: prefill engine has (16), decode engine has (32): give both",
             1,
         ),
         (
             {"pages": layout(page=32)},
-            "does not fit: layer layer0: part page: bytes a run: prefill has 64, decode has 32",
+            "does not fit: layer layer0: part page: bytes a run: prefill engine has 64, decode engine has 32",
             0,
         ),
     ],

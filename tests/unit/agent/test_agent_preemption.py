@@ -1,4 +1,4 @@
-"""Preemption: nothing reads the blocks when it returns."""
+"""Preemption: when the call returns, nothing reads the blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:
     prefill.compute(SOURCE[:2])
     until(lambda: prefill.agent.live().engine_transfers == 1)
     prefill.agent.preempt(["t", "unknown"])
-    prefill.pages[:] = 99  # somebody else's now
-    # The prompt is computed again, elsewhere; only what had not gone goes.
+    prefill.pages[:] = 99  # the block belongs to another request now
+    # The prompt is computed again in other blocks. Only pages that were not sent are sent.
     prefill.compute((5, 6, 7))
     prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
@@ -45,7 +45,7 @@ def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[S
     prefill.agent.signal.store(2)
     preempting.join(20)
     assert not preempting.is_alive()
-    decode.wait(received=["d-t"])  # everything has left
+    decode.wait(received=["d-t"])  # all pages were sent
     prefill.agent.request_finished("t", True, "")
     prefill.wait(sent=["p-t"])
 
@@ -60,7 +60,7 @@ def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: 
     until(lambda: prefill.agent.live().engine_transfers == 1)
     monkeypatch.setattr(engine, "quiesce", refuse(ErrorCode.TIMEOUT))
     prefill.agent.preempt(["t"])
-    assert engine.stats().transfers_open == 0  # the blocks are nobody's business any more
+    assert engine.stats().transfers_open == 0  # the blocks belong to no transfer any more
     until(lambda: engine.stats().peers == 0)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
@@ -72,7 +72,8 @@ def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: 
 
 
 def test_preemption_waits_for_an_agent_that_is_busy(sim: Stage) -> None:
-    """Longer than any time-out: blocks that are still being read must not be written for somebody else."""
+    """Waits longer than any timeout, because blocks that are still being read must not be written for another
+    request."""
     drain = 0.02
     prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, drain=drain))
     idle = hold(prefill)

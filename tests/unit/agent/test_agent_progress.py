@@ -1,4 +1,4 @@
-"""How far a step's signal goes, by the hooks that come."""
+"""The progress of a step's signal, by the hooks that are called."""
 
 from unittest.mock import Mock
 
@@ -10,7 +10,7 @@ from kv_connector.agent.progress import LayerProgress, signal_writer
 from kv_connector.engine.transfer_engine import LayerSignal, StreamSignal
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
-# By name a drafter comes before the model whose tokens it continues; an indexer's cache has no hook.
+# By name a drafter comes before the model whose tokens it continues. An indexer's cache has no hook.
 TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
 HOOKED = ("layers.0", "layers.1", "draft.0")
 
@@ -75,7 +75,8 @@ def test_a_step_with_fewer_hooks_leaves_the_order_as_it_is(hooks: tuple[str, ...
     assert stored == [9, 10, 11, 12]
 
 
-# A hybrid's: recurrent states have no hook, in front of the attention layers, between them and behind.
+# A hybrid model: recurrent states have no hook. They are before the attention layers, between them and behind
+# them.
 HYBRID = ("layers.0.state", "layers.1", "layers.2.state", "layers.3", "layers.4.state")
 ATTENTION = ("layers.1", "layers.3")
 STATES = {0, 2, 4}
@@ -83,7 +84,8 @@ STATES = {0, 2, 4}
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_layer_without_a_hook_is_signalled_when_the_step_is_over(steps: int) -> None:
-    """Not with the next hook, in front of it or not: names do not say what is computed before what."""
+    """It is not signalled with the next hook, wherever that layer stands. Names do not show the order of
+    computation."""
     stored = [0]
     progress = LayerProgress(HYBRID, stored.append)
 
@@ -118,7 +120,7 @@ def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list
         assert sorted(progress.order) == [0, 1, 2, 3]
         assert stored[-1] == progress.base + 4
     assert stored == sorted(set(stored)), "the signal only grows"
-    # And the next step, if it goes like the last, holds nothing back.
+    # If the next step takes the same order as the last one, no layer is delayed.
     progress.begin_step(lambda: None, by_layer=True)
     for position, ordinal in enumerate(dict.fromkeys(hooks), 1):
         progress.layer_computed(TANGLED[ordinal])

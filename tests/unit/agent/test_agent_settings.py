@@ -1,4 +1,4 @@
-"""What an operator may set, and what is made of it."""
+"""The settings of an operator, and the values computed from them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""From the operator's settings to an agent that listens, counts and is registered; and the end of it all."""
+"""From the operator's settings to an agent that listens, counts and is registered, and to its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Starts = Callable[..., Running]
 
 @pytest.fixture
 def starts() -> Iterator[Starts]:
-    """Starts a worker; what is given replaces what its framework says."""
+    """Starts a worker. The arguments replace the values of its framework."""
     with ExitStack() as stack:
 
         def call(settings: Settings, **changes: Any) -> Running:
@@ -61,7 +61,7 @@ def starts() -> Iterator[Starts]:
 
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> list[CoreClaim]:
-    """Of the workers that were placed: each has the same core, as long as it keeps it."""
+    """The cores claimed by started workers. Each claims the same core, and keeps it until it ends."""
     made: list[CoreClaim] = []
 
     def place(*_: Any, **__: Any) -> Placement:
@@ -172,7 +172,7 @@ def registered(router: Address) -> Settings:
 
 
 class Router:
-    """Takes registrations, and keeps what it was told."""
+    """Accepts registrations, and keeps the received messages."""
 
     def __init__(self) -> None:
         self._sockets = MembershipSockets(None)
@@ -247,6 +247,6 @@ def test_an_engine_that_is_announced_without_a_key_says_so(
 
 
 def test_what_cannot_be_announced_is_refused_and_leaves_nothing_open(starts: Starts) -> None:
-    with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode tells no"):
+    with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode"):
         starts(announced(), role=Role.DECODE, data_parallel_rank=1)
     assert running_agents() == 0

@@ -1,4 +1,4 @@
-"""How far a request has come, as an adapter asks the agent."""
+"""The state of a request, as an adapter queries it from the agent."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def test_the_state_of_a_request_is_asked_for_at_any_time(pair: tuple[Side, Side]
     until(lambda: decode.agent.state("d-t") is not State.MOVING)
     assert decode.agent.state("d-t") is State.DONE
     assert decode.holds("t", SOURCE[:2], TARGET[:2])
-    assert prefill.agent.state("p-t") is State.MOVING  # its engine still works on it
+    assert prefill.agent.state("p-t") is State.MOVING  # its engine still computes it
     prefill.agent.request_finished("t", True, "")
     until(lambda: prefill.agent.state("p-t") is State.DONE)
     for side, request in ((prefill, "p-t"), (decode, "d-t")):
         side.agent.forget(request)
-        side.idle()  # heard
+        side.idle()  # the command has been executed
         assert side.agent.state(request) is None
-    assert prefill.sent == decode.received == []  # no report is left of what was forgotten
+    assert prefill.sent == decode.received == []  # forgotten requests leave no report
     assert prefill.agent.take_reserved() == set()
 
 
 def test_an_adapter_that_does_not_ask_is_told(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     told: list[State] = []
-    prefill.agent.tell_reached(lambda reached: told.append(reached.state))
+    prefill.agent.report_reached(lambda reached: told.append(reached.state))
     transfer(prefill, decode)
     assert told == [State.MOVING, State.DONE]
 
@@ -60,14 +60,14 @@ def test_a_failure_says_why_on_both_sides(pair: tuple[Side, Side]) -> None:
     prefill.compute(SOURCE[:1])
     until(lambda: prefill.agent.live().engine_transfers == 1)
     decode.agent.cancel("d-t")
-    # Before P's engine has finished with it: it need not compute the rest.
+    # The state is known before P's engine has finished, which need not compute the rest.
     until(lambda: prefill.agent.state("p-t") is State.FAILED)
     assert prefill.agent.failure("p-t") == "the decode engine cancelled the transfer"
     until(lambda: decode.agent.state("d-t") is State.FAILED)
-    assert decode.agent.failure("d-t") == ""  # who aborts knows
+    assert decode.agent.failure("d-t") == ""  # the aborting side knows the reason
     prefill.agent.request_finished("t", False, "nobody wants it")
     prefill.wait(sent=["p-t"])
-    assert prefill.agent.state("p-t") is None  # reported
+    assert prefill.agent.state("p-t") is None  # forgotten with its report
 
 
 def test_a_request_that_the_agent_cannot_take_has_failed(
@@ -75,7 +75,7 @@ def test_a_request_that_the_agent_cannot_take_has_failed(
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []
-    decode.agent.tell_failures(lambda *failure: told.append(failure))
+    decode.agent.report_failures(lambda *failure: told.append(failure))
 
     def broken(*_: object) -> None:
         raise RuntimeError("as the test wants it")

@@ -1,5 +1,5 @@
-"""The agent over real sockets and a real engine: pages arrive, requests are reported once, and nothing is
-left."""
+"""The agent over real sockets and a real transfer engine: pages arrive, requests are reported once, nothing
+is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kv_connector.protocol.sessions import PeerState
 
 
 def record_signals(prefill: Side) -> list[list[int]]:
-    """By armed write, from now on: the signal values that its layers wait for."""
+    """Records for each armed write, from now on, the signal values that its layers wait for."""
     engine, values = prefill.agent._engine, list[list[int]]()
     arm = engine.arm
 
@@ -44,7 +44,7 @@ def test_pages_arrive_over_every_lane(every_lane: Stage) -> None:
     transfer(prefill, decode)
     prefill.idle()
     decode.idle()
-    assert decode.pages.sum(dtype=int) == prefill.pages.sum(dtype=int)  # and nothing else was written
+    assert decode.pages.sum(dtype=int) == prefill.pages.sum(dtype=int)  # nothing else was written
     stats = prefill.agent.stats()
     assert (stats.pages_pushed, stats.bytes_pushed, stats.layers_pushed) == (6, 6 * PAGE, 2)
     assert stats.sent == {Outcome.COMPLETED: 1}
@@ -89,7 +89,7 @@ def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, 
     prefill.agent.signal.store(1)
     until(lambda: prefill.agent._engine.stats().pages_written == 3)
     assert (decode.pages[1, 11:14] == 7).all()
-    assert not decode.pages[0].any()  # it comes last
+    assert not decode.pages[0].any()  # layer 0 is computed last
     prefill.agent.note_prefill_end(["t"])
     prefill.agent.signal.store(2)
     prefill.agent.request_finished("t", True, "")
@@ -99,8 +99,8 @@ def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, 
 
 
 def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[Side, Side]) -> None:
-    """Of a GPU's steps several may be under way: what the signal says of an earlier one goes by an order that
-    nobody remembers."""
+    """Several steps of a GPU may be in flight. The signal of an earlier step follows an order that is no
+    longer known."""
     prefill, decode = pair
     values = record_signals(prefill)
     prefill.expect()
@@ -135,8 +135,8 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
     early_token: bool,
     signals: list[list[int]],
 ) -> None:
-    """A step in which no prompt ends, and one of which a page of each of the two layers is named twice. What
-    is too much goes at the end of its step, and of the last step by layer."""
+    """No prompt ends in the first step. In the second, a page of each of the two layers is named twice. Pages
+    beyond the limit are sent at the end of their step, and those of the last step by layer."""
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
     prefill, decode = pair
     values = record_signals(prefill)
@@ -146,7 +146,7 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
     if bursts is not None:
         prefill.agent.no_prompt_ends(0)
     prefill.compute(SOURCE[:1])
-    prefill.agent.computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
+    prefill.agent.pages_computed(ComputedPages("t", 2, (GroupPages(1, SOURCE[1:2]),)))
     prefill.compute(SOURCE[2:], first=2)
     prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
@@ -158,7 +158,8 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
 def test_pages_that_wait_for_a_later_step_go_when_none_comes(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, preempted: bool
 ) -> None:
-    """Before their blocks are somebody else's, and where the prompt's end names no page any more."""
+    """They are sent before their blocks go to another request, and if the prompt's end names no more
+    pages."""
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     prefill.expect()
@@ -183,7 +184,8 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
 def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, bursts: bool
 ) -> None:
-    """For so long at most; on lanes on which pages leave layer by layer it is."""
+    """The thread is held off for a limited time. On lanes that send pages layer by layer it is not held
+    off."""
     monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", PATIENCE)
     if bursts:
         monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
@@ -211,7 +213,8 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
 def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's model runner V2 tells of a step's preemptions twice: at its begin, and when it is prepared."""
+    """vLLM's model runner V2 reports a step's preemptions twice: at its beginning, and when it is
+    prepared."""
     monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", 2 * PATIENCE)
     monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
@@ -240,7 +243,7 @@ def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched
 
 
 def test_numbers_are_not_said_to_be_the_same_while_the_thread_acts(pair: tuple[Side, Side]) -> None:
-    """The engine may take a step's last report in the middle, and no further step."""
+    """The engine may take a step's last report in the middle of a turn, and then make no further step."""
     prefill, decode = pair
     turns: list[int | None] = []
     ledger = prefill.agent._ledger
@@ -267,7 +270,7 @@ def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
 
 
 def test_what_a_step_computes_is_counted_in_all_groups(sim: Stage) -> None:
-    """Two layers' pages for a block of the first group, and one for one of the second."""
+    """A block of the first group has pages of two layers, and a block of the second group has one page."""
     agent = sim.side(Role.PREFILL, pages=layout((2, 1))).agent
     agent._effects.gathered = 5 * PAGE
     some, none = GroupPages(0, (1,)), GroupPages(0, ())
@@ -282,7 +285,7 @@ def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -
     prefill.compute_first(SOURCE[:2])
     until(lambda: prefill.agent._engine.stats().pages_written == 4)
     prefill.compute_first(SOURCE[2:], first=2)
-    prefill.agent.preempt(["t"])  # waits for the writes, and for no step
+    prefill.agent.preempt(["t"])  # waits for the writes, not for a step
     prefill.agent.note_prefill_end(["t"])
     prefill.agent.request_finished("t", True, "")
     decode.wait(received=["d-t"])
@@ -293,7 +296,8 @@ def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -
 
 
 def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Side, Side]) -> None:
-    """What arrives after the prefill's end is the last step's: no layer was complete before it."""
+    """Pages that arrive after the prefill's end belong to the last step, so no layer was complete before
+    it."""
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -308,15 +312,15 @@ def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Si
 
 
 def test_rows_come_beside_the_pages(sim: Stage) -> None:
-    """A request's state, from any row to any row, once its last step is done."""
+    """A request's state is copied from any row to any row, once its last step has ended."""
     prefill = sim.side(Role.PREFILL, pages=with_rows(layout(groups=(2, 1)), 8))
     decode = sim.side(Role.DECODE, pages=with_rows(layout(groups=(2, 1), num_blocks=32), 4))
     state = 1  # the layer
     prefill.pages[state, 0] = 5
     prefill.pages[::2, list(SOURCE)] = 6
     prefill.expect()
-    prefill.agent.computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
-    prefill.agent.computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
+    prefill.agent.pages_computed(ComputedPages("t", None, (GroupPages(0, (1, 2)), GroupPages(0, ()))))
+    prefill.agent.pages_computed(ComputedPages("t", 0, (GroupPages(2, (3,)), GroupPages(0, (0,)))))
     prefill.agent.request_finished("t", True, "")
     groups = GroupTarget(0, TARGET), GroupTarget(0, (3,))
     decode.agent.reserve(DecodeRequest("d-t", "t", prefill.address, 3 * BLOCK, 0, HASH, groups))
@@ -332,7 +336,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
 
 @pytest.fixture
 def stages(sim: Stage) -> tuple[Side, Side, Side]:
-    """The two workers of a prefill engine, with a layer each, and a decode engine with both."""
+    """The two workers of a prefill engine, with one layer each, and a decode engine with both layers."""
     halves = [
         msgspec.structs.replace(
             layout(), layers=(msgspec.structs.replace(layer, parts=layout().layers[0].parts),)
@@ -383,7 +387,7 @@ def test_one_of_several_stages_that_fails_stops_the_others(stages: tuple[Side, S
 
 
 def heads(units: Units, tokens: int, num_blocks: int) -> KvLayout:
-    """Two layers, a head of which has two bytes of each token; blocks of so many tokens."""
+    """Two layers with blocks of ``tokens`` tokens. A head has two bytes of each token."""
     page = units.count * tokens * 2
     places = Place(0, 0, page), Place(0, num_blocks * page, page)
     return KvLayout(
@@ -433,7 +437,7 @@ def test_ranks_and_blocks_may_differ(sim: Stage, a: int, b: int, ours: int, thei
 
 
 def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
-    """An engine has 65,536: one for each of 94 layers would do for 697 requests."""
+    """An engine has 65,536 counters. With one for each of 94 layers, 697 requests would use them up."""
     pages = layout(groups=(94,), num_blocks=16)
     prefill, decode = sim.side(Role.PREFILL, pages=pages), sim.side(Role.DECODE, pages=pages)
     for number in range(700):
@@ -552,7 +556,7 @@ def test_a_fault_at_one_event_of_the_engine_costs_no_other(
 
 
 def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
-    """Both dispatch orders, chunks, aborts on either side, and three engines that come in any order."""
+    """Both dispatch orders, chunks, aborts on either side, and three engines that start in any order."""
     rng = random.Random(5)
     prefills = [sim.side(Role.PREFILL, f"p{i}", pages=layout(num_blocks=400)) for i in range(2)]
     decodes = [sim.side(Role.DECODE, f"d{i}", pages=layout(num_blocks=400)) for i in range(2)]

@@ -1,4 +1,4 @@
-"""A worker's books over an agent that only writes down what it is told."""
+"""A worker's CommandLedger over an agent that only records its calls."""
 
 from typing import Any
 
@@ -85,13 +85,13 @@ def test_received_is_reported_with_its_failures(agent: RecordingAgent, ledger: C
 def test_an_agent_that_refuses_fails_only_what_it_refused(
     agent: RecordingAgent, ledger: CommandLedger
 ) -> None:
-    agent.refused = {"reserve", "computed", "request_finished"}
+    agent.refused = {"reserve", "pages_computed", "request_finished"}
     ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
-    ledger.computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
+    ledger.pages_computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
     assert agent.take_calls()[-3:] == [
         ("cancel", "other"),
-        ("computed", ComputedPages("t", 3, PAGES)),
-        ("computed", ComputedPages("u", 3, PAGES)),
+        ("pages_computed", ComputedPages("t", 3, PAGES)),
+        ("pages_computed", ComputedPages("u", 3, PAGES)),
     ]
     assert ledger.take_reports() == Reports({"p"}, {"d"}, {"d"})
 
@@ -113,7 +113,7 @@ def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, ledger: Comm
 
 
 class FickleAgent:
-    """Refuses what it is told to, and reports what it has accepted, as Agent does."""
+    """Refuses commands on demand, and reports the accepted ones, as Agent does."""
 
     def __init__(self) -> None:
         self.refuses = False
@@ -142,7 +142,7 @@ class FickleAgent:
         self._maybe()
 
     def end(self, transfer_id: str, request_id: str) -> None:
-        """Both requests of a transfer: here they are of one engine."""
+        """Both requests of a transfer. Here they belong to one engine."""
         if request := self.expected.pop(transfer_id, None):
             self.reports.finished_sending.add(request)
         if request_id in self.loads:

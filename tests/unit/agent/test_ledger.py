@@ -1,4 +1,4 @@
-"""Waiting for what the agent's thread reports."""
+"""Waiting for reports of the agent's thread."""
 
 import threading
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_a_state_is_kept_until_its_end_is_taken() -> None:
     assert ledger.take_reserved() == {"t"}
     assert ledger.state("p") is State.MOVING
     ledger.reached(prefill(State.FAILED, "the peer left"))
-    assert ledger.take_reports() == Reports()  # its engine still works on it
+    assert ledger.take_reports() == Reports()  # its engine still computes it
     assert (ledger.state("p"), ledger.failure("p")) == (State.FAILED, "the peer left")
     ledger.sent("p")
     assert ledger.take_reports().finished_sending == {"p"}
@@ -93,5 +93,5 @@ def test_what_is_forgotten_before_its_end_stays_until_then_and_is_not_told(side:
     else:
         ledger.load_ended("r", failed=True)
     assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
-    ledger.load_ended("r", failed=True)  # another one of that name
+    ledger.load_ended("r", failed=True)  # a new request with the same name
     assert ledger.take_reports().finished_recving == {"r"}

@@ -1,4 +1,4 @@
-"""A transfer's timeline: noted by two agents, asked for over their control sockets, drawn as a trace."""
+"""A transfer's timeline: recorded by two agents, queried over their control sockets, drawn as a trace."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ def test_the_command_writes_the_trace_of_the_request_that_is_named(tmp_path: Pat
 
 
 def test_an_end_is_told_with_what_went_and_how() -> None:
-    """For spans, whether timelines are kept or not."""
+    """The callback runs for spans, whether timelines are kept or not."""
     told: list[tuple[Ended, Timing]] = []
     with stage("sim") as there:
         p, d = there.pair()
         for side in (p, d):
-            side.agent.tell_ends(lambda ended, timing: told.append((ended, timing)))
+            side.agent.report_ends(lambda ended, timing: told.append((ended, timing)))
         transfer(p, d, "t")
     by_side = {ended.side: (ended, timing) for ended, timing in told}
     assert len(told) == len(by_side) == 2
@@ -191,11 +191,11 @@ def test_a_time_namespace_of_our_host_is_measured() -> None:
     assert timelines._aligned([shifted]) == [shifted]
 
 
-# --- What is made of the engine's steps
+# --- Timelines from the transfer engine's steps
 
 
 class Steps:
-    """A transfer engine's worker, as far as it is looked at."""
+    """A transfer engine, reduced to the steps that timelines read."""
 
     def __init__(self) -> None:
         self.taken: list[TraceStep] = []
@@ -279,8 +279,8 @@ def test_pages_that_waited_for_no_signal_are_told_apart_by_their_steps() -> None
 def test_a_layer_is_computed_when_its_hook_says_so_but_on_a_gpu(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There the hook only enqueues; the worker sees what the stream has written. And a layer without a hook
-    is signalled with the next one that has one."""
+    """On a GPU the hook only enqueues, and the transfer thread sees the value that the stream has written. A
+    layer without a hook is signalled with the next layer that has one."""
     engine = Steps()
     kept = kept_by(engine, on_gpu=on_gpu)
     kept.pushed(Share("t"), 5, 0)

@@ -1,4 +1,4 @@
-"""The benchmark: what it counts as arrived, how it compares, and what becomes of a contestant that fails."""
+"""The benchmark: what counts as arrived, how contestants are compared, and how a failing contestant ends."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ INSTALLED_WITH_US = [contestant for contestant in CONTESTANTS if contestant.modu
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing here is about speed; and whatever a test starts has ended when it ends."""
+    """Nothing here measures speed, so no test waits for a quiet machine. Each test ends what it starts."""
     monkeypatch.setattr(machine, "QUIET_PATIENCE", 0.0)
     monkeypatch.setattr(harness, "LATENCY_ITERATIONS", (20, 20))
     monkeypatch.setattr(harness, "IDLE_SECONDS", 0.1)
@@ -101,21 +101,21 @@ def test_latency_is_measured_for_each_face_with_and_without_rest(name: str) -> N
 
 
 class FakeSide(Side):
-    """Connects, and does not move anything."""
+    """Connects, and moves nothing."""
 
     def connect(self, peer: Connection) -> None:
         peer.send("hello")
         peer.recv()
 
     def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def transfer(self) -> None:
-        """Says that it is done."""
+        """Reports the transfer as done."""
 
 
 class BrokenSide(FakeSide):
-    """Fails, or its process ends, in one method on one side."""
+    """Fails in one method on one side, or ends its process there."""
 
     def __init__(self, role: Role, pool: Pool, *, where: str, ends: bool) -> None:
         super().__init__(role, pool)
@@ -188,7 +188,7 @@ def find(ours: str, baseline: str, case: str) -> report.Aim:
 
 
 def test_a_ratio_compares_within_each_round() -> None:
-    # The machine was four times slower in round 2: within each round ours is at 0.85 and 0.95 of the other.
+    # The machine was four times slower in round 2. Within each round, ours is at 0.85 and 0.95 of the other.
     records = [
         throughput("memcpy", 1, 20.0),
         throughput("host-shared", 1, 17.0),
@@ -286,7 +286,7 @@ async def test_the_load_keeps_its_concurrency_and_reads_tokens_in_order() -> Non
         at_once += 1
         most = max(most, at_once)
         async with asyncio.timeout(20):
-            await three.wait()  # for less than three at a time nobody comes
+            await three.wait()  # blocks until three requests are served at a time
 
         async def events() -> AsyncIterator[str]:
             nonlocal at_once
@@ -303,7 +303,7 @@ async def test_the_load_keeps_its_concurrency_and_reads_tokens_in_order() -> Non
     assert most == 3
     assert len(served.answers) == 9
     assert all(0 < answer.ttft <= served.seconds for answer in served.answers)
-    # Each answer echoes its own prompt: no two are alike, and none is mixed up.
+    # Each answer echoes its own prompt: all answers differ, and none is mixed up.
     assert len({answer.tokens for answer in served.answers}) == 9
 
 

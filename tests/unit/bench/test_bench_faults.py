@@ -1,4 +1,4 @@
-"""The comparison under faults, without engines: what its clients note, when a pool is empty, the table."""
+"""The comparison under faults, without engines: its clients' records, the empty pool, and the table."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from kv_connector.cli.bench import app
 from kv_connector.lab.process import StartError
 
 ABORT, KILL_D, KILL_P = FAULTS
-# The fake below answers a prompt with its own first tokens.
+# The fake engine answers a prompt with the prompt's first tokens.
 EXPECTED = [tuple(prompt[:OUTPUT_TOKENS]) for prompt in clients.prompts()]
 LIMIT = 30.0
 
@@ -39,7 +39,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pair:
-    """A fake of P, D and router: it echoes prompts, until it is killed."""
+    """A fake of both engines and a router: it echoes prompts until it is killed."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -83,7 +83,7 @@ async def serving_pair() -> AsyncIterator[tuple[Pair, Clients]]:
 
 
 class Pool:
-    """An engine whose KV usage is what is said, look after look, and the last for ever."""
+    """An engine with given KV usages, one for each query. The last one repeats forever."""
 
     name = "an engine"
 
@@ -126,7 +126,8 @@ async def test_clients_leave_at_their_moments_and_so_many_at_a_time(monkeypatch:
         assert (record.later, record.left, record.failed_later) == (clients.ABORTED, clients.ABORTED, 0)
         assert (record.under_way, record.answered) == (0, 0)
         assert pair.requests <= clients.ABORTED
-        assert pair.most <= 2 * CLIENTS  # one may be coming while the server has not yet seen one leave
+        # a client's next request may arrive before the server has seen the last one end
+        assert pair.most <= 2 * CLIENTS
         pair.gone.set()
 
 
@@ -152,7 +153,7 @@ async def test_a_kill_is_told_to_every_client_once() -> None:
         told = max(request.ended for request in one.requests if request.problem) - one.fault
         assert record.last_failure_s == pytest.approx(told, abs=0.01)
         assert empty is not None
-        # Nobody has an answer that began after the kill, and nobody asks on.
+        # No client has an answer that began after the kill, and no client retries.
         assert record.later == record.failed_later
 
 
@@ -207,7 +208,7 @@ async def test_there_is_service_again_with_the_first_right_answer(monkeypatch: p
         seconds = await looking
         assert seconds is not None
         assert seconds >= one.probes[-1].ended - one.probes[0].ended
-        # Wrong tokens were an answer, and count.
+        # Answers with wrong tokens are answers, and count.
         record = suffered(one)
         assert record.answered == len(one.probes)
         assert record.wrong == len(one.probes) - 1
@@ -222,13 +223,13 @@ async def test_no_right_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.probes
 
 
-# --- when a pool is empty
+# --- The time until a pool is empty
 
 
 @pytest.mark.anyio
 async def test_a_pool_is_empty_from_the_last_block_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "SETTLE_SECONDS", 1.0)
-    # The look at 0 in between is the metric of an older step.
+    # The 0 in between is the metric of an older step.
     since = time.monotonic()
     busy = Pool(0.0, 0.5, 0.0, ConnectionRefusedError(), 0.5, 0.0)
     seconds = await until_empty(engines(busy, Pool(0.0)), since, LIMIT)
@@ -288,7 +289,7 @@ async def test_mooncakes_proxy_asks_again_for_the_engine_once_a_prefill_broke_of
     async with serving(engine, query=query) as url:
         proxy = Proxy(url, url, url)
         async with httpx.AsyncClient() as proxy._client:
-            for prefill in (url, "http://127.0.0.1:9", url):  # nobody listens at port 9
+            for prefill in (url, "http://127.0.0.1:9", url):  # no process listens at port 9
                 proxy._prefill_url = prefill
                 await proxy.completions(Request(scope, body))
                 await asyncio.gather(*proxy._prefills)

@@ -1,4 +1,4 @@
-"""`kv-connector bench` of our lanes alone: that its commands measure what they say. Not how fast it is."""
+"""`kv-connector bench` of our lanes alone: its commands measure what they claim. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sim_is_refused_where_two_processes_are_measured() -> None:
     assert "one process" in output
 
 
-# --- Engines that meet
+# --- Engines that connect
 
 
 def test_engines_of_unequal_ranks_meet(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_steps_of_a_scatter_and_of_a_barrier(provider: str, tmp_path: Path) 
     for line in found:
         for step in ("submit", "dequeue", "first", "last", "done"):
             assert len(line[step]) == 20, step
-        # What is measured apart has to fit into the whole.
+        # The times of single steps must fit into the whole.
         for submit, first, last, done in zip(
             line["submit"], line["first"], line["last"], line["done"], strict=True
         ):

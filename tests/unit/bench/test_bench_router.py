@@ -1,4 +1,4 @@
-"""`kv-connector bench router`: that it measures what it says. Not how fast it is."""
+"""`kv-connector bench router` measures what it claims. Speed is not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's own part: what it says to wrong input, and what it finds out about a machine."""
+"""The command line itself: its answers to wrong input, and what it detects on a machine."""
 
 import json
 import os
@@ -105,11 +105,11 @@ def test_the_demo_refuses_a_lane_before_it_starts_anything(
     assert why in output
 
 
-# --- What every command does alike
+# --- Behaviour that every command shares
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command and subcommand, by its words."""
+    """Yields the words of every command and subcommand."""
     for name, command in (group or typer.main.get_command(app)).commands.items():
         yield (*path, name)
         if hasattr(command, "commands"):

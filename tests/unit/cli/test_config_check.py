@@ -1,4 +1,4 @@
-"""kv-connector config check: what it reads, and what it finds wrong."""
+"""kv-connector config check: the files that it reads, and the faults that it finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def transfer(role: str = "kv_producer", **settings: Any) -> dict[str, Any]:
 
 
 def vllm(role: str, port: int, options: str = "", **settings: Any) -> str:
-    """A line that starts an engine."""
+    """Returns a command line that starts an engine."""
     config = json.dumps(transfer(role, **settings))
     return f"vllm serve MODEL --port {port} {options} --kv-transfer-config '{config}' &\n"
 
@@ -39,13 +39,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Check:
-    """Files, and what is found wrong with them."""
+    """Writes files and returns the faults that the command finds in them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def __call__(self, **files: str | dict[str, Any]) -> list[str]:
-        """By name, `p_json` for p.json. The words of all that is wrong; the exit status says the same."""
+        """Writes the files, `p_json` as p.json. Returns the texts of all faults; the exit status must
+        match."""
         findings = self.findings(**files)
         return [finding["words"] for finding in findings if finding["verdict"] == "FAIL"]
 
@@ -67,15 +68,31 @@ def check(tmp_path: Path) -> Check:
     return Check(tmp_path)
 
 
-# --- What is read
+# --- The files that are read
 
 
-def test_the_readmes_own_commands_are_fine(check: Check) -> None:
+def readme_commands(router: str) -> str:
+    """The block of README.md that starts a router with this option."""
     blocks = re.findall(r"^(?:(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    commands = [block for block in blocks if "kv-connector router --" in block]
-    assert commands
-    for block in commands:
-        assert all(finding["verdict"] == "ok" for finding in check.findings(start_sh=block))
+    (found,) = [block for block in blocks if f"kv-connector router {router}" in block]
+    return found
+
+
+def test_readme_commands_for_one_host_are_fine(check: Check) -> None:
+    findings = check.findings(start_sh=readme_commands("--prefill"))
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
+
+
+def test_readme_commands_for_two_hosts_are_fine(check: Check, tmp_path: Path) -> None:
+    """Each command is a machine's."""
+    key = tmp_path / "key"
+    assert run("keygen", str(key))[0] == 0
+    prefill, decode, router = (
+        f"export KV_CONNECTOR_KEY_FILE={key}\n{command}"
+        for command in readme_commands("--registration").strip("\n").split("\n\n")
+    )
+    findings = check.findings(prefill_sh=prefill, decode_sh=decode, router_sh=router)
+    assert [finding["verdict"] for finding in findings] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""kv-connector doctor and topology: what they say about machines that the tests build."""
+"""kv-connector doctor and topology: their findings about machines that the tests simulate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ run = partial(invoke, app)
 
 @pytest.fixture
 def roots(tmp_path: Path) -> Roots:
-    """The kernel of a machine with nothing; a test adds."""
+    """The kernel's files of a machine without devices; tests add devices."""
     found = Roots(tmp_path / "sys", tmp_path / "proc", tmp_path / "dev")
     (found.proc / "self").mkdir(parents=True)
     (found.proc / "self/status").write_text(UNPRIVILEGED)
@@ -179,7 +179,7 @@ def test_a_driver_that_does_not_start_is_no_gpu() -> None:
     assert visible_gpus(FakeDriver(Gpus(2, (), ()), init=100)) is None
 
 
-# --- Its parts
+# --- Parts of the command
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_nics_device_file_is_missing_or_forbidden_or_fine(
             },
             "no RoCE v2 address",
         ),
-        # An old kernel does not tell types: not this one's fault.
+        # An old kernel does not report types, which is not the device's fault.
         (
             {"link_layer": "Ethernet", "gids": [("0000:0000:0000:0000:0000:ffff:0a00:0001", "", "")]},
             "uverbs0 does not exist",

@@ -1,4 +1,4 @@
-"""kv-connector doctor --model: what it says of models and pairs, and to wrong input."""
+"""kv-connector doctor --model: its findings about models and pairs, and its answers to wrong input."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kv_connector.cli.main import app
 from kv_connector.protocol.layout import layout_problem
 
 run = partial(invoke, app)
-BYTES = 4 * 4 * 64 * 2 * 2  # of a token of LLAMA: layers, heads, head size, K and V, bfloat16
+BYTES = 4 * 4 * 64 * 2 * 2  # bytes of a token of LLAMA: layers, heads, head size, K and V, bfloat16
 
 
 def judge(path: Path, config: dict[str, Any], prefill: str = "", decode: str = "", tokens: int = 4096) -> Any:
-    """The report, whose exit status is as it says."""
+    """Returns the report; the exit status must match it."""
     sides = ("--prefill", prefill, "--decode", decode, "--tokens", str(tokens))
     status, output = run("doctor", "--model", str(write(path, config)), *sides, "--json")
     report = json.loads(output)
@@ -33,7 +33,7 @@ def judge(path: Path, config: dict[str, Any], prefill: str = "", decode: str = "
     return report
 
 
-# --- What a pair costs
+# --- The cost of a pair
 
 
 @pytest.mark.parametrize("order", ["tokens", "heads", "planes"])
@@ -49,7 +49,7 @@ def test_every_kind_of_model_has_layouts_as_engines_show_them(tmp_path: Path, ki
 
 
 def test_a_prompt_of_grouped_query_attention(tmp_path: Path) -> None:
-    """All but the last token, in whole blocks: 63 blocks of 64."""
+    """All tokens but the last, in whole blocks: 63 blocks of 64."""
     report = judge(tmp_path, LLAMA, "block=64", "block=64", tokens=4033)
     (cost,) = report["costs"]
     assert report["layers"] == {"full attention": 4}
@@ -59,14 +59,14 @@ def test_a_prompt_of_grouped_query_attention(tmp_path: Path) -> None:
 
 
 def test_of_a_window_only_its_tokens_are_wanted(tmp_path: Path) -> None:
-    """The token after 4,095 attends to itself and 511 before it: from block 224 to block 255."""
+    """The token after 4,095 attends to itself and 511 tokens before it: from block 224 to block 255."""
     report = judge(tmp_path, CONFIGS["gemma3"])
     assert report["layers"] == {"full attention": 1, "sliding window (512 tokens)": 6}
     assert report["costs"][0]["writes"] == 256 + 6 * 32
 
 
 def test_of_a_chunk_only_its_tokens_are_wanted(tmp_path: Path) -> None:
-    """Token 999 is in the chunk that begins at 768; one layer of four attends to all."""
+    """Token 999 is in the chunk that begins at 768. One layer of four attends to all tokens."""
     report = judge(tmp_path, CONFIGS["llama4"], tokens=1000)
     assert report["costs"][0]["writes"] == 63 + 3 * (63 - 48)
     assert "chunked local attention was never tested" in report["notes"][0]
@@ -101,7 +101,7 @@ def test_layers_that_keep_nothing_are_divided_among_stages_too(tmp_path: Path) -
 
 
 def test_many_writes_are_told_with_what_makes_them_few(tmp_path: Path) -> None:
-    """A slice of the heads of a block whose tokens come first is a run for each token."""
+    """If tokens come first in a block, a slice of the block's heads is one run for each token."""
     report = judge(tmp_path, LLAMA, "tp=2,order=tokens", "tp=1,order=tokens")
     (cost,) = report["costs"]
     assert (cost["page_writes"], cost["least_bytes"], cost["many"]) == (16, 2 * 64 * 2 * 2, True)
@@ -137,23 +137,28 @@ def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest
     assert "Start both engines with the same parallelism" in output
 
 
-# --- What does not fit
+# --- Pairs that do not match
 
 
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode", "words"),
     [
-        ("llama", "dtype=float16", "", "dtype: prefill has float16, decode has bfloat16: start both engines"),
+        (
+            "llama",
+            "dtype=float16",
+            "",
+            "dtype: prefill engine has float16, decode engine has bfloat16: start both engines",
+        ),
         (
             "llama",
             "kv-cache-dtype=fp8",
             "",
-            "format: prefill has 'float8_e4m3fn, 64 + 64 a head', decode has",
+            "format: prefill engine has 'float8_e4m3fn, 64 + 64 a head', decode engine has",
         ),
-        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill has"),
+        ("llama", "order=planes", "", "layer model.layers.0.self_attn.attn: format: prefill engine has"),
         ("granite", "conv=DS", "", "a convolution of 3 rows in bfloat16, DS"),
         ("granite", "drafts=2", "", "a convolution of 5 rows"),
-        ("llama", "block=16", "block=4096", "blocks of full_attention are too unlike: 16 tokens and 4096"),
+        ("llama", "block=16", "block=4096", "blocks of full_attention differ too much: 16 tokens and 4096"),
     ],
 )
 def test_what_does_not_fit_is_said_in_the_planners_words(
@@ -209,7 +214,7 @@ def test_models_that_no_pair_can_serve(tmp_path: Path, config: dict[str, Any], w
     assert words in report["problems"][0]
 
 
-# --- What else a side is
+# --- Other properties of a side
 
 
 def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
@@ -225,7 +230,7 @@ def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
 def test_a_draft_model_has_a_configuration_of_its_own(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2})
     report = judge(tmp_path, LLAMA, f"drafter={draft}", f"tp=2,drafter={draft}/config.json,order=heads")
-    # Each rank of D has two heads of four layers, and one of the drafter's.
+    # Each rank of the decode engine has two heads of four layers, and one head of the drafter.
     assert {cost["nbytes"] for cost in report["costs"]} == {4096 * (BYTES // 2 + 64 * 2 * 2)}
 
 
@@ -239,7 +244,7 @@ def test_a_kv_cache_in_fp8_is_half_as_long_and_needs_equal_scales(tmp_path: Path
 
 
 def test_a_kernel_that_divides_blocks_makes_more_writes(tmp_path: Path) -> None:
-    """Of every kernel block, the heads that the rank has."""
+    """The rank's heads are a separate run in every kernel block."""
     (cost,) = judge(tmp_path, LLAMA, "tp=2,order=heads,block=64,kernel=16", "order=heads,block=64")["costs"]
     assert cost["page_writes"] == 2 * 4
 
@@ -261,7 +266,7 @@ def test_the_text_model_of_a_model_of_images_counts(tmp_path: Path) -> None:
 
 
 def test_hybrid_models_have_blocks_that_hold_their_states(tmp_path: Path) -> None:
-    """Qwen3-Next-80B: vLLM says so in its log."""
+    """The numbers are those of Qwen3-Next-80B in vLLM's log."""
     config = {
         **CONFIGS["qwen3-next"],
         **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048},
@@ -354,5 +359,5 @@ def test_help_names_every_key() -> None:
 
 
 def one_line(output: str) -> str:
-    """A message without the frame that it is in."""
+    """Removes the frame from a message."""
     return " ".join(output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""kv-connector drain, and the routers that it asks: several, busy, restarted, gone."""
+"""kv-connector drain, and the routers that it queries: several, busy, restarted, or gone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kv_connector.protocol.messages import Role
 
 ENGINE = "http://10.0.0.1:8000"
 run = partial(invoke, app)
-# Longer than anything here takes.
+# Seconds; longer than any step here takes.
 PATIENCE = 30.0
 
 
 class Router:
-    """Answers each question with the next of its answers, the last one again and again; None ends it."""
+    """Answers each query with the next of its answers, and repeats the last one. None ends it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Router:
         self._draining = draining
         self._answers, self._silent_after = answers, silent_after
         self.idle = threading.Event()
-        """It has given its last answer."""
+        """Set when the router has given its last answer."""
         self.may_answer = threading.Event()
         self.may_answer.set()
         self._ending = threading.Event()
@@ -138,14 +138,14 @@ def test_a_router_that_is_not_there_is_not_waited_for(routers: list[Router]) -> 
 
 
 def test_a_router_that_dies_does_not_keep_the_engine(routers: list[Router]) -> None:
-    """The requests that it had died with it."""
+    """The router's requests at the engine died with the router."""
     begin(routers, Router(2, silent_after=3), Router(0))
     status, output = run(*words(routers, "--timeout", "60"))
     assert status == 0, output
 
 
 def test_a_router_that_knows_no_such_engine_has_nothing_there(routers: list[Router]) -> None:
-    """It was restarted a moment ago; the engine will tell it."""
+    """The router was restarted a moment ago; the engine will report its drain to it."""
     begin(routers, Router(None), Router(1, 0))
     assert run(*words(routers))[0] == 0
 
@@ -179,7 +179,7 @@ def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[
 def test_what_ends_there_is_told_once_all_routers_have_said_it(
     routers: list[Router], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late one answers more than one question at once."""
+    """The late router answers several queries at once."""
     monkeypatch.setattr(drain, "SILENCE_SECONDS", 60.0)
     early = Router(*[Draining(3, 2, {"seed": 2})] * 3, Draining(0, 5))
     late = Router(Draining(1, 4, {"seed": 1}), Draining(0, 4))

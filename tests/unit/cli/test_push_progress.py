@@ -1,4 +1,4 @@
-"""What somebody sees who pushes weights at a terminal, and what a log sees."""
+"""Progress of a weight push, as shown at a terminal and in a log."""
 
 from __future__ import annotations
 

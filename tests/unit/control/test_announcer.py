@@ -29,7 +29,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Discovery:
-    """vllm-router's ear."""
+    """The discovery socket of vllm-router."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._socket = context.socket(zmq.ROUTER)
@@ -42,7 +42,7 @@ class Discovery:
         return heard
 
     def falls_quiet(self) -> None:
-        """After what was under way, nothing more comes."""
+        """After the messages in flight, nothing more arrives."""
         for _ in range(100):
             if not self._socket.poll(QUIET_MS):
                 return
@@ -109,7 +109,7 @@ def test_sleep_and_the_end_fall_silent(discovery: Discovery, announced: Callable
 
 
 def test_a_drain_falls_silent(discovery: Discovery, announced: Callable[..., Registrar]) -> None:
-    """A router of ours passes the drain on."""
+    """A kv-connector router passes the drain on."""
     router = MembershipSockets(None)
     with contextlib.closing(router):
         announced(discovery, (router.bind(Address("127.0.0.1", 0)),))
@@ -130,9 +130,9 @@ def test_a_drain_falls_silent(discovery: Discovery, announced: Callable[..., Reg
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"role": Role.BOTH}, "none for both"),
-        ({"rank": 1}, "tells no data-parallel ranks apart"),
-        ({"url": "https://10.0.0.1:8100"}, "over http"),
+        ({"role": Role.BOTH}, "both roles"),
+        ({"rank": 1}, "supports no data-parallel ranks"),
+        ({"url": "https://10.0.0.1:8100"}, "api_url with http"),
     ],
 )
 def test_what_the_router_would_take_for_something_else_is_refused(

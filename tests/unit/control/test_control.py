@@ -1,5 +1,4 @@
-"""The control plane's sockets: messages go through, garbage costs its sender the connection and nobody
-else."""
+"""The control plane's sockets: messages arrive, and garbage costs only its sender the connection."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def server(make: Callable[[], ControlPlane]) -> tuple[ControlPlane, Address]:
 
 @pytest.fixture
 def stranger(server: tuple[ControlPlane, Address]) -> Iterator[zmq.Socket[bytes]]:
-    """Somebody who speaks ZMQ, but not our protocol."""
+    """A client that uses ZMQ, but not this protocol."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -53,7 +52,7 @@ def stranger(server: tuple[ControlPlane, Address]) -> Iterator[zmq.Socket[bytes]
 
 
 def receive(plane: ControlPlane, count: int = 1, seconds: float = 10.0) -> list[Received]:
-    """Waits for that many messages."""
+    """Waits until this number of messages has arrived."""
     found: list[Received] = []
     deadline = time.monotonic() + seconds
     while len(found) < count:
@@ -150,7 +149,7 @@ def test_a_malformed_message_costs_its_sender_the_standing_and_nobody_else(
     assert bad.message is None
     assert plane.malformed == 1
     assert "malformed message from 127.0.0.1" in caplog.text
-    # What it says from now on is not even looked at; what others say is.
+    # Its later messages are dropped unread. Those of other clients are not.
     stranger.send(encode(Release("t")))
     stranger.send_multipart(frames)
     client = make()
@@ -171,7 +170,7 @@ def test_a_message_above_the_limit_never_arrives(
     client = make()
     client.send(client.dial(address), Ping(1))
     assert [item.message for item in receive(plane)] == [Ping(1)]
-    assert plane.malformed == 0  # the library closed the connection by itself
+    assert plane.malformed == 0  # libzmq closed the connection by itself
 
 
 def test_malformed_messages_of_one_host_are_logged_once_a_minute(

@@ -1,4 +1,5 @@
-"""The control sockets with a cluster key: who has it is heard, who has not gets nothing and costs nothing."""
+"""The control sockets with a cluster key: clients with the key are served, and clients without it get
+nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def key() -> ClusterKey:
 
 
 def pump(*planes: ControlPlane, until: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Lets the planes do their work until a condition holds."""
+    """Runs the control planes until a condition holds."""
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -41,7 +42,7 @@ def pump(*planes: ControlPlane, until: Callable[[], bool], seconds: float = 10.0
 
 
 def receive(server: ControlPlane, *others: ControlPlane) -> Received:
-    """The next message; the others get their turns."""
+    """The next message of one plane, while the others run too."""
     found: list[Received] = []
 
     def look() -> bool:
@@ -63,7 +64,7 @@ def test_two_with_the_key_talk(make: Make, key: ClusterKey) -> None:
 
 
 class Stranger:
-    """A ZMQ client of one's own making."""
+    """A ZMQ client made by the test."""
 
     def __init__(self, address: Address, **curve: bytes) -> None:
         self.context = zmq.Context()
@@ -82,7 +83,7 @@ class Stranger:
         self.context.term()
 
     def refused(self) -> bool:
-        """Whether an attempt of it has failed by now."""
+        """Whether one of its handshakes has failed by now."""
         failures = (
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         ) | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -121,7 +122,7 @@ def test_strangers_get_nothing_and_are_heard_by_nobody(make: Make, key: ClusterK
             return stranger.refused()
 
         pump(server, until=refused)
-        # Somebody with the key is served beside it.
+        # A client with the key is served meanwhile.
         client.send(client.dial(address), Ping(1))
         assert receive(server, client).message == Ping(1)
         assert heard == []
@@ -131,7 +132,7 @@ def test_strangers_get_nothing_and_are_heard_by_nobody(make: Make, key: ClusterK
 
 
 def test_a_client_with_the_key_tells_a_plain_server_nothing(make: Make, key: ClusterKey) -> None:
-    """An impostor at a peer's address, who took over the port."""
+    """An impostor took over the port of a peer's address."""
     impostor, client = make(None), make(key)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -163,7 +164,7 @@ def test_a_stranger_who_says_nothing_is_thrown_out(
     address = server.bind(LOCAL)
     with socket.create_connection((address.host, address.port), timeout=10) as silent:
         while silent.recv(4096):
-            pass  # the server's greeting, and then the end
+            pass  # the server's greeting, then the end
 
 
 def test_a_flood_costs_its_sender_the_standing_and_nobody_else(

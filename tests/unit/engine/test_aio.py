@@ -15,7 +15,7 @@ LIMIT = 30.0
 
 
 class Loopback:
-    """An engine as its own peer."""
+    """A transfer engine that is its own peer."""
 
     def __init__(self) -> None:
         self.engine = TransferEngine(EngineConfig("engine", [DomainConfig("sim")]))
@@ -51,7 +51,7 @@ def test_transfers_and_counters_are_awaited_by_their_ids(loopback: Loopback) -> 
         counters = loopback.engine.alloc_counters(1)
         loopback.engine.expect(counters.id, [10])
         transfers = [loopback.write(counters.immediates[0]) for _ in range(10)]
-        # The last one first: the others come meanwhile, and are kept.
+        # The last transfer is awaited first. The other events arrive meanwhile, and are kept.
         for transfer in reversed(transfers):
             event = await events.transfer(transfer)
             assert (event.kind, event.id) == (EventKind.TRANSFER_DONE, transfer)
@@ -106,7 +106,8 @@ def test_what_nobody_awaits_comes_to_other(loopback: Loopback) -> None:
     async def body(events: AsyncEvents) -> None:
         other = asyncio.create_task(events.other())
         await asyncio.sleep(0)
-        # The two ends of the loopback are two peers of one engine: one parts, the other one learns of it.
+        # The two ends of the loopback are two peers of one engine: one disconnects, and the other is
+        # notified.
         await asyncio.to_thread(loopback.engine.disconnect, loopback.peer, LIMIT)
         event = await other
         assert (event.kind, event.id) == (EventKind.PEER_LEFT, loopback.mirror)

@@ -1,4 +1,5 @@
-"""The Python face itself: argument checks, errors, lifetimes. What engines do is in tests/conformance."""
+"""The Python interface itself: argument checks, errors, lifetimes. tests/conformance has the behaviour of
+engines."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def engine() -> Iterator[TransferEngine]:
 
 
 def loopback(engine: TransferEngine, memory: SharedMemory) -> tuple[int, int, int]:
-    """The engine as its own peer: (peer, region, the same region imported)."""
+    """The transfer engine as its own peer: (peer, region, the same region imported)."""
     region = engine.register_buffer(memory)
     offer = engine.offer("itself")
     engine.complete(offer.peer, engine.accept("itself", offer.data).data)
@@ -189,7 +190,7 @@ def test_a_message_callback_may_take_itself_back_and_the_next_one_goes_on(engine
 
     def once(message: Message) -> None:
         got.append(message.data)
-        engine.on_message(None)  # from within: this is the last one it gets
+        engine.on_message(None)  # from within the callback: this message is its last one
         first.set()
 
     engine.on_message(once)
@@ -199,7 +200,7 @@ def test_a_message_callback_may_take_itself_back_and_the_next_one_goes_on(engine
     assert engine.wait_message(LIMIT).data == b"two"
     assert got == [b"one"]
     engine.on_message(lambda message: got.append(message.data))
-    engine.close()  # with a callback in place
+    engine.close()  # with another callback in place
 
 
 def test_messages_are_anything_like_bytes(engine: TransferEngine) -> None:
@@ -210,7 +211,7 @@ def test_messages_are_anything_like_bytes(engine: TransferEngine) -> None:
 
 
 class Hanging(TransferEngine):
-    """As where its GPU hangs: it closes with an error."""
+    """If its GPU hangs, the engine closes with an error."""
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""Which NICs a device is given, and which core its worker: on machines built in a directory."""
+"""The choice of NICs for a device and of a core for its transfer thread, on machines built in a directory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_on_a_p5_each_gpu_has_the_four_efas_of_its_switch(tmp_path: Path) -> Non
     assert choices[machine.gpus[0].address].nics == tuple(f"rdmap{n}s0" for n in (69, 70, 71, 72))
     taken = [name for choice in choices.values() for name in choice.nics]
     assert len(taken) == len(set(taken)) == 32
-    # verbs has no use for EFA.
+    # verbs does not use EFA.
     assert {c.nics for c in choose_nics(machine, machine.gpus, "verbs").values()} == {()}
 
 
@@ -102,7 +102,7 @@ def test_memory_without_a_device_takes_the_nics_of_its_node(tmp_path: Path) -> N
     nics=st.lists(st.integers(0, 2), max_size=12),
 )
 def test_nics_are_divided_evenly_whatever_the_machine(gpus: list[int], nics: list[int]) -> None:
-    """GPUs and NICs hang behind one of three switches."""
+    """GPUs and NICs are behind one of three switches."""
 
     def behind(switch: int, leaf: str) -> Location:
         return Location((f"pci0000:{switch:02x}", f"0000:{switch:02x}:01.0", leaf), numa_node=0)
@@ -129,7 +129,7 @@ def test_nics_are_divided_evenly_whatever_the_machine(gpus: list[int], nics: lis
         choice = choices[f"g{i}"]
         assert bool(choice.nics) == bool(nics)
         own = {f"n{k}" for k, where in enumerate(nics) if where == switch}
-        # The NICs of its own switch, as long as there are some, and as many as its neighbours there.
+        # A GPU gets NICs behind its switch if there are any, and as many as its neighbours there.
         assert not own or set(choice.nics) <= own
         assert choice.nearness is (Nearness.SWITCH if own else Nearness.NODE if nics else Nearness.NONE)
         for k, where in enumerate(gpus):
@@ -239,7 +239,7 @@ def test_a_chosen_core_is_always_allowed_spare_and_near(
     assert not choice.cores or len(choice.cores) > threads
 
 
-# --- Who uses which core
+# --- Cores in use
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ def test_threads_bound_to_some_of_our_cores_are_seen(tmp_path: Path) -> None:
     thread("self", 2, "0-7")
     thread("1", 1, "0")
     thread("1", 2, "0-7")
-    thread("7", 7, "0-15")  # may run anywhere: bound to nothing
+    thread("7", 7, "0-15")  # may run anywhere, so it is not bound
     thread("8", 8, "4-5")
     thread("9", 9, "2", kernel=True)
-    thread("10", 10, "9")  # on cores that we may not use
+    thread("10", 10, "9")  # on cores that this process may not use
     found = cores_in_use({"GOMP_CPU_AFFINITY": "1"}, proc=tmp_path)
     assert found.allowed == frozenset(range(8))
     assert found.bound == frozenset({0, 1, 4, 5})
@@ -291,7 +291,7 @@ def test_this_process_is_seen() -> None:
 
 
 def test_a_claimed_core_is_not_given_twice() -> None:
-    # Far beyond any real core: nobody else claims these.
+    # Far beyond any real core, so that no other process claims them.
     first = CoreClaim.first_free([100_001, 100_002])
     second = CoreClaim.first_free([100_001, 100_002])
     assert first is not None
@@ -306,7 +306,7 @@ def test_a_claimed_core_is_not_given_twice() -> None:
     second.release()
 
 
-# --- Of one worker
+# --- One worker
 
 
 def placed(
@@ -321,7 +321,7 @@ def placed(
 
 @pytest.fixture
 def dgx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This process runs on a DGX, and CUDA counts its GPUs from behind."""
+    """This process runs on a DGX, and CUDA numbers its GPUs in reverse order."""
     machine = machines.dgx(tmp_path).machine()
     monkeypatch.setattr(placement, "read_machine", lambda: machine)
     in_use = CoresInUse(frozenset(machine.siblings), frozenset())

@@ -1,4 +1,4 @@
-"""examples/compose as files, and `up` before a stand-in for docker."""
+"""The files of examples/compose, and its script `up` with a stand-in for docker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cat >/dev/null
 
 
 def test_up_passes_its_options_to_every_call_of_compose(tmp_path: Path) -> None:
-    """The question, too: without --project-name it would go to containers of another project."""
+    """The query call gets them too: without --project-name it would go to another project's containers."""
     shutil.copy(UP, tmp_path)
     docker = tmp_path / "bin/docker"
     docker.parent.mkdir()
@@ -36,7 +36,7 @@ def test_up_passes_its_options_to_every_call_of_compose(tmp_path: Path) -> None:
 
 
 def test_only_the_router_is_published_beyond_the_loopback_address() -> None:
-    """Grafana has its default password, and Prometheus none."""
+    """Grafana has its default password, and Prometheus has none."""
     services = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert len(published.pop("router")) == 1

@@ -1,4 +1,4 @@
-"""integration/benchmarks/goodput_load.py: the load that goodput is measured with, and its results."""
+"""integration/benchmarks/goodput_load.py: the workload with which goodput is measured, and its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def lengths(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def result(**columns: list[Any]) -> dict[str, Any]:
-    """As `vllm bench serve --save-detailed` writes it, of two whole answers where nothing else is said."""
+    """A result as `vllm bench serve --save-detailed` writes it: two complete answers, with the given columns
+    changed."""
     whole = {"ttfts": [0.3, 0.3], "itls": [[0.01, 0.02], [0.01, 0.01]], "output_lens": [3, 3]}
     return {**whole, "errors": ["", ""], **columns}
 
@@ -53,7 +54,8 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert 0 <= times[0] <= times[-1] <= 400
     assert gaps.min() >= 0
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.01)
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.03)  # an exponential's is its mean
+    # an exponential distribution's deviation is its mean
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.03)
 
 
 def test_prompts_are_log_uniform_within_their_bounds() -> None:
@@ -138,7 +140,7 @@ def test_percentiles_are_vllms() -> None:
 
 
 def test_a_pair_holds_by_the_percentile_of_all_gaps() -> None:
-    """Goodput goes by a request's mean, which a few long gaps do not move."""
+    """Goodput uses a request's mean, which a few long gaps do not change."""
     stalled = [Answer(100.0, [5.0] * 97 + [30.0] * 3, 101)] * 10
     told = summary(stalled, 10, 5.0, [PAIR, Objectives(400, 30), Objectives(90, 30)])
     assert told["goodput"] == {"400:15": 2.0, "400:30": 2.0, "90:30": 0.0}

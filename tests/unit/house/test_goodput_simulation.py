@@ -1,4 +1,4 @@
-"""integration/benchmarks/goodput_simulation.py: the policy before a model of vLLM's steps."""
+"""integration/benchmarks/goodput_simulation.py: the policy with a model of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_prompt_by_itself_takes_what_its_steps_cost() -> None:
 
 @pytest.mark.parametrize(("step_tokens", "waits"), [(64, True), (128, False)])
 def test_prompts_that_take_whole_steps_keep_who_comes_waiting(step_tokens: int, waits: bool) -> None:
-    """As vLLM itself does, of two prompts in steps of twice their threshold."""
+    """vLLM does the same with two prompts in steps of twice their threshold."""
     clock = Clock()
     engine = Engine(clock, step_tokens, threshold=32)
     long = [Request(3200, 2, 0.0), Request(3200, 2, 0.0)]

@@ -1,6 +1,6 @@
-"""The native rooms: which there are, and which headers each of them may include.
+"""The native rooms, and the headers that each of them may include.
 
-docs/architecture.md describes them. Read from the source. native/tests may include everything.
+docs/architecture.md describes them. The test reads the source. native/tests may include everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 
 
 def room_of(path: str) -> str:
-    """The room of a path below native: its folder, and below providers each folder or unit."""
+    """Returns the room of a path below native: its folder, and below providers each folder or unit."""
     unit = path.rpartition(".")[0]
     first, _, rest = unit.partition("/")
     return f"{first}/{rest.partition('/')[0]}" if first == "providers" else first
@@ -33,7 +33,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def included(room: str) -> Iterator[tuple[str, str]]:
-    """(where, header) of each include of a project's header in the room."""
+    """Yields (where, header) for each include of a project's header in the room."""
     for name, path in sources():
         if room_of(name) == room:
             for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -1,4 +1,4 @@
-"""kv_connector/_native.pyi says what the compiled module has, no more and no less, parameters included."""
+"""kv_connector/_native.pyi describes the compiled module exactly, parameters included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_connector import _native
 
 STUB = Path(kv_connector.__file__).with_name("_native.pyi")
 
-# stubtest compares names, kinds and finality. What it may not mind:
+# stubtest compares names, kinds and finality. These differences are allowed.
 ALLOWED = r"""
 # Every pybind11 class has pybind11's metaclass, which no stub needs to know.
 kv_connector\._native\.(SharedMemory|LayerSignal|StreamSignal|CounterReader|_?CompletionWord|TransferEngine|MoeGroup)
@@ -37,7 +37,7 @@ def test_stubtest_finds_no_difference(tmp_path: Path) -> None:
 
 
 def stub_parameters() -> dict[tuple[str, str], list[str]]:
-    """(class, method) -> its parameters, without self."""
+    """Returns (class, method) -> its parameters, without self."""
     found = {}
     for node in ast.parse(STUB.read_text()).body:
         if not isinstance(node, ast.ClassDef):
@@ -50,7 +50,8 @@ def stub_parameters() -> dict[tuple[str, str], list[str]]:
 
 
 def test_parameters_have_the_same_names_in_the_same_order() -> None:
-    """stubtest cannot see them: a pybind11 function has no signature but the first line of its docstring."""
+    """stubtest cannot see the parameters: a pybind11 function's signature is only in its docstring's first
+    line."""
     compared = 0
     for (owner, method), expected in stub_parameters().items():
         if method == "__buffer__":

@@ -1,4 +1,4 @@
-"""What is published: an inexpensive part of what `make wheels` and `make test-wheels` show."""
+"""The published packages: an inexpensive part of the checks of `make wheels` and `make test-wheels`."""
 
 from __future__ import annotations
 

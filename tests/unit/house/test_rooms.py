@@ -1,6 +1,6 @@
-"""The package's rooms: which there are, and who may import whom (docs/architecture.md draws it).
+"""The package's rooms, and which rooms each of them may import (docs/architecture.md draws it).
 
-Read from the source, so that imports inside functions and for type checkers count too.
+The test reads the source, so imports inside functions and for type checkers count too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NATIVE = {"_native", "_bench"}
 FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
 ADAPTERS = {"vllm", "sglang", "ray"}
 OF_TENSORS = {"weights": {"torch"}, "moe": {"torch"}}
-# Another connector, which vLLM loads; and a process that measures torch's collectives.
+# A connector that vLLM loads for a comparison, and a process that measures torch's collectives.
 WITH_FRAMEWORKS = ("bench/pd/mooncake_cpu.py", "bench/moe_rank.py")
 
 
 def imported(room: str) -> Iterator[tuple[str, str]]:
-    """(where, module) of each import in the room, which is a folder or a module."""
+    """Yields (where, module) for each import in the room, which is a folder or a module."""
     folder = PACKAGE / room
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -127,8 +127,8 @@ def test_of_vllm_only_the_plugin_names_its_weights() -> None:
 
 
 def test_vllm_is_imported_by_three_modules() -> None:
-    """internals.py has the imports of all others. plugin.py and forced_token.py run also in a vLLM that this
-    package does not support, which internals.py refuses."""
+    """internals.py has the imports of all other modules. plugin.py and forced_token.py also run in a vLLM
+    that this package does not support, which internals.py refuses."""
     importing = {where.split(":")[0] for where, module in imported("vllm") if module.split(".")[0] == "vllm"}
     assert importing == {"vllm/internals.py", "vllm/plugin.py", "vllm/forced_token.py"}
 
@@ -147,7 +147,7 @@ def test_each_patch_of_vllm_says_what_it_replaces_why_and_until_when() -> None:
 
 
 def test_the_protocol_needs_nothing_of_the_outer_world() -> None:
-    """Of all packages msgspec alone, of the standard library nothing that acts."""
+    """The protocol imports no package but msgspec, and no module of the standard library that acts."""
     acting = {"asyncio", "os", "select", "socket", "subprocess", "threading", "time"}
     for where, module in imported("protocol"):
         top = module.split(".")[0]
@@ -157,7 +157,7 @@ def test_the_protocol_needs_nothing_of_the_outer_world() -> None:
 
 
 def test_the_simulator_needs_no_sockets_no_numpy_and_no_native_module() -> None:
-    """A campaign runs on a big machine that has Python and msgspec alone."""
+    """A campaign runs on a big machine that has only Python and msgspec."""
     absent = "zmq", "numpy", "kv_connector._native"
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import tests.simulation.campaign"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

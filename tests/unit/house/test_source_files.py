@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 FOLDERS = ("kv_connector", "native", "scripts", "integration")
 SUFFIXES = {".py", ".pyi", ".sh", ".h", ".cc", ".cu", ".cuh"}
 LIMIT = 600
-"""Lines of a source."""
+"""Most lines of a source."""
 LONGER = {
     "kv_connector/protocol/prefill_machine.py": "one state machine: all parts use its shares",
     "integration/benchmarks/gpu_experts.py": "one program: its shapes, ranks and comparison",
@@ -20,7 +21,7 @@ LONGER = {
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(name, path) of each source that the limit holds for: tests apart."""
+    """Yields (name, path) of each source that the limit holds for. Tests are exempt."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             name = path.relative_to(ROOT).as_posix()
@@ -34,7 +35,8 @@ def test_no_source_has_more_lines_than_the_limit() -> None:
 
 
 def test_no_class_name_occurs_twice_in_a_room() -> None:
-    """A folder of the package is a room, and so is each folder in it. `_Name` and `Name` are one name."""
+    """A folder of the package is a room, and so is each folder in it. `_Name` and `Name` count as one
+    name."""
     places = defaultdict(list)
     for name, path in sources():
         if name.startswith("kv_connector/") and path.suffix == ".py":
@@ -44,3 +46,11 @@ def test_no_class_name_occurs_twice_in_a_room() -> None:
                     places[room, node.name.lstrip("_")].append(f"{name}:{node.lineno}")
     assert places
     assert [found for found in places.values() if len(found) > 1] == []
+
+
+def test_no_native_test_expects_behind_an_if_without_braces() -> None:
+    """g++ refuses the `else` in gtest's macros there. clang++, which builds the tests in CI, does not."""
+    unbraced = re.compile(r"^\s*(?:\} )?(?:else )?(?:if .*\)|else) (?:EXPECT|ASSERT)_", re.MULTILINE)
+    tests = sorted((ROOT / "native" / "tests").glob("*.*"))
+    assert tests
+    assert [path.name for path in tests if unbraced.search(path.read_text())] == []

@@ -1,4 +1,4 @@
-"""scripts/test_all.py: what it runs, what it keeps, and what its table says."""
+"""scripts/test_all.py: the suites that it runs, the results that it keeps, and its table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_all() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 

@@ -11,7 +11,7 @@ SPECIAL = {"conftest.py", "__init__.py", "__main__.py"}
 
 
 def test_no_two_modules_have_one_name() -> None:
-    """But those of packages, which are imported by their whole names."""
+    """Modules of packages are exempt: they are imported by their whole names."""
     names = Counter(
         path.name
         for path in TESTS.rglob("*.py")
@@ -21,6 +21,6 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_folder_takes_the_name_of_a_package() -> None:
-    """A folder `vllm` on sys.path is found where vLLM is missing: `importorskip("vllm")` would not skip."""
+    """A folder `vllm` on sys.path is found even without vLLM: `importorskip("vllm")` would not skip."""
     folders = {path.parent.name for path in TESTS.rglob("*.py")}
     assert folders.isdisjoint({"vllm", "sglang", "ray", "torch", "dynamo"})

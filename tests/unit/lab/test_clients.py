@@ -1,4 +1,4 @@
-"""Clients in the background: what they note of answers, failures, and answers that differ."""
+"""Clients in the background: what they record of answers, failures, and answers that differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Reply = Callable[[list[int]], list[int]]
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], None]:
-    """What answers, in place of an engine."""
+    """A function that answers in place of an engine."""
     monkeypatch.setattr(clients, "PAUSE_SECONDS", 0.001)
 
     def use(reply: Reply) -> None:

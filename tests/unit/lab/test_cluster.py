@@ -1,4 +1,4 @@
-"""The local cluster's parts, with small processes instead of engines (tests/with_vllm has the engines)."""
+"""Parts of the local cluster, with small processes instead of engines. tests/with_vllm uses real engines."""
 
 import json
 import os
@@ -28,7 +28,7 @@ Start = Callable[[str], Process]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a Python program as a Process named `child`."""
+    """A function that starts a Python program as a Process named `child`."""
     started: list[Process] = []
 
     def start(program: str) -> Process:
@@ -87,7 +87,7 @@ def test_stop_interrupted_still_leaves_nothing(start: Start, monkeypatch: pytest
 
 
 def orphan(log: Path, environment: Mapping[str, str] | None = None) -> int:
-    """A child's process id, whose parent was killed as soon as it had started it."""
+    """Returns the process id of a child whose parent was killed right after the start."""
     program = f"""
         import sys, time
         from pathlib import Path
@@ -110,13 +110,13 @@ def orphan(log: Path, environment: Mapping[str, str] | None = None) -> int:
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Even if that one is killed and can run no code of ours."""
+    """The child ends even if the parent is killed and can run no code."""
     child = orphan(tmp_path / "child.log")
     until(lambda: not alive(child))
 
 
 def test_a_process_does_not_start_when_its_parent_is_gone(tmp_path: Path) -> None:
-    """The parent dies before the child has asked to be told of it."""
+    """The parent ends before the child has requested a signal at the parent's end."""
     log, gate, shim = tmp_path / "child.log", tmp_path / "gate", tmp_path / "setpriv"
     os.mkfifo(gate)
     shim.write_text(f'#!/bin/sh\nread -r go <{gate}\nexec {shutil.which("setpriv")} "$@"\n')
@@ -200,7 +200,7 @@ def test_a_signal_reaches_the_whole_group(start: Start) -> None:
 
 @pytest.mark.parametrize("behind", [0, STEP - 1])
 def test_ports_are_free(behind: int) -> None:
-    """And those behind them, where the other ranks listen."""
+    """The ports behind the first port are free too: the other ranks listen there."""
     (port,) = free_ports(1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + behind))

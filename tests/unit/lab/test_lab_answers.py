@@ -1,4 +1,4 @@
-"""Readiness of a process by what it answers."""
+"""Readiness of a process, judged by its answers."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ from kv_connector.lab.process import answers
 
 class Slow(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        time.sleep(1.1)  # as SGLang, which looks a second later whether its token is there
+        time.sleep(1.1)  # as SGLang, which checks a second later whether its token has come
         self.send_response(200)
         self.end_headers()
 
@@ -27,7 +27,7 @@ def test_a_server_that_takes_more_than_a_second_to_answer_is_ready() -> None:
 
 
 def test_a_port_that_another_program_has_taken_is_not_ready() -> None:
-    """A ZMQ socket greets first, with bytes that are no HTTP."""
+    """A ZMQ socket sends a greeting first, whose bytes are not HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:

@@ -1,4 +1,4 @@
-"""Events of an answer, however its bytes come."""
+"""Reading an answer's events, wherever its bytes are cut."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""tests/support/nursery.py: however a run of tests ends, its engines end with it."""
+"""tests/support/nursery.py: however a test run ends, its engines end with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with open(sys.argv[1], "a") as file:
 signal.pause()
 """
 
-# The run of tests: starts the nursery and an engine as the fixtures do, and waits.
+# The test run: starts the nursery and an engine as the fixtures do, and waits.
 RUN = """
 import signal, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ signal.pause()
 
 
 def processes(path: Path, many: int, deadline: float) -> list[int]:
-    """The process ids in a file, once there are so many."""
+    """Returns the process ids in a file once it has ``many`` of them."""
     while not path.exists() or len(path.read_text().split()) < many:
         assert os.times().elapsed < deadline, f"{path.name} has too few"
         time.sleep(0.02)

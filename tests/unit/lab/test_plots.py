@@ -1,4 +1,4 @@
-"""Pictures of what was measured: readable on bright and dark pages, and of the numbers in the documents."""
+"""Pictures of measurements: readable on bright and dark pages, and equal to the documents' numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def throughputs() -> list[Throughput]:
-    """Of the first two contestants in two workloads."""
+    """Returns throughputs of the first two contestants in two workloads."""
     return [
         Throughput(
             round=1,
@@ -158,7 +158,7 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert "kv-connector[plot]" in output
 
 
-# --- The documents' pictures
+# --- Pictures in the documents
 
 
 RUNS = sorted((DOCS / "data").glob("*.json"))

@@ -149,7 +149,7 @@ def test_silent_rank_is_named_at_the_deadline(meetings: list[Meeting]) -> None:
 def test_connection_of_another_process_is_refused(
     meetings: list[Meeting], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The right secret does not help: the kernel names another process than the exchange did."""
+    """The right secret does not help, because the kernel names another process than the exchange did."""
     message = encode(Introduction(1, meetings[0].secret))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         with caplog.at_level(logging.WARNING, "kv_connector"):
@@ -188,7 +188,7 @@ def test_process_that_ends_while_passing_is_named_at_once(meetings: list[Meeting
 
 def test_process_that_ended_before_the_passing_is_named_at_once(meetings: list[Meeting]) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as other:
-        other.wait()  # its number is free
+        other.wait()  # the process id is free
     hellos = [hello_of(meetings[0], 0), hello_of(meetings[1], 1, pid=other.pid)]
     passed = meetings[0].pass_around(0, hellos, 1, time.monotonic() + PATIENCE)
     assert passed.problems[1] == f"rank 1 (process {other.pid}): the process has ended"

@@ -68,7 +68,7 @@ def test_another_release_is_an_error_of_all_ranks() -> None:
 
 
 class Failing:
-    """In place of the native class: at one rank something fails."""
+    """Replaces the native class. At one rank an operation fails."""
 
     def __init__(self, real: Callable[..., Any], rank: int, where: str) -> None:
         self._real, self._rank, self._where = real, rank, where

@@ -70,8 +70,8 @@ class Members:
 
 
 def test_moe_group_waits_for_no_survivor_of_a_dead_rank() -> None:
-    """Rank 0 heard of rank 2's end before its flags came. It gave up, and raises no flag any more. Rank 1 has
-    all flags of rank 2, and would wait for rank 0."""
+    """Rank 0 learned of rank 2's end before its flags arrived. It gave up, and raises no flag any more. Rank
+    1 has all flags of rank 2, and would wait for rank 0."""
     members = Members()
     members.groups[0].lose(2)
     first = threading.Thread(target=members.dispatch, args=(0,))

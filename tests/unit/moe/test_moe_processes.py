@@ -176,7 +176,7 @@ def step_without_one(side: Side, victim: int, phase: str, timeout: float) -> Any
     step(last=False)
     with pytest.raises(GroupError) as raised:
         step(last=True)
-    # From now on nothing waits any more.
+    # From now on no call waits any more.
     with pytest.raises(GroupError):
         group.dispatch(tokens.x, tokens.ids, tokens.weights, sizes=sizes)
     side.note("failed")

@@ -1,4 +1,4 @@
-"""The gates, and two engines behind them, in plain numbers."""
+"""The gates, and a model of two engines behind them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_loads_of_an_engine_that_is_d_only_fill_its_pool() -> None:
 
 @dataclass(eq=False)
 class Transfer:
-    """A prompt at P and its load at D, each of so many blocks."""
+    """A prompt at P and its load at D, with this number of blocks each."""
 
     name: str
     p: Engine
@@ -71,7 +71,8 @@ class Transfer:
 
 
 class Engine:
-    """A pool and a queue. Whoever is told to wait holds up nobody, who finds no free blocks all behind it."""
+    """A pool and a queue. A request held by its gate delays no other, but a request without free blocks
+    delays all behind it."""
 
     def __init__(self, prompts: AdmissionGate, loads: AdmissionGate) -> None:
         self.free = POOL
@@ -80,7 +81,7 @@ class Engine:
         self.holding: list[Transfer] = []
 
     def step(self) -> bool:
-        """Whether anything has moved: what is over gives its blocks back, then the queue is gone through."""
+        """Frees the blocks of ended requests, then visits the queue. Returns whether anything has changed."""
         over = [t for t in self.holding if (t.reserved if t.p is self else t.computed)]
         for transfer in over:
             self.holding.remove(transfer)
@@ -88,7 +89,8 @@ class Engine:
             self.free += transfer.blocks
         begun = []
         for transfer in self.queue:
-            # A prompt that D has room for is a request like the engine's own: no gate, only free blocks.
+            # A prompt that D has room for is treated like a request without a transfer: it needs no gate,
+            # only free blocks.
             gated = transfer.d is self or not transfer.reserved
             if gated and self._gate(transfer).must_wait(transfer.name, transfer.blocks):
                 continue
@@ -115,14 +117,14 @@ class Engine:
 
 
 def run(*engines: Engine) -> bool:
-    """Until nothing moves. Whether all requests have come to their end."""
+    """Runs the engines until nothing changes. Returns whether all requests have ended."""
     while any(engine.step() for engine in engines):
         pass
     return not any(engine.queue or engine.holding for engine in engines)
 
 
 def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
-    """What the gates are for."""
+    """The deadlock that the gates prevent."""
     engines = [Engine(AdmissionGate(None), AdmissionGate(None)) for _ in range(2)]
     for p, d in (engines, engines[::-1]):
         transfer = Transfer(f"to {engines.index(d)}", p, d, POOL)
@@ -160,7 +162,7 @@ def test_gate_lets_an_earlier_place_pass_who_waits_first() -> None:
     assert gate.must_wait("later", 1, (5, 2.0))
     assert not gate.must_wait("urgent", 1, (0, 3.0))
     gate.enter("urgent", 1)
-    # One that finds no room is the first from then on.
+    # An urgent request that finds no room is the first one from then on.
     assert gate.must_wait("large and urgent", 8, (0, 4.0))
     assert gate.first() == "large and urgent"
     gate.leave("a")

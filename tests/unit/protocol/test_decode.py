@@ -54,7 +54,7 @@ WANTS = all_of(PAGES)
 
 @pytest.fixture
 def machine() -> DecodeMachine:
-    """Of a worker that has found two engines of one worker each."""
+    """The machine of a worker that has found two engines with one worker each."""
     made = DecodeMachine(PAGES, TIMES)
     for address in (P_ADDRESS, OTHER_ADDRESS):
         assert made.engine_found(0.0, address, (worker(PAGES),)) == [Dial(address, address, WANTS, PAGES)]
@@ -94,7 +94,7 @@ def reached(state: State, reason: str = "") -> Reached:
     return Reached(Role.DECODE, "t", "d-t", state, reason)
 
 
-# --- How far a request has come
+# --- The state of a request
 
 
 def test_a_request_moves_with_its_reserve_and_is_done_with_its_last_page(machine: DecodeMachine) -> None:
@@ -128,12 +128,12 @@ def test_decode_asks_for_pages_of_the_weights_that_it_serves(machine: DecodeMach
 @pytest.mark.parametrize("quiesced", [True, False])
 def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, quiesced: bool) -> None:
     attempt = reserved(machine).attempt
-    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", quiesced))
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill engine has v2", quiesced))
     if not quiesced:
         machine.peer_down(1.0, PEER, "fenced")
         actions = machine.fenced(1.0, PEER)
     assert only(actions, Ended).outcome is Outcome.STALE
-    assert "prefill has v2" in only(actions, Ended).reason
+    assert "prefill engine has v2" in only(actions, Ended).reason
     assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
 
 
@@ -162,7 +162,7 @@ def test_another_prompt_with_writes_in_flight_is_fenced_first(machine: DecodeMac
 def test_a_stale_load_that_is_aborted_meanwhile_is_cancelled(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     machine.cancel(0.5, "d-t")
-    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill has v2", True))
+    actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill engine has v2", True))
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert report(actions) == done()
 
@@ -205,7 +205,7 @@ def test_a_token_may_come_before_the_last_page(machine: DecodeMachine) -> None:
 
 
 def test_of_who_wants_the_token_alone_p_is_told_that_it_has_left(machine: DecodeMachine) -> None:
-    """It may not have computed the prompt yet; of whose pages have come it has done all."""
+    """P may still be computing the prompt, unlike P of a request whose pages have all arrived."""
     attempt = waiting_for_token(machine, blocks=(0, 0)).attempt
     cancel = sent(machine.cancel(2.0, "d-t"), Cancel)
     assert (cancel.transfer_id, cancel.attempt) == ("t", attempt)
@@ -308,9 +308,9 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
     ("request_", "words"),
     [
         (decode_request(blocks=(32,)), "block 32 of 32"),
-        (decode_request(blocks=(1, 2, 3, 4)), "behind the 3"),
-        (decode_request(prompt_hash=b"short"), "a prompt hash has 16 bytes, this one 5"),
-        (decode_request(prompt_hash=b""), "a prompt hash has 16 bytes, this one 0"),
+        (decode_request(blocks=(1, 2, 3, 4)), "beyond the 3"),
+        (decode_request(prompt_hash=b"short"), "the prompt hash has 5 bytes instead of 16"),
+        (decode_request(prompt_hash=b""), "the prompt hash has 0 bytes instead of 16"),
         (decode_request(transfer=""), "a transfer id has 1 to 256 characters, this one 0"),
         (decode_request(transfer="x" * 257), "this one 257"),
         (decode_request(transfer="\ud800"), "valid Unicode"),
@@ -332,12 +332,12 @@ def test_without_counters_the_request_fails_and_nothing_was_sent(machine: Decode
     actions = machine.counter_failed(0.0, "d-t", "RESOURCES in alloc_counters")
     why = "RESOURCES in alloc_counters"
     ended = Ended(Role.DECODE, "t", PEER, Outcome.FAILED, why, request_id="d-t")
-    # P need not wait to be asked.
+    # P need not wait for a RESERVE.
     assert actions == [ended, reached(State.FAILED, why), failed(), Send(PEER, Release("t"))]
     assert_over(machine)
 
 
-# --- P says no
+# --- P reports a failure
 
 
 def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
@@ -354,7 +354,7 @@ def test_a_quiesced_fail_is_reported_at_once(machine: DecodeMachine) -> None:
 def test_an_abort_at_prefill_cancels_the_load_that_its_request_cannot_use(
     machine: DecodeMachine, quiesced: bool
 ) -> None:
-    """The client left P alone: the transfer is no failure, and the blocks lack their pages."""
+    """The client left only P. The transfer has not failed, and the blocks lack their pages."""
     attempt = reserved(machine).attempt
     actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced))
     if not quiesced:
@@ -372,7 +372,7 @@ def test_an_abort_at_prefill_cancels_the_load_that_its_request_cannot_use(
 
 
 def test_a_client_that_leaves_prefill_first_is_answered_by_neither(machine: DecodeMachine) -> None:
-    """D's abort follows within a step: nothing has failed by then."""
+    """D's abort follows within a step, before the failure is reported."""
     attempt = reserved(machine).attempt
     fail = Fail("t", attempt, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert machine.fail(1.0, PEER, fail) == []
@@ -408,7 +408,7 @@ def test_a_fail_with_writes_in_flight_waits_for_the_fence(machine: DecodeMachine
     assert machine.peer_down(1.0, PEER, "fenced") == []
     assert machine.tick(1000.0) == []
     actions = machine.fenced(2.0, PEER)
-    # The fence ended everybody else's transfer with that peer, too.
+    # The fence also ended all other transfers with that peer.
     assert every(actions, FinishedReceiving) == [failed("d-t"), failed("d-u")]
     assert [ended.reason for ended in every(actions, Ended)] == ["write_error: x", "fenced"]
     assert_over(machine)
@@ -420,7 +420,7 @@ def test_messages_about_other_transfers_change_nothing(machine: DecodeMachine) -
         fail = Fail(transfer, number, FailCode.WRITE_ERROR, "", quiesced=True)
         assert machine.fail(0.0, peer, fail) == []
         assert machine.cancel_ack(0.0, peer, CancelAck(transfer, number, drained=True)) == []
-    assert machine.cancel_ack(0.0, PEER, CancelAck("t", attempt, drained=True)) == []  # nobody asked
+    assert machine.cancel_ack(0.0, PEER, CancelAck("t", attempt, drained=True)) == []  # not requested
     assert len(machine) == 1
 
 
@@ -536,7 +536,7 @@ def test_a_request_that_waits_for_its_session_too_long_fails(machine: DecodeMach
 
 @pytest.fixture
 def divided() -> DecodeMachine:
-    """It has found an engine of two workers, each with a layer."""
+    """The machine has found an engine of two workers, with one layer each."""
     made = DecodeMachine(PAGES, TIMES)
     ranks = (worker(PAGES, layers=(1,)), worker(PAGES, OTHER_ADDRESS, 1, layers=(0,)))
     assert made.engine_found(0.0, P_ADDRESS, ranks) == [
@@ -547,7 +547,7 @@ def divided() -> DecodeMachine:
 
 
 def halves(machine: DecodeMachine, wants_sampled: bool = False) -> int:
-    """A request whose RESERVE has been sent to both."""
+    """A request whose RESERVE was sent to both workers."""
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.peer_up(0.0, OTHER_ADDRESS, OTHER)
     machine.reserve(0.0, replace(decode_request(), wants_sampled=wants_sampled))
@@ -608,7 +608,7 @@ def test_an_abort_waits_for_every_source(divided: DecodeMachine) -> None:
     assert divided.cancel(1.0, "d-t") == [Send(PEER, cancel), Send(OTHER, cancel)]
     assert divided.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
     assert divided.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=True)) == []
-    # The other says nothing: it alone is fenced.
+    # Only the other source, which sends nothing, is fenced.
     assert [fence.peer for fence in every(divided.tick(1.0 + TIMES.cancel), Fence)] == [OTHER]
     divided.peer_down(7.0, OTHER, "fenced")
     assert report(divided.fenced(8.0, OTHER)) == done()
@@ -675,7 +675,7 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
         ((worker(PAGES, layers=(0,)),), "layer layer1: no prefill rank has it"),
         (
             (worker(PAGES), worker(PAGES, OTHER_ADDRESS, 1)),
-            r"layer layer0: prefill has it on stages [0, 1], not on one",
+            r"layer layer0: prefill engine has it on stages [0, 1], not on one",
         ),
         (
             (worker(PAGES, layers=(0,)), worker(PAGES, P_ADDRESS, 1, layers=(1,))),
@@ -685,7 +685,10 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
             (worker(PAGES), worker(layout(stride=32), OTHER_ADDRESS)),
             "rank 1: part page of layer layer0 spac",
         ),
-        ((worker(layout(page=32)),), "layer layer0: part page: bytes a run: prefill has 32, decode has 64"),
+        (
+            (worker(layout(page=32)),),
+            "layer layer0: part page: bytes a run: prefill engine has 32, decode engine has 64",
+        ),
     ):
         machine = DecodeMachine(PAGES, TIMES)
         machine.reserve(0.0, decode_request())
@@ -699,7 +702,7 @@ def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
 
 
 def test_a_drafter_goes_without_its_layers() -> None:
-    """Of a prefill engine without one."""
+    """The prefill engine has no drafter."""
     pages = msgspec.structs.replace(
         PAGES, layers=(PAGES.layers[0], msgspec.structs.replace(PAGES.layers[1], needed=False))
     )
@@ -708,7 +711,7 @@ def test_a_drafter_goes_without_its_layers() -> None:
     assert only(actions, Dial).wants == ((0,), ())
     log = only(actions, Log)
     assert log.level == logging.WARNING
-    assert "lacks 1 layers of a drafter, such as layer1: start it with the same" in log.text
+    assert "lacks 1 layers of a drafter, such as layer1. Fewer drafts" in log.text
     machine.reserve(0.0, decode_request())
     assert only(machine.peer_up(0.0, P_ADDRESS, PEER), OpenCounter).writes == 3
     machine = DecodeMachine(pages, TIMES)
@@ -716,7 +719,7 @@ def test_a_drafter_goes_without_its_layers() -> None:
 
 
 def test_pages_that_come_in_many_writes_are_told_of() -> None:
-    """Tokens first on one side, heads first on the other: a write for each head of each token."""
+    """Tokens first on one side, heads first on the other: one write for each head of each token."""
 
     def pages(parts: tuple[Part, ...]) -> KvLayout:
         return KvLayout((GroupLayout(32, BLOCK, "full"),), (LayerLayout("layer0", 0, "", parts),))
@@ -728,7 +731,9 @@ def test_pages_that_come_in_many_writes_are_told_of() -> None:
         actions = machine.engine_found(0.0, P_ADDRESS, (worker(pages(tokens)),))
         texts = [log.text for log in every(actions, Log)]
         assert len(texts) == (writes > 0)
-        assert all(f"come in up to {writes} writes a layer and block, of 8 bytes" in text for text in texts)
+        assert all(
+            f"arrive in up to {writes} writes per layer and block, of 8 bytes" in text for text in texts
+        )
 
 
 def test_workers_of_decode_share_a_worker_of_prefill() -> None:
@@ -743,7 +748,7 @@ def test_workers_of_decode_share_a_worker_of_prefill() -> None:
 
 
 def test_a_worker_that_nobody_draws_on_is_released() -> None:
-    """Three prefill workers with the same layer, two decode workers: each draws on one of them."""
+    """Three prefill workers with the same layer, two decode workers: each draws from one of them."""
     pages = layout(groups=(1,))
     third = Address("127.0.0.3", 5600)
     ranks = [worker(pages), worker(pages, OTHER_ADDRESS), worker(pages, third)]

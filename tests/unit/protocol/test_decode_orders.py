@@ -1,7 +1,7 @@
 """Random orders of events at a decode engine: every transition is legal, and every request is reported once.
 
-A walk models what surrounds the machine: the agent's queue of actions, sessions, counters and fences. The
-prefill engines are hostile: a message names any attempt, over any session, in any phase.
+A walk models the surroundings of the machine: the agent's queue of actions, sessions, counters and fences.
+The prefill engines are hostile: a message names any attempt, over any session, in any phase.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from kv_connector.protocol.timers import Timeouts
 
 PAGES = layout(num_blocks=32)
 OTHER_ADDRESS = Address("127.0.0.2", 5600)
-# An engine of two workers, and one of a single worker.
+# An engine with two workers, and an engine with one.
 ENGINES = {
     P_ADDRESS: (worker(PAGES, layers=(1,)), worker(PAGES, OTHER_ADDRESS, 1, layers=(0,))),
     Address("127.0.0.3", 5600): (worker(PAGES),),
 }
 WORKERS = {P_ADDRESS, OTHER_ADDRESS, Address("127.0.0.3", 5600)}
 TIMES = Timeouts()
-# 500 walks find each of 7 planted faults, as a timer left behind, an answer believed in any phase, or a
-# report while pages may land. They take 3 s of one core.
+# 500 walks find each of 7 planted faults. Among them are a timer left behind, an answer accepted in any
+# phase, and a report while pages may land. They take 3 s of one core.
 WALKS = 50
 SEEDS = 10
 EVENTS = 60
 
 
 class Walk:
-    """One decode engine, and events at random."""
+    """One decode engine with random events."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.machine = DecodeMachine(PAGES, TIMES)
         self.now = 0.0
         self.made = 0
-        self.attempts: dict[int, str] = {}  # all that a peer may know of
+        self.attempts: dict[int, str] = {}  # all attempts that a peer may know
         self.expected: set[str] = set()  # requests to be reported
-        self.counters: dict[str, bool] = {}  # by request: whether it was reached
-        self.writing: set[tuple[str, int]] = set()  # requests, and sessions whose writes may land
-        self.cancelled: set[tuple[str, int]] = set()  # of these: CANCEL was sent
-        self.complete: set[str] = set()  # requests of which every page has come
+        self.counters: dict[str, bool] = {}  # by request: whether the counter was reached
+        self.writing: set[tuple[str, int]] = set()  # pairs of a request and a session whose writes may land
+        self.cancelled: set[tuple[str, int]] = set()  # those whose CANCEL was sent
+        self.complete: set[str] = set()  # requests whose pages have all arrived
         self.finding: list[Address] = []
         self.dialling: list[Address] = []
         self.sessions: dict[int, Address] = {}
@@ -89,7 +89,7 @@ class Walk:
             case CloseCounter(request_id):
                 del self.counters[request_id]
             case Send(peer, _) if peer not in self.sessions:
-                pass  # it was lost meanwhile
+                pass  # the session was lost meanwhile
             case Send(peer, _) if self.random.random() < 0.02:
                 return self.lose(peer, "its connection takes no messages")
             case Send(peer, message):
@@ -102,7 +102,7 @@ class Walk:
             case Fence(peer, reason):
                 return self.lose(peer, reason)
             case FinishedReceiving(request_id):
-                self.expected.remove(request_id)  # KeyError: it is reported twice
+                self.expected.remove(request_id)  # KeyError: reported twice
                 assert request_id not in self.counters
                 mine = {one for one in self.writing if one[0] == request_id}
                 assert request_id in self.complete or not mine, "pages may land in blocks that are free"
@@ -125,7 +125,7 @@ class Walk:
         if request.request_id in self.expected:
             return
         engine = self.random.choice(list(ENGINES))
-        # Of a prompt that is here its token alone is wanted.
+        # Of a prompt whose pages are all cached, only the token is wanted.
         blocks = self.random.choice([request.groups, (GroupTarget(0, ()),)])
         self.expected.add(request.request_id)
         wants = self.random.random() < 0.5
@@ -171,7 +171,7 @@ class Walk:
             self.run(self.machine.fenced(self.now, peer))
 
     def reached(self) -> None:
-        """Every page of a request is here, once."""
+        """Every page of a request arrives, once."""
         open_ones = [request for request, done in self.counters.items() if not done]
         if open_ones:
             request = self.random.choice(open_ones)
@@ -212,7 +212,7 @@ class Walk:
         self.run(self.machine.tick(self.now))
 
     def end(self) -> None:
-        """Shuts down, and lets the surroundings do what they owe: nothing is left."""
+        """Shuts down and completes all pending actions. Nothing is left."""
         self.run(self.machine.close(self.now))
         for _ in range(20):
             self.time()

@@ -1,4 +1,4 @@
-"""Two sides that have divided and placed the same model differently: each byte arrives once, in its place."""
+"""Two sides that divide and place the same model differently: each byte arrives once, in its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.sources import Holders, choose_sources
 
 TOKENS = 24  # of the longest prompt
-NOTHING, LOST = -1, -2  # what a cell holds: D's before, P's outside of the request
+NOTHING, LOST = -1, -2  # content of a cell: D's before the transfer, P's outside of the request
 
 EXAMPLES = 2200
 
@@ -51,7 +51,7 @@ def make_engine(model: Model, side: Side) -> Engine:
 
 
 def random_tables(random: Random, layout: KvLayout, prompt: int) -> list[list[int]]:
-    """A block for each logical block that the prompt reaches; of a state, one row."""
+    """One block for each logical block that the prompt reaches. For a state, one row."""
     return [
         random.sample(range(1, group.num_blocks), -(-prompt // group.block_size))
         if group.block_size
@@ -61,7 +61,7 @@ def random_tables(random: Random, layout: KvLayout, prompt: int) -> list[list[in
 
 
 def fill(rank: Rank, tables: list[list[int]]) -> None:
-    """Computes the prompt: each block of it holds what the model has there, behind the prompt as well."""
+    """Computes the prompt: each of its blocks gets the model's content, also behind the prompt."""
     for memory in rank.memory:
         memory[:] = LOST
     for layer in rank.layout.layers:
@@ -76,7 +76,7 @@ def fill(rank: Rank, tables: list[list[int]]) -> None:
 
 
 def targets_of(random: Random, layout: KvLayout, tables: list[list[int]], prompt: int) -> list[GroupTarget]:
-    """What D wants: not what it has already, nor what lies outside of a window."""
+    """The blocks that D wants: without those it has already, and without those outside of a window."""
     targets = []
     for group, table in zip(layout.groups, tables, strict=True):
         first = random.randrange(len(table)) if group.block_size else 0
@@ -89,7 +89,8 @@ def targets_of(random: Random, layout: KvLayout, tables: list[list[int]], prompt
 def execute(
     plan: Plan, source: Rank, tables: list[list[int]], target: Rank, targets: list[GroupTarget], prompt: int
 ) -> tuple[Counter[int], list[Cells]]:
-    """Writes as an engine would. How often each layer of D was counted, and each of its cells written."""
+    """Writes as a transfer engine does. Returns the counts of each layer of D, and the writes of each of its
+    cells."""
     counted: Counter[int] = Counter()
     written = [np.zeros_like(memory) for memory in target.memory]
     names = [layer.name for layer in target.layout.layers]
@@ -110,7 +111,7 @@ def execute(
 
 
 def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]) -> list[Cells]:
-    """D's memory after that: ``block_sizes`` are P's, by layer."""
+    """D's memory after the transfer. ``block_sizes`` are P's, by layer."""
     memories = [np.full_like(memory, NOTHING) for memory in rank.memory]
     for layer in rank.layout.layers:
         target, size = targets[layer.group], rank.layout.groups[layer.group].block_size
@@ -129,7 +130,7 @@ def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: d
 
 
 def transfer(random: Random, model: Model, source: Engine, target: Engine) -> int:
-    """One request to each of D's ranks; how many pairs of ranks have to do with each other."""
+    """Transfers one request to each of D's ranks. Returns the number of pairs of ranks with a common part."""
     prompt = random.randint(1, TOKENS)
     some = source.ranks[0].layout
     tables = random_tables(random, some, prompt)
@@ -172,7 +173,7 @@ def transfer(random: Random, model: Model, source: Engine, target: Engine) -> in
 
 
 def test_each_byte_arrives_once_and_in_its_place() -> None:
-    """In 10,000 pairs of ranks and more, of random models, engines and requests."""
+    """Covers at least 10,000 pairs of ranks, of random models, engines and requests."""
     pairs = 0
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)

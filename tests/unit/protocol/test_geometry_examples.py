@@ -1,4 +1,4 @@
-"""How many runs which pair of geometries takes, who sends them, and what is refused in which words."""
+"""The number of runs of pairs of geometries, the ranks that send them, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import Holders, choose_sources, draws
 
-N, C, HEAD = 16, 4, 8  # tokens of a block; bytes of a token of a head; of a K or V plane
+# Tokens of a block, bytes of one token of a head, and bytes of one token of a K or V plane.
+N, C, HEAD = 16, 4, 8
 BLOCKS = 32
 Parts = Callable[[Units, int], tuple[Part, ...]]  # by units and tokens of a block
 
@@ -72,7 +73,7 @@ def mla(units: Units, tokens: int) -> tuple[Part, ...]:
 
 
 def state(units: Units, dims_first: bool) -> tuple[Part, ...]:
-    """x by heads, B and C by groups (as many here), and the state by heads."""
+    """x by heads, B and C by groups (the same number here), and the state by heads."""
     rows, dims = 3, 2
     place = Place(0, 0, 4096)
     conv = convolution_state(
@@ -101,7 +102,7 @@ def runs_from(
     index: int,
     tokens: int,
 ) -> dict[int, int]:
-    """By P's rank: how many runs it sends to D's rank ``index``. Sides: ranks, parts, block size."""
+    """The number of runs to D's rank ``index``, by P's rank. A side is: ranks, parts, block size."""
     a, parts, size = prefill
     sources = [on_rank(one_layer(parts(units_of_rank(heads, rank, a), size), size)) for rank in range(a)]
     b, parts, size = decode
@@ -134,7 +135,7 @@ def runs_from(
         (8, 2, heads_first, 2, heads_outside, 0, {0: 4}),
         (8, 2, planes, 2, planes, 0, {0: 1}),
         (8, 4, planes, 2, planes, 0, {0: 1, 1: 1}),
-        # Replicas: each head once.
+        # Replicas: each head is sent once.
         (4, 8, heads_first, 2, heads_first, 0, {0: 1, 2: 1}),
         (4, 2, heads_first, 8, heads_first, 7, {1: 1}),
         (1, 2, heads_first, 4, heads_first, 3, {1: 1}),
@@ -166,7 +167,7 @@ def test_runs_a_granule_of_blocks_of_two_sizes(parts: Parts, runs: int) -> None:
     [(states_dims_first, 1, 3 + 1), (states_rows_first, 1, 3 * 3 + 1)],
 )
 def test_runs_of_a_state(parts: Parts, equal: int, divided: int) -> None:
-    """One page, however long the prompt is: whole, or the convolution's pieces (by rows) and the state."""
+    """One page for prompts of any length: whole, or the convolution's pieces (by rows) and the state."""
     assert runs_from(4, (2, parts, 0), (2, parts, 0), 1, 1000) == {1: equal}
     assert runs_from(4, (4, parts, 0), (2, parts, 0), 1, 1000) == {2: divided, 3: divided}
     assert runs_from(4, (2, parts, 0), (4, parts, 0), 3, 1000) == {1: divided}
@@ -176,7 +177,7 @@ def test_runs_of_a_state(parts: Parts, equal: int, divided: int) -> None:
     "parts", [heads_first, tokens_first, planes, mla, states_dims_first, states_rows_first]
 )
 def test_equal_pages_are_one_run_whatever_they_are_made_of(parts: Parts) -> None:
-    """The plan of opaque pages: one armed write for all layers of a group that are placed alike."""
+    """The plan of opaque pages: one armed write for all layers of a group with equal places."""
     page = parts(Units(0, 2, 2), N)
     size = 0 if page[0].name.startswith("conv") else N
     stride = page[0].block_stride
@@ -213,7 +214,7 @@ def test_units_are_divided_as_tensor_parallelism_does() -> None:
     assert [units_of_rank(2, rank, 4).first for rank in range(4)] == [0, 0, 1, 1]
 
 
-# --- Who sends
+# --- Senders
 
 
 def latent_layers(count: int) -> KvLayout:
@@ -223,7 +224,7 @@ def latent_layers(count: int) -> KvLayout:
 
 
 def senders(ranks: int, decode: int, layers: int = 20, lost: Sequence[int] = ()) -> list[dict[int, int]]:
-    """For each of D's ranks: P's ranks, and how many layers each sends."""
+    """For each of D's ranks: P's ranks, with the number of layers that each sends."""
     layout = latent_layers(layers)
     prefill = Holders({rank: on_rank(layout) for rank in reversed(range(ranks)) if rank not in lost})
     own = [on_rank(layout)] * decode
@@ -256,7 +257,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
         1: {0: (0,), 1: (0,)},
         3: {2: (0,), 3: (0,)},
     }
-    with pytest.raises(Misfit, match=r"layer layer0: prefill has it on stages \[0, 2\], not on one"):
+    with pytest.raises(Misfit, match=r"layer layer0: prefill engine has it on stages \[0, 2\], not on one"):
         draws(own, 0, [*stages, on_rank(layout, 2)])
     with pytest.raises(Misfit, match="layer layer2: no prefill rank has it: serve the same model"):
         draws(own, 0, stages[:1])
@@ -268,8 +269,11 @@ def test_what_nobody_has_is_refused() -> None:
 
     whole = rank(0, 8)
     for ranks, words in (
-        ([rank(0, 4)], "part kv of layer layer: no prefill rank has unit 4, decode has 0 to 7"),
-        ([rank(0, 2), rank(4, 4)], "part kv of layer layer: no prefill rank has unit 2, decode has 0 to 7"),
+        ([rank(0, 4)], "part kv of layer layer: no prefill rank has unit 4, decode engine has 0 to 7"),
+        (
+            [rank(0, 2), rank(4, 4)],
+            "part kv of layer layer: no prefill rank has unit 2, decode engine has 0 to 7",
+        ),
         ([rank(0, 4), rank(2, 6)], "prefill ranks 0, 1 have unit 2 and others, but not the same"),
     ):
         with pytest.raises(Misfit, match=words):
@@ -282,11 +286,11 @@ def test_an_opaque_page_goes_to_the_rank_of_the_same_number_only() -> None:
 
     (found,) = draws(engine(2), 1, engine(2)).items()
     assert (found[0], found[1].wants) == (1, ((0,),))
-    with pytest.raises(Misfit, match="units in all: prefill has 2, decode has 1"):
+    with pytest.raises(Misfit, match="units in all: prefill engine has 2, decode engine has 1"):
         draws(engine(1), 0, engine(2))
 
 
-# --- What does not fit
+# --- Misfits
 
 UNITS = Units(0, 2, 2)
 OURS = one_layer(heads_first(UNITS, N))
@@ -295,31 +299,34 @@ OURS = one_layer(heads_first(UNITS, N))
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        (one_layer(heads_first(UNITS, N), format="fp8"), "format: prefill has 'float16', decode has 'fp8'"),
-        (one_layer(mla(UNITS, N)), "parts: prefill has kv, decode has latent"),
+        (
+            one_layer(heads_first(UNITS, N), format="fp8"),
+            "format: prefill engine has 'float16', decode engine has 'fp8'",
+        ),
+        (one_layer(mla(UNITS, N)), "parts: prefill engine has kv, decode engine has latent"),
         (
             one_layer(head_major(Place(0, 0, 1 << 20), UNITS, N, 2 * C)),
-            "part kv: bytes a run: prefill has 4, decode has 8",
+            "part kv: bytes a run: prefill engine has 4, decode engine has 8",
         ),
         (
             one_layer(heads_first(Units(0, 2, 4), N)),
-            "part kv: units in all: prefill has 2, decode has 4",
+            "part kv: units in all: prefill engine has 2, decode engine has 4",
         ),
         (
             one_layer((Part("kv", 0, 0, 1 << 20, (Axis("token", N, C),), C, None),)),
-            "part kv: units in all: prefill has 2, decode has no",
+            "part kv: units in all: prefill engine has 2, decode engine has no",
         ),
         (
             one_layer((Part("kv", 0, 0, 1 << 20, (Axis("shard", 2, C),), C, Shard(0, 2)),)),
-            "part kv: tokens a run: prefill has 1, decode has 16",
+            "part kv: tokens a run: prefill engine has 1, decode engine has 16",
         ),
         (
             msgspec.structs.replace(OURS, groups=(GroupLayout(BLOCKS, N, "window"),)),
-            "kind: prefill has full, decode has window",
+            "kind: prefill engine has full, decode engine has window",
         ),
         (
             one_layer(heads_first(UNITS, 1024 * N), 1024 * N),
-            "blocks of full are too unlike: 16 tokens and 16384",
+            "blocks of full differ too much: 16 tokens and 16384",
         ),
     ],
 )
@@ -331,7 +338,7 @@ def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words
 def test_pages_that_cannot_be_cut() -> None:
     pages = [one_layer(opaque_page(Place(0, 0, 64 * size), 64), size) for size in (N, 2 * N)]
     words = (
-        "layer layer: part page: tokens a run: prefill has 16, decode has 32: "
+        "layer layer: part page: tokens a run: prefill engine has 16, decode engine has 32: "
         "such pages cannot be cut, start both sides with the same block size"
     )
     assert misfit(*pages) == words
@@ -343,7 +350,7 @@ def test_pages_that_cannot_be_cut() -> None:
 def test_layouts_that_take_too_many_runs_are_refused() -> None:
     units = Units(0, 64, 64)
     source, target = one_layer(heads_first(units, 128), 128), one_layer(tokens_first(units, 128), 128)
-    words = "layer layer: part kv: it takes 8192 runs of 4 bytes a granule, at most 4096 are taken"
+    words = "layer layer: part kv: it takes 8192 runs of 4 bytes a granule, at most 4096 are supported"
     assert misfit(source, target) == words
 
 
@@ -351,7 +358,7 @@ def spaced(parts: tuple[Part, ...], more: int) -> tuple[Part, ...]:
     return tuple(msgspec.structs.replace(p, block_stride=p.block_stride + more) for p in parts)
 
 
-# --- Layouts that nobody has
+# --- Layouts that no engine has
 
 
 def part(**changes: object) -> Part:
@@ -372,15 +379,15 @@ def part(**changes: object) -> Part:
         ((part(axes=(Axis("token", N, -C),), shard=None),), "has 16 tokens every -4 bytes"),
         ((part(axes=(Axis("token", 0, C),), shard=None),), "has 0 tokens every 4 bytes"),
         ((part(axes=(Axis("token", 1 << 60, C),), shard=None),), "tokens every 4 bytes"),
-        ((part(shard=None),), "has not one shard axis and the shard that it begins at"),
-        ((part(axes=(Axis("token", N, C),)),), "has not one shard axis"),
-        ((part(axes=(*part().axes, Axis("shard", 2, 1 << 20))),), "has not one shard axis"),
+        ((part(shard=None),), "needs one shard axis together with its first shard"),
+        ((part(axes=(Axis("token", N, C),)),), "needs one shard axis"),
+        ((part(axes=(*part().axes, Axis("shard", 2, 1 << 20))),), "needs one shard axis"),
         ((part(shard=Shard(1, 2)),), "has units 1 to 3 of 2"),
         ((part(shard=Shard(-1, 2)),), "has units -1 to 1 of 2"),
         ((part(axes=(Axis("shard", 2, 128), Axis("token", 3, C))),), "divides blocks of 16 tokens by 3"),
-        ((part(offset=(1 << 48) - 1),), "at most 281474976710656 are taken"),
-        ((part(block_stride=1 << 47),), "at most 281474976710656 are taken"),
-        ((part(axes=(Axis("row", 1, C),) * 7, shard=None),), "has 7 axes, at most 6 are taken"),
+        ((part(offset=(1 << 48) - 1),), "at most 281474976710656 are supported"),
+        ((part(block_stride=1 << 47),), "at most 281474976710656 are supported"),
+        ((part(axes=(Axis("row", 1, C),) * 7, shard=None),), "has 7 axes, at most 6 are supported"),
     ],
 )
 def test_a_part_that_cannot_be_is_named(parts: tuple[Part, ...], words: str) -> None:
@@ -417,7 +424,8 @@ def test_a_peers_numbers_have_bounds(changes: Mapping[str, object]) -> None:
 
 
 def costly(*axes: Axis, block_size: int = N) -> KvLayout:
-    """As many layers as are taken, each placed differently, with runs that nothing continues."""
+    """A layout with as many layers as are supported, each placed differently, with runs that cannot be
+    joined."""
     whole = Part("kv", 0, 0, 1 << 40, axes, C, None)
     group = GroupLayout(2, block_size, "full")
     layers = (LayerLayout(f"layer{k}", 0, "", spaced((whole,), k)) for k in range(MAX_PARTS))
@@ -434,7 +442,7 @@ def costly(*axes: Axis, block_size: int = N) -> KvLayout:
     ],
 )
 def test_a_hostile_layout_costs_little(theirs: KvLayout, words: str) -> None:
-    """It may be large; what it stands for is never written out."""
+    """The layout may describe many runs, but they are never written out."""
     tracemalloc.start()
     try:
         assert layout_problem(theirs, 1) is None

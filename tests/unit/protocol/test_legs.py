@@ -1,4 +1,4 @@
-"""The phases of a decode engine's transfers and legs: the legal transitions, and that no other is taken."""
+"""The phases of a decode engine's transfers and legs: only the legal transitions are made."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ WAYS: dict[Callable[[], DecodeMachine], tuple[Phase, LegPhase | None]] = {
     aborted_and_fencing: (Phase.ABORTED, LegPhase.FENCING),
 }
 
-# A time at which every deadline of a transfer has passed.
+# A time after every deadline of a transfer.
 LATE = TIMES.transfer + TIMES.cancel + ABORT_LAG_S
 
 EVENTS: dict[str, Callable[[DecodeMachine], object]] = {
@@ -166,7 +166,7 @@ EVENTS: dict[str, Callable[[DecodeMachine], object]] = {
         for quiesced in (True, False)
     },
 }
-# The engine opens a counter before RESERVE, and reports its end once.
+# The transfer engine opens a counter before RESERVE, and reports its end once.
 OPENING = {"no-counter": EVENTS.pop("no-counter")}
 COUNTING: dict[str, Callable[[DecodeMachine], object]] = {
     "every-page": lambda machine: machine.counter_reached(0.0, "d-t")
@@ -196,10 +196,10 @@ def test_each_phase_is_reached(way: Callable[[], DecodeMachine]) -> None:
 def test_each_event_leads_to_a_legal_phase(way: Callable[[], DecodeMachine], event: str) -> None:
     machine = way()
     phase, leg = phases(machine)
-    (EVENTS | OPENING | COUNTING)[event](machine)  # raises where it takes a transition that is not legal
+    (EVENTS | OPENING | COUNTING)[event](machine)  # raises for an illegal transition
     after, leg_after = phases(machine)
     assert after.value >= phase.value
-    # Pages may land until every leg has stopped, or all have come.
+    # Pages may land until every leg has stopped, or all pages have arrived.
     if after is Phase.OVER and leg in (LegPhase.RESERVED, LegPhase.CANCELLING, LegPhase.FENCING):
         assert phase is Phase.LANDED or event in ("every-page", "drained", "fenced") or event.endswith("True")
     if phase in (Phase.FAILING, Phase.ABORTED) and after is phase:

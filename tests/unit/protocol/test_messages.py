@@ -1,4 +1,4 @@
-"""The control plane's messages: what is on the wire, and that nothing on it can do harm."""
+"""The control plane's messages: the content of frames, and the handling of hostile ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kv_connector.protocol.messages import (
     fingerprint,
     id_problem,
 )
-from kv_connector.protocol.mismatch import mismatch
+from kv_connector.protocol.mismatch import SAME_RELEASE, mismatch
 
 MESSAGES: list[AnyMessage] = [
     Hello(
@@ -86,7 +86,7 @@ def test_frames_are_plain_message_pack(message: AnyMessage) -> None:
 
 
 def test_reserve_on_the_wire() -> None:
-    """The fields that a second implementation has to get right, spelled out."""
+    """The fields that a second implementation has to encode, in full."""
     assert msgpack.unpackb(encode(reserve(blocks=(11, 0, 13)))) == {
         "t": "reserve",
         "transfer_id": "t",
@@ -128,7 +128,7 @@ def test_a_frame_of_another_implementation_is_read() -> None:
 @example(msgpack.packb({"t": "ping", "sequence": 1, "waiting": [""]}))
 @example(msgpack.packb({"t": "ping", "sequence": 1, "waiting": ["x"] * 5000}))
 @example(msgpack.packb({"t": "pong", "sequence": 1, "extra": 1}))
-@example(b"\x82\xa1t\xa3bye\xa6reason\xa2\xff\xfe")  # no UTF-8
+@example(b"\x82\xa1t\xa3bye\xa6reason\xa2\xff\xfe")  # not UTF-8
 def test_random_bytes_are_malformed_and_nothing_worse(frame: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode(frame)
@@ -206,7 +206,7 @@ def test_a_fingerprint_is_bounded_on_both_sides(values: dict[str, str | tuple[st
 
 
 def test_the_largest_fingerprint_of_a_framework_fits_the_limit() -> None:
-    """All that a model of a thousand layers has to say of each, in five pairs."""
+    """The facts about each layer of a model of a thousand layers, in five pairs."""
     hello = MESSAGES[0]
     assert isinstance(hello, Hello)
     entries = tuple(f"{i} {'x' * 100}" for i in range(1000))
@@ -226,14 +226,14 @@ def test_a_fingerprint_on_the_wire() -> None:
 
 def test_every_difference_is_named_with_what_to_do_in_the_order_of_prefill() -> None:
     assert mismatch(pairs(), pairs(dtype="float16", block_sizes=("32",)), ADVICE) == (
-        "dtype: prefill has bfloat16, decode has float16: give both sides the same dtype; "
-        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
+        "dtype: prefill engine has bfloat16, decode engine has float16: give both sides the same dtype; "
+        "block_sizes: prefill engine has (16), decode engine has (32): give both sides the same block size"
     )
     for pair in pairs():
         other = pair.value + pair.value if isinstance(pair.value, tuple) else pair.value + "x"
         problem = mismatch(pairs(), pairs(**{pair.name: other}), ADVICE)
         assert problem is not None
-        assert problem.startswith(f"{pair.name}: prefill has ")
+        assert problem.startswith(f"{pair.name}: prefill engine has ")
     assert mismatch(pairs(), pairs(), ADVICE) is None
 
 
@@ -242,11 +242,11 @@ def test_only_names_and_values_are_compared() -> None:
 
 
 def test_a_name_that_one_side_lacks_is_a_difference() -> None:
-    """Its advice would mislead: the other side's release does not compare it."""
+    """Its advice would be misleading, because the other side's release does not compare this pair."""
     ours, theirs = fingerprint({"model": "llama", "dtype": "u8"}), fingerprint({"model": "llama", "x": "1"})
     assert mismatch(ours, theirs, ADVICE) == (
-        "dtype: prefill has u8, decode has nothing: run the same release of kv-connector on both sides; "
-        "x: prefill has nothing, decode has 1: run the same release of kv-connector on both sides"
+        f"dtype: prefill engine has u8, decode engine has nothing: {SAME_RELEASE}; "
+        f"x: prefill engine has nothing, decode engine has 1: {SAME_RELEASE}"
     )
 
 
@@ -254,7 +254,10 @@ def test_long_lists_show_their_first_difference() -> None:
     names = tuple(f"layer{i}" for i in range(80))
     other = (*names[:70], "mtp", *names[71:])
     text = mismatch(pairs(layers=names), pairs(layers=other), ADVICE)
-    assert text == "layers[70]: prefill has layer70, decode has mtp: serve the same layers on both sides"
+    assert text is not None
+    assert text.startswith(
+        "layers[70]: prefill engine has layer70, decode engine has mtp: serve the same layers"
+    )
     fewer = mismatch(pairs(layers=names), pairs(layers=names[:79]), ADVICE)
     assert fewer is not None
-    assert fewer.startswith("layers: prefill has 80 entries, decode has 79 entries:")
+    assert fewer.startswith("layers: prefill engine has 80 entries, decode engine has 79 entries:")

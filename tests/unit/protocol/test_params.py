@@ -1,4 +1,4 @@
-"""The parameters that say which half of a transfer a request is."""
+"""The parameters that mark a request as one half of a transfer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams,
 
 OF_P = {"do_remote_decode": True, "transfer_id": "t"}
 OF_D = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 5600}
-# What NIXL's proxy sends.
+# The parameters of NIXL's proxy.
 NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 

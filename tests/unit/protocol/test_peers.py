@@ -1,4 +1,4 @@
-"""Membership: sessions come up, fall silent, die, and come back as new ones."""
+"""Membership: sessions come up, fall silent, die, and are replaced by new ones."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def prefill() -> PeerTable:
 
 
 def dial(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Hello:
-    """D dials; the HELLO that it sends."""
+    """D dials. Returns the HELLO that it sends."""
     connect = only(decode.dial(now, P_ADDRESS, P_ADDRESS, WANTS, layout()), Connect)
     reply = only(decode.offered(now, connect.peer, source, b"offer"), Reply)
     assert reply.source == source
@@ -97,7 +97,7 @@ def dial(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Hello:
 def accept(
     prefill: PeerTable, hello: Hello, now: float = 0.0, source: bytes = CALLER
 ) -> tuple[int, HelloAck]:
-    """P accepts; its number for D, and the HELLO_ACK that it sends."""
+    """P accepts. Returns its number for D, and the HELLO_ACK that it sends."""
     ask = only(prefill.receive(now, source, hello), Accept)
     actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
     assert only(actions, SessionUp) == SessionUp(ask.peer, None)
@@ -108,7 +108,7 @@ def accept(
 
 
 def up(decode: PeerTable, prefill: PeerTable, now: float = 0.0) -> tuple[int, int]:
-    """A session between the two; D's number for P, and P's for D."""
+    """Opens a session between the two. Returns D's number for P, and P's number for D."""
     peer, ack = accept(prefill, dial(decode, now), now)
     complete = only(decode.receive(now, DIALLED, ack), Complete)
     assert (complete.answer, complete.lane) == (b"answer", "tcp")
@@ -206,7 +206,7 @@ def test_a_refusal_names_what_differs_and_what_to_do(prefill: PeerTable) -> None
     answer = nak(prefill.receive(0.0, CALLER, hello))
     assert answer.reason is NakReason.INCOMPATIBLE
     assert answer.message == (
-        "block_sizes: prefill has (16), decode has (32): give both sides the same block size"
+        "block_sizes: prefill engine has (16), decode engine has (32): give both sides the same block size"
     )
     assert prefill.peers() == ()
 
@@ -238,13 +238,14 @@ def test_another_release_of_the_protocol_is_refused_for_that_reason_alone(prefil
     )
     assert nak(prefill.receive(0.0, CALLER, hello)) == HelloNak(
         NakReason.INCOMPATIBLE,
-        f"protocol: prefill has {PROTOCOL_VERSION}, decode has {PROTOCOL_VERSION - 1}: "
+        f"protocol: prefill engine has {PROTOCOL_VERSION}, decode engine has {PROTOCOL_VERSION - 1}: "
         "run the same release of kv-connector on both sides",
     )
 
 
 def test_a_peer_that_differs_in_everything_fills_no_log(prefill: PeerTable) -> None:
-    """What it sends may be megabytes; what is logged, remembered and answered is a message's text."""
+    """A HELLO may have megabytes. The logged, remembered and answered text has at most the length of a
+    message's text."""
     names = {f"name{i}": ("x" * MAX_TEXT,) * 4 for i in range(64)}
     actions = prefill.receive(0.0, CALLER, dial(table("d0", Role.DECODE, fingerprint=fingerprint(names))))
     assert len(nak(actions).message) == MAX_TEXT
@@ -255,7 +256,7 @@ def test_without_a_lane_the_refusal_says_why(decode: PeerTable, prefill: PeerTab
     ask = only(prefill.receive(0.0, CALLER, dial(decode)), Accept)
     actions = prefill.refused(0.0, ask.peer, NakReason.NO_LANE, "NOT_REACHABLE in accept")
     assert nak(actions) == HelloNak(NakReason.NO_LANE, "NOT_REACHABLE in accept")
-    assert only(actions, SessionOver).peer == ask.peer  # what the engine began is fenced
+    assert only(actions, SessionOver).peer == ask.peer  # the transfer engine's begun link is fenced
     assert prefill.peers() == ()
 
 
@@ -301,7 +302,7 @@ RANKS = (worker(layout()), worker(layout(), Address("10.0.0.2", 5601)))
 
 
 def ask(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Locate:
-    """D looks for the engine; the LOCATE that it sends."""
+    """D locates the engine. Returns the LOCATE that it sends."""
     inquire = only(decode.find(now, P_ADDRESS), Inquire)
     assert inquire.address == P_ADDRESS
     reply = only(decode.connected(now, inquire.peer, source), Reply)
@@ -360,7 +361,10 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
     decode = table("d0", Role.DECODE, rank=1, fingerprint=pairs(model="other"))
     refusal = nak(prefill.receive(0.0, CALLER, ask(decode)))
     assert refusal.reason is NakReason.INCOMPATIBLE
-    assert refusal.message == "model: prefill has llama, decode has other: serve the same model on both sides"
+    assert (
+        refusal.message
+        == "model: prefill engine has llama, decode engine has other: serve the same model on both sides"
+    )
     actions = decode.receive(0.0, DIALLED, refusal)
     assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
     assert len(every(actions, Log)) == 1
@@ -384,7 +388,7 @@ def test_who_leaves_finds_nobody(decode: PeerTable) -> None:
 
 
 def test_a_session_is_for_what_was_wanted_of_it(decode: PeerTable, prefill: PeerTable) -> None:
-    """An engine that came back in another shape: its worker's old session has to end first."""
+    """An engine came back in another shape. The old session with its worker must end first."""
     p, _ = up(decode, prefill)
     assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     other = ((), (0,))
@@ -411,7 +415,7 @@ def test_request_messages_of_a_session_are_delivered(decode: PeerTable, prefill:
 def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
     for message in (reserve(), Ping(1), Cancel("t", 1)):
         assert isinstance(only(prefill.receive(0.0, CALLER, message), Reply).message, Bye)
-    assert prefill.receive(0.0, CALLER, Bye()) == []  # no answer to that, or it would never end
+    assert prefill.receive(0.0, CALLER, Bye()) == []  # a BYE gets no answer, or the exchange would never end
 
 
 @pytest.mark.parametrize(
@@ -437,7 +441,7 @@ def test_one_connection_speaks_for_one_engine(decode: PeerTable, prefill: PeerTa
     actions = prefill.receive(0.0, CALLER, dial(table("d1", Role.DECODE)))
     assert only(actions, Distrust).source == CALLER
     assert only(actions, SessionOver).peer == d
-    # Nor may the one that we dialled say HELLO itself.
+    # The dialled side must not send HELLO either.
     actions = decode.receive(0.0, DIALLED, dial(table("p0", Role.DECODE)))
     assert only(actions, Distrust).source == DIALLED
 
@@ -455,7 +459,7 @@ def test_a_connection_that_lost_its_standing_ends_its_session(decode: PeerTable,
 def exchange(
     decode: PeerTable, prefill: PeerTable, until: float, answering: bool = True
 ) -> list[tuple[float, Log]]:
-    """Lets both tables run on their deadlines, with a wire that takes no time; everything that is logged."""
+    """Lets both tables act on their deadlines, with messages that take no time. Returns all log lines."""
     logs: list[tuple[float, Log]] = []
     while True:
         times = [when for when in (decode.next_deadline(), prefill.next_deadline()) if when is not None]
@@ -499,7 +503,7 @@ def test_death_is_for_good(decode: PeerTable, prefill: PeerTable) -> None:
     assert only(actions, HangUp).source == DIALLED
     assert isinstance(only(actions, Reply).message, Bye)
     assert decode.source(p) is None
-    # D still talks on the old connection: it learns that its session is over.
+    # D continues on the old connection, and learns that its session is over.
     prefill.tick(5.0)
     assert isinstance(only(prefill.receive(6.0, CALLER, Ping(9)), Reply).message, Bye)
     assert d not in [info.peer for info in prefill.peers()]
@@ -529,14 +533,14 @@ def test_a_process_that_stood_still_does_not_blame_its_peers(decode: PeerTable, 
     assert states(prefill) == [PeerState.UP]
     for now in (61.0, 62.0, 63.0, 64.0):
         prefill.tick(now)
-    assert every(prefill.tick(65.0), SessionOver)  # but their silence counts from then on
+    assert every(prefill.tick(65.0), SessionOver)  # the silence counts from then on
 
 
 def test_the_first_ping_leaves_at_once_and_lists_what_waits(decode: PeerTable, prefill: PeerTable) -> None:
     _, d = up(decode, prefill)
     assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS), ("x" * 300, P_ADDRESS)]) == []
     ping = only(decode.tick(0.0), Reply).message
-    assert ping == Ping(1, ("t", "u"))  # an id that no message can carry is left out
+    assert ping == Ping(1, ("t", "u"))  # an id that is too long for messages is left out
     assert isinstance(ping, Ping)
     assert prefill.receive(0.0, CALLER, ping) == [Reply(CALLER, Pong(1)), Deliver(d, ping)]
     decode.set_waiting(0.0, [])
@@ -545,7 +549,8 @@ def test_the_first_ping_leaves_at_once_and_lists_what_waits(decode: PeerTable, p
 
 
 def test_a_paused_engine_has_nothing_held_for_it(decode: PeerTable, prefill: PeerTable) -> None:
-    """It takes no steps; P, paused too, waits until nobody holds its prompts any more."""
+    """The decode engine takes no steps. A prefill engine that is to be paused too waits until its prompts are
+    no longer held."""
     up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
     decode.note_step(0.0)
@@ -557,7 +562,7 @@ def test_a_paused_engine_has_nothing_held_for_it(decode: PeerTable, prefill: Pee
 
 
 def listed(decode: PeerTable, now: float) -> tuple[str, ...]:
-    """What the next PING lists; its peer is alive."""
+    """The transfers that the next PING lists. Its peer is alive."""
     decode.receive(now, DIALLED, Pong(1))
     ping = only(decode.tick(now), Reply).message
     assert isinstance(ping, Ping)
@@ -575,7 +580,7 @@ def test_an_engine_is_found_anew_at_once_when_a_session_ends_while_requests_wait
     up(decode, prefill)
     decode.set_waiting(0.0, [("t", P_ADDRESS)])
     decode.receive(100.0, DIALLED, Bye("restarting"))
-    assert decode.set_waiting(100.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []  # it is being looked for
+    assert decode.set_waiting(100.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []  # it is being located
     deadline = decode.next_deadline()
     assert deadline is not None
     assert deadline <= 100.0
@@ -597,7 +602,7 @@ def test_with_one_worker_lost_the_others_list_nothing_until_the_engine_is_found(
 
 
 def test_a_worker_that_was_restarted_with_other_pages_is_left() -> None:
-    """What decode wants of it, and how often it counts, follows from what its engine's directory said."""
+    """The parts that decode wants, and its counts, follow from the directory of the prefill engine."""
     decode = table("d0", Role.DECODE)
     _, ack = accept(table("p0", Role.PREFILL, layout=layout(num_blocks=7)), dial(decode))
     actions = decode.receive(0.0, DIALLED, ack)
@@ -616,7 +621,7 @@ def test_an_engine_that_refuses_is_not_asked_all_the_time(decode: PeerTable) -> 
 
 
 def test_an_engine_of_which_nothing_comes_is_not_asked_all_the_time(decode: PeerTable) -> None:
-    """It was found, and its pages do not fit: nobody dials its workers."""
+    """The engine was found, and its pages do not fit, so its workers are not dialled."""
     inquire = only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire)
     decode.connected(0.0, inquire.peer, DIALLED)
     assert every(decode.receive(0.1, DIALLED, Directory("p0", RANKS)), EngineFound)
@@ -698,7 +703,7 @@ def test_a_new_incarnation_replaces_the_old_session(decode: PeerTable, prefill: 
     assert actions.index(over) < actions.index(only(actions, Accept))
     prefill.accepted(1.0, new, "tcp", b"answer")
     assert [info.peer for info in prefill.peers()] == [new]
-    # What the old process sent last finds no session.
+    # The last message of the old process finds no session.
     assert isinstance(only(prefill.receive(1.0, CALLER, reserve()), Reply).message, Bye)
 
 
@@ -708,7 +713,7 @@ def test_the_same_engine_dialling_again_replaces_its_silent_session(
 ) -> None:
     _, d = up(decode, prefill)
     decode.drop(1.0, decode.peers()[0].peer, "fenced")
-    now = 1.0 if source == CALLER else TIMES.suspect  # over its own connection it is replaced at once
+    now = 1.0 if source == CALLER else TIMES.suspect  # over the same connection it is replaced at once
     hello = msgspec.structs.replace(dial(decode, now, source=b"dialled 2"), offer=b"another")
     actions = prefill.receive(now, source, hello)
     assert only(actions, SessionOver) == SessionOver(d, "the engine dialled again")
@@ -726,7 +731,7 @@ def test_hello_of_the_same_process_by_another_name_leaves_its_first_session_up(
     assert states(prefill) == [PeerState.UP, PeerState.UP]
     assert only(prefill.receive(2.0, CALLER, reserve()), Deliver).peer == first
     assert only(prefill.receive(2.0, b"router 2", reserve()), Deliver).peer == second
-    # The end of either leaves the other, and the last one's end leaves nothing.
+    # The end of one session leaves the other. After the end of the last one nothing is left.
     assert only(prefill.receive(3.0, CALLER, Bye("over")), SessionOver).peer == first
     assert only(prefill.receive(3.0, b"router 2", reserve()), Deliver).peer == second
     assert only(prefill.receive(3.0, b"router 2", Bye("over")), SessionOver).peer == second
@@ -740,12 +745,12 @@ def test_hello_of_a_replaced_process_is_refused_while_its_successor_lives(prefil
     assert only(actions, SessionOver) == SessionOver(a, "the engine restarted")
     b = only(actions, Accept).peer
     prefill.accepted(0.0, b, "tcp", b"answer")
-    # It lives, so it is no restart: two engines have one name.
+    # The process is alive, so it was not restarted: two engines have one name.
     refused = nak(prefill.receive(1.0, b"3", dial(table("d0", Role.DECODE, incarnation="boot1"))))
     assert refused.reason is NakReason.INCOMPATIBLE
     assert refused.message.startswith("two decode engines have engine_id d0: leave engine_id out")
     assert [info.peer for info in prefill.peers()] == [b]
-    # Once the successor is gone, it is the engine of this name again.
+    # Once the successor has left, this process is the engine of that name again.
     prefill.receive(2.0, b"2", Bye("over"))
     accept(prefill, dial(table("d0", Role.DECODE, incarnation="boot1")), 2.0, b"4")
 
@@ -792,7 +797,7 @@ def test_pass_over_dials_again_without_the_lane(decode: PeerTable, prefill: Peer
     assert not every(actions, DialFailed)
     again = only(actions, Connect)
     assert (again.address, again.without) == (P_ADDRESS, ("host",))
-    # What P sends over the connection that is over concerns nobody, and whoever dials finds this session.
+    # Messages of P over the ended connection are ignored, and a new dial finds this session.
     assert not every(decode.receive(0.0, DIALLED, Bye("?")), SessionOver)
     assert decode.dial(0.0, P_ADDRESS, P_ADDRESS, WANTS, layout()) == []
     decode.offered(0.0, again.peer, b"dialled 2", b"offer")

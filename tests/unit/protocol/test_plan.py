@@ -1,4 +1,4 @@
-"""Which page goes where, how many each counter sees, and what does not fit."""
+"""The places of pages in a plan, the number of writes that each counter expects, and misfits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kv_connector.protocol.plan import (
 
 
 def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:
-    """Of the layer, or of its one part."""
+    """The layout with changed fields of a layer, or of its one part."""
     layers = list(pages.layers)
     part = {field: changes.pop(field) for field in Part.__struct_fields__[1:] if field in changes}
     changes["parts"] = (msgspec.structs.replace(layers[ordinal].parts[0], **part),)
@@ -43,7 +43,7 @@ def counted(pages: KvLayout, groups: Sequence[GroupTarget], tokens: int = 3 * BL
 
 def test_what_lands_are_the_non_null_blocks_of_each_layers_group() -> None:
     groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
-    # Layers take turns: full, sliding, full, sliding.
+    # Layers alternate: full, sliding, full, sliding.
     assert counted(layout(groups=(2, 2)), groups) == 8
     assert counted(layout(), (GroupTarget(2, (0, 0)),)) == 0
 
@@ -63,7 +63,7 @@ def test_rows_have_no_null_and_do_not_depend_on_the_prompt() -> None:
     assert used_blocks(pages.groups[1], 0, (0, 7)) == {0: 0, 1: 7}
     fewer = with_rows(pages, 4)
     assert misfit(pages, fewer) == "", "how many there are is each side's affair"
-    words = "layer layer1: kind: prefill has state, decode has sliding_window"
+    words = "layer layer1: kind: prefill engine has state, decode engine has sliding_window"
     assert misfit(pages, layout(groups=(2, 1))).startswith(words)
     assert memory_problem(pages, [region_bytes(pages)]) is None
 
@@ -126,17 +126,17 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
     for changes, words in (
         (
             {"group": 0},
-            "layer layer1: kind: prefill has sliding_window, decode has full: "
+            "layer layer1: kind: prefill engine has sliding_window, decode engine has full: "
             "keep the same windows on both sides",
         ),
         (
             {"run_bytes": 32},
-            "layer layer1: part page: bytes a run: prefill has 64, decode has 32: "
+            "layer layer1: part page: bytes a run: prefill engine has 64, decode engine has 32: "
             "serve the same model on both sides",
         ),
         (
             {"format": "fp8"},
-            f"layer layer1: format: prefill has '', decode has 'fp8': {ALIKE}",
+            f"layer layer1: format: prefill engine has '', decode engine has 'fp8': {ALIKE}",
         ),
     ):
         assert misfit(ours, with_layer(ours, 1, **changes)) == words
@@ -146,7 +146,7 @@ def test_places_may_differ_between_the_sides_but_pages_may_not() -> None:
 
 
 def test_groups_are_paired_by_their_layers() -> None:
-    """Two sides may number them differently, or have divided layers that are alike otherwise."""
+    """Two sides may number groups differently, or may divide layers differently that are otherwise alike."""
     ours = layout(groups=(2, 1))
     theirs = msgspec.structs.replace(
         ours,
@@ -162,10 +162,10 @@ def test_groups_are_paired_by_their_layers() -> None:
 @pytest.mark.parametrize(
     ("wants", "words"),
     [
-        (((0,),), "it wants parts of 1 layers, and has 2"),
-        (((0,), (1,)), "it wants parts (1,) of layer layer1, which has 1"),
-        (((0, 0), ()), "it wants parts (0, 0) of layer layer0, which has 1"),
-        (((0,), (0,)), "it wants layer layer1, which is not here"),
+        (((0,),), "HELLO requests parts of 1 layers, its layout has 2"),
+        (((0,), (1,)), "HELLO requests parts (1,) of layer layer1, which has 1"),
+        (((0, 0), ()), "HELLO requests parts (0, 0) of layer layer0, which has 1"),
+        (((0,), (0,)), "HELLO requests layer layer1, which the prefill engine lacks"),
     ],
 )
 def test_nobody_wants_what_is_not_there(wants: Wants, words: str) -> None:

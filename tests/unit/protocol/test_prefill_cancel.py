@@ -28,7 +28,7 @@ from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites(Share("t"))]
-    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []  # the answer is under way
+    assert machine.cancel(0.0, PEER, Cancel("t", 1)) == []  # the answer will follow
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, Ended).outcome is Outcome.CANCELLED
@@ -40,7 +40,7 @@ def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> Non
 def test_cancel_of_a_finished_request_frees_it_when_drained(machine: PrefillMachine) -> None:
     sealed(machine)
     assert machine.cancel(0.0, PEER, Cancel("t", 1)) == [CancelWrites(Share("t"))]
-    # The last page beat the cancellation.
+    # The last page arrived before the cancellation.
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
     assert message(actions) == CancelAck("t", 1, drained=True)
     assert only(actions, FinishedSending)
@@ -71,7 +71,7 @@ def test_an_unknown_cancel_keeps_its_late_reserve_from_starting_anything(machine
     assert message(machine.cancel(0.0, PEER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
     assert machine.reserve(0.0, PEER, reserve()) == []
     machine.expect(0.0, prefill_request())
-    assert machine.computed(0.0, computed((1, 2, 3))) == []
+    assert machine.pages_computed(0.0, computed((1, 2, 3))) == []
     assert machine.reserve(0.0, PEER, reserve()) == []
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
@@ -79,7 +79,7 @@ def test_an_unknown_cancel_keeps_its_late_reserve_from_starting_anything(machine
 
 def test_cancel_that_overtakes_reserve_frees_a_waiting_request(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     machine.request_finished(0.0, "t", True, "")
     actions = machine.cancel(0.0, PEER, Cancel("t", 1))
     assert message(actions) == CancelAck("t", 1, drained=True)
@@ -92,7 +92,7 @@ def test_cancel_of_another_attempt_leaves_the_transfer_alone(machine: PrefillMac
     active(machine)
     assert message(machine.cancel(0.0, PEER, Cancel("t", 2))) == CancelAck("t", 2, drained=True)
     assert message(machine.cancel(0.0, OTHER, Cancel("t", 1))) == CancelAck("t", 1, drained=True)
-    machine.computed(0.0, computed((3,), first=2))
+    machine.pages_computed(0.0, computed((3,), first=2))
     assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
@@ -107,10 +107,10 @@ def test_release_frees_the_request_when_it_finishes(machine: PrefillMachine) -> 
     machine.expect(0.0, prefill_request())
     actions = machine.release(0.0, PEER, Release("t"))
     assert only(actions, Ended).outcome is Outcome.RELEASED
-    # Who asks for states knows that decode has come.
+    # An adapter that reads states learns that decode has answered.
     assert states(actions) == [("p-t", State.MOVING)]
-    assert machine.computed(0.0, computed((1, 2, 3))) == []
-    # It is done, as one of which decode had something: all that was wanted is there.
+    assert machine.pages_computed(0.0, computed((1, 2, 3))) == []
+    # It ends as DONE, as if decode had received pages: everything that decode wanted has arrived.
     done = Reached(Role.PREFILL, "t", "p-t", State.DONE)
     assert machine.request_finished(0.0, "t", True, "") == [done, FinishedSending("p-t")]
     assert_over(machine)
@@ -129,7 +129,7 @@ def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
     assert machine.expect(0.0, prefill_request()) == MOVING
     fail = message(machine.reserve(0.0, PEER, reserve()))
     assert isinstance(fail, Fail)
-    # A router has disowned the transfer for a client that left: that is no failure at decode.
+    # A router has disowned the transfer of a client that left, which is no failure for decode.
     assert fail.code is FailCode.PREFILL_ABORTED
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
@@ -138,4 +138,4 @@ def test_release_may_come_before_the_request(machine: PrefillMachine) -> None:
 def test_reserve_outranks_release(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.release(0.0, OTHER, Release("t")) == []
-    assert pushed(machine.computed(0.0, computed((3,), first=2))) == {3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((3,), first=2))) == {3: 13}

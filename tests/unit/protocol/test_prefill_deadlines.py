@@ -1,4 +1,4 @@
-"""Deadlines, and peers that go away."""
+"""Deadlines, and peers that disappear."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine
 
 def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
-    assert machine.next_deadline() is None  # as long as it computes, the engine owns it
+    machine.pages_computed(0.0, computed((1, 2, 3)))
+    assert machine.next_deadline() is None  # the engine owns the request while it computes
     machine.request_finished(10.0, "t", True, "")
     assert machine.tick(10.0 + TIMES.hold - 0.1) == []
     actions = machine.tick(10.0 + TIMES.hold)
@@ -77,7 +77,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
     machine: PrefillMachine, finished_first: bool
 ) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     machine.waiting(0.0, PEER, ("t",))
     if finished_first:
         machine.request_finished(0.0, "t", True, "")
@@ -85,7 +85,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
     if not finished_first:
         assert machine.next_deadline() is None
         machine.request_finished(10.0, "t", True, "")
-    # One that only lost its connection has dialled again by then, and said so.
+    # A D that only lost its connection has reconnected and listed the transfer by then.
     assert machine.next_deadline() == 10.0 + TIMES.dead + TIMES.connect
     machine.admit(OTHER, layout(), WANTS, 1)
     machine.waiting(15.0, OTHER, ("t",))
@@ -95,7 +95,7 @@ def test_a_prompt_is_not_held_long_for_a_decode_engine_that_died(
 def test_a_reservation_that_is_not_served_in_time_ends(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(1.0, PEER, reserve(deadline_ms=2000))
-    machine.computed(1.0, computed((1,)))
+    machine.pages_computed(1.0, computed((1,)))
     assert machine.tick(2.9) == []
     assert machine.tick(3.0) == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(3.1, Share("t"), WritesEnd.CANCELLED, True, "")
@@ -116,26 +116,26 @@ def test_writes_that_do_not_drain_are_fenced(machine: PrefillMachine) -> None:
     assert only(machine.request_finished(100.0, "t", True, ""), FinishedSending)
 
 
-# --- The peer goes away
+# --- The peer disappears
 
 
 def test_a_dead_peers_requests_are_reported_once_it_is_fenced(machine: PrefillMachine) -> None:
     sealed(machine)
     machine.expect(0.0, prefill_request("u"))
     machine.reserve(0.0, PEER, reserve(transfer="u"))
-    machine.computed(0.0, computed((4,), transfer="u"))
+    machine.pages_computed(0.0, computed((4,), transfer="u"))
     machine.expect(0.0, prefill_request("other"))
     machine.reserve(0.0, OTHER, reserve(transfer="other"))
     assert machine.peer_down(1.0, PEER, "silent for 5 s") == []
-    assert machine.computed(1.0, computed((5,), first=1, transfer="u")) == []
+    assert machine.pages_computed(1.0, computed((5,), first=1, transfer="u")) == []
     phases = {one.transfer_id: one.phase for one in machine.under_way()}
     assert phases == {"t": "fencing", "u": "fencing", "other": "active"}
     actions = machine.fenced(2.0, PEER)
     assert only(actions, FinishedSending).request_id == "p-t"
     assert [ended.outcome for ended in every(actions, Ended)] == [Outcome.FAILED] * 2
-    assert every(actions, Send) == []  # there is nobody to tell
+    assert every(actions, Send) == []  # the peer is gone
     assert only(machine.request_finished(3.0, "u", True, ""), FinishedSending).request_id == "p-u"
-    assert len(machine) == 1  # the other peer's
+    assert len(machine) == 1  # the request of OTHER
 
 
 def test_writes_that_end_before_the_fence_are_reported_then(machine: PrefillMachine) -> None:
@@ -165,13 +165,13 @@ def test_a_cancelled_transfer_of_a_dead_peer_ends_with_the_fence(machine: Prefil
 
 def test_pages_that_are_forgotten_are_computed_again_or_given_up(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request("running"))
-    machine.computed(0.0, computed((1, 2, 3), transfer="running"))
+    machine.pages_computed(0.0, computed((1, 2, 3), transfer="running"))
     machine.expect(0.0, prefill_request("finished"))
     machine.request_finished(0.0, "finished", True, "")
     actions = machine.forget_pages(1.0)
     assert only(actions, FinishedSending).request_id == prefill_request("finished").request_id
     assert every(machine.reserve(1.0, PEER, reserve(transfer="running")), Push) == []
-    assert every(machine.computed(1.0, computed((1, 2, 3), transfer="running")), Push) != []
+    assert every(machine.pages_computed(1.0, computed((1, 2, 3), transfer="running")), Push) != []
 
 
 def test_shutting_down_ends_every_reservation_and_takes_no_other(machine: PrefillMachine) -> None:

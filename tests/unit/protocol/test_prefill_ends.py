@@ -1,4 +1,4 @@
-"""A prompt that is aborted, fails, or whose pages cannot be written."""
+"""A prompt that is aborted, that fails, or whose pages cannot be written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machi
     assert machine.request_finished(0.0, "t", False, "client left", aborted=True) == [
         CancelWrites(Share("t"))
     ]
-    assert machine.computed(0.0, computed((3,), first=2)) == []
+    assert machine.pages_computed(0.0, computed((3,), first=2)) == []
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")
     assert message(actions) == Fail("t", 1, FailCode.PREFILL_ABORTED, "client left", quiesced=True)
     assert only(actions, FinishedSending).request_id == "p-t"
@@ -79,7 +79,7 @@ def test_an_abort_of_a_request_that_was_never_scheduled_reaches_decode(machine: 
 
 @pytest.mark.parametrize("reserved", [False, True])
 def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachine, reserved: bool) -> None:
-    """Nothing was aborted: decode has to count it, too."""
+    """Nothing was aborted, so decode has to count a failure, too."""
     machine.expect(0.0, prefill_request())
     if reserved:
         machine.reserve(0.0, PEER, reserve())
@@ -93,7 +93,7 @@ def test_a_prompt_that_ends_in_an_error_fails_its_transfer(machine: PrefillMachi
 
 @pytest.mark.parametrize("later", [True, False])
 def test_an_abort_that_decode_sends_first_is_counted_once(machine: PrefillMachine, later: bool) -> None:
-    """The client leaves both engines, and P's abort follows decode's, or is lost with its request."""
+    """The client leaves both engines. P's abort follows decode's, or is lost with its request."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     assert only(machine.cancel(0.0, PEER, Cancel("t", 1)), Ended).outcome is Outcome.CANCELLED
@@ -110,7 +110,7 @@ def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachin
     fail = message(actions)
     assert isinstance(fail, Fail)
     assert fail.code is FailCode.WRITE_ERROR
-    assert fail.message.startswith("1 of the pages that decode asked for were never computed")
+    assert fail.message.startswith("1 of the pages that the decode engine requested were never computed")
     assert only(actions, FinishedSending)
     assert_over(machine)
 
@@ -122,7 +122,7 @@ def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_f
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, False, "PEER_DOWN over tcp")
     assert message(actions) == Fail("t", 1, FailCode.WRITE_ERROR, "PEER_DOWN over tcp", quiesced=False)
     assert every(actions, FinishedSending) == []
-    assert machine.computed(0.0, computed((3,), first=2)) == []
+    assert machine.pages_computed(0.0, computed((3,), first=2)) == []
     assert only(machine.request_finished(1.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
@@ -142,7 +142,7 @@ def test_a_push_that_the_engine_refuses_fails_the_transfer(machine: PrefillMachi
 
 def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) -> None:
     active(machine)
-    assert machine.computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
+    assert machine.pages_computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
 
 
 def test_finished_is_heard_once(machine: PrefillMachine) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that a preemption or a cleared cache takes away."""
+"""Preemption and cleared caches, which take blocks away."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2)))
+    machine.pages_computed(0.0, computed((1, 2)))
     assert machine.preempt(["t", "unknown"]) == ()
-    # Its old blocks belong to somebody else now; the prompt is computed again elsewhere.
+    # Its old blocks belong to another request now. The prompt is computed again in other blocks.
     assert machine.reserve(0.0, PEER, reserve()) == MOVING
-    assert pushed(machine.computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
+    assert pushed(machine.pages_computed(0.0, computed((7, 8), base=4))) == {7: 11, 8: 12}
     assert machine.preempt(["t"]) == (Share("t"),)
-    assert pushed(machine.computed(0.0, computed((4, 5, 6), base=8))) == {6: 13}
+    assert pushed(machine.pages_computed(0.0, computed((4, 5, 6), base=8))) == {6: 13}
 
 
 def test_writes_of_a_stopped_transfer_are_quiesced_too(machine: PrefillMachine) -> None:
@@ -54,7 +54,7 @@ def test_a_prompt_of_which_a_part_has_gone_is_not_completed_from_a_cleared_cache
 ) -> None:
     active(machine)
     assert machine.cache_cleared(0.0) == [CancelWrites(Share("t"))]
-    assert machine.computed(0.0, computed((4, 5, 6))) == []
+    assert machine.pages_computed(0.0, computed((4, 5, 6))) == []
     fail = message(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""))
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.STALE, True)
@@ -69,6 +69,6 @@ def test_a_prompt_that_has_gone_as_a_whole_or_not_at_all_survives_a_cleared_cach
     machine.expect(0.0, prefill_request("u"))
     machine.reserve(0.0, PEER, reserve(transfer="u", attempt=2))
     active(machine)
-    machine.computed(0.0, computed((3,), first=2))
+    machine.pages_computed(0.0, computed((3,), first=2))
     assert machine.cache_cleared(0.0) == []
-    assert pushed(machine.computed(0.0, computed((4, 5, 6), transfer="u"))) == {4: 11, 5: 12, 6: 13}
+    assert pushed(machine.pages_computed(0.0, computed((4, 5, 6), transfer="u"))) == {4: 11, 5: 12, 6: 13}

@@ -1,4 +1,4 @@
-"""What RESERVE may ask, and of whom."""
+"""The valid contents and targets of RESERVE."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt_tokens": 3 * BLOCK - 1}, "prefill has 48 tokens, decode has 47"),
+        ({"prompt_tokens": 3 * BLOCK - 1}, "prefill engine has 48 tokens, decode engine has 47"),
         ({"prompt_hash": bytes(16)}, "the prompts differ"),
-        ({"prompt_hash": None}, "decode sends no hash of the prompt"),
+        ({"prompt_hash": None}, "sends no hash of the prompt"),
     ],
 )
 @pytest.mark.parametrize("order", ["request first", "RESERVE first"])
@@ -61,7 +61,7 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
     assert machine.next_deadline() is None
     if "prompt_hash" in changes and changes["prompt_hash"] is not None:
         assert all(cause in fail.message for cause in ("chat template", "tokenizer", "clock", "time zone"))
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     assert pushed(machine.reserve(1.0, PEER, reserve(attempt=10))) == {1: 11, 2: 12, 3: 13}
 
 
@@ -70,7 +70,7 @@ def test_another_prompt_is_refused_and_the_right_one_still_served(
 def test_another_prompt_is_one_for_each_worker_of_decode(
     machine: PrefillMachine, finished: bool, end: str
 ) -> None:
-    """The first may have given the prompt up before the others ask for it."""
+    """The first worker may have given the prompt up before the others send RESERVE."""
     machine.expect(0.0, prefill_request())
     if finished:
         machine.request_finished(0.0, "t", True, "")
@@ -94,7 +94,7 @@ def test_another_prompt_is_one_for_each_worker_of_decode(
 def test_a_prompt_without_a_hash_is_compared_with_none(
     machine: PrefillMachine, theirs: bytes | None, order: str
 ) -> None:
-    """Its length still is."""
+    """Its length is still compared."""
     ours = prefill_request(prompt_hash=None)
     short = msgspec.structs.replace(reserve(attempt=1, prompt_hash=theirs), prompt_tokens=3 * BLOCK - 1)
     right = reserve(attempt=2, prompt_hash=theirs)
@@ -107,8 +107,8 @@ def test_a_prompt_without_a_hash_is_compared_with_none(
         fail = message(machine.expect(0.0, ours))
         machine.reserve(0.0, PEER, right)
     assert isinstance(fail, Fail)
-    assert fail.message == "prompt length: prefill has 48 tokens, decode has 47"
-    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
+    assert fail.message == "prompt length: prefill engine has 48 tokens, decode engine has 47"
+    assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_prompt_without_a_hash_is_compared_with_none(
     [
         (reserve(blocks=(32,)), "block 32 of 32"),
         (reserve(more=[(1,)]), "2 KV groups"),
-        (reserve(blocks=(1, 2, 3, 4)), "behind the 3"),
+        (reserve(blocks=(1, 2, 3, 4)), "beyond the 3"),
     ],
 )
 def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: Reserve, words: str) -> None:
@@ -125,13 +125,13 @@ def test_a_reserve_that_does_not_fit_is_refused(machine: PrefillMachine, wrong: 
     assert isinstance(fail, Fail)
     assert (fail.code, fail.quiesced) == (FailCode.INCOMPATIBLE, True)
     assert words in fail.message
-    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == MOVING  # a good one is served
+    assert machine.reserve(0.0, PEER, reserve(attempt=2)) == MOVING  # a valid RESERVE is served
 
 
 def test_the_same_reserve_twice_is_served_once(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.reserve(0.0, PEER, reserve()) == []
-    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {3: 13}
 
 
 @pytest.mark.parametrize(("peer", "attempt"), [(PEER, 2), (OTHER, 1)])
@@ -142,8 +142,9 @@ def test_a_second_decode_request_is_refused(machine: PrefillMachine, peer: int, 
     assert isinstance(send.message, Fail)
     assert (send.message.code, send.message.attempt) == (FailCode.DUPLICATE, attempt)
     assert send.message.quiesced
-    machine.computed(0.0, computed((3,), first=2))
-    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]  # the first one goes on
+    machine.pages_computed(0.0, computed((3,), first=2))
+    # the first reservation continues
+    assert machine.request_finished(0.0, "t", True, "") == [Seal(Share("t"))]
 
 
 def test_after_the_end_the_served_attempt_is_ignored_and_others_are_refused(machine: PrefillMachine) -> None:
@@ -167,12 +168,14 @@ def test_a_peer_whose_pages_do_not_fit_is_not_admitted() -> None:
     machine = PrefillMachine(layout(), TIMES)
     problem = machine.admit(PEER, layout(groups=(1, 1)), WANTS, regions=1)
     assert isinstance(problem, str)
-    assert problem.startswith("layer layer1: kind: prefill has full, decode has sliding_window")
+    assert problem.startswith("layer layer1: kind: prefill engine has full, decode engine has sliding_window")
     problem = machine.admit(PEER, layout(), ((0,),), regions=1)
-    assert problem == "it wants parts of 1 layers, and has 2"
+    assert problem == "HELLO requests parts of 1 layers, its layout has 2"
     problem = machine.admit(PEER, layout(page=32), WANTS, regions=1)
     assert isinstance(problem, str)
-    assert problem.startswith("layer layer0: part page: bytes a run: prefill has 64, decode has 32")
+    assert problem.startswith(
+        "layer layer0: part page: bytes a run: prefill engine has 64, decode engine has 32"
+    )
     problem = machine.admit(PEER, layout(), WANTS, regions=0)
     assert problem == "part page of layer layer0 names memory region 0 of 0"
     assert machine.reserve(0.0, PEER, reserve()) == []

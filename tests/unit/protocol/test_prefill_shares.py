@@ -31,9 +31,9 @@ FIRST, SECOND = Share("t", 0), Share("t", 1)
 
 def test_each_worker_of_decode_is_served_by_itself(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2)))
+    machine.pages_computed(0.0, computed((1, 2)))
     assert pushed(machine.reserve(0.0, PEER, half(0))) == {1: 11, 2: 12}
-    pushes = every(machine.computed(0.0, computed((3,), first=2, base=2)), Push)
+    pushes = every(machine.pages_computed(0.0, computed((3,), first=2, base=2)), Push)
     assert [push.share for push in pushes] == [FIRST]
     assert pushed(machine.reserve(0.0, OTHER, half(1))) == {1: 21, 2: 22, 3: 23}
     assert machine.request_finished(0.0, "t", True, "") == [Seal(FIRST), Seal(SECOND)]
@@ -48,7 +48,7 @@ def test_each_worker_of_decode_is_served_by_itself(machine: PrefillMachine) -> N
 
 def test_a_worker_that_comes_late_is_waited_for(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2, 3)))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
     machine.reserve(0.0, PEER, half(0))
     machine.request_finished(1.0, "t", True, "")
     assert every(machine.writes_ended(2.0, FIRST, WritesEnd.DONE, True, ""), FinishedSending) == []
@@ -68,10 +68,10 @@ def test_a_worker_of_decode_that_fails_costs_the_others_nothing(machine: Prefill
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))
-    machine.computed(0.0, computed((1, 2)))
+    machine.pages_computed(0.0, computed((1, 2)))
     assert machine.peer_down(1.0, PEER, "gone") == []
     assert only(machine.fenced(1.0, PEER), Ended).share == 0
-    assert pushed(machine.computed(2.0, computed((3,), first=2, base=2))) == {3: 23}
+    assert pushed(machine.pages_computed(2.0, computed((3,), first=2, base=2))) == {3: 23}
     assert machine.request_finished(2.0, "t", True, "") == [Seal(SECOND)]
     actions = machine.writes_ended(3.0, SECOND, WritesEnd.DONE, True, "")
     assert only(actions, Ended).outcome is Outcome.COMPLETED
@@ -86,7 +86,7 @@ def test_workers_of_decode_may_come_before_the_request(machine: PrefillMachine) 
     actions = machine.expect(1.0, prefill_request())
     assert only(actions, Reached).state is State.MOVING
     assert isinstance(message(actions), Fail), "of the one whose prompt is another"
-    assert pushed(machine.computed(1.0, computed((1,)))) == {1: 21}
+    assert pushed(machine.pages_computed(1.0, computed((1,)))) == {1: 21}
     assert pushed(machine.reserve(1.0, PEER, half(0, attempt=2))) == {1: 11}
 
 
@@ -118,12 +118,12 @@ def test_shares_that_do_not_fit_each_other_are_refused(machine: PrefillMachine) 
 def test_a_share_is_cancelled_or_released_alone(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
-    # Overtook its RESERVE, which finds it over.
+    # CANCEL overtook its RESERVE, which finds the share over.
     assert CancelAck("t", 1, drained=True) == message(
         [action for action in machine.cancel(0.0, OTHER, Cancel("t", 1, 1)) if isinstance(action, Send)]
     )
     assert machine.reserve(0.0, OTHER, half(1)) == []
-    assert pushed(machine.computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2, 3)))) == {1: 11, 2: 12, 3: 13}
     assert machine.release(0.0, OTHER, Release("t", 7)) == []
     machine.request_finished(0.0, "t", True, "")
     actions = machine.writes_ended(1.0, FIRST, WritesEnd.DONE, True, "")
@@ -150,8 +150,8 @@ def test_preemption_asks_for_every_share(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))
-    machine.computed(0.0, computed((1, 2)))
+    machine.pages_computed(0.0, computed((1, 2)))
     assert machine.preempt(("t", "unknown")) == (FIRST, SECOND)
     assert only(machine.quiesce_failed(1.0, SECOND), Fence).peer == OTHER
-    # What had gone does not go again, what had not does.
-    assert pushed(machine.computed(2.0, computed((4, 5, 6), base=4))) == {6: 23}
+    # Pages that were sent are not sent again. The others are.
+    assert pushed(machine.pages_computed(2.0, computed((4, 5, 6), base=4))) == {6: 23}

@@ -1,4 +1,4 @@
-"""How far a request of P's engine has come."""
+"""The state of a request of P's engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
         halves.reverse()
     assert halves[0]() == []
     assert halves[1]() == MOVING
-    assert states(machine.computed(0.0, computed((1, 2, 3)))) == []
+    assert states(machine.pages_computed(0.0, computed((1, 2, 3)))) == []
     assert states(machine.request_finished(0.0, "t", True, "")) == []
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, "")
     assert states(actions) == [("p-t", State.DONE)]

@@ -48,27 +48,28 @@ def test_decode_with_other_weights_gets_nothing_and_the_prompt_is_not_kept(
     machine.set_weights(0.0, "v2")
     if request_first:
         machine.expect(0.0, prefill_request())
-        machine.computed(0.0, computed((1, 2, 3)))
+        machine.pages_computed(0.0, computed((1, 2, 3)))
     actions = machine.reserve(0.0, PEER, reserve_of("v1"))
-    assert_refused(actions, "prefill has v2, decode has v1")
+    assert_refused(actions, "prefill engine has v2, decode engine has v1")
     assert only(actions, Ended).outcome is Outcome.STALE
     if not request_first:
         machine.expect(0.0, prefill_request())
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending).request_id == "p-t"
     assert_over(machine)
-    assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill has v2")
+    assert_refused(machine.reserve(0.0, OTHER, reserve_of("v1")), "prefill engine has v2")
 
 
 def test_decode_with_another_version_of_the_same_name_gets_nothing(machine: PrefillMachine) -> None:
-    """A trainer that is started again uses its names again."""
+    """A restarted trainer reuses its version names."""
     machine.set_weights(0.0, "1#0000000a")
     actions = machine.reserve(0.0, PEER, reserve_of("1#0000000b"))
-    assert_refused(actions, "prefill has 1#0000000a, decode has 1#0000000b")
+    assert_refused(actions, "prefill engine has 1#0000000a, decode engine has 1#0000000b")
 
 
 def test_an_engine_without_a_version_has_other_weights_than_one_with(machine: PrefillMachine) -> None:
     assert_refused(
-        machine.reserve(0.0, PEER, reserve_of("v1")), "prefill has what it was started with, decode has v1"
+        machine.reserve(0.0, PEER, reserve_of("v1")),
+        "prefill engine has what it was started with, decode engine has v1",
     )
 
 
@@ -76,62 +77,65 @@ def test_decode_with_the_same_weights_gets_its_pages(machine: PrefillMachine) ->
     machine.set_weights(0.0, "v2")
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve_of("v2"))
-    assert pushed(machine.computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
+    assert pushed(machine.pages_computed(0.0, computed((1, 2)))) == {1: 11, 2: 12}
 
 
 def test_weights_that_change_in_the_middle_of_a_prompt_end_its_transfer(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.set_weights(0.0, "v2") == [CancelWrites(Share("t"))]
-    assert machine.computed(0.0, computed((4, 5, 6))) == []
-    assert_refused(machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""), "prefill has v2")
+    assert machine.pages_computed(0.0, computed((4, 5, 6))) == []
+    assert_refused(
+        machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, ""), "prefill engine has v2"
+    )
     assert only(machine.request_finished(0.0, "t", True, ""), FinishedSending)
     assert_over(machine)
 
 
 def test_weights_that_change_before_anything_is_computed_end_the_transfer(machine: PrefillMachine) -> None:
-    """The rest would be of the new ones; and of a reservation whose request is still to come."""
+    """The rest would be computed with the new weights. The same holds for a reservation whose request is
+    still to come."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, reserve())
     machine.reserve(0.0, PEER, reserve(transfer="orphan", attempt=2))
     fails = [send.message for send in every(machine.set_weights(0.0, "v2"), Send)]
     assert [fail.code for fail in fails if isinstance(fail, Fail)] == [FailCode.STALE] * 2
-    assert machine.computed(0.0, computed((1, 2, 3))) == []
+    assert machine.pages_computed(0.0, computed((1, 2, 3))) == []
 
 
 def test_a_prompt_that_nobody_has_asked_for_yet_is_the_new_weights(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
-    machine.computed(0.0, computed((1, 2)))  # with the old ones: these are not pushed
+    machine.pages_computed(0.0, computed((1, 2)))  # with the old weights: these pages are not pushed
     machine.set_weights(0.0, "v2")
     assert machine.reserve(0.0, PEER, reserve_of("v2")) == MOVING
-    assert pushed(machine.computed(0.0, computed((4, 5, 6)))) == {4: 11, 5: 12, 6: 13}
+    assert pushed(machine.pages_computed(0.0, computed((4, 5, 6)))) == {4: 11, 5: 12, 6: 13}
 
 
 def test_a_finished_prompt_stays_the_old_weights(machine: PrefillMachine) -> None:
     for name in ("t", "u"):
         machine.expect(0.0, prefill_request(name))
-        machine.computed(0.0, computed((1, 2, 3), transfer=name))
+        machine.pages_computed(0.0, computed((1, 2, 3), transfer=name))
         machine.request_finished(0.0, name, True, "")
     assert machine.set_weights(0.0, "v2") == []
     assert pushed(machine.reserve(0.0, PEER, reserve())) == {1: 11, 2: 12, 3: 13}
     actions = machine.reserve(0.0, PEER, reserve_of("v2", transfer="u", attempt=2))
-    assert_refused(actions, "prefill has what it was started with, decode has v2")
+    assert_refused(actions, "prefill engine has what it was started with, decode engine has v2")
     assert only(actions, FinishedSending).request_id == "p-u", "its blocks are free at once"
 
 
 def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_prompt_itself(
     machine: PrefillMachine,
 ) -> None:
-    """The client may have it: D's own would be another."""
+    """The client may have the token already, and D would sample another one."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
-    machine.computed(0.0, computed((1, 2)))
+    machine.pages_computed(0.0, computed((1, 2)))
     assert machine.set_weights(0.0, "v2") == []
-    assert machine.computed(0.0, computed((4, 5, 6))) == [], "none of the new pages goes"
+    assert machine.pages_computed(0.0, computed((4, 5, 6))) == [], "none of the new pages goes"
     sampled, cancel = machine.request_finished(0.0, "t", True, "", 7)
     assert sampled == Send(PEER, Sampled("t", 1, 7))
     assert cancel == CancelWrites(Share("t"))
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
-    assert_refused(actions, "prefill has v2")
+    assert_refused(actions, "prefill engine has v2")
     assert only(actions, FinishedSending)
     assert_over(machine)
 
@@ -147,7 +151,7 @@ def test_a_decode_with_other_weights_that_wants_the_token_hears_it(
     machine.expect(0.0, prefill_request())
     if when == "before its end":
         actions += machine.reserve(0.0, PEER, message)
-    actions += machine.computed(0.0, computed((1, 2, 3)))
+    actions += machine.pages_computed(0.0, computed((1, 2, 3)))
     assert every(actions, Send) == every(actions, Push) == []
     actions = machine.request_finished(0.0, "t", True, "", 7)
     if when == "behind its end":

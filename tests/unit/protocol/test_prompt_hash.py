@@ -1,4 +1,4 @@
-"""The prompt's fingerprint: the same bytes on every machine, and others for another prompt."""
+"""The prompt's hash: the same bytes on every machine, and different bytes for another prompt."""
 
 from hashlib import blake2b
 

@@ -1,4 +1,4 @@
-"""The queue of deadlines, against the obvious one."""
+"""The queue of deadlines, compared with a trivial implementation."""
 
 from __future__ import annotations
 

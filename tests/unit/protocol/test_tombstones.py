@@ -1,4 +1,4 @@
-"""What P remembers of transfers that are over."""
+"""P's memory of transfers that are over."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_tombstones_are_bounded(machine: PrefillMachine, monkeypatch: pytest.Mon
     for name in "abcd":
         machine.cancel(0.0, PEER, Cancel(name, 1))
     machine.reserve(0.0, PEER, reserve(transfer="a"))
-    assert len(machine) == 1  # forgotten: an orphan now
+    assert len(machine) == 1  # forgotten: it is an orphan now
     machine.reserve(0.0, PEER, reserve(transfer="b"))
     assert len(machine) == 1

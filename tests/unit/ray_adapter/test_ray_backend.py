@@ -1,4 +1,4 @@
-"""What Ray's orchestrator asks of the backend, with the shape of Ray 2.60's interface in Ray's place."""
+"""The calls of Ray's orchestrator to the backend, against a stand-in with the interface of Ray 2.60."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Backend = Callable[..., Any]
 
 
 class Base:
-    """Of one replica, the third of its deployment unless it is told a data-parallel rank."""
+    """The backend's base for one replica: the third of its deployment, unless it has a data-parallel rank."""
 
     requires_peer_binding = False
     concurrent_handoff = False
@@ -67,7 +67,7 @@ class Request(SimpleNamespace):
 
 @pytest.fixture
 def forget() -> Iterator[None]:
-    """Modules that were imported with a pretended Ray."""
+    """Modules that were imported with the stand-in for Ray."""
     yield
     for name in [name for name in sys.modules if name.startswith("kv_connector.ray")]:
         del sys.modules[name]
@@ -164,7 +164,7 @@ def test_both_halves_mean_one_transfer(backend: Backend) -> None:
     assert decode.concurrent_handoff
     names = set()
     for _ in range(2):
-        # Of a client that knows too much, and says the same id twice.
+        # A client may send transfer parameters, and may use the same id twice.
         request = Request(
             request_id="r",
             max_tokens=8,

@@ -5,5 +5,6 @@ import pytest
 
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router does not look at engines that it uses: it learns of their state by requests."""
+    """Turns off health checks of engines that are in use: the router learns their state only from
+    requests."""
     monkeypatch.setattr("kv_connector.router.engines.members.Members.to_watch", lambda _: [])

@@ -1,4 +1,4 @@
-"""What an engine has still to compute, by the forecasts for it."""
+"""The forecast of what an engine still has to compute."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: 
     assert (backlog.left(), backlog.tokens) == (pytest.approx(1.5), 110)
     clock.now += 1.0
     assert (backlog.left(), backlog.tokens) == (pytest.approx(0.5), 10)
-    backlog.remove(silent)  # its answer is whole by now
+    backlog.remove(silent)  # its answer is complete by now
     assert backlog.left() == pytest.approx(0.5)
 
 
@@ -96,7 +96,7 @@ def test_what_nobody_tells_the_end_of_is_computed_beside_those_behind_it(
     clock.now += 2.5
     assert backlog.tokens == 1000, "one after the other"
     assert backlog.in_a_step(256) == 3 * 256
-    backlog.remove(works[0])  # its answer is whole
+    backlog.remove(works[0])  # its answer is complete
     assert backlog.in_a_step(256) == 2 * 256
     clock.now += 0.6
     assert backlog.in_a_step(256) == 0

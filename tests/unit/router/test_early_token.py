@@ -1,4 +1,6 @@
-"""The first token from P: what of its stream goes to the client at once, and what of D's behind it."""
+"""Early first tokens: the parts of the prefill engine's and the decode engine's streams that the client
+gets.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def told(*events: bytes) -> EarlyToken | None:
     return PrefillStream().feed(b"".join(events))
 
 
-# --- P's stream
+# --- The prefill engine's stream
 
 
 def test_ps_token_is_passed_on_without_ps_end() -> None:
@@ -106,7 +108,7 @@ def test_a_fingerprint_of_an_end_is_not_passed_on() -> None:
     assert token.events == event(choices=[{"text": "a", "finish_reason": None}])
 
 
-# --- D's stream
+# --- The decode engine's stream
 
 
 def rest(first: bytes, *events: bytes) -> bytes:
@@ -144,7 +146,7 @@ def test_the_answer_has_one_time_of_its_beginning() -> None:
 
 
 def test_another_token_is_a_mismatch() -> None:
-    with pytest.raises(Mismatch, match="'b' where prefill had sampled 'a'"):
+    with pytest.raises(Mismatch, match="'b' where the prefill engine had sampled 'a'"):
         rest(completion("a"), completion("b"))
 
 
@@ -223,7 +225,7 @@ def test_ids_may_come_before_their_text() -> None:
 
 
 def test_another_id_is_a_mismatch() -> None:
-    with pytest.raises(Mismatch, match=r"\[2\] where prefill had sampled \[1\]"):
+    with pytest.raises(Mismatch, match=r"\[2\] where the prefill engine had sampled \[1\]"):
         rest(ids("", [1], finish="length"), ids("", [2]))
 
 
@@ -272,7 +274,7 @@ def test_p_streams_one_token_and_may_not_end_where_the_client_forbids_it() -> No
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both engines have registered as some that can."""
+    """Lets the router believe that both engines support early first tokens."""
     monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
 
 
@@ -323,7 +325,7 @@ async def test_the_client_has_ps_token_before_d_says_anything() -> None:
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
 async def test_the_stream_begins_when_both_engines_have_begun_theirs() -> None:
-    """As one engine's does, and before anybody has sampled anything."""
+    """An engine's own stream also begins before any token is sampled."""
     go = asyncio.Event()
     async with (
         cluster(streaming(go, *FROM_P), streaming(go, completion("a"), DONE)) as (_, _, client),
@@ -455,7 +457,8 @@ async def test_a_client_that_leaves_behind_the_token_aborts_d() -> None:
 
         return StreamingResponse(generate(), media_type="text/event-stream")
 
-    # D answers nothing else, either, and is told that the transfer is not wanted.
+    # The decode engine answers nothing else either. It also gets the request by which the router ends the
+    # transfer.
     async with cluster(streaming(*FROM_P), decode, patience=0.1) as (_, _, client):
         async with client.stream("POST", "/v1/completions", json=REQUEST) as answer:
             assert await anext(answer.aiter_bytes()) == completion("a")

@@ -1,4 +1,4 @@
-"""Which engines a request goes to, by objectives."""
+"""The choice of engines by objectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import _prompt_tokens
 
 PATH = "/v1/completions"
-# 25 us a token, and 5 ms a step with or without: an 8 billion model on a large GPU.
+# 25 us a token, and 5 ms a step of any size: a model of 8 billion parameters on a large GPU.
 COST = PromptCost(step_ns=5_000_000, token_ns=25_000, pair_ps=0)
 MS = 1e-3
 
@@ -39,7 +39,7 @@ def load(**changes: Any) -> WorkloadReport:
     return WorkloadReport(**(fields | changes))
 
 
-SMALL_STEPS = load(step_tokens=1024, prompt_tokens=256)  # a prompt of 256 tokens and more: 11.4 ms
+SMALL_STEPS = load(step_tokens=1024, prompt_tokens=256)  # a step with 256 prompt tokens takes 11.4 ms
 
 
 class Router:
@@ -63,7 +63,7 @@ class Router:
         return self.join(Role.PREFILL, 0, load()), self.join(Role.DECODE, 0, decode)
 
     def place(self, tokens: int, *, first: int = 0, **body: Any) -> Placement:
-        """A prompt of so many tokens; ``first`` is the first of them."""
+        """Places a prompt of so many token ids. ``first`` is its first id, which makes prompts differ."""
         ids = [first, *([7] * (tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True, **body}).encode()
         placement = self.policy.place(Completion.decode(raw), PATH, ())
@@ -71,7 +71,7 @@ class Router:
         return placement
 
     def serve(self, tokens: int, **body: Any) -> Placement:
-        """And begins with it."""
+        """Places a prompt and begins to serve it."""
         placement = self.place(tokens, **body)
         if placement.prefill is None:
             self.pools[Side.DECODE].acquire(placement.decode, placement.work)
@@ -132,7 +132,7 @@ def test_a_prompt_takes_its_own_share_of_a_step_and_no_more(router: Router) -> N
 
 @pytest.mark.parametrize(("step_tokens", "prompts"), [(256, 0), (512, 1), (1024, 3)])
 def test_prompts_leave_tokens_for_streams_that_come(step_tokens: int, prompts: int) -> None:
-    """However patient the streams are that are there."""
+    """This holds however patient the current streams are."""
     router = Router(tbt=100 * MS)
     prefill, decode = router.pair(load(step_tokens=step_tokens, prompt_tokens=256, running=1))
     router.pools[Side.DECODE].acquire(decode)
@@ -180,10 +180,10 @@ def test_a_prompt_that_a_decode_engine_has_cached_is_computed_there(router: Rout
 
 def test_what_is_late_anyway_does_not_delay_others(router: Router) -> None:
     prefill, _ = router.pair()
-    late = router.place(20_000, first=1)  # 505 ms, and 895 in small steps
+    late = router.place(20_000, first=1)  # 505 ms, or 895 ms in small steps
     assert (late.prefill, late.reason, late.late) == (None, "late_anyway", True)
     router.join(Role.DECODE, 0, load(step_tokens=256, prompt_tokens=64))
-    later = router.place(20_000, first=2)  # 2,065 in smaller steps
+    later = router.place(20_000, first=2)  # 2,065 ms in smaller steps
     assert (later.prefill, later.reason, later.late) == (prefill, "prefill_sooner", True)
 
 
@@ -224,7 +224,7 @@ def test_a_decode_engine_that_has_computed_no_prompt_is_judged_by_the_others(rou
 
 
 def test_a_decode_engines_own_cost_has_its_streams_in_it(router: Router) -> None:
-    # All its steps had 256 tokens of prompts, and 11 ms: none of it is known to be the step's.
+    # All its steps had 256 tokens of prompts, and 11 ms. The constant part of a step is not known from them.
     own = PromptCost(step_ns=0, token_ns=43_000, pair_ps=0)
     _, decode = router.pair(load(step_tokens=512, prompt_tokens=256, prompt=own))
     router.serve(8000, first=1)
@@ -291,7 +291,7 @@ def test_there_must_be_engines_of_both_sides(router: Router) -> None:
 def test_prompts_that_an_engine_has_cached_are_no_other_routers(router: Router) -> None:
     router.pair(None)
     for _ in range(3):
-        router.serve(8000)  # 205 ms, and twice about 10
+        router.serve(8000)  # 205 ms, and twice about 10 ms
     before = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))
     router.join(Role.PREFILL, 0, load(waiting=24_000))
     after = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))

@@ -1,4 +1,4 @@
-"""Which engines a router uses, by what they say and by what they do not say."""
+"""The engines that a router uses, given their messages and their silence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ URL = "http://10.0.0.1:8100"
 
 
 class Fixture:
-    """Members with nobody in it, or with those that are listed."""
+    """A Members without engines, or with listed engines."""
 
     def __init__(self, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()) -> None:
         self.pools = {side: Pool() for side in Side}
@@ -36,7 +36,7 @@ class Fixture:
         return self.pools[side].usable()
 
     def join(self, now: float = 0.0, **changes: Any) -> None:
-        """An engine that registers, and whose API server answers."""
+        """Adds an engine that registers, and whose API server answers."""
         self.members.register(now, register(**changes))
         for endpoint in self.members.to_probe():
             self.members.answered(endpoint)
@@ -376,7 +376,7 @@ def test_a_url_that_is_none_is_refused(router: Fixture, url: str) -> None:
 
 
 def rank(number: int, **changes: Any) -> dict[str, Any]:
-    """What a rank's core says of itself."""
+    """Returns the fields with which a rank's core registers."""
     return {
         "engine_id": f"p_dp{number}",
         "incarnation": f"of rank {number}",
@@ -387,7 +387,7 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def ranks() -> Fixture:
-    """A router with two ranks behind one API server."""
+    """Returns a router with two ranks behind one API server."""
     router = Fixture()
     for number in range(2):
         router.members.register(0.0, register(**rank(number)))
@@ -467,7 +467,7 @@ def test_a_copied_api_url_costs_the_engine_that_has_it_nothing(router: Fixture) 
         router.join(0.0)
         lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
         for now in (1.0, 2.0, 3.0):
-            with pytest.raises(RefusedError, match=r"two live engines .* rank 0 of .* api_url"):
+            with pytest.raises(RefusedError, match=r"both register as rank 0 of .* api_url"):
                 router.members.register(now, register(**RIVAL))
             router.members.register(now, register())
         router.members.leave(Leave("q", "2"))
@@ -482,7 +482,7 @@ def test_an_engine_whose_place_was_taken_in_its_silence_has_it_back_behind_its_r
     router.join(6.0, **RIVAL)
     assert router.pools[Side.PREFILL].fewest().control_port == 5700
     for now in (7.0, 8.0):
-        with pytest.raises(RefusedError, match="two live engines"):
+        with pytest.raises(RefusedError, match="both register"):
             router.members.register(now, register())
         router.members.register(now, register(**RIVAL))
     router.members.leave(Leave("q", "2"))

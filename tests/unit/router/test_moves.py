@@ -1,4 +1,4 @@
-"""Running streams that move to another decode engine: what the client sees of it is one stream."""
+"""Running streams that move to another decode engine: the client sees one stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Site:
-    """One P, two engines of both roles, a router over them, and a client of the router."""
+    """A prefill engine, two engines of both roles, a router over them, and a client of the router."""
 
     def __init__(self, p: FakeVllm, first: FakeVllm, second: FakeVllm) -> None:
         self.p, self.first, self.second = p, first, second
@@ -51,16 +51,16 @@ class Site:
         self.client: httpx.AsyncClient
 
     async def drain(self, engine: FakeVllm, *words: str) -> Result:
-        """Until the engine is idle."""
+        """Drains the engine and waits until it is idle."""
         return await within(await self.begin_drain(engine, *words))
 
     async def begin_drain(self, engine: FakeVllm, *words: str) -> asyncio.Task[Result]:
-        """Once the router knows of it, the engine goes on."""
+        """Starts a drain. Once the router knows of it, the engine continues."""
         words = ("drain", engine.url, "--router", str(self.registration), "--move", "--force", *words)
         draining = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, command_line, words))
         async with asyncio.timeout(PATIENCE):
             while (await self.client.get("/health")).json()["decode"][engine.url] != "draining":
-                if draining.done():  # it is idle at once
+                if draining.done():  # the engine was idle at once
                     assert draining.result().exit_code == 0, draining.result().output
                     break
         engine.go.set()
@@ -93,7 +93,7 @@ async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
 
 
 class Reading:
-    """A client's stream that is read while something else happens."""
+    """A client's stream that is read in the background."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], name: str = "one") -> None:
         self.raw = b""
@@ -112,7 +112,7 @@ class Reading:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All but the last word, that there are no more."""
+        """The stream's events, without the last one ([DONE])."""
         parts = self.raw.split(b"\n\n")[:-1]
         return [json.loads(event[6:]) for event in parts if event != b"data: [DONE]"]
 
@@ -130,7 +130,7 @@ class Reading:
 
 
 def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Text and ids, of however many events."""
+    """Returns the text and token ids of all events."""
     choices = [choice for event in events for choice in event["choices"]]
     texts = (
         choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
@@ -139,7 +139,7 @@ def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
 
 
 async def alone(engine: FakeVllm, path: str, body: dict[str, Any], name: str = "one") -> list[dict[str, Any]]:
-    """What the engine says to a client that asks it itself."""
+    """Returns the engine's answer to a client that sends its request directly."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as client:
         return await Reading(client, path, body, name).end()
 
@@ -174,7 +174,8 @@ async def test_a_drained_engines_stream_goes_on_elsewhere_and_back(path: str, bo
         assert events == expected
         assert await s.outcomes() == {"moved": 1}
         assert s.first.closed == 1
-        # The old engine was asked for the pages of all that was said, and the new one goes on behind that.
+        # The old engine was asked for the pages of prompt and answer, and the new engine continues behind
+        # them.
         (to_first,), (to_second,) = s.first.bodies[1:2], s.second.bodies
         assert to_first["kv_transfer_params"]["do_remote_decode"]
         transfer = to_second["kv_transfer_params"]
@@ -206,7 +207,7 @@ BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60}
 
 
 async def moving(s: Site, body: dict[str, Any] = BODY, path: str = COMPLETION) -> Reading:
-    """A stream that has begun at the first engine."""
+    """Returns a stream that has begun on the first engine."""
     reading = Reading(s.client, path, body)
     await reading.until(7)
     return reading
@@ -239,7 +240,7 @@ def answer_of(prompt: list[int], tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("an_event", [2, 3, 4])
 async def test_a_stream_of_several_tokens_an_event_moves_where_a_character_ends(an_event: int) -> None:
-    # The fifth event, behind which it could move first, ends within a character.
+    # The first possible move is behind the fifth event, which ends within a character.
     within_one = (n for n in range(1, 90) if answer_of([n], 5 * an_event)[-1] % 5 == 0)
     body = {"prompt": [next(within_one)], "max_tokens": 60, "return_token_ids": True}
     async with site() as s:
@@ -302,7 +303,7 @@ async def test_where_the_new_engine_refuses_the_stream_goes_on(
 ) -> None:
     async with site() as s:
         s.first.limits, s.second.refuses = (8, LENGTH), status
-        s.first.pace = 0.01  # it says something behind each move that fails
+        s.first.pace = 0.01  # it sends an event after each failed move
         reading = await moving(s)
         drained = await s.drain(s.first)
         assert f"{s.first.url} is idle, 0 streams have moved" in drained.output
@@ -349,7 +350,7 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
     monkeypatch.setattr("kv_connector.router.streams.moves._MAX_PAUSE_S", 0.1)
     async with site() as s:
         s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
-        s.first.pace = 0.01  # it says something behind each move that fails
+        s.first.pace = 0.01  # it sends an event after each failed move
         reading = await moving(s)
         await s.drain(s.first)
         events = await reading.end()
@@ -359,7 +360,7 @@ async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: p
 
 
 async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on where they are meanwhile."""
+    """The other streams continue on their engine meanwhile."""
     monkeypatch.setattr("kv_connector.router.streams.moves._MAX_CONCURRENT_MOVES", 1)
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
@@ -394,7 +395,7 @@ async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(Members, "early_tokens", lambda *_: early)
     async with site() as s:
-        s.first.limits, s.second.limits = (8, 9), (0, 0)  # more is waited for of both
+        s.first.limits, s.second.limits = (8, 9), (0, 0)  # both engines stop in the middle of their streams
         reading = await moving(s)
         draining = await s.begin_drain(s.first)
         await within(s.second.arrived.wait())
@@ -415,7 +416,7 @@ async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCap
         s.second.limits = (8, LENGTH)
         readings = []
         for more in ({"seed": 1, "temperature": 1}, {"seed": 2}, {"stop": ["x"]}, {}, {"stream": False}):
-            for engine in (s.first, s.second):  # they take turns
+            for engine in (s.first, s.second):  # the engines take turns
                 asked = len(engine.bodies)
                 readings.append(Reading(s.client, COMPLETION, BODY | more))
                 async with asyncio.timeout(PATIENCE):
@@ -434,7 +435,7 @@ async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCap
         assert await s.outcomes() == {"seed": 2, "stop_strings": 1, "not_streamed": 1, "moved": 1}
     (line,) = [record.getMessage() for record in caplog.records if "drain of" in record.getMessage()]
     assert "1 streams moved in" in line
-    assert "end there (2 seed, 1 stop_strings" in line
+    assert "(2 seed, 1 stop_strings" in line
 
 
 async def test_where_there_is_no_other_engine_nothing_moves() -> None:
@@ -487,7 +488,7 @@ def test_engines_in_reserve_are_chosen_where_the_others_take_nothing() -> None:
     pool.set_usable(reserve, True, reserve=True)
     assert {member.endpoint for member in pool.choices()} == {one, other}
     assert {member.endpoint for member in pool.choices({one})} == {other}
-    # It is asked before one that has just failed.
+    # The reserve is chosen before an engine that has just failed.
     assert {member.endpoint for member in pool.choices({one, other})} == {reserve}
     pool.set_usable(one, False)
     pool.set_usable(other, False)
@@ -586,7 +587,7 @@ async def test_a_move_to_an_engine_that_has_gone_fails_and_the_stream_goes_on(
     ("path", "limits", "left"),
     [
         (COMPLETION, {}, 11),
-        (COMPLETION, {"max_tokens": None}, 11),  # vLLM's own default, too
+        (COMPLETION, {"max_tokens": None}, 11),  # vLLM's own default too
         (COMPLETION, {"max_tokens": 60}, 55),
         (CHAT, {}, None),
         (CHAT, {"max_tokens": None}, None),
@@ -691,7 +692,7 @@ def test_ids_are_taken_out_and_kept() -> None:
         (chunk("a", [5]), True),
         (chunk('"', [5]), True),
         (chunk("", [5]), False),  # half of a character
-        (chunk("ab", [5, 6]), False),  # half of one may be behind it
+        (chunk("ab", [5, 6]), False),  # half of a character may follow
         (chunk("a", None), False),
         (chunk("a", []), False),
         (chunk("a", [5], "length"), False),

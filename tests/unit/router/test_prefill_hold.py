@@ -1,5 +1,6 @@
-"""PrefillHold: what a prefill engine holds for a transfer is released if, and only if, no decode engine will
-load it."""
+"""PrefillHold: a hold of a prefill engine is released if, and only if, no decode engine will load the
+pages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ FAILED = failure(502, "api_error", "no answer")
 
 
 class Client:
-    """An EngineClient that keeps the URLs of its requests, and lets them end with `answer`."""
+    """An EngineClient that records the URLs of its requests and answers them by `answer`."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []

@@ -1,4 +1,4 @@
-"""Engines that join a router and leave it, over real sockets: what a client of the router sees of it."""
+"""Engines that join and leave a router over real sockets, as a client of the router sees them."""
 
 import asyncio
 import contextlib
@@ -58,14 +58,14 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats of 50 ms instead of a second."""
+    """Sets heartbeats of 50 ms instead of a second."""
     monkeypatch.setattr("kv_connector.control.registrar.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("kv_connector.router.front.registry._TICK_S", 0.02)
     monkeypatch.setattr("kv_connector.router.front.registry._PROBE_S", 0.02)
 
 
 class Cluster:
-    """A router that engines register with, and the engines."""
+    """A router with which engines register, and the engines."""
 
     def __init__(self, stack: contextlib.AsyncExitStack, key: ClusterKey) -> None:
         self.key = key
@@ -74,7 +74,7 @@ class Cluster:
         self._names = 0
 
     async def router(self, **settings: Any) -> httpx.AsyncClient:
-        """A client of a router that ends with the cluster."""
+        """Returns a client of a router that ends with the cluster."""
         return await self._stack.enter_async_context(self.running_router(**settings))
 
     @contextlib.asynccontextmanager
@@ -96,14 +96,14 @@ class Cluster:
     async def engine(
         self, role: Role, handler: Handler = answer_ok, load: WorkloadReport | None = None
     ) -> "Member":
-        """An engine that has registered."""
+        """Returns an engine that has registered."""
         engine = await self._stack.enter_async_context(serve_engine(handler))
         member = Member(self, role, engine, load=load)
         self._stack.callback(member.fall_silent)
         return member
 
     async def ranks(self, role: Role, handler: Handler = answer_ok) -> tuple["Member", "Member"]:
-        """Two engines that have registered, behind one API server."""
+        """Returns two engines that have registered, behind one API server."""
         first = await self.engine(role, handler)
         second = Member(self, role, first.engine, rank=1)
         self._stack.callback(second.fall_silent)
@@ -136,7 +136,7 @@ class Member:
         self.registrar.close()
 
     def fall_silent(self) -> None:
-        """As a process that was stopped or killed."""
+        """Stops its heartbeats, as if the process was stopped or killed."""
         self.registrar._routers.clear()
         self.registrar.close()
 
@@ -150,17 +150,17 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def until_health(
     client: httpx.AsyncClient, condition: Callable[[dict[str, dict[str, str]]], bool]
 ) -> None:
-    """Waits until the router's view of its engines is as it should be."""
+    """Waits until /health of the router satisfies the condition."""
     async with asyncio.timeout(PATIENCE):
         while not condition((await client.get("/health")).json()):
-            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+            await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
 
 
 async def until_nothing_is_asked(client: httpx.AsyncClient) -> None:
-    """Waits until no engine has a request of the router's."""
+    """Waits until no engine has a request from the router."""
     async with asyncio.timeout(PATIENCE):
         while any(engine["outstanding"] for engine in (await client.get("/status.json")).json()["engines"]):
-            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+            await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
 
 
 async def ask(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
@@ -289,7 +289,7 @@ async def test_who_leaves_gets_nothing_more(cluster: Cluster) -> None:
 
 
 async def test_a_silent_engine_loses_its_requests_and_they_go_elsewhere(cluster: Cluster) -> None:
-    """A P that is stopped: it takes the request, and never answers."""
+    """The prefill engine is stopped: it takes the request, and never answers."""
     client = await cluster.router()
 
     async def hang(request: Request, body: dict[str, Any]) -> Response:
@@ -298,7 +298,7 @@ async def test_a_silent_engine_loses_its_requests_and_they_go_elsewhere(cluster:
     stopped = await cluster.engine(Role.PREFILL, hang)
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
-        # As D does: it answers once its prompt is computed.
+        # Like a decode engine, it answers once its prompt is computed.
         if len(d.engine.bodies) == 1:
             return await d.engine.until_gone(request)
         return await answer_ok(request, body)
@@ -341,14 +341,14 @@ async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluste
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """API servers in use are looked at all the time, and hang sooner."""
+    """Makes the router check the health of API servers in use all the time, and declare hangs sooner."""
     monkeypatch.setattr("kv_connector.router.front.registry._WATCH_S", 0.02)
     monkeypatch.setattr("kv_connector.router.front.registry._MISS_S", 0.4)
 
 
 @pytest.mark.usefixtures("watched")
 async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere(cluster: Cluster) -> None:
-    """Its worker lives, and its kernel takes connections: nothing else tells."""
+    """Its worker lives, and its kernel accepts connections. Only the health check shows the fault."""
 
     async def hang(request: Request, body: dict[str, Any]) -> Response:
         return await stuck.engine.until_gone(request)
@@ -402,7 +402,8 @@ async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_
 
 
 async def test_the_routers_health_is_read_without_a_look_at_engines() -> None:
-    """A decode engine that is busy with a long prompt stays in use, however often a load balancer asks."""
+    """A decode engine that is busy with a long prompt stays in use, however often a load balancer reads
+    /health."""
     looks = 0
 
     async def busy(request: Request) -> Response:
@@ -449,7 +450,8 @@ async def test_two_routers_share_the_engines(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_a_request_goes_to_the_ranks_that_were_chosen_for_it(cluster: Cluster, dispatch: str) -> None:
-    """vLLM's own balancer would give it to any rank: D would ask one P for what another computes."""
+    """vLLM's own balancer would choose any rank. The decode engine would request pages from another rank than
+    the one that computes them."""
     client = await cluster.router(dispatch=dispatch)
     (p, _), (d, _) = await cluster.ranks(Role.PREFILL), await cluster.ranks(Role.DECODE)
     await until_health(
@@ -528,7 +530,7 @@ async def test_a_drained_engine_finishes_what_it_has(cluster: Cluster, tmp_path:
     assert (await asking).status_code == 200
     idle = await asyncio.to_thread(CliRunner().invoke, command_line, words)
     assert idle.exit_code == 0, idle.output
-    # The engine knows it, too, and tells every router from now on.
+    # The engine knows about its drain, too, and from now on reports it to every router.
     assert old.registrar._registration.draining
 
 
@@ -651,7 +653,7 @@ async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(clust
 
     async with asyncio.timeout(PATIENCE):
         while (await told()).get("weights") != "v2":
-            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+            await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
 
 
 async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: Any) -> None:
@@ -664,7 +666,7 @@ async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: 
     assert "does not know the engine" in unknown.output
 
 
-# --- Trying again
+# --- Retries
 
 
 def listed(
@@ -695,7 +697,7 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
         good, p = [await stack.enter_async_context(serve_engine(answer_ok)) for _ in range(2)]
 
         async def decode(request: Request, body: dict[str, Any]) -> Response:
-            # As D does: it answers once its P has computed the prompt.
+            # Like a decode engine, it answers once the prefill engine has computed the prompt.
             wanted = body["kv_transfer_params"].get("transfer_id")
             while side == "prefill" and wanted is not None and not await request.is_disconnected():
                 if wanted in [at_p["kv_transfer_params"]["transfer_id"] for at_p in good.bodies]:
@@ -709,14 +711,16 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
         for _ in range(4):
             assert (await ask(client)).status_code == 200
-        # The transfer of the first try, that P may hold, is refused by a D on purpose.
+        # The prefill engine may hold the first attempt's transfer. A decode engine gets a request that it
+        # refuses, on purpose, to release it.
         assert len([body for body in good.bodies if "model" not in body]) == 4
         if how == "refuses connections":
             assert await metric(client, "kv_connector_router_retries_total") == 1, "it is not used again"
 
 
 async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: Cluster) -> None:
-    """vLLM sends its status before it knows; the router does not pass it on before the first token."""
+    """vLLM sends its status before it knows the error. The router does not pass the status on before the
+    first token."""
     broken, good = Stream(), Stream()
     broken.queue.put_nowait(
         b'data: {"error": {"message": "KV load failed", "code": 500}}\n\ndata: [DONE]\n\n'
@@ -745,7 +749,7 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, stream: bool, late: bool) -> None:
-    """vLLM's own answer has none, and may come before it."""
+    """vLLM's own answer has no reason, and may arrive before it."""
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
         transfer = body["kv_transfer_params"]["transfer_id"]
@@ -758,15 +762,16 @@ async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, strea
         return Response(json.dumps(error), 500)
 
     error = {"error": {"message": "Internal server error", "code": 500}}
-    why = "dtype: prefill has float32, decode has bfloat16"
+    why = "dtype: prefill engine has float32, decode engine has bfloat16"
     p, d = await cluster.engine(Role.PREFILL), await cluster.engine(Role.DECODE, decode)
     client = await cluster.router()
     answer = await within(ask(client, stream=stream))
     assert answer.status_code == 500
-    words = f"{d.engine.url} did not get the prompt's KV from {p.engine.url}: {why}"
-    assert answer.json()["error"]["message"] == words
+    message = answer.json()["error"]["message"]
+    assert d.engine.url in message
+    assert message.endswith(f"did not receive the prompt's KV from prefill engine {p.engine.url}: {why}")
     d.registrar.close()
-    d.registrar.load_failed("t", why)  # its loads fail when it ends, too: nobody is there to be told
+    d.registrar.load_failed("t", why)  # its loads also fail when it ends, and no process receives the reason
 
 
 async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
@@ -779,7 +784,7 @@ async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Clu
 
 
 async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluster: Cluster) -> None:
-    """vLLM names the role of each choice before it knows; the client sees one right answer."""
+    """vLLM names the role of each choice before it knows the error. The client gets one correct answer."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     role = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
     broken, good = Stream(), Stream()
@@ -835,7 +840,7 @@ async def test_one_engine_for_both_sides_prefills_itself() -> None:
         assert both.bodies == [{"prompt": "x"}]
 
 
-# --- Strangers
+# --- Unknown senders
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
@@ -860,7 +865,7 @@ async def test_with_objectives_a_prompt_does_not_queue_behind_another(
     assert len(p.engine.bodies) == 1
     computed.set()
     assert (await long).status_code == 200
-    await until_nothing_is_asked(client)  # P's answer may come behind D's
+    await until_nothing_is_asked(client)  # the prefill engine's answer may come after the decode engine's
     behind = await client.post("/v1/completions", json={"prompt": [3] * 8000})
     assert behind.status_code == 200
     assert len(p.engine.bodies) == 2, "what it has computed it has not to compute any more"
@@ -878,7 +883,7 @@ async def test_nobody_joins_without_the_key(cluster: Cluster) -> None:
     thief = Cluster(cluster._stack, ClusterKey.generate())
     thief.address = cluster.address
     stolen = await thief.engine(Role.PREFILL)
-    # Many heartbeats of the thief's.
+    # Many heartbeats of the intruder.
     await asyncio.sleep(0.5)
     state = (await client.get("/health")).json()
     assert stolen.engine.url not in state["prefill"]
@@ -887,7 +892,7 @@ async def test_nobody_joins_without_the_key(cluster: Cluster) -> None:
 
 
 async def test_a_router_that_gets_its_key_late_is_joined(cluster: Cluster) -> None:
-    """ZMQ does not dial again where only one side has a key; the engine does."""
+    """ZMQ does not reconnect if only one side has a key. The engine does."""
     async with cluster.running_router(key=None, patience=0.05) as client:
         p, _ = await cluster.pair()
         await asyncio.sleep(0.3)  # many heartbeats
@@ -932,14 +937,14 @@ async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
     await until_health(client, lambda state: state["decode"] == {engine.url: "ready"})
     member("right", 5600)
     async with asyncio.timeout(PATIENCE):
-        while "two live engines" not in caplog.text:
+        while "both register as rank" not in caplog.text:
             await asyncio.sleep(0.01)
     rival.close()
     async with asyncio.timeout(PATIENCE):
         while "right at" not in caplog.text.partition("LEFT")[2]:
             await asyncio.sleep(0.01)
     assert (await ask(client)).status_code == 200
-    assert caplog.text.count("two live engines") == 1
+    assert caplog.text.count("both register as rank") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a router looks at engines: what counts as no answer, and what as a restart."""
+"""The router's health checks of engines: what counts as no answer, and what as a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE = 10.0
 
 
 class Engine(ThreadingHTTPServer):
-    """An API server on threads of its own: it answers while the test's event loop stands still."""
+    """An API server on its own threads: it answers while the test's event loop stands still."""
 
     daemon_threads = True
 
@@ -36,7 +36,7 @@ class Engine(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.looked = threading.Semaphore(0)
-        """Looks that were answered."""
+        """Counts answered health checks."""
         self.may_answer = threading.Event()
         self.may_answer.set()
 
@@ -71,7 +71,7 @@ def engine(port: int = 0) -> Iterator[Engine]:
 
 @contextlib.asynccontextmanager
 async def watching(url: str) -> AsyncIterator[Members]:
-    """A router's members, which are this one decode engine, and its eye on them."""
+    """Runs a Registry over this one decode engine, and yields its Members."""
     pools = {side: Pool() for side in Side}
     members = Members(
         pools, {Side.PREFILL: (), Side.DECODE: [Endpoint.parse(url)]}, Incidents(), suspect=3.0, dead=5.0
@@ -108,7 +108,7 @@ async def until_looked(server: Engine, looks: int = 1) -> None:
 async def until(members: Members, wanted: State) -> None:
     async with asyncio.timeout(PATIENCE):
         while state(members) is not wanted:
-            await asyncio.sleep(0.01)  # nothing reports a change but the log
+            await asyncio.sleep(0.01)  # only the log reports a change
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ async def test_a_loop_that_stands_still_marks_no_engine(caplog: pytest.LogCaptur
         async with watching(server.url) as members:
             await until_looked(server)
             for _ in range(6):
-                # A look is under way at almost any moment, and its answer comes meanwhile.
+                # A health check is in progress at almost any moment, and its answer comes meanwhile.
                 await asyncio.sleep(0.001)
                 time.sleep(0.6)  # noqa: ASYNC251 - this is the fault
             await until_looked(server, 2)

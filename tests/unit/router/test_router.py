@@ -1,4 +1,4 @@
-"""The router, over real sockets: fake engines and the router are servers on loopback."""
+"""The router over real sockets: the fake engines and the router are servers on loopback."""
 
 import asyncio
 import json
@@ -116,7 +116,7 @@ async def test_p_counts_as_free_once_it_has_answered() -> None:
         ):
             for _ in range(3):
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-                # The first one's P is still at it, the others' are done.
+                # The prefill engine of the first request is still computing; the other requests are finished.
                 await until_metric(client, "kv_connector_router_in_flight", 1)
             assert (len(busy.bodies), len(quick.bodies)) == (1, 2)
             release.set()
@@ -124,7 +124,7 @@ async def test_p_counts_as_free_once_it_has_answered() -> None:
 
 
 async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
-    """Each is what the router says, never what a client says."""
+    """The router sets the rank of each request. A client's header does not change it."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         settings = Settings(
             prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
@@ -147,7 +147,7 @@ async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str, stream: bool) -> None:
-    """The words are those of vLLM's input_processor.py."""
+    """The messages are those of vLLM's input_processor.py."""
 
     async def one_rank(request: Request, body: dict[str, Any]) -> Response:
         if (rank := request.headers["x-data-parallel-rank"]) != "0":
@@ -161,7 +161,7 @@ async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str,
         url = endpoints[side][0].url
         endpoints[side] = tuple(Endpoint.parse(f"{url}@10.0.0.1:{port}") for port in (5600, 5602))
         async with (
-            # Serial: this decode engine does not wait for pages, as a real one does.
+            # Serial, because the fake decode engine does not wait for pages, as a real one does.
             serve(create_app(Settings(**endpoints, dispatch="serial"))) as address,
             httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client,
         ):
@@ -382,7 +382,7 @@ async def test_chunks_pass_through_one_by_one() -> None:
             assert answer.headers["content-type"].startswith("text/event-stream")
             chunks = answer.aiter_raw()
             assert await within(anext(chunks)) == b"data: 1\n\n"
-            # The engine sends the next only now: a router that waits for more would have hung above.
+            # The engine sends the next event only now. A router that waits for more would have hung above.
             stream.queue.put_nowait(DONE)
             assert await within(anext(chunks)) == DONE
             stream.queue.put_nowait(None)
@@ -492,7 +492,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
     with nobody() as down:
 
         async def wait(request: Request, body: dict[str, Any]) -> Response:
-            # Whether the other engine's request is still under way must not matter.
+            # The result must not depend on whether the other engine's request is still in flight.
             return (
                 await engine.until_gone(request)
                 if dispatch == "concurrent"
@@ -589,7 +589,7 @@ async def test_unknown_routes_are_refused_in_openais_shape(method: str, path: st
         assert "/v1/chat/completions" in answer.json()["error"]["message"]
 
 
-# --- Clients that leave
+# --- Clients that disconnect
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
@@ -618,7 +618,7 @@ async def test_a_client_that_leaves_before_the_answer_aborts_the_engines(dispatc
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) -> None:
-    """D may not have heard of the request, and P would hold the prompt for it."""
+    """The decode engine may not know the request, and the prefill engine would hold the prompt for it."""
     told = asyncio.Event()
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
@@ -659,7 +659,7 @@ async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) 
 async def test_p_is_told_when_d_refuses_a_body_that_p_took(
     path: str, body: dict[str, Any], dispatch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D's validation of a body ends before its connector knows of the request."""
+    """The decode engine's validation of a body ends before its connector knows the request."""
     told = asyncio.Event()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
@@ -686,7 +686,7 @@ async def test_p_is_told_when_d_refuses_a_body_that_p_took(
 
 
 async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> None:
-    """So vLLM reports the death of its engine core, behind a status of 200."""
+    """vLLM reports the death of its engine core in this way, after a status of 200."""
     good = b'data: {"choices": [{"text": "a"}]}\n\n'
     error = {
         "error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}
@@ -720,7 +720,7 @@ async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> 
 async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
     path: str, end: bytes, status: int
 ) -> None:
-    """The connection is closed cleanly, as by a proxy whose engine has gone."""
+    """The connection is closed cleanly, as by a proxy whose engine is gone."""
     good = b'data: {"choices":[{"text":"[DONE] \\"finish_reason\\":\\"stop\\"","finish_reason":null}]}\n\n'
     stream = Stream()
     async with cluster(answer_ok, stream) as (_, d, client):
@@ -754,7 +754,7 @@ async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:
 
 
 async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:
-    """Serial dispatch: D was never asked."""
+    """In serial dispatch, the decode engine never got the request."""
     told = asyncio.Event()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
@@ -801,7 +801,7 @@ async def test_a_router_that_ends_waits_until_p_is_told() -> None:
 
 @pytest.mark.usefixtures("unwatched")
 async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
-    """The request goes on with another D, under a new transfer."""
+    """The request continues with another decode engine, under a new transfer id."""
     told = asyncio.Event()
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
@@ -855,7 +855,7 @@ async def test_p_is_not_aborted_because_d_was_faster() -> None:
 
     async with cluster(prefill, answer_ok) as (_, _, client):
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-        # Time enough for a router that hangs up on P to have done so.
+        # Time enough for a router to close the prefill engine's connection, if it did.
         assert (await client.get("/health")).status_code == 200
         release.set()
         await within(finished.wait())
@@ -903,7 +903,7 @@ async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -
                 serve(create_app(settings)) as url,
                 httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
             ):
-                for _ in range(2):  # they take turns
+                for _ in range(2):  # the engines take turns
                     assert (await client.get("/v1/models")).json().get("engine") == engine.url
                 assert (await client.get("/health")).json()["decode"][down] == "unreachable"
 

@@ -1,4 +1,6 @@
-"""Engines whose requests fail: taken out, tried now and then, and never by one client's request alone."""
+"""Engines whose requests fail: they are taken out of use, get trials, and are never taken out by one client
+alone.
+"""
 
 import asyncio
 import contextlib
@@ -55,7 +57,7 @@ async def states(client: httpx.AsyncClient) -> dict[str, dict[str, str]]:
 
 
 def asked(engine: FakeEngine) -> int:
-    """Requests of clients that the engine got."""
+    """Returns how many client requests the engine got."""
     return sum(body["prompt"] == "x" for body in engine.bodies)
 
 
@@ -73,7 +75,8 @@ async def test_an_engine_that_fails_at_once_gets_two_percent_of_the_requests() -
     async with routed([answer_ok], [refuse(500, "broken"), *[answer_ok] * 3]) as (_, d, client):
         for _ in range(20):
             assert await asyncio.gather(*(ask(client) for _ in range(10))) == [200] * 10
-        # The three, or as many of the first ten as came before these had failed, and trials after 2 and 6 s.
+        # The three failures, or as many of the first ten requests as came before them, and trials after 2 and
+        # 6 s.
         assert asked(d[0]) <= 5
         assert (await states(client))["decode"][d[0].url] == "failing"
 
@@ -122,7 +125,7 @@ async def test_health_503_takes_an_engine_out_that_is_in_use(monkeypatch: pytest
         d[0].health = dead
         async with asyncio.timeout(PATIENCE):
             while (await states(client))["decode"][d[0].url] != "unreachable":
-                await asyncio.sleep(0.01)  # each look is a request of its own
+                await asyncio.sleep(0.01)  # each query is a request
         release.set()
         assert await asking == 200, "what it has goes on"
         d[0].health = d[0].models

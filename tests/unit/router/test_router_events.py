@@ -1,4 +1,4 @@
-"""EventStream: whole events, however their bytes are cut, and what an answer begins with."""
+"""EventStream: whole events, however their bytes are cut, and the beginning of an answer."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ def event(**fields: Any) -> bytes:
 
 
 def role(index: int = 0) -> bytes:
-    """What vLLM begins each choice of a chat with."""
+    """Returns the event with which vLLM begins each choice of a chat."""
     delta = {"role": "assistant", "content": "", "reasoning": None}
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
     return event(id="c", choices=[choice], usage=None, prompt_token_ids=None)
@@ -27,7 +27,7 @@ def said(**delta: Any) -> bytes:
 
 
 def named(kind: str, **fields: Any) -> bytes:
-    """What vLLM sends of messages and responses."""
+    """Returns an event of vLLM's streams of messages and responses."""
     return f"event: {kind}\n".encode() + event(type=kind, **fields)
 
 

@@ -43,7 +43,7 @@ from kv_connector.router.requests.responses import ResponsesRequest
 pytestmark = pytest.mark.anyio
 
 SERVED = 'kv_connector_router_requests_total{route="/v1/completions",status="200"}'
-LONG = 3600  # seconds: no test waits for it
+LONG = 3600  # seconds: no test waits so long
 
 
 class Shipped:
@@ -58,7 +58,7 @@ class Shipped:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
     async def ask(self, request: bytes) -> bytes:
-        """All that the router says until it closes the connection."""
+        """Returns all that the router sends until it closes the connection."""
         reader, writer = await self.connect()
         writer.write(request)
         await writer.drain()
@@ -122,7 +122,7 @@ async def test_headers_over_the_limit_get_431(head: bytes) -> None:
 async def test_parser_gets_no_more_of_long_headers_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its cost is quadratic."""
+    """The parser's cost is quadratic."""
     parsed = 0
     receive = BoundedProtocol.data_received
 
@@ -134,7 +134,7 @@ async def test_parser_gets_no_more_of_long_headers_than_the_limit(
     monkeypatch.setattr(BoundedProtocol, "data_received", count)
     async with shipped() as router:
         assert status(await router.ask(b"GET /live HTTP/1.1\r\nx: " + b"a" * (16 << 20))) == 431
-    assert parsed <= HEADER_LIMIT + (256 << 10)  # of which asyncio reads so much at once
+    assert parsed <= HEADER_LIMIT + (256 << 10)  # asyncio reads up to so much at once
 
 
 async def test_trailers_are_bounded_and_do_not_become_headers() -> None:
@@ -183,7 +183,7 @@ async def test_headers_that_do_not_end_get_408() -> None:
 
 
 class Reading:
-    """A transport that notes when it may read."""
+    """A transport that records when it may read."""
 
     def __init__(self, order: list[object]) -> None:
         self._order = order
@@ -214,7 +214,7 @@ async def test_one_connection_with_much_to_read_reads_in_each_turn_of_the_loop()
     await asyncio.sleep(0)
     assert order == [transports[0]]
     flows[0].pause_reading()
-    flows[0].resume_reading()  # behind the others
+    flows[0].resume_reading()  # it queues behind the others
     await asyncio.sleep(0)
     assert order == [transports[0]]
     await asyncio.sleep(0)
@@ -224,7 +224,7 @@ async def test_one_connection_with_much_to_read_reads_in_each_turn_of_the_loop()
 
 
 async def test_long_input_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is a body that is read, one that nobody reads any more, or a header."""
+    """This holds for a body that is read, for a body that no task reads any more, and for a header."""
     turns = 0
     enter = Turns.enter
 
@@ -239,7 +239,7 @@ async def test_long_input_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) ->
     async with shipped() as router:
         whole = post + b"content-length: %d\r\n\r\n" % len(long)
         assert status(await router.ask(whole + long)) == 400
-        # Of 4 MiB, a read takes 256 KB at most. Senders may be slower than that.
+        # One read takes at most 256 KB of the 4 MiB. Senders may be slower than that.
         assert turns > 0
         turns = 0
         refused = b"GET /live HTTP/1.1\r\nconnection: close\r\nx: "
@@ -273,7 +273,7 @@ async def test_an_empty_line_does_not_keep_a_connection_for_ever() -> None:
 async def test_the_connection_that_is_idle_for_the_longest_time_makes_room() -> None:
     async with shipped(connections=3) as router:
         idle = [await router.connect() for _ in range(3)]
-        for reader, writer in reversed(idle):  # the last one is the first to become idle again
+        for reader, writer in reversed(idle):  # the last one becomes idle first
             writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b"200" in await within(reader.readuntil(b"}"))
         assert b" 200 " in await router.ask(b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n")
@@ -283,7 +283,7 @@ async def test_the_connection_that_is_idle_for_the_longest_time_makes_room() -> 
 
 
 async def test_a_reader_that_takes_nothing_is_closed() -> None:
-    """Neither its connection nor its request stays."""
+    """Neither its connection nor its request remains."""
     left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -339,7 +339,7 @@ def test_no_objects_are_made_of_what_may_be_long(
 
 
 class Noting(dict[str, Any]):
-    """A dict that notes which values somebody reads."""
+    """A dict that records which values are read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -379,7 +379,7 @@ def test_few_of_many_fields_become_objects(kind: type[Completion], monkeypatch: 
 
 
 def test_fields_that_the_router_decides_by_are_read() -> None:
-    """Of a request with many fields all others stay JSON."""
+    """In a request with many fields, all others stay JSON."""
     for path in ("/v1/completions", "/v1/chat/completions"):
         completion = Completion.decode(b'{"prompt":"x","messages":[],"stream":true,"n":1}')
         completion.body = noting = Noting(completion.body)
@@ -471,7 +471,7 @@ async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    assert not await refused(16 << 20)  # alone
+    assert not await refused(16 << 20)  # alone in the budget
     held[-1].cancel()
 
 
@@ -541,12 +541,12 @@ def test_the_soft_limit_on_descriptors_is_raised() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "4096 (4096, 4096)"
-    # Three descriptors of each of 640 requests, and as many idle clients.
+    # Three descriptors for each of 640 requests, and as many idle clients.
     assert requests_for(4096) >= 640
     assert 3 * requests_for(4096) + requests_for(4096) < 4096
 
 
-# --- Clients that leave
+# --- Clients that disconnect
 
 
 async def test_client_that_leaves_pipelined_requests_ends_the_one_under_way() -> None:
@@ -581,7 +581,7 @@ async def test_client_that_leaves_a_forwarded_request_ends_it(monkeypatch: pytes
         await within(d.aborted.wait())
 
 
-# --- The end
+# --- Shutdown
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ async def test_a_request_without_an_answer_gets_503_at_the_end_of_the_grace() ->
 
 
 async def test_a_whole_answer_has_its_length() -> None:
-    """HTTP/1.0 knows no chunks."""
+    """HTTP/1.0 has no chunks."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with shipped(create_app(Settings(*endpoints))) as router:

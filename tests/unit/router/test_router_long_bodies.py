@@ -1,4 +1,4 @@
-"""Long bodies: parsed beside the event loop, sent to engines without a copy, and read as short ones are."""
+"""Long bodies: parsed outside the event loop, sent to engines without a copy, and read like short ones."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ REFUSED: dict[str, bytes] = {
 
 @pytest.fixture
 async def child(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodyParser]:
-    """A parser whose child reads every body."""
+    """A parser whose child process reads every body."""
     monkeypatch.setattr(body_parser, "LONG", -1)
     parser = BodyParser()
     yield parser
@@ -86,7 +86,7 @@ def joined(body: Content) -> bytes:
 
 
 def seen(completion: Completion) -> list[Any]:
-    """All that the router does with a request."""
+    """Returns all that the router uses of a request."""
     return [
         completion.local_reason(),
         completion.late_reason(),
@@ -121,7 +121,7 @@ async def test_child_refuses_a_body_as_the_router_does(name: str, child: BodyPar
 
 
 async def test_long_body_is_parsed_by_the_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has the event loop."""
+    """This process runs the event loop."""
     decode, look = msgspec.json.decode, fields.shape
     longest = 0
 
@@ -247,8 +247,8 @@ async def test_child_that_has_ended_is_replaced(child: BodyParser) -> None:
 
 
 async def stopped(child: BodyParser, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
-    """The parser's process, which answers nothing any more. The parser gives it a body, however late its
-    thread begins, because it does not find it dead."""
+    """Stops the parser's process, which no longer answers. The parser still sends it a body, however late its
+    thread begins, because the process is not dead."""
     await child.fields(b"{}")
     process = child._child
     assert process is not None
@@ -268,7 +268,7 @@ async def test_body_at_which_the_child_ends_gets_503(
     with pytest.raises(Failure) as told:
         await within(asking)
     assert (told.value.status, told.value.retry_after) == (503, "1")
-    assert (await within(waiting)).values  # by the next child
+    assert (await within(waiting)).values  # by the next child process
 
 
 async def test_child_that_does_not_answer_gets_503(
@@ -312,7 +312,7 @@ async def test_parse_that_is_cancelled_twice_keeps_its_turn(
         await within(begun.wait())
         for _ in range(2):
             asking.cancel()
-            for _ in range(5):  # turns of the loop, in which it would end
+            for _ in range(5):  # turns of the event loop, in which it would end
                 await asyncio.sleep(0)
         assert child._turn.locked()
     finally:

@@ -1,4 +1,4 @@
-"""Requests are placed at engines that serve their model."""
+"""Requests are placed on engines that serve their model."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Engine(FakeEngine):
-    """Lists its models, and answers a request for another one as vLLM does."""
+    """Lists its models, and answers a request for another model as vLLM does."""
 
     def __init__(self, *models: str, listed: Collection[str] | None = None) -> None:
         super().__init__(self.answer)
@@ -57,7 +57,7 @@ class Engine(FakeEngine):
 async def router(
     prefill: Collection[Engine], decode: Collection[Engine], **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a router over these engines, whose lists it knows."""
+    """Yields a client of a router over these engines. The router knows their lists."""
     async with contextlib.AsyncExitStack() as stack:
         for engine in {*prefill, *decode}:
             engine.url = await stack.enter_async_context(serve(engine.app))
@@ -74,14 +74,14 @@ async def router(
 
 
 async def until_known(client: httpx.AsyncClient, *engines: Engine) -> None:
-    """Until the router knows what these list now."""
+    """Waits until the router knows the engines' current lists."""
     wanted = {engine.url: sorted(engine.listed) for engine in engines}
     async with asyncio.timeout(PATIENCE):
         while True:
             told = (await client.get("/status.json")).json()["engines"]
             if all(one.get("models") == wanted.get(one["address"], one.get("models")) for one in told):
                 return
-            await asyncio.sleep(0.01)  # each look is a request of its own: there is no event to wait for
+            await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
 
 
 async def ask(client: httpx.AsyncClient, model: str) -> httpx.Response:
@@ -90,7 +90,7 @@ async def ask(client: httpx.AsyncClient, model: str) -> httpx.Response:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the status is a new one."""
+    """Makes each query of the status compute a new one."""
     monkeypatch.setattr("kv_connector.router.front.status._FRESH_SECONDS", 0.0)
 
 
@@ -125,10 +125,10 @@ async def test_a_model_that_nobody_has_is_404_at_once() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_an_engine_that_lists_an_adapter_it_lacks_is_replaced_by_another(side: str) -> None:
-    """An adapter was unloaded since the last look."""
+    """An adapter was unloaded after the router had read the list."""
     lacking, having = Engine("a", listed=["a", "adapter"]), Engine("a", "adapter")
     engines = {"prefill": [having], "decode": [having]} | {side: [lacking, having]}
-    # Serial: this decode engine does not wait for pages, as a real one does.
+    # Serial, because the fake decode engine does not wait for pages, as a real one does.
     async with router(**engines, dispatch="serial") as client:
         for _ in range(4):
             assert (await ask(client, "adapter")).status_code == 200
@@ -180,7 +180,7 @@ async def test_an_adapter_that_is_loaded_later_is_seen(monkeypatch: pytest.Monke
 
 
 async def test_engines_that_do_not_list_their_models_are_placed_as_before() -> None:
-    """With --api-key, a router has no key of its own."""
+    """With --api-key the lists need a key, which a router does not have."""
 
     class Closed(Engine):
         async def models(self, request: Request) -> Response:

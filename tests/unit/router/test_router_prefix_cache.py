@@ -1,4 +1,4 @@
-"""Which beginnings of prompts the router takes each engine to have."""
+"""The router's forecast of the prefixes that each engine has cached."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_connector.router.engines.prefix_cache import PrefixCache
 from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 
-# Of a prefix, at the bytes per token that are taken for granted.
+# Tokens of a prefix, at the bytes per token that are assumed at first.
 TOKENS = PREFIX_BYTES // 4
 
 
@@ -21,14 +21,14 @@ def prompt(pieces: Sequence[object]) -> Prompt:
 
 
 class Engine:
-    """One with a prefix cache, in the plainest way."""
+    """An engine with the simplest prefix cache."""
 
     def __init__(self, room: int) -> None:
         self._room = room  # pieces
         self._blocks: list[int] = []  # the least recently used first
 
     def compute(self, prompt: Prompt) -> int:
-        """How many tokens of it were there before."""
+        """Computes a prompt; returns how many of its tokens were cached before."""
         had = self.leading(prompt)
         for prefix in reversed(prompt.prefixes):
             if prefix in self._blocks:
@@ -46,7 +46,7 @@ class Engine:
 
 @dataclass
 class Router:
-    """With one engine, which has ``room`` for so many pieces by its own word."""
+    """A router with one engine, which reports ``room`` for so many pieces."""
 
     room: int | None
     engine: Engine
@@ -55,7 +55,7 @@ class Router:
         self.cache = PrefixCache()
 
     def forecast(self, prompt: Prompt) -> int:
-        """In pieces."""
+        """Returns the forecast, in pieces."""
         return self.cache.cached(prompt) // PREFIX_BYTES
 
     def send(self, prompt: Prompt) -> int:
@@ -69,7 +69,7 @@ class Router:
         self.hear(prompt, self.send(prompt))
 
 
-# Of few letters, so that many begin alike.
+# Of few letters, so that many prompts begin alike.
 prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
 
 
@@ -102,7 +102,7 @@ def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginn
         assert len(held) <= room
         every = {prefix for each in seen for prefix in each.prefixes}
         single = {prefix for prefix in every if router.forecast(Prompt("m", 0, None, (prefix,)))}
-        assert single == held  # nothing is held behind something that is not
+        assert single == held  # no prefix is held without the prefixes before it
 
 
 def test_an_engine_that_was_sent_nothing_has_nothing() -> None:
@@ -133,7 +133,8 @@ def test_of_what_was_forgotten_meanwhile_the_answer_tells() -> None:
 
 
 def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None:
-    """Neither finds what the other is only computing; nothing was lost."""
+    """Neither prompt finds the pieces that the other is still computing. These pieces do not count as
+    missed."""
     router = Router(None, Engine(100))
     early, late = prompt("abcdefgh"), prompt("abcdefxy")
     router.ask(prompt(range(8)))
@@ -151,7 +152,7 @@ def test_of_an_engine_that_keeps_less_than_it_says_less_is_expected(keeps: int) 
     for one in asked:
         wrong.append(router.forecast(one) > router.engine.leading(one))
         router.ask(one)
-    assert sum(wrong) <= 20  # there are so many, and each is missed once
+    assert sum(wrong) <= 20  # there are 20 prefixes, and each is missed once
     assert sum(wrong[250:]) <= 2
 
 
@@ -169,7 +170,7 @@ def test_of_an_engine_that_keeps_more_than_was_expected_more_is_expected() -> No
 
 
 def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
-    """Nor is one where the first half of the bytes are fewer tokens."""
+    """The first half of the bytes may be fewer than half of the tokens. That is not a loss either."""
     router = Router(None, Engine(1000))
     first, again = prompt([1, *range(9)]), prompt([2, *range(9)])
     for one in (first, again):
@@ -191,7 +192,7 @@ def test_a_nonsensical_answer_does_no_harm(cached: int, tokens: int) -> None:
 
 
 def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
-    """Of token ids, each of which is eight bytes long: a piece has half as many as of text."""
+    """A token id has eight bytes here, so a piece has half as many tokens as a piece of text."""
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(1000)]
     for one in pieces:

@@ -1,4 +1,4 @@
-"""What the router sees of a prompt, and how many tokens it takes it to have."""
+"""The router's view of a prompt, and its forecast of the prompt's tokens."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 def shared(one: Prompt, other: Prompt) -> int:
-    """How many prefixes they have in common, all of which must be at their beginnings."""
+    """Returns how many prefixes the prompts share. Shared prefixes must be the first ones."""
     same = sum(a == b for a, b in zip(one.prefixes, other.prefixes, strict=False))
     assert {*one.prefixes} & {*other.prefixes} == {*one.prefixes[:same]}
     return same
@@ -60,7 +60,7 @@ def test_the_size_has_what_the_template_puts_before_the_prompt() -> None:
 
 
 def test_a_prefix_has_its_hash_and_the_remainder_has_none() -> None:
-    # The last byte is the closing quote, and no part of what may go on.
+    # The last byte is the closing quote, which is not part of a longer prompt.
     whole = [len(prompt(prompt="x" * (size - 1)).prefixes) for size in (1, PREFIX_BYTES - 1, PREFIX_BYTES)]
     assert whole == [0, 0, 1]
     assert len(prompt(prompt="x" * (3 * PREFIX_BYTES)).prefixes) == 3

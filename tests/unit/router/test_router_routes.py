@@ -1,4 +1,4 @@
-"""Routes beside OpenAI's completions: Anthropic's messages, responses, and what the router says of itself."""
+"""Routes beside OpenAI's completions: Anthropic's messages, responses, and the router's own."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 FUNCTION = {"type": "function", "name": "f", "parameters": {}}
 
 
-# --- Prefill here, decode there
+# --- Prefill on one engine, decode on another
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def test_a_response_that_cannot_be_shared_is_prefilled_by_d(
 
 
 async def test_a_response_over_ranks_is_fetched_from_the_one_that_computed_it() -> None:
-    """vLLM gives a response to any rank: only P's answer says to which."""
+    """vLLM gives a response to any rank. Only the prefill engine's answer names the rank."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         settings = Settings(
             prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),

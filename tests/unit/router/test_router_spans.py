@@ -1,4 +1,4 @@
-"""The router's spans: one of its own for each request, one for each engine, whose context the engine gets."""
+"""The router's spans: one for each request, and one for each engine, which gets the span's context."""
 
 from __future__ import annotations
 

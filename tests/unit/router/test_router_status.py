@@ -1,4 +1,4 @@
-"""The router's status page: what it says, what a stranger learns from it, and what it remembers."""
+"""The router's status page: its contents, the part that strangers see, and the recent failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Clock:
         return self.now
 
 
-# --- What it says
+# --- Contents
 
 
 async def test_the_status_has_the_engines_and_what_was_answered() -> None:
@@ -86,11 +86,12 @@ async def test_the_router_lives_without_a_single_engine() -> None:
         assert (answer.status_code, answer.json()) == (200, {"live": True})
 
 
-# --- What a stranger learns
+# --- The part that strangers see
 
 
 async def failing(**settings: Any) -> tuple[str, dict[str, Any], list[str]]:
-    """The status of a router over a D that refuses, and a P that is not there; and what must not be in it."""
+    """Returns the status of a router whose decode engine refuses and whose prefill engine does not exist, and
+    the texts that must not be in it."""
     secret = f"the engine says {COMPLETION['prompt']}"
     async with serve_engine(refuse(500, secret)) as d:
         gone = "http://127.0.0.1:1"
@@ -100,7 +101,7 @@ async def failing(**settings: Any) -> tuple[str, dict[str, Any], list[str]]:
         async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             headers = {"x-request-id": "request-of-alice"}
             assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code >= 500
-            # Only D is asked for several prompts.
+            # A request with several prompts goes to the decode engine only.
             several = {"prompt": [COMPLETION["prompt"], "b"], "max_tokens": 3}
             assert (await client.post("/v1/completions", json=several, headers=headers)).status_code == 500
             answer = await client.get("/status.json")
@@ -113,7 +114,7 @@ async def test_a_stranger_sees_what_fails_and_neither_addresses_nor_prompts_nor_
     text, status, secrets = await failing()
     assert [secret for secret in secrets if secret in text] == []
     told = {(one["engine"], one["what"]) for one in status["failures"]}
-    assert ("prefill 1", "takes no connection") in told
+    assert ("prefill 1", "accepts no connection") in told
     assert ("prefill 1", "does not answer") in told
     assert ("decode 1", "answers 500") in told
 
@@ -123,7 +124,7 @@ async def test_an_operator_sees_addresses_and_the_engines_own_words() -> None:
     text, status, (gone, d, *_) = await failing(status_details=True)
     assert [one["address"] for one in status["engines"]] == [gone, d]
     details = {(one["engine"], one["what"]): one["detail"] for one in status["failures"]}
-    assert "Cannot connect" in details["prefill 1", "takes no connection"]
+    assert "Cannot connect" in details["prefill 1", "accepts no connection"]
     assert "the engine says" in details["decode 1", "answers 500"]
     assert "alice" not in text
 
@@ -151,7 +152,7 @@ def test_the_page_is_light_enough_for_a_phone() -> None:
 
 
 class Joined:
-    """Members that register, and the status over them, by a clock of the test's."""
+    """Members that register, and the status over them, by the test's own clock."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -230,8 +231,8 @@ def test_an_engine_that_dies_is_told_of_with_its_name(joined: Joined) -> None:
     status = joined.status()
     assert status["engines"] == []
     assert [(one["engine"], one["what"], one["ago"]) for one in status["failures"]] == [
-        ("decode 1", "is given up: it gives no sign of life any more", 2.0),
-        ("decode 1", "is silent", 4.0),
+        ("decode 1", "is declared dead: it gives no sign of life", 2.0),
+        ("decode 1", "is silent: its registrations stopped", 4.0),
     ]
 
 
@@ -245,7 +246,7 @@ def test_many_readers_cost_what_one_does(joined: Joined) -> None:
     assert b"decode 1" in joined._status.json()
 
 
-# --- What is remembered
+# --- Recent failures
 
 
 def test_equal_incidents_are_counted_and_the_memory_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""`usage` in the answer: cached tokens are P's prefix-cache hits, not what D got from P."""
+"""`usage` in the answer: cached tokens are the prefill engine's prefix-cache hits, not the received pages."""
 
 import asyncio
 import json
@@ -90,11 +90,12 @@ async def test_the_last_event_of_a_stream_waits_for_ps_count() -> None:
         assert await within(anext(lines)) == "data: [DONE]"
 
 
-# --- Each API's words: what D says where 99 of 100 tokens came from P, and what one engine says that had 32.
+# --- Each API's fields: the decode engine's usage if 99 of 100 tokens came from the prefill engine, and one
+# engine's usage with 32 cached tokens
 
 
 def messages_usage(cached: int, **more: int) -> dict[str, Any]:
-    created = {"cache_creation_input_tokens": 1}  # stays as D said
+    created = {"cache_creation_input_tokens": 1}  # stays as the decode engine counted it
     counts = {"input_tokens": 99 - cached, "output_tokens": 5, "cache_read_input_tokens": cached}
     return counts | created | more
 
@@ -136,7 +137,7 @@ def ids_of(cases: list[tuple[str, Any, Any]]) -> list[str]:
 
 @pytest.mark.parametrize(("path", "said", "told"), WHOLE, ids=ids_of(WHOLE))
 async def test_a_whole_answer_counts_as_one_engines(path: str, said: object, told: object) -> None:
-    """And nothing else in it is changed."""
+    """Nothing else in the answer changes."""
 
     async def handler(request: Request, body: dict[str, Any]) -> Response:
         return JSONResponse(said)
@@ -183,7 +184,7 @@ STREAMED = [
 
 
 def named(event: dict[str, Any]) -> bytes:
-    """In vLLM's words."""
+    """Returns the event as vLLM writes it."""
     return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
 
 
@@ -192,7 +193,7 @@ def named(event: dict[str, Any]) -> bytes:
 async def test_a_streams_events_count_as_one_engines(
     path: str, said: list[dict[str, Any]], told: list[dict[str, Any]], apart: bool
 ) -> None:
-    """And nothing else in them is changed."""
+    """Nothing else in the events changes."""
 
     async def handler(request: Request, body: dict[str, Any]) -> Response:
         async def chunks() -> AsyncIterator[bytes]:
@@ -242,7 +243,7 @@ async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
 
 
 async def test_written_tokens_are_ps_where_p_names_them() -> None:
-    """D writes nothing to its prefix cache of what it gets from P."""
+    """The decode engine writes none of the received tokens to its prefix cache."""
 
     async def p(request: Request, body: dict[str, Any]) -> Response:
         details = {"cached_tokens": 32, "cache_write_tokens": 64}

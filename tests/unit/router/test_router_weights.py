@@ -1,4 +1,4 @@
-"""Engines of several versions of weights at one router: which of them are used, and which together."""
+"""Engines with several weight versions at one router: which of them are used, and which together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from kv_connector.router.placement.policy import FewestOutstanding, Placement, P
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.moves import Moves
 
-# What an engine says of its speed, so that Goodput has something to go by; P is far faster than D is here.
+# The engine's report on its speed, which Goodput needs. The prefill engine is far faster than the decode
+# engine.
 LOAD = WorkloadReport(
     step_tokens=512, prompt_tokens=512, cache_tokens=10**6, prompt=PromptCost(10**6, 10**4, 0)
 )
 
 
 class Router:
-    """A policy over engines that register, "p1" or "d2" or "b3" (both), and say which weights they serve."""
+    """A policy over engines that register ("p1", "d2", or "b3" for both roles) and report their weight
+    versions."""
 
     def __init__(self, *, objectives: bool = False) -> None:
         self.pools = {side: Pool() for side in Side}
@@ -53,7 +55,8 @@ class Router:
         return self.policy.place(Completion.decode(raw), "/v1/completions", avoid)
 
     def pairs(self, requests: int = 12) -> set[tuple[str, str]]:
-        """Who serves so many requests whose streams do not end: P, or "-", and D."""
+        """Returns which pairs serve so many requests whose streams do not end: a prefill engine or "-", and a
+        decode engine."""
         found = set()
         for _ in range(requests):
             placement = self.place()
@@ -150,7 +153,7 @@ def test_an_engine_that_has_failed_is_avoided_for_one_of_other_weights(router: R
 
 
 def test_a_decode_engine_that_is_asked_later_is_of_prefills_weights() -> None:
-    """As in serial dispatch, and for streams that move."""
+    """The same holds in serial dispatch, and for streams that move."""
     router = Router()
     prefill = router.says("p1", "v1")
     one, other, like = (

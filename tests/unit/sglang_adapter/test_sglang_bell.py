@@ -1,4 +1,4 @@
-"""What ends the wait of a scheduler that has nothing to compute."""
+"""The events that end the wait of a scheduler without work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOUR_MS = 3_600_000
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what is announced ends a wait."""
+    """Only an announced event ends a wait."""
     monkeypatch.setattr(bell, "_PATIENCE_MS", HOUR_MS)
     monkeypatch.setattr(bell, "_AWAKE_S", 0.0)
 
@@ -33,7 +33,7 @@ class Waiting:
 
 @pytest.fixture
 def sockets() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """A tokenizer's, and its scheduler's."""
+    """A tokenizer's socket, and its scheduler's."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
         pull.bind("inproc://requests")
         push.connect("inproc://requests")

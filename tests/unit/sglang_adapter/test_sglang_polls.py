@@ -1,4 +1,4 @@
-"""What SGLang's queues hear. A value that one of them does not expect would end its server."""
+"""The values for SGLang's queues. A value that one of them does not expect would end its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's buffers in our words: what P and D may differ in follows from it."""
+"""SGLang's buffers as a layout, which determines how P and D may differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shape(**more: Any) -> Shape:
 
 
 def heads(rank: int, ranks: int, **more: Any) -> KvLayout:
-    """A rank of two layers of four KV heads."""
+    """A rank with two layers of four KV heads."""
     item = PAGE_SIZE * max(1, 4 // ranks) * HEAD
     return pool_layout(args(item, 4, **more), shape(rank=rank, ranks=ranks), TABLE)[0]
 
@@ -84,7 +84,7 @@ def test_alike_a_page_is_one_run_of_k_and_one_of_v_and_the_metadata_one_write() 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (2, 2), (8, 4), (4, 8)])
 def test_heads_are_divided_by_other_ranks_and_the_metadata_comes_once(prefill: int, decode: int) -> None:
-    """8 ranks of 4 heads: two have the same one."""
+    """With 8 ranks and 4 heads, two ranks have the same head."""
 
     def ranks(count: int) -> list[Rank]:
         return [Rank("h", 1 + rank, 0, heads(rank, count)) for rank in range(count)]
@@ -117,7 +117,8 @@ def test_a_latent_is_the_same_on_all_ranks() -> None:
 
     assert [part.name for part in latent(0, 1).layers[0].parts] == ["latent"]
     ranks = [Rank("h", 1 + rank, 0, latent(rank, 2)) for rank in range(2)]
-    assert len(draws([Rank("d", 1, 0, latent(0, 1))], 0, ranks)) == 2  # each has something to do with D
+    # each prefill rank sends something to D
+    assert len(draws([Rank("d", 1, 0, latent(0, 1))], 0, ranks)) == 2
 
 
 def test_servers_with_other_metadata_are_refused() -> None:
@@ -162,7 +163,7 @@ def test_a_window_is_divided_by_heads(prefill: int, decode: int) -> None:
     targets = (GroupTarget(0, ()), GroupTarget(0, (1,)), GroupTarget(0, (5, 6)))
     found = draws(layouts, 0, sources)
     writes = sum(sum(draw.plan.counts(targets, 0).values()) for draw in found.values() if draw.plan)
-    # Two pages of two layers, in a run a token of each source's heads, and the metadata.
+    # Two pages of two layers, in one run per token of each source's heads, and the metadata.
     assert writes == 2 * 2 * PAGE_SIZE * prefill + 1
     assert window(0, 1).groups[STATES].block_size == 0
 

@@ -1,4 +1,4 @@
-"""What an operator may say about the agents of a SGLang server."""
+"""The settings of an operator for the agents of an SGLang server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What other projects' routers send, read as if ours had sent it.
+"""Requests of other projects' routers are read like those of this project's router.
 
-The bodies are those that the projects' sources build; each says where it was read. tests/fleet sends them to
-real engines.
+The bodies are those that the projects' sources build. Each has a note of its source. tests/fleet sends them
+to real engines.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from kv_connector.vllm.dialects import in_our_words
 P = Address("10.0.0.1", 5600)
 FRESH = "3f1c6d2a9b8e4f70a1b2c3d4e5f60718"
 
-# What NIXL's flow sends to P, in whoever's hands: vLLM's own proxies, vllm-router's nixl mode, llm-d's
-# sidecar, production-stack's orchestrated mode, AIBrix, Dynamo.
+# The fields of NIXL's flow for P, from any of its senders: vLLM's own proxies, vllm-router's nixl mode,
+# llm-d's sidecar, production-stack's orchestrated mode, AIBrix, Dynamo.
 OF_NIXL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
-# What our P answers, and what all of them put before D: AIBrix and production-stack with P's own host in it.
+# The answer of P, which all of them pass to D. AIBrix and production-stack put P's own host into it.
 ANSWER_OF_P = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -85,7 +85,7 @@ MORIIO_ID = (
             DecodeParams("tx7", P),
             id="llm-d moriio to D",
         ),
-        # The same, connector_p2p.go
+        # From the same commit, connector_p2p.go
         pytest.param(
             "r",
             {"remote_decoder": {"kv_request_id": "k"}},
@@ -104,7 +104,7 @@ MORIIO_ID = (
             None,
             id="llm-d: a cached prefix elsewhere",
         ),
-        # The wheel vllm-router 0.1.17, as it came to a server that wrote it down
+        # From the wheel vllm-router 0.1.17, recorded by a server
         pytest.param(
             f"cmpl-{MORIIO_ID}-0-1a2b3c4d",
             {
@@ -214,6 +214,6 @@ def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any], requ
 @given(st.dictionaries(st.sampled_from(words), anything), ids)
 @example({**ANSWER_OF_P}, MORIIO_ID)
 def test_what_our_router_sends_stays_as_it_is(params: dict[str, Any], request_id: str) -> None:
-    """It always says where P is: no request's id can lead D elsewhere."""
+    """This project's router always names P's address: no request's id can lead D to another address."""
     said = {**params, "remote_host": params.get("remote_host") or "10.0.0.1"}
     assert in_our_words(said, request_id) is said

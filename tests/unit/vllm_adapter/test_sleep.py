@@ -39,7 +39,7 @@ def _map(side: Side, protection: int) -> None:
 
 def sleep(side: Side) -> None:
     side.agent.unregister_memory()
-    _map(side, 0)  # from now on whoever touches it ends the process
+    _map(side, 0)  # from now on any access ends the process
 
 
 def wake(side: Side) -> None:
@@ -88,7 +88,7 @@ def test_a_sleeping_engine_dials_nobody_until_it_wakes(pair: tuple[Side, Side]) 
     assert decode.failed == ["d-t"]
     assert decode.agent.live().peers == 0
     wake(decode)
-    until(lambda: prefill.agent.live().peers == 1)  # for the request that waits
+    until(lambda: prefill.agent.live().peers == 1)  # for the waiting request
 
 
 def test_a_sleeping_decode_engine_ends_its_loads(pair: tuple[Side, Side]) -> None:
@@ -179,7 +179,7 @@ def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch
     assert order == []
 
     def let(*arguments: Any) -> None:
-        fence(*arguments)  # raises where it takes longer than the agent waits
+        fence(*arguments)  # raises if it takes longer than the agent waits
         order.append("fenced")
 
     monkeypatch.setattr(engine, "fence", let)
@@ -230,7 +230,7 @@ def test_an_engine_that_sleeps_can_be_closed(sim: Stage) -> None:
 def connector(
     words: list[object], refuses: Callable[[], None] = lambda: None, registers: bool = True
 ) -> WriteImmConnector:
-    """A worker's half, which writes down what it asks for."""
+    """A connector's worker side that records its calls."""
 
     def unregister() -> None:
         refuses()

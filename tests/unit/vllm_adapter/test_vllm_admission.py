@@ -1,5 +1,4 @@
-"""Engines that are P and D at once do not wait for each other: vLLM's real schedulers, and pretended
-transfers."""
+"""Engines that are P and D at once do not wait for each other: vLLM's schedulers, and pretended transfers."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from kv_connector.vllm.metadata import StepMetadata
 __all__ = ["model"]
 
 POOL = 100
-SHARE = POOL // 3 - 1  # blocks: the null block is nobody's
+SHARE = POOL // 3 - 1  # blocks, without the null block
 
 
 @dataclass
@@ -32,7 +31,10 @@ class Transfer:
 
 @dataclass
 class Pair:
-    """Two engines, each P and D for the other. A page is there as soon as it is computed and asked for."""
+    """Two engines, each P and D for the other.
+
+    A page arrives as soon as it is computed and requested.
+    """
 
     engines: tuple[Stage, Stage]
     transfers: dict[str, Transfer] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Pair:
         self.engines[1 - p].add(f"d-{name}", prompt(name, tokens), params, max_tokens=3)
 
     def run(self) -> None:
-        """Until all requests are over. Fails where nothing moves any more."""
+        """Runs steps until all requests are over. Fails if no request makes progress any more."""
         for _ in range(1000):
             if not any(engine.scheduler.has_requests() for engine in self.engines):
                 return
@@ -111,7 +113,7 @@ Add = Callable[[str, int, int], None]
 
 
 def test_loads_leave_room_for_the_prompts_that_others_load(pair: Pair) -> None:
-    """Five loads of 22 blocks would fill each pool, and the prompts are behind them."""
+    """Five loads of 22 blocks would fill each pool, and the prompts queue behind them."""
     for add in (pair.add_load, pair.add_prompt):
         for p in (0, 1):
             for number in range(5):
@@ -142,7 +144,10 @@ def test_any_order_of_arrival_comes_to_its_end(pair: Pair, seed: int) -> None:
 
 
 def test_an_urgent_prompt_passes_an_ordinary_one_at_the_gate(model: Path) -> None:
-    """With --scheduling-policy priority, as in vLLM's own queue. The share of P's pool is 20 blocks."""
+    """With --scheduling-policy priority the order is that of vLLM's own queue.
+
+    The share of P's pool is 20 blocks.
+    """
     config = vllm_config(model, "kv_producer", budget=4000)
     config.scheduler_config.policy = "priority"
     engine = Stage(config, (FULL,), 41)

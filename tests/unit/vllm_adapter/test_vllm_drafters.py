@@ -1,6 +1,6 @@
 """Speculative decoding: the drafter's KV cache travels with the model's, in uniform and in hybrid models.
 
-Whatever it drafts, the model decides on each token: of a drafter's pages only the speed depends.
+The model decides on each token, whatever is drafted. Only the speed depends on a drafter's pages.
 """
 
 from pathlib import Path
@@ -34,11 +34,11 @@ both_kinds_of_model = pytest.mark.parametrize("specs", [UNIFORM, HYBRID], ids=["
 
 @both_kinds_of_model
 def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpec]) -> None:
-    """Grouped by vLLM, which marks a group as the drafter's where there are several."""
+    """vLLM groups the layers, and marks a group as the drafter's if there are several groups."""
     config = vllm_config(model, "kv_both", drafter="eagle")
     config.cache_config.kv_cache_layout = "LBHNC"
     groups = get_kv_cache_groups(config, {name(layer): spec for layer, spec in enumerate(specs)})
-    groups[-1].is_eagle_group = len(groups) > 1  # as vLLM marks the drafter's
+    groups[-1].is_eagle_group = len(groups) > 1  # as vLLM marks the drafter's group
     check_configuration(config, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups))
     rank = make_rank(config, groups)
     assert [layer.name for layer in rank.layout.layers] == [name(layer) for layer in range(len(specs))]
@@ -51,8 +51,9 @@ def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpe
 def test_d_asks_for_all_but_the_last_token_and_p_has_it(
     model: Path, specs: list[KVCacheSpec], drafter: str, cached: int
 ) -> None:
-    """The drafter's KV of a token depends on the next one: of those that are sent, P knows the next. D drafts
-    behind the prompt, in blocks that it takes once the pages are here.
+    """The drafter's KV of a token depends on the next token, which P knows for all that it sends.
+
+    D drafts behind the prompt, in blocks that it takes once the pages are here.
     """
     specs = specs[:2] if specs is HYBRID else specs[:1]
     prefill = Stage(vllm_config(model, "kv_producer", drafter=drafter), specs)
@@ -69,7 +70,8 @@ def test_d_asks_for_all_but_the_last_token_and_p_has_it(
         output, metadata = decode.schedule()
         asked = reservation(metadata)
         if cached:
-            # vLLM takes no hit's last block: the drafter's KV of its last token was made with another next.
+            # vLLM drops the last block of a hit: the drafter's KV of the block's last token was made with
+            # another next token.
             assert asked.first_token == cached - (BLOCK if drafter == "eagle" else 0)
         for index, target in enumerate(asked.groups):
             oldest = max(asked.first_token, tokens - WINDOW if index else 0)
@@ -78,7 +80,7 @@ def test_d_asks_for_all_but_the_last_token_and_p_has_it(
             assert target.first + len(target.blocks) == -(-(tokens - 1) // BLOCK)
         decode.update(output, received=["d"])
         drafting, _ = decode.schedule()
-        # The last token, and three drafts that nobody has made yet.
+        # The last token, and three drafts that are still to be made.
         assert drafting.num_scheduled_tokens == {"d": 4}
         assert all(len(table) * BLOCK >= tokens + 3 for table in decode.tables("d"))
         decode.update(drafting)

@@ -65,7 +65,7 @@ KIND = all2all.AgRsAll2AllManager
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls by reason, and those that were taken, of all ranks together."""
+    """Counts calls that were passed on by reason, and calls that were taken, of all ranks together."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(metrics, "passed", lambda reason: counts.update([reason]))
     monkeypatch.setattr(metrics, "taken", lambda: counts.update(["taken"]))
@@ -91,7 +91,7 @@ def exchange_of(
 
 
 def batch(size: int, seed: int, hidden: int = HIDDEN) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, weights and ids."""
+    """Returns rows, weights and ids."""
     random = torch.Generator().manual_seed(seed)
     rows = torch.randn(size, hidden, generator=random).bfloat16()
     weights = torch.rand(size, TOP_K, generator=random)
@@ -116,7 +116,7 @@ def batches(
 def computed(
     rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, local: Sequence[int]
 ) -> torch.Tensor:
-    """Results of a rank's experts: expert e multiplies a row by e + 1."""
+    """Returns the results of a rank's experts: expert e multiplies a row by e + 1."""
     results = torch.zeros(rows.shape)
     for place in range(ids.shape[1]):
         for expert in local:
@@ -182,7 +182,7 @@ def test_a_missing_method_is_a_problem() -> None:
 
 
 def configuration(**changes: Any) -> Any:
-    """vLLM's, as far as it is asked."""
+    """A configuration of vLLM, with the fields that the exchange reads."""
     model = {
         "dtype": torch.bfloat16,
         "get_num_experts": lambda: EXPERTS,
@@ -239,7 +239,7 @@ def test_settings_are_the_configurations_facts() -> None:
 
 
 def test_tensor_parallel_ranks_exchange_rows_among_those_of_one_number() -> None:
-    """Each of these ranks has the experts of its own number alone, so that rows go to all of them."""
+    """Each of these ranks has only the experts of one tensor parallel rank. Its rows go to all ranks."""
     found = settings_of(configuration(), manager(rank=3, world_size=4))
     assert (found.rank, found.ranks, found.divides_experts) == (1, 2, False)
     assert "tensor parallel ranks exchange rows apart" in found.problem
@@ -313,7 +313,7 @@ def parallel_facts(ranks: int, rank: int) -> FusedMoEParallelConfig:
 def routed_experts(
     quant: FusedMoEQuantConfig | None, ranks: int = 2, rank: int = 1, experts: int = 5
 ) -> SimpleNamespace:
-    """A layer, with vLLM's own placement and quantization."""
+    """A layer with vLLM's own placement and quantization."""
     assert {"hidden_dim", "hidden_dim_unpadded", "num_experts", "experts_per_token", "in_dtype"} <= {
         field.name for field in dataclasses.fields(FusedMoEConfig)
     }
@@ -441,7 +441,7 @@ def test_sums_equal_those_of_all_experts(sizes: tuple[int, ...], into: bool, cou
 
 
 def test_further_tensors_keep_their_order(counted: Counter[str]) -> None:
-    """Large rows travel as scales, with the row alone, and small ones to all ranks."""
+    """Large rows travel as scales, only with the row. Small ones go to all ranks."""
     sizes, ranks = (2, 3), Ranks(2)
     given = batches(sizes)
     small = [torch.arange(size, dtype=torch.int32) + 10 * rank for rank, size in enumerate(sizes)]
@@ -546,8 +546,8 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
 
     ranks.run(step)
     assert counted == {reason: 6}
-    lines = [one for one in caplog.messages if f"for the reason: {reason}" in one]
-    assert len(lines) == 2  # one a rank
+    lines = [one for one in caplog.messages if f"reason: {reason}" in one]
+    assert len(lines) == 2  # one for each rank
 
 
 @pytest.mark.parametrize(
@@ -578,11 +578,11 @@ def test_one_ranks_layer_makes_all_ranks_pass_calls_on(
     ranks.run(step)
     assert counted == {"layer": 4}
     lines = [one for one in caplog.messages if "rank 0: " in one and problem in one]
-    assert len(lines) == 2  # one a rank
+    assert len(lines) == 2  # one for each rank
 
 
 def test_a_call_that_is_passed_on_ends_an_open_dispatch() -> None:
-    """A step that raised between the two leaves one open."""
+    """A step that raised between dispatch and combine leaves a dispatch open."""
     ranks = Ranks(2)
 
     def step(rank: int) -> None:
@@ -637,7 +637,7 @@ def test_a_group_that_cannot_form_leaves_vllms_exchange_in_use(counted: Counter[
 
 
 def test_an_exchange_that_does_not_end_ends_the_engine() -> None:
-    """A call of it still waits in vLLM's group, whose next collective would meet it."""
+    """Its call still waits in vLLM's group, where it could be mixed up with vLLM's next collective."""
 
     def never(*_: Any) -> Any:
         raise ExchangeError("the exchange of settings did not end within 30 s")
@@ -652,7 +652,7 @@ def test_an_exchange_that_does_not_end_ends_the_engine() -> None:
 
 
 def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) -> None:
-    """A drafter's, or that of a model whose configuration does not name all facts."""
+    """The size is a drafter's, or that of a model whose configuration does not name all facts."""
     ranks = Ranks(2)
 
     def step(rank: int) -> None:
@@ -691,7 +691,7 @@ def test_layers_that_differ_from_the_configuration_get_a_group_of_their_facts() 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_layers_that_cannot_be_read_make_all_ranks_pass_calls_on(failing: int, counted: Counter[str]) -> None:
-    """Without an answer of this rank the others would wait for it."""
+    """Without an answer of this rank the other ranks would wait for it."""
     ranks = Ranks(2)
 
     def layers(rank: int) -> list[ExpertLayer]:
@@ -728,7 +728,7 @@ def test_a_group_that_stays_open_is_replaced() -> None:
 def test_the_first_call_is_not_settled_inside_a_graph(
     counted: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exchange of facts is no work for the GPU, and would not be in the graph."""
+    """The exchange of facts does not run on the GPU, and would not be in the graph."""
     monkeypatch.setattr("kv_connector.vllm.experts.exchange._captures", lambda _: True)
     ranks = Ranks(2)
 
@@ -744,7 +744,7 @@ def test_the_first_call_is_not_settled_inside_a_graph(
 
 
 class Base:
-    """vLLM's class, which notes its calls."""
+    """vLLM's class, recording its calls."""
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -785,7 +785,7 @@ class Base:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A manager of a configuration that is not served."""
+    """A manager for a configuration that is not served."""
     monkeypatch.setattr(
         "kv_connector.vllm.experts.manager.get_current_vllm_config",
         lambda: configuration(dtype=torch.float32),
@@ -814,7 +814,7 @@ def test_vllms_methods_get_the_calls_that_are_passed_on(refused: Any, counted: C
 
 
 def test_router_logits_end_an_open_dispatch(refused: Any, counted: Counter[str]) -> None:
-    """Their combine is vLLM's, too."""
+    """vLLM serves their combine, too."""
     rows, weights, _ = batch(2, 0)
     refused.experts._open = object(), (2, 1)
     assert refused.experts.takes_combine()
@@ -827,7 +827,7 @@ def test_router_logits_end_an_open_dispatch(refused: Any, counted: Counter[str])
 
 
 class Worker:
-    """vLLM's, whose steps return or raise what a test wants."""
+    """vLLM's worker, whose steps return or raise what a test sets."""
 
     step: Any = "output"
     ended = 0
@@ -873,7 +873,7 @@ def watched_worker(
     exchange = ExpertExchange(SETTINGS, lambda message: [message, message], form=form)
     parallel = SimpleNamespace(worker_cls=f"{__name__}.WatchedWorker", distributed_executor_backend=backend)
     config = SimpleNamespace(parallel_config=parallel)
-    for _ in range(2):  # an engine that is made anew
+    for _ in range(2):  # an engine may be made anew
         watch_steps(config, exchange.check, exchange.explain, exchange.close)
     return kind(), exchange, formed[0]
 
@@ -915,7 +915,7 @@ def test_a_worker_whose_errors_vllm_drops_ends(
 
 
 def test_vllm_drops_errors_of_the_ranks_that_end() -> None:
-    """The rank whose answers the executor reads is tensor parallel rank 0."""
+    """The executor reads the answers of tensor parallel rank 0."""
     parallel = SimpleNamespace(tensor_parallel_size=4, prefill_context_parallel_size=1)
     executor = SimpleNamespace(world_size=4, parallel_config=parallel)
     assert MultiprocExecutor._get_output_rank(executor) == 0

@@ -1,4 +1,4 @@
-"""What two engines must have alike: the model as a whole, and what each layer's numbers are."""
+"""Facts that must be equal on two engines: the model as a whole, and the element types of each layer."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ def config(model: Path) -> Any:
 
 
 def scaled(kv_cache_dtype: str, k: float | None, v: float | None) -> torch.nn.Module:
-    """A layer as vLLM leaves it behind once the weights are loaded; None: the checkpoint has no scale."""
+    """A layer as vLLM leaves it behind once the weights are loaded. None: the checkpoint has no scale."""
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
     layer.kv_cache_dtype = kv_cache_dtype
@@ -51,7 +51,7 @@ def by_head(k: list[float], v: list[float]) -> torch.nn.Module:
 
 
 def test_the_scales_of_quantized_pages_are_found() -> None:
-    """Of two engines with `--kv-cache-dtype fp8` one may have them from its checkpoint, the other none."""
+    """With `--kv-cache-dtype fp8`, one engine may have scales from its checkpoint, and the other none."""
     layers = {
         "calibrated": scaled("fp8", 0.5, 0.25),
         "not calibrated": scaled("fp8_e4m3", None, None),
@@ -93,7 +93,7 @@ def test_the_scales_of_all_heads_are_the_same_however_many_ranks_have_them(
 
 
 def quantized(config: Any, layer: torch.nn.Module) -> Rank:
-    """80 layers, of which the last is ``layer``."""
+    """A rank of 80 layers, of which the last is ``layer``."""
     spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, num_kv_heads=1)
     usual = attention(kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
     last = attention(kv_cache_dtype="fp8", _k_scale=layer._k_scale, _v_scale=layer._v_scale)
@@ -107,8 +107,8 @@ def test_a_checkpoint_with_other_scales_is_refused(config: Any) -> None:
 
     calibrated, plain = scaled("fp8", 0.5, 0.25), scaled("fp8", None, None)
     assert refusal(calibrated, plain) == (
-        f"layer {name(79)}: format: prefill has 'float8_e4m3fn times 0.5, 0.25, 64 + 64 a head', decode has "
-        f"'float8_e4m3fn times 1.0, 1.0, 64 + 64 a head': {ALIKE}"
+        f"layer {name(79)}: format: prefill engine has 'float8_e4m3fn times 0.5, 0.25, 64 + 64 a head', "
+        f"decode engine has 'float8_e4m3fn times 1.0, 1.0, 64 + 64 a head': {ALIKE}"
     )
     assert refusal(calibrated, scaled("fp8", 0.5, 0.25)) == ""
     heads = [i / 3 for i in range(256)]
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_other_scales_is_refused(config: Any) -> None:
     ],
 )
 def test_what_the_numbers_are(config: Any, dtype: torch.dtype, layer: dict[str, Any], words: str) -> None:
-    """vLLM keeps both kinds of fp8 as bytes."""
+    """vLLM stores both kinds of fp8 as bytes."""
     groups = [KVCacheGroupSpec([name(0)], replace(FULL, dtype=dtype))]
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
         rank = make_rank(config, groups, lambda _, backend=backend: attention(backend, **layer))
@@ -141,13 +141,13 @@ def test_what_the_numbers_are(config: Any, dtype: torch.dtype, layer: dict[str, 
     ("of_rank", "ranks", "said", "heads"),
     [
         (8, 1, {"kv_heads": 8}, 8),
-        (7, 1, {"kv_heads": 8}, 7),  # all that there are
+        (7, 1, {"kv_heads": 8}, 7),  # all heads
         (2, 4, {"kv_heads": 8}, 8),
         (1, 8, {"kv_heads": 8}, 8),
         (1, 16, {"kv_heads": 8}, 8),
         (1, 3, {"kv_heads": 1}, 1),
         (1, 4, {"kv_heads": 8}, None),
-        (8, 4, {"kv_heads": 8}, None),  # every rank has all
+        (8, 4, {"kv_heads": 8}, None),  # every rank has all heads
         (4, 2, {"kv_heads": 4, "swa_num_key_value_heads": 8}, 8),
         (2, 2, {"kv_heads": 4, "swa_num_key_value_heads": 8}, 4),
         (1, 8, {"kv_heads": 4, "swa_num_key_value_heads": 8}, None),
@@ -184,7 +184,8 @@ def test_there_is_advice_for_each_pair(config: Any, monkeypatch: pytest.MonkeyPa
     assert [pair.name for pair in ours] == list(ADVICE)
     monkeypatch.setattr(config.model_config, "dtype", torch.bfloat16)
     assert mismatch(ours, rank_fingerprint(config), ADVICE) == (
-        "dtype: prefill has float32, decode has bfloat16: start both engines with the same --dtype"
+        "dtype: prefill engine has float32, decode engine has bfloat16: "
+        "start both engines with the same --dtype"
     )
 
 

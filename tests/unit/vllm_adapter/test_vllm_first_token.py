@@ -1,4 +1,4 @@
-"""D's requests begin with the token that P sampled: vLLM's real scheduler, with a pretend model."""
+"""D's requests begin with the token that P sampled: vLLM's real scheduler, with a pretended model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,20 +25,20 @@ MakeDecode = Callable[..., Stage]
 
 
 class Step(NamedTuple):
-    """What the workers are told of a request that is new to them."""
+    """The scheduler's message to the workers about a new request."""
 
     behind: list[int]
-    """Its prompt."""
+    """Tokens behind the prompt."""
     before: int
-    """Tokens that are computed."""
+    """Number of computed tokens."""
     tokens: int
-    """That are to be computed."""
+    """Number of tokens to compute."""
     forced: int | None
 
 
 @pytest.fixture
 def v2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are configured as on a GPU; there is no runner here."""
+    """Configures engines as on a GPU. No runner exists here."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
@@ -52,7 +52,7 @@ def decode(request: pytest.FixtureRequest, v2: None, model: Path) -> MakeDecode:
 
 
 def first_step(stage: Stage, tokens: int, sampled: int = SAMPLED, **reports: Any) -> Step:
-    """Of the request "d", whose pages have come."""
+    """Returns the first step of the request "d", after its pages have arrived."""
     stage.step(received=["d"], sampled={"d": sampled}, **reports)
     output, _ = stage.schedule()
     (new,) = output.scheduled_new_reqs
@@ -104,7 +104,7 @@ def test_a_window_keeps_the_block_that_the_last_token_attends_to(decode: MakeDec
 
 
 def test_its_answer_may_end_with_the_second(decode: MakeDecode) -> None:
-    """Which vLLM must know beforehand, where it schedules a step before it has seen the one before."""
+    """vLLM must know that in advance, if it schedules a step before the output of the previous one."""
     stage = decode()
     stage.add("d", prompt(100), PARAMS, max_tokens=2)
     stage.step()
@@ -264,7 +264,7 @@ def test_d_does_not_begin_with_ps_token_with_runner_v1(model: Path) -> None:
 
 
 def test_d_does_not_begin_with_ps_token_where_something_is_drafted(v2: None, model: Path) -> None:
-    """Such a D does not ask for P's token."""
+    """Such a D does not request P's token."""
     assert not gives_first_tokens(vllm_config(model, "kv_consumer", drafter="eagle"))
 
 

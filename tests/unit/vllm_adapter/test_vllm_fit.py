@@ -1,4 +1,4 @@
-"""What doctor says of a model, against the layouts that the connector makes of vLLM's own model.
+"""The layouts that doctor predicts for a model equal those that the connector makes of vLLM's own model.
 
 vLLM reads the configuration, builds the model without memory, groups its layers and places their pages.
 """
@@ -43,7 +43,7 @@ TOKENS = 1000
 
 
 class OnGpu(AttentionBackend):  # type: ignore[misc]
-    """What a layout depends on of the usual backends of a GPU."""
+    """A stand-in for the usual backends of a GPU, with all that a layout depends on."""
 
     @staticmethod
     def get_name() -> str:
@@ -56,7 +56,7 @@ class OnGpu(AttentionBackend):  # type: ignore[misc]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process that takes itself for one of an engine's ranks."""
+    """Makes this process one of an engine's ranks."""
     init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/file", 0, "gloo")
     with set_current_vllm_config(VllmConfig()):
         ensure_model_parallel_initialized(1, 1)
@@ -66,7 +66,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def vllms(path: Path, patch: pytest.MonkeyPatch, *, tp: int, order: str, **arguments: Any) -> list[Rank]:
-    """The ranks of an engine, as its workers would describe them."""
+    """Returns the ranks of an engine, as its workers would describe them."""
     patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: order == "planes")  # states in float32
     patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # planes are the order without AMX
     patch.setattr(get_tp_group(), "world_size", tp)
@@ -104,8 +104,11 @@ def vllms(path: Path, patch: pytest.MonkeyPatch, *, tp: int, order: str, **argum
 
 
 def pages(layout: KvLayout) -> list[Any]:
-    """Of each layer all that a plan depends on; the runs count from where the layer begins. Of those that
-    attend also which one it is (vLLM numbers Falcon-H1's states otherwise)."""
+    """Returns, for each layer, all facts on which a plan depends.
+
+    Runs count from the layer's beginning. Attention layers include their index (vLLM numbers Falcon-H1's
+    states differently).
+    """
     found = []
     for layer in layout.layers:
         group, begin = layout.groups[layer.group], min(part.offset for part in layer.parts)
@@ -116,7 +119,7 @@ def pages(layout: KvLayout) -> list[Any]:
 
 
 def runs(part: Part, begin: int) -> dict[tuple[int, ...], int]:
-    """By shard, token and row."""
+    """Returns the place of each run, by shard, token and row."""
     found = {}
     for places in product(*(range(axis.count) for axis in part.axes)):
         at = {"shard": 0, "token": 0, "row": 0}
@@ -128,7 +131,7 @@ def runs(part: Part, begin: int) -> dict[tuple[int, ...], int]:
 
 
 def in_our_words(found: list[Any], order: str) -> list[Any]:
-    """A format says on which machine; the test's is a CPU whatever it pretends to be."""
+    """Replaces the machine in each format: the test runs on a CPU, whatever it simulates."""
     if order == "planes":
         return [(a, b, re.sub(r", vec on .*", ", in planes", words), *more) for a, b, words, *more in found]
     return [(a, b, words.replace(" on cpu", " on cuda"), *more) for a, b, words, *more in found]
@@ -181,7 +184,7 @@ def test_what_a_side_is_started_with(
     except ValueError as error:
         if "on this host" not in str(error):
             raise
-        pytest.skip(f"vLLM: {error}")  # 0.33 has fp8 for a cache where the processor has
+        pytest.skip(f"vLLM: {error}")  # 0.33 supports fp8 caches only if the processor does
     (ours,) = engine(read_model(path), parse_side(side)).ranks
     assert pages(ours.layout) == in_our_words(pages(real.layout), "heads")
 

@@ -1,4 +1,4 @@
-"""ForcedToken under both of vLLM's interfaces: a request's first token is P's, no other is touched."""
+"""ForcedToken under both of vLLM's interfaces: a request's first token is P's, and no other token changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def params(token: int | None = None) -> Any:
 
 
 def sampled(processor: ForcedToken, rows: int, ctx: Any = None) -> list[int]:
-    """Token 5 is what the model would say, and token 3 is masked."""
+    """Samples for a model that prefers token 5. Token 3 is masked."""
     logits = torch.zeros(rows, VOCABULARY)
     logits[:, 5] = 9.0
     logits[:, 3] = -float("inf")

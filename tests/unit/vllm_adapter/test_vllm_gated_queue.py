@@ -14,7 +14,7 @@ from kv_connector.vllm.gated_queue import GatedQueue, GatedScheduler
 
 __all__ = ["model"]
 
-POOL = 41  # blocks: a P's share is 20, that of an engine which is P and D is 13
+POOL = 41  # blocks: a P's share is 20, and 13 for an engine that is P and D
 POLICIES = ["fcfs", "priority"]
 
 
@@ -41,7 +41,7 @@ def waiting(stage: Stage) -> list[str]:
 
 
 class Looks:
-    """Counts prefix cache lookups of vLLM, and questions to the gates."""
+    """Counts prefix cache lookups of vLLM, and calls of the gates."""
 
     def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lookups = self.questions = 0
@@ -87,7 +87,7 @@ def test_step_does_not_look_at_held_prompts(
     assert len(stage.scheduler.waiting) == count
     stats = stage.scheduler.make_stats()
     assert (stats.num_waiting_reqs, stats.num_skipped_waiting_reqs) == (0, count)
-    # In the step after the first has its D, as many start as vLLM runs at a time.
+    # In the step after D has reserved the first, as many start as vLLM runs at a time.
     assert scheduled(stage, reserved=["first"]) == []
     looks.questions = 0
     assert scheduled(stage) == [f"held {number:04}" for number in range(8)]
@@ -99,7 +99,7 @@ def test_step_does_not_look_at_held_prompts(
 def test_step_of_decode_looks_at_one_waiting_load(
     model: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Without a gate: the first load that finds no room ends vLLM's look at its queue."""
+    """There is no gate here: the first load without room ends vLLM's look at its queue."""
     stage = gated(model, "kv_consumer")
     add(stage, "first", 20, PARAMS_OF_D)
     assert scheduled(stage) == []
@@ -153,7 +153,7 @@ def test_prompt_that_decode_has_room_for_starts_at_once(model: Path) -> None:
 
 
 def test_prompt_that_leaves_the_gate_returns_to_its_place(model: Path) -> None:
-    """Behind the older request that waits for blocks, so that such prompts do not starve it."""
+    """It returns behind the older request that waits for blocks, so that this one is not starved."""
     stage = gated(model)
     add(stage, "first", 20)
     assert scheduled(stage) == ["first"]
@@ -220,7 +220,7 @@ def test_urgent_prompt_passes_held_ones(model: Path, scheduler: type[Scheduler])
 
 
 def test_prompt_that_was_put_aside_starts_after_a_pause(model: Path) -> None:
-    """A reset preempts the prompt that holds the gate. It comes back before those that the gate holds."""
+    """A reset preempts the prompt that holds the gate. It returns before those that the gate holds."""
     stage = gated(model)
     config = stage.scheduler.vllm_config
     assert config.scheduler_config.max_num_batched_tokens == 4000
@@ -238,7 +238,7 @@ def test_prompt_that_was_put_aside_starts_after_a_pause(model: Path) -> None:
 
 
 def test_held_load_computes_alone_after_a_pause(model: Path) -> None:
-    """A reset releases the loads that wait, so the gate holds them no more."""
+    """A reset releases the waiting loads, so the gate no longer holds them."""
     stage = gated(model, "kv_both")
     add(stage, "loading", 13, PARAMS_OF_D)
     add(stage, "held", 3, PARAMS_OF_D)
@@ -250,8 +250,10 @@ def test_held_load_computes_alone_after_a_pause(model: Path) -> None:
 
 @pytest.mark.parametrize("report", ["failed", "discarded"])
 def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: str) -> None:
-    """Found by the fuzzer. To compute the prompt takes more blocks of the sliding window than to load it: it
-    waits for the other loads, and these waited behind it."""
+    """Computing the prompt takes more blocks of the sliding window than loading it.
+
+    It waits for the other loads, and these waited behind it. Found by the fuzzer.
+    """
     config = vllm_config(model, "kv_consumer", policy="recompute" if report == "failed" else "fail")
     stage = Stage(config, (FULL, SLIDING), 60, GatedScheduler)
     tokens = {"fails": 480, "a": 462, "b": 301, "c": 245}

@@ -1,5 +1,7 @@
-"""Where the connector says that pages lie and what they are made of, against the tensors that vLLM itself
-lays over the same memory and, on a CPU, against what its kernels write there."""
+"""The connector's description of pages matches vLLM's own tensors over the same memory.
+
+On a CPU it also matches what vLLM's kernels write there.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,7 +54,7 @@ def layers_of(layers: int, spec: Any) -> KVCacheGroupSpec:
 
 
 def assert_runs_are_the_tensors(rank: Rank) -> None:
-    """Each run of each page is what vLLM's view has there of one token of one head."""
+    """Asserts that each run of each page is vLLM's view of one token of one head."""
     for layer in rank.layout.layers:
         (part,) = layer.parts
         tensor = rank.tensors[layer.name]
@@ -83,7 +85,7 @@ def test_one_group(config: Any, order: str, spec: Any) -> None:
 
 
 def test_two_attention_modules_a_layer(config: Any) -> None:
-    """LongCat's, whose hooks are called one after the other."""
+    """LongCat calls the hooks of its two modules one after the other."""
     names = [f"model.layers.{layer}.self_attn.{module}.attn" for layer in (2, 10) for module in (0, 1)]
     rank = make_rank(config, [KVCacheGroupSpec([names[i] for i in (3, 0, 2, 1)], MLA)])
     assert [layer.name for layer in rank.layout.layers] == names
@@ -185,7 +187,7 @@ def heads_of(rank: int, ranks: int) -> slice:
 
 
 def compute(rank: Rank, values: torch.Tensor, heads: slice) -> None:
-    """A prompt, [layers, heads of the model, tokens, content], in the blocks of the table."""
+    """Writes a prompt, [layers, heads of the model, tokens, content], into the blocks of the table."""
     for layer, tensor in enumerate(rank.tensors.values()):
         tokens = tensor.shape[2]
         for logical, block in enumerate(TABLES[0][: values.shape[2] // tokens]):
@@ -233,7 +235,7 @@ def test_each_head_of_each_token_arrives_in_its_place(
     ],
 )
 def test_the_runs_of_a_page(config: Any, orders: tuple[str, str], a: int, b: int, runs: int) -> None:
-    """As many as section "Different TP" of the study says for heads that lie so."""
+    """The number of runs is that of the study's section "Different TP" for heads in these orders."""
     source = ranks_of(config, a, 32, orders[0])[0]
     target = ranks_of(config, b, 32, orders[1])[0]
     plan = Plan(source.layout, target.layout)
@@ -252,7 +254,7 @@ def test_a_latent_comes_from_any_rank(config: Any, a: int, b: int) -> None:
             tensor[:] = torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + layer
     for index in range(b):
         target = make_rank(config, [layers_of(2, spec)], order="LBNHC", rank=index, ranks=b)
-        # P's four blocks of 32, each of D's two has two of them.
+        # P has four blocks of 32. Each of D's two ranks has a part of two of them.
         assert transfer(prefill, target, index, b, TABLES, 128) == 2 * 4
         for layer, tensor in target.tensors.items():
             source = prefill[0].tensors[layer][TABLES[0]].flatten(0, 2)
@@ -284,7 +286,7 @@ def cpu_rank(
 
 
 def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
-    """K and V, [tokens, heads, head size], as vLLM's CPU attention writes them."""
+    """Writes K and V, [tokens, heads, head size], as vLLM's CPU attention does."""
     (tensor,) = rank.tensors.values()
     blocks, heads, size, _ = tensor.shape
     planes = tensor.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
@@ -314,8 +316,10 @@ def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
 def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_ranks(
     config: Any, isa: str, head_size: int, dtype: torch.dtype
 ) -> None:
-    """K by dimension, V by token, a plane of each for every head: what arrives is what the same kernel would
-    have written there."""
+    """K is stored by dimension and V by token, in a plane of each for every head.
+
+    The arriving bytes are those that the same kernel would have written there.
+    """
     numbers = dtype if dtype.is_floating_point else torch.float32
     k, v = torch.rand(2, 128, HEADS, head_size, generator=torch.Generator().manual_seed(1)).to(numbers)
     for (a, n), (b, m) in [((1, 32), (2, 64)), ((2, 64), (1, 32)), ((2, 64), (2, 64))]:
@@ -334,7 +338,7 @@ def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_
 
 
 def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> None:
-    """AMX's K is groups of 16 tokens, its V columns that run through the block."""
+    """With AMX, K is groups of 16 tokens, and the columns of V run through the block."""
 
     def amx(tokens: int, rank: int, ranks: int) -> Rank:
         return cpu_rank(config, "amx", 64, tokens, rank, ranks, torch.bfloat16)
@@ -345,7 +349,7 @@ def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> Non
     assert transfer([one], two, 1, 2, TABLES, 128) == 4
     assert torch.equal(two.tensors[name(0)][TABLES[0]], tensor[TABLES[0]][:, 2:])
     assert misfit(one.layout, amx(64, 0, 1).layout) == (
-        f"layer {name(0)}: format: prefill has {layer_format(one)!r}, decode has "
+        f"layer {name(0)}: format: prefill engine has {layer_format(one)!r}, decode engine has "
         f"{layer_format(one).replace('blocks of 32', 'blocks of 64')!r}: {ALIKE}"
     )
 
@@ -411,25 +415,28 @@ def test_a_page_of_several_kernel_blocks_that_nobody_can_cut_further(config: Any
 
 
 def test_an_indexers_pages_are_whole_and_on_every_rank(config: Any) -> None:
-    """Behind the keys of a block lie their scales."""
+    """The scales of a block's keys lie behind the keys."""
     layer = fake("DEEPSEEK_V32_INDEXER")
     one = make_rank(config, [layers_of(1, INDEXER)], layer)
     two = make_rank(config, [layers_of(1, INDEXER)], layer, rank=1, ranks=2)
     assert transfer([one], two, 1, 2, TABLES, 128) == 4
     other = make_rank(config, [layers_of(1, replace(INDEXER, block_size=64))], layer)
     problem = misfit(one.layout, other.layout)
-    assert "32 tokens x 132 bytes', decode has 'uint8 of DEEPSEEK_V32_INDEXER, whole pages of 64" in problem
+    assert (
+        "32 tokens x 132 bytes', decode engine has 'uint8 of DEEPSEEK_V32_INDEXER, whole pages of 64"
+        in problem
+    )
 
 
 def test_whole_pages_in_pieces_are_refused(config: Any) -> None:
     with pytest.raises(
-        UnsupportedConfiguration, match=r"2 heads x 32 tokens\) in pieces.*VLLM_KV_CACHE_LAYOUT"
+        UnsupportedConfiguration, match=r"2 heads x 32 tokens\) in several pieces.*VLLM_KV_CACHE_LAYOUT"
     ):
         make_rank(config, [layers_of(2, FULL)], fake("SOMEBODY_ELSES"), order="LHBNC")
 
 
 def test_heads_of_a_number_that_nobody_says_are_whole_pages(config: Any) -> None:
-    """A rank with one head may have a fourth of four, or be one of two that share one."""
+    """A rank with one head may have a fourth of four heads, or share one of two with other ranks."""
     spec = replace(FULL, num_kv_heads=1)
     rank = make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=32)
     assert [part.name for part in rank.layout.layers[0].parts] == ["page"]
@@ -441,7 +448,7 @@ COMPRESSED = replace(MLA, tokens_per_state=4)
 
 
 class OtherState(MambaSpec):
-    """Of a plugin, say."""
+    """A state of a plugin, for example."""
 
 
 OTHER_STATE = OtherState(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
@@ -450,8 +457,8 @@ OTHER_STATE = OtherState(block_size=32, shapes=((2, 512),), dtypes=(torch.float3
 @pytest.mark.parametrize(
     ("group", "problem"),
     [
-        (KVCacheGroupSpec([name(0)], OTHER_STATE), r"group 0 yet \(OtherState\)"),
-        (KVCacheGroupSpec([name(0)], COMPRESSED), r"group 0 yet \(MLAAttentionSpec\)"),
+        (KVCacheGroupSpec([name(0)], OTHER_STATE), r"group 0 \(OtherState\)"),
+        (KVCacheGroupSpec([name(0)], COMPRESSED), r"group 0 \(MLAAttentionSpec\)"),
         (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
         (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
     ],
@@ -494,14 +501,16 @@ def test_unsupported_parallelism_is_refused(
 
 
 def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
-    """vLLM's MultiConnector hands all its connectors the metadata of one of them."""
+    """vLLM's MultiConnector passes the metadata of one connector to all its connectors."""
 
     class Another(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         pass
 
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     connector = WriteImmConnector(config, KVConnectorRole.SCHEDULER, cache)
-    with pytest.raises(UnsupportedConfiguration, match=r"another's \(Another\): put WriteImmConnector first"):
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"another connector's \(Another\): put WriteImmConnector first"
+    ):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Another()})
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): DescribedRank(worker(layout(), ADDRESS))})
     assert connector.scheduler is not None
@@ -510,7 +519,7 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
 
 @pytest.mark.parametrize(("latent", "layout"), [(False, "LBHNC"), (True, "LBNHC")])
 def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of kernels that would rather have tokens first."""
+    """Some kernels prefer tokens first."""
     config = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout=None),
         kv_transfer_config=SimpleNamespace(),

@@ -1,4 +1,4 @@
-"""What D empties of the blocks that it is about to load."""
+"""LastBlocks: which blocks D clears before it loads them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +31,16 @@ def config(model: Path) -> Any:
 
 
 def load(tokens: int, *blocks: tuple[int, ...]) -> DecodeRequest:
-    """Of so many tokens: the prompt has one more, which D computes."""
+    """Loads ``tokens`` tokens. The prompt has one more, which D computes."""
     groups = tuple(GroupTarget(0, table) for table in blocks)
     return DecodeRequest("d", "t", ADDRESS, tokens + 1, 0, None, groups)
 
 
 def emptied(config: Any, groups: list[KVCacheGroupSpec], request: DecodeRequest, splits: int = 1) -> set[int]:
-    """The blocks of the memory that the groups share that hold nothing after the load, of those that held
-    something before."""
+    """Returns the blocks that held something before the load and hold nothing after it.
+
+    The groups share their memory.
+    """
     kernel_blocks = [group.kv_cache_spec.block_size // splits for group in groups]
     cache, tensors = caches(config, groups, kernel_blocks=kernel_blocks)
     for tensor in tensors.values():
@@ -53,14 +55,14 @@ def emptied(config: Any, groups: list[KVCacheGroupSpec], request: DecodeRequest,
 def test_the_last_block_beside_states_is_emptied_if_the_prompt_does_not_fill_it(config: Any) -> None:
     groups = [KVCacheGroupSpec([name(0)], STATE), KVCacheGroupSpec([name(1)], FULL)]
     assert emptied(config, groups, load(BLOCK + 5, (4,), (2, 3))) == {3}
-    # With the prompt's last token, which is the first of its block.
+    # The block has only the prompt's last token, as its first.
     assert emptied(config, groups, load(BLOCK, (4,), (2, 3))) == {3}
     for full in (load(2 * BLOCK, (4,), (2, 3)), load(BLOCK + 5, (4,), ()), load(5, (4,), (0,))):
         assert emptied(config, groups, full) == set()
 
 
 def test_a_block_of_several_kernel_blocks_is_emptied_as_a_whole(config: Any) -> None:
-    """Where two precisions share the blocks."""
+    """Two precisions share the blocks here."""
     groups = [KVCacheGroupSpec([name(0)], FULL), KVCacheGroupSpec([name(1)], replace(FULL))]
     request = load(BLOCK + 5, (1, 4), (2, 3))
     with pytest.MonkeyPatch.context() as patch:

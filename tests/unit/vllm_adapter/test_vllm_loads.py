@@ -1,4 +1,4 @@
-"""The phases of a decode engine's load: which transitions there are, and that no other is taken."""
+"""The phases of a decode engine's KV load: all legal transitions are taken, and no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def request(name: str = "d") -> Any:
 
 
 def loading(phase: LoadPhase, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeScheduler, Any]:
-    """A load in this phase, by the shortest way."""
+    """Returns a load in this phase, on the shortest way."""
     monkeypatch.setattr(decode_scheduler, "prompt_of", lambda request: (3, bytes(16)))
     made = scheduler()
     made.add(request(), DecodeParams("t", PEER, early_token=True))
@@ -105,7 +105,7 @@ def test_a_request_of_the_same_id_waits_until_the_workers_have_reported(
 
 
 class FreedBlocks:
-    """As much of kv_blocks.KvBlocks as a load of full attention needs."""
+    """The part of kv_blocks.KvBlocks that a load of full attention needs."""
 
     def __init__(self) -> None:
         self.freed: list[str] = []
@@ -154,14 +154,16 @@ CHANGES: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], li
     (LOADED, "cache reset"): (OVER, [], ["d"]),
     (LOADED, "finished"): (FORGOTTEN, [], []),
 }
-"""By phase and event: the phase after it, the commands to the workers, and the requests whose blocks are
-freed. Events that are not listed change nothing. The client may have the early token already."""
+"""The next phase, the commands to the workers, and the requests whose blocks are freed, by phase and event.
+
+Events that are not listed change nothing. The client may have the early token already.
+"""
 WITHOUT_TOKEN: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], list[str]]] = {
     **CHANGES,
     (WAITING, "all KV is worthless"): (OVER, [Release], []),
     (RESERVED, "cache reset"): (DISCARDED, [Cancel], []),
 }
-"""The same for a load whose request samples its first token itself."""
+"""The same table for a load whose request samples its first token itself."""
 HOLDING = {RESERVED, DISCARDED, LOADED}
 # The workers report no end of a load that they do not know yet.
 CELLS = [

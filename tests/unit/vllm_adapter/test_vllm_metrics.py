@@ -1,4 +1,4 @@
-"""An agent's counts on their way through vLLM: stats between its processes, its log line, its /metrics."""
+"""The way of an agent's counts through vLLM: stats between its processes, its log line, and its /metrics."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ def sample(name: str, **labels: str) -> float | None:
 
 
 def over_the_wire(stats: TransferStats) -> dict[str, Any]:
-    """vLLM sends ``to_dict()`` to the API server as MessagePack."""
+    """Encodes the stats as vLLM does: it sends ``to_dict()`` to the API server as MessagePack."""
     decoded: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
     return decoded
 

@@ -1,4 +1,4 @@
-"""Model runner V2's order of things in a step, which is not V1's."""
+"""The order of calls in a step of model runner V2, which differs from V1's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_connector.vllm.patches import report_preemptions_first
 
 
 def update(metadata: Any, heard: list[Any]) -> None:
-    """What V2 does of a step before it tells its connector of anything."""
+    """Runs the part of a V2 step that comes before V2 calls its connector."""
     runner = MagicMock()
     runner.req_states.num_computed_tokens_np = np.zeros(4, np.int32)
     runner.req_states.prefill_len.np = np.zeros(4, np.int32)
@@ -52,7 +52,7 @@ def test_a_preemption_is_told_before_new_blocks_are_zeroed(monkeypatch: pytest.M
 
 
 def test_another_wrapper_of_the_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profiler's, below ours or above."""
+    """A profiler wraps the method, below this project's wrapper or above it."""
     runner = model_runner.GPUModelRunner
     monkeypatch.setattr(runner, "update_requests", runner.update_requests)  # and back
     heard: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the connector changes of vLLM itself."""
+"""The changes that the connector makes to vLLM itself."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from kv_connector.vllm import patches
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The naps that were taken, none of which takes any time; sleep_for_messages() is undone at the end."""
+    """Records sleeps, none of which takes any time. At the end, sleep_for_messages() is undone."""
     naps: list[float] = []
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)
     monkeypatch.setattr(patches, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=naps.append))

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls: what it tells vLLM, and Dynamo where its worker is in the process."""
+"""The entry point that vLLM calls, with its registrations at vLLM and at Dynamo's worker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PROTOCOLS = "dynamo.vllm.kv_connector_protocols"
 
 
 class NixlConnectorProtocol:
-    """Of the shape of Dynamo's: what P answers is what D gets."""
+    """A class like Dynamo's, whose protocol passes P's answer to D."""
 
 
 class Own(NixlConnectorProtocol):
-    """Of a Dynamo that has learned of us."""
+    """The protocol of a Dynamo that knows the connector."""
 
 
 def protocols(table: dict[str, type]) -> ModuleType:

@@ -12,7 +12,7 @@ from kv_connector.vllm.process import pause_keeping_requests
 
 
 def test_a_pause_that_keeps_requests_is_vllms_own_without_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this release's pause asks of its engine, and in that order."""
+    """The test compares all calls that this release's pause makes to its engine, in their order."""
     asked: list[tuple[object, ...]] = []
 
     class Part:

@@ -1,7 +1,7 @@
 """The pages of recurrent states: engines of other tensor parallelism each get their part of them.
 
-The shapes are vLLM's own, and a rank's state is what the model's whole state has at its heads and groups,
-packed as vLLM's layers unpack it.
+The shapes are vLLM's own. A rank's state is the part of the model's state for its heads and groups, packed as
+vLLM's layers unpack it.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,13 +39,16 @@ from kv_connector.vllm import recurrent_pages
 
 __all__ = ["model"]
 
-ROW = 3  # of the pool, that the request has
+ROW = 3  # the request's row in the pool
 
 
 @dataclass(frozen=True)
 class Model:
-    """``pieces``: what its convolution runs over, the units of each and their dims; ``state``: the units and
-    the rest of the recurrent state's shape. ``shapes``: vLLM's, of a rank of so many."""
+    """A model with recurrent states.
+
+    ``pieces``: units and their dims of all that its convolution runs over. ``state``: the units and the rest
+    of the recurrent state's shape. ``shapes``: vLLM's shapes of a rank, by the number of ranks.
+    """
 
     kind: Kind
     module: Any
@@ -55,7 +58,7 @@ class Model:
 
 
 def mamba2(groups: int, spec_tokens: int = 0, head_dim: int = 4) -> Model:
-    """Its layer says ``head_dim``."""
+    """A Mamba2 model. ``head_dim``: the value that its layer has."""
     norm = SimpleNamespace(n_groups=groups)
     module = SimpleNamespace(num_heads=8, head_dim=head_dim, ssm_state_size=16, norm=norm)
     return Model(
@@ -133,7 +136,7 @@ def spec_of(of: Model, ranks: int, **more: Any) -> MambaSpec:
 
 
 def state_rank(config: Any, of: Model, rank: int, ranks: int, **more: Any) -> Rank:
-    """Of a hybrid: the state is padded to be as long as a page of its attention."""
+    """A rank of a hybrid model. The state is padded to the length of a page of its attention."""
     attend = replace(FULL, num_kv_heads=4 // ranks)
     spec = spec_of(of, ranks, page_size_padded=attend.page_size_bytes, **more)
     groups = [KVCacheGroupSpec([name(0), name(1)], spec), KVCacheGroupSpec([name(2), name(3)], attend)]
@@ -151,14 +154,17 @@ def slices(units: int, rank: int, ranks: int) -> slice:
 
 
 def whole_state(of: Model, rows: int, layer: int) -> list[torch.Tensor]:
-    """Of the model: each piece of the convolution's state [units, dims, rows], and the recurrent one."""
+    """Returns the whole model's state.
+
+    It has each piece of the convolution's state [units, dims, rows], and the recurrent one.
+    """
     generator = torch.Generator().manual_seed(layer)
     found = [torch.rand(units, dims, rows, generator=generator) for units, dims in of.pieces]
     return found + ([torch.rand(of.state[0], *of.state[1], generator=generator)] if of.state else [])
 
 
 def fill(target: Rank, of: Model, rank: int, ranks: int, dims_first: bool) -> None:
-    """The state of a request in its row, as vLLM's layers lay their views over the page."""
+    """Fills the request's row with its state, as vLLM's layers lay their views over the page."""
     shapes, spec = of.shapes(ranks), spec_of(of, ranks)
     for layer in (0, 1):
         page = target.tensors[name(layer)][ROW].flatten()
@@ -187,13 +193,13 @@ def test_each_rank_gets_its_part_of_the_state(
         assert source.layout.groups[0].block_size == 0
         assert source.layout.groups[0].kind == "recurrent state"
         for tensor in source.tensors.values():
-            tensor.view(torch.uint8).fill_(0xFF)  # what is not the request's, padding included
+            tensor.view(torch.uint8).fill_(0xFF)  # all but the request's bytes, padding included
         fill(source, of, rank, a, dims_first)
     for index in range(b):
         target, expected = (state_rank(config, of, index, b) for _ in range(2))
         fill(expected, of, index, b, dims_first)
         runs = transfer(prefill, target, index, b, [[ROW], []], 700)
-        assert a != b or runs == 2  # of two layers: one each, where the pages are alike
+        assert a != b or runs == 2  # one for each of two layers, if the pages are alike
         for layer in (0, 1):
             assert torch.equal(target.tensors[name(layer)], expected.tensors[name(layer)])
 
@@ -222,7 +228,9 @@ def test_what_must_be_alike_is_said(config: Any, order: Callable[[bool], None]) 
     turned = state_rank(config, mamba2(4), 0, 1)
     for other, words in ((drafts, "a convolution of 5 rows"), (turned, "bfloat16, DS")):
         problem = misfit(ours.layout, other.layout)
-        assert problem.startswith(f"layer {name(0)}: format: prefill has {state_format(ours)!r}, decode has ")
+        assert problem.startswith(
+            f"layer {name(0)}: format: prefill engine has {state_format(ours)!r}, decode engine has "
+        )
         assert words in problem
 
 
@@ -267,7 +275,7 @@ def test_a_state_that_all_ranks_have_comes_from_any(config: Any, order: Callable
 
 @pytest.fixture
 def alone(config: Any, tmp_path: Path) -> Iterator[Any]:
-    """vLLM's configuration, in a process that is an engine's one rank; layers get no memory."""
+    """vLLM's configuration, in a process that is an engine's only rank. Layers get no memory."""
     with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(config.cache_config, "mamba_block_size", 1024)
         patch.setattr(config, "kv_transfer_config", None)
@@ -280,7 +288,7 @@ def alone(config: Any, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_vllms_own_layers_are_known(alone: Any, order: Callable[[bool], None]) -> None:
-    """They have what we ask of them, under these names."""
+    """The layers have the attributes that the connector reads, under these names."""
     order(SD)
     configs = {"model_config": alone.model_config, "cache_config": alone.cache_config}
     sizes = {"hidden_size": 64, "ssm_state_size": 16, "conv_kernel_size": 4, "intermediate_size": 128}

@@ -1,5 +1,7 @@
-"""vLLM empties its prefix cache while P/D requests live, as pause_generation(mode="keep") does for new
-weights: under its real scheduler and block pool."""
+"""vLLM empties its prefix cache while requests with transfers live, under its real scheduler and block pool.
+
+pause_generation(mode="keep") does that for new weights.
+"""
 
 import itertools
 from collections import Counter
@@ -34,7 +36,7 @@ def load(engine: Stage, name: str, seed: int, max_tokens: int = 3) -> None:
 
 
 def pause(engine: Stage) -> None:
-    """What EngineCore does for mode="keep" with clear_cache=True, once no step is under way."""
+    """Does what EngineCore does for mode="keep" with clear_cache=True, once no step is in flight."""
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
@@ -78,7 +80,7 @@ def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy
         assert not any(isinstance(command, DecodeRequest) for command in metadata.commands)
         computed.update(output.num_scheduled_tokens)
         decode.update(output, received=["d-loads"] if number == 0 else [])
-    # Each computes its prompt, and all tokens but its last.
+    # Each request computes its prompt, and all its tokens except the last one.
     assert computed == {"d-runs": 119, "d-is over": 102, "d-loads": 102, "d-waits": 102}
     decode.assert_idle()
 
@@ -117,7 +119,7 @@ def test_a_load_that_is_over_and_waits_for_its_next_block_does_not_keep_a_reset_
 def test_a_load_of_other_weights_is_computed_here_whatever_the_policy(
     stage: MakeStage, policy: str, together: bool
 ) -> None:
-    """Of several workers the first one knows it before the last one has ended."""
+    """The first of several workers knows it before the last one has ended."""
     decode = stage("kv_consumer", policy=policy)
     load(decode, "t", 1)
     decode.step()
@@ -135,7 +137,7 @@ def test_a_load_of_other_weights_is_computed_here_whatever_the_policy(
 
 
 def test_a_load_of_before_whose_client_may_have_ps_token_waits_for_it(stage: MakeStage) -> None:
-    """And then computes its prompt here, as every other."""
+    """It then computes its prompt locally, like every other request."""
     decode = stage("kv_consumer")
     decode.add("d-t", prompt(100, 1), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
     decode.step()
@@ -164,8 +166,10 @@ def waits_for_room(decode: Stage, **sampling: int) -> None:
 def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
     stage: MakeStage, sampled: dict[str, int]
 ) -> None:
-    """Before the engine goes on: a pause of P's waits for it. P may have sampled with the weights of before,
-    and the client have it."""
+    """The request goes out before the engine resumes, because a pause of P waits for it.
+
+    P may have sampled with the earlier weights, and the client may have the token.
+    """
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode)
     pause(decode)
@@ -184,7 +188,7 @@ def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
         output, _ = decode.schedule()
         assert "d-t" not in output.num_scheduled_tokens
         decode.update(output)
-    # As where P is gone: nobody has a token then, and nothing is missing.
+    # The result is the same if P is gone: the client has no token then, and nothing is missing.
     failed = [] if sampled else ["d-t"]
     decode.step(received=["d-t"], failed=failed, sampled=sampled)
     output, _ = decode.schedule()
@@ -196,7 +200,7 @@ def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
 
 
 def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
-    """vLLM forgets it at once. The engine takes steps until the workers have, too."""
+    """vLLM forgets the request at once. The engine takes steps until the workers have forgotten it, too."""
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode)
     pause(decode)
@@ -204,7 +208,7 @@ def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
     decode.abort("d-t")
     assert decode.step().commands == (Cancel("d-t"),)
     assert decode.side.has_unsent_commands()
-    pause(decode)  # there is no page that may land for it
+    pause(decode)  # no page may land for it
     resume(decode)
     load(decode, "t", 2)  # with the same id
     metadata = decode.step()
@@ -215,7 +219,7 @@ def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
 
 
 def test_who_has_asked_for_ps_token_and_does_not_wait_keeps_its_blocks(stage: MakeStage) -> None:
-    """vLLM lets it be neither loaded nor held: it wants the whole prompt computed."""
+    """vLLM neither loads nor holds the request, which needs the whole prompt computed."""
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode, prompt_logprobs=0)
     pause(decode)
@@ -286,7 +290,10 @@ def test_two_loads_that_share_blocks_keep_them(stage: MakeStage) -> None:
 
 
 def test_prompts_of_before_are_computed_anew_and_p_is_told(stage: MakeStage) -> None:
-    """One is in the middle, one complete: of that one the connector holds window blocks itself."""
+    """One prompt is in the middle, and one is complete.
+
+    The connector holds window blocks of the complete one.
+    """
     prefill = stage("kv_producer", FULL, SLIDING, budget=320)
     prefill.add("complete", prompt(300, 1), dict(PARAMS_OF_P, transfer_id="complete"), max_tokens=40)
     prefill.step(reserved=["complete"])
@@ -311,7 +318,7 @@ def test_prompts_of_before_are_computed_anew_and_p_is_told(stage: MakeStage) -> 
 
 
 def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
-    """A finished prompt's blocks are still to be read: a pause waits for that, a bare reset does not."""
+    """A finished prompt's blocks are still to be read. A pause waits for that, but a bare reset does not."""
     both = stage("kv_both", budget=4000)
     both.add("p", prompt(40, 7), dict(PARAMS_OF_P, transfer_id="p"))
     load(both, "t", 1)
@@ -330,8 +337,10 @@ def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> None:
-    """A request of its own runs. What P has pushed and what D waits for stay as they are. ``before``: another
-    one had emptied the cache, and asked no connector."""
+    """A request without transfer runs. P's pushed pages and D's waiting loads stay as they are.
+
+    ``before``: an earlier reset emptied the cache without a call of the connector.
+    """
     both = stage("kv_both", blocks=20, budget=100)
     seconds = itertools.count()
     both.side._decode.clock = lambda: next(seconds)
@@ -349,7 +358,7 @@ def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> N
 
 
 def test_a_finished_request_in_hand_is_not_reset(stage: MakeStage) -> None:
-    """It has no blocks, but the workers have still to forget it."""
+    """The request has no blocks, but the workers have still to forget it."""
     prefill = stage("kv_producer")
     prefill.add("p", prompt(40), dict(PARAMS_OF_P))
     prefill.abort("p")

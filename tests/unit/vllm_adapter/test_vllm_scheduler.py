@@ -1,4 +1,4 @@
-"""The connector's scheduler half under vLLM's real scheduler and block pool."""
+"""The connector's scheduler side under vLLM's real scheduler and block pool."""
 
 import logging
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def named_blocks(*steps: StepMetadata) -> list[dict[int, int]]:
-    """Per group: logical block -> block id, over all steps. Each is named once."""
+    """Returns, per group, the block id of each logical block, over all steps. Each is named once."""
     groups: list[dict[int, int]] = []
     for step in steps:
         for pages in step.new_pages:
@@ -191,7 +191,7 @@ class TestPrefill:
         prefill.assert_idle()
 
     def test_serial_dispatch_hands_d_what_it_needs(self, prefill: Stage, decode: Stage) -> None:
-        # What NIXL's proxy sends to P.
+        # The fields that NIXL's proxy sends to P.
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         prefill.add("p", prompt(40), {"do_remote_decode": True, "do_remote_prefill": False, **nothing})
         output, metadata = prefill.schedule()
@@ -219,7 +219,7 @@ class TestPrefill:
         assert (request.transfer_id, request.engine) == ("t", ADDRESS)
 
     def test_the_prompt_hash_covers_whatever_a_block_hash_covers(self, decode: Stage) -> None:
-        """Else D would keep KV of one picture under the block hashes of another one."""
+        """Otherwise D would keep KV of one picture under the block hashes of another one."""
 
         def medium(kind: str, offset: int, content: str) -> MultiModalFeatureSpec:
             return MultiModalFeatureSpec(None, kind, content, PlaceholderRange(offset, 8))
@@ -251,7 +251,7 @@ class TestPrefill:
     def test_a_prompt_with_embeddings_between_its_tokens_is_not_transferred(
         self, prefill: Stage, decode: Stage, log: pytest.LogCaptureFixture
     ) -> None:
-        """No hash covers them: the token ids in their places say nothing."""
+        """No hash covers the embeddings: the token ids in their places do not identify them."""
         embeds = torch.zeros(40, 4)
         for engine, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
             places = [number % 2 == 0 for number in range(40)]
@@ -287,7 +287,7 @@ class TestPrefill:
 
 
 class TestSpeculation:
-    """P's pool has 100 blocks, 99 of them usable; a prompt of 700 tokens takes 22."""
+    """P's pool has 100 blocks, 99 of them usable. A prompt of 700 tokens takes 22."""
 
     @staticmethod
     def add(prefill: Stage, *names: str) -> None:
@@ -304,7 +304,7 @@ class TestSpeculation:
         output, _ = prefill.schedule()
         assert sorted(output.num_scheduled_tokens) == ["a", "b"]
         prefill.update(output)
-        # They are computed, finished, and hold their blocks until D comes.
+        # The prompts are computed and finished, and hold their blocks until D requests them.
         assert prefill.step().new_pages == ()
         assert prefill.blocks_in_use == 44
 
@@ -339,7 +339,7 @@ class TestSpeculation:
 
     def test_serial_dispatch_and_own_requests_are_not_limited(self, stage: MakeStage) -> None:
         prefill = stage("kv_producer", budget=4000)
-        # NIXL's flow names no transfer; our router does, and says that D comes later.
+        # NIXL's flow names no transfer. This project's router does, and reports that D follows later.
         named = [{"transfer_id": f"t-{number}", "serial": True} for number in range(3)]
         for seed, params in enumerate(({}, *named)):
             prefill.add(f"p{seed}", prompt(700, seed), {"do_remote_decode": True, **params})
@@ -401,7 +401,7 @@ class TestDecode:
 
     @pytest.mark.parametrize("tokens", [1, BLOCK + 1])
     def test_ps_token_is_waited_for_though_nothing_else_is_wanted(self, decode: Stage, tokens: int) -> None:
-        """vLLM has all of the prompt that it can have beforehand."""
+        """vLLM has in advance all of the prompt that it can have."""
         decode.add("first", prompt(tokens), max_tokens=2)
         for _ in range(4):
             decode.step()
@@ -424,7 +424,7 @@ class TestDecode:
         assert not decode.side._decode._early_tokens
 
     def test_samples_of_one_prompt_are_loaded_once(self, decode: Stage) -> None:
-        """n > 1: the first one loads, the others find its blocks."""
+        """With n > 1 the first sample loads, and the others find its blocks."""
         shared = dict(PARAMS_OF_D)
         for name in ("d0", "d1", "d2"):
             decode.add(name, prompt(100), shared)
@@ -499,7 +499,7 @@ class TestDecode:
 
     @pytest.mark.parametrize("tokens", [1, 65])
     def test_a_prompt_that_needs_nothing_is_released(self, decode: Stage, tokens: int) -> None:
-        """One token is recomputed anyway; of 65, the first 64 are in the own cache."""
+        """One token is recomputed anyway. Of 65 tokens, the first 64 are in D's own cache."""
         decode.add("first", prompt(70))
         decode.step()
         decode.step()
@@ -577,7 +577,7 @@ class TestDecode:
             now += 0.01
             entries += len(decode.step().waiting or ())
         assert len(decode.side._decode._waiting) == 99
-        # One list in 0.25 s, of the length that the queue has: not 100 lists and 4,950 entries.
+        # One list in 0.25 s, with the length of the queue: not 100 lists and 4,950 entries.
         assert entries <= 25 + 50 + 75 + 100
         now += 1
         waiting = decode.step().waiting
@@ -641,8 +641,11 @@ class TestDecode:
 def test_d_asks_for_all_that_its_token_attends_to_and_p_keeps_it(
     stage: MakeStage, group: Any, reach: int | None, cached: int
 ) -> None:
-    """For every length around window and block bounds: vLLM's own count of "skipped" tokens is off by one for
-    a D that recomputes the last token, and P frees the oldest window block at its request's end."""
+    """The test covers every length around window and block bounds.
+
+    vLLM's own count of "skipped" tokens is off by one for a D that recomputes the last token. P frees the
+    oldest window block at its request's end.
+    """
     prefill, decode = stage("kv_producer", FULL, group), stage("kv_consumer", FULL, group)
     for tokens in range(cached + 2, 230):
         text = prompt(tokens, seed=tokens)
@@ -652,7 +655,7 @@ def test_d_asks_for_all_that_its_token_attends_to_and_p_keeps_it(
             decode.step()
         prefill.add("p", text, dict(PARAMS_OF_P))
         named = named_blocks(prefill.step())
-        prefill.schedule()  # ships FinishPrefill; nobody has read the blocks yet
+        prefill.schedule()  # ships FinishPrefill; the blocks are not read yet
         decode.add("d", text, dict(PARAMS_OF_D))
         output, metadata = decode.schedule()
         asked = reservation(metadata)

@@ -1,4 +1,4 @@
-"""What an operator writes, and what vLLM makes of it: roles, versions, registration."""
+"""The operator's settings and what vLLM makes of them: roles, versions, registration."""
 
 import dataclasses
 import importlib
@@ -43,7 +43,7 @@ def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
 
 
 def test_a_wrong_setting_is_refused_before_the_model_loads() -> None:
-    """vLLM makes its configuration first, and asks about CUDA graphs there."""
+    """vLLM makes its configuration first, and queries the use of CUDA graphs there."""
     with pytest.raises(SettingsError, match=r"^kv_connector_extra_config: .*'localhost' is a name"):
         WriteImmConnector.requires_piecewise_for_cudagraph({"control_host": "localhost"})
     assert WriteImmConnector.requires_piecewise_for_cudagraph({"control_host": "10.0.0.5"}) is False
@@ -114,7 +114,7 @@ def test_a_core_has_the_rank_by_which_its_api_server_calls_it(
     balancer: dict[str, bool], moe: bool, index: int, local: int, rank: int
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, is_moe_model=moe, **balancer)
-    # As EngineCoreProc.run_engine_core does.
+    # EngineCoreProc.run_engine_core sets them so.
     parallel.data_parallel_rank_local, parallel.data_parallel_index = local, index
     if moe:
         parallel.data_parallel_rank = index
@@ -154,7 +154,7 @@ def test_each_release_has_its_module(version: str, module: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.330.0", "1.32.0", "dev"])
 def test_other_versions_are_refused_by_name(version: str) -> None:
-    words = f"supports vLLM 0.32.x and 0.33.x, this is vLLM {version}. Install vllm==0.33"
+    words = f"supports vLLM 0.32.x and 0.33.x, but vLLM {version} is installed. Install vllm==0.33"
     with pytest.raises(UnsupportedVllm, match=re.escape(words)):
         release_of(version)
 

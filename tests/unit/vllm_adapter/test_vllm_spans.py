@@ -1,4 +1,4 @@
-"""Spans of transfers: what the scheduler's half gives the workers for them, and what these make of it."""
+"""Spans of transfers: what the scheduler side sends the workers for them, and what the workers export."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_worker_hears_of_contexts_with_the_step_and_of_ends_from_its_agent(
     traced = TransferSpans(rank=0)
     last_blocks: Any = NoLastBlocks()
     worker = WorkerSide(agent, ("layer",), agent.signal.store, last_blocks, traced)  # type: ignore[arg-type]
-    assert agent.take_calls() == [("tell_ends", traced.over)]
+    assert agent.take_calls() == [("report_ends", traced.over)]
     worker.begin_step(StepMetadata(contexts={"r": HEADERS}))
     assert traced._contexts == {"r": HEADERS}
 

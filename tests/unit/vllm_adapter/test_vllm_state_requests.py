@@ -39,9 +39,9 @@ CACHED = MambaSpec(
     page_size_padded=FULL.page_size_bytes,
     mamba_cache_mode="align",
 )
-"""As with prefix caching: a state in each column of the table that ends where a block of tokens does."""
+"""With prefix caching: a state in each column of the table that ends at the end of a block of tokens."""
 UNCACHED = replace(CACHED, block_size=4096, mamba_cache_mode="none")
-"""As without: one column."""
+"""Without prefix caching: one column."""
 DRAFTS = 2
 
 MakeStage = Callable[..., Stage]
@@ -75,7 +75,7 @@ def decode(stage: MakeStage) -> Iterator[Stage]:
 
 
 def run(stage: Stage, request_id: str) -> list[StepMetadata]:
-    """Steps until the request has left the scheduler; nothing is sent yet."""
+    """Runs steps until the request has left the scheduler. No page is reported sent yet."""
     steps = []
     while not stage.scheduler.requests[request_id].is_finished():
         steps.append(stage.step())
@@ -84,7 +84,7 @@ def run(stage: Stage, request_id: str) -> list[StepMetadata]:
 
 
 def load(stage: Stage, text: list[int], name: str = "d") -> DecodeRequest:
-    """The reservation of a request that is then loaded, decoded to its end, and gone."""
+    """Loads a request, decodes it to its end, and returns its reservation."""
     stage.add(name, text, dict(PARAMS_OF_D, transfer_id=name), max_tokens=2)
     output, metadata = stage.schedule()
     assert output.total_num_scheduled_tokens == 0
@@ -137,7 +137,7 @@ class TestPrefill:
         prefill.assert_idle()
 
     def test_it_ends_with_one_token_whatever_is_asked_for(self, prefill: Stage) -> None:
-        """The next would be computed into the state that is being sent."""
+        """The next token would be computed into the state that is being sent."""
         request = prefill.add("p", prompt(40), dict(PARAMS_OF_P), max_tokens=40)
         assert request.sampling_params is not None
         request.sampling_params.min_tokens = 10
@@ -151,7 +151,7 @@ class TestPrefill:
     def test_no_further_token_is_begun_while_the_first_is_under_way(
         self, stage: MakeStage, state: MambaSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With async scheduling a step is scheduled before the one before it has ended."""
+        """With async scheduling a step is scheduled before the previous one has ended."""
         monkeypatch.setattr("vllm_stage.Scheduler", AsyncScheduler)
         prefill = stage("kv_producer", state=state)
         prefill.add("p", prompt(BLOCK), dict(PARAMS_OF_P), max_tokens=40)
@@ -248,7 +248,10 @@ class TestPrefill:
         assert request.prompt_is_token_ids == [True, False, True]
 
     def test_a_prompt_counts_with_its_state_while_d_has_no_room(self, stage: MakeStage) -> None:
-        """Half of 99 blocks: two of 22, and their states, which take one each and one a draft."""
+        """Half of 99 blocks has room for two prompts of 22, and their states.
+
+        A state takes one block, and one for each draft.
+        """
         for drafts, room in ((0, 2), (3, 1)):
             state = replace(CACHED, num_speculative_blocks=drafts)
             prefill = stage("kv_producer", state=state, budget=2000)
@@ -297,12 +300,12 @@ class TestDecode:
     def test_attention_pages_that_are_here_are_not_loaded_with_the_state(
         self, decode: Stage, tokens: int
     ) -> None:
-        """Of a prompt that shares a beginning with one that was loaded, D has the pages, and no state."""
+        """D has the pages of a shared beginning from another loaded prompt, but no state of it."""
         shared = 3 * BLOCK
         text = prompt(tokens)
         load(decode, [*text[:shared], *prompt(20, seed=9)], "first")
         asked = load(decode, text)
-        # Something has to be left to be loaded for vLLM to load at all.
+        # vLLM loads only if at least one token is left to load.
         local = shared if tokens - 1 > shared else shared - BLOCK
         assert asked.first_token == local
         assert asked.groups[0].first == local // BLOCK

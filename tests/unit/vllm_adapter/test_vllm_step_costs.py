@@ -1,4 +1,4 @@
-"""What an engine measures of its steps and counts of its requests, alone and under vLLM's real scheduler."""
+"""An engine's measurements of its steps and counts of its requests, alone and under vLLM's real scheduler."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -34,7 +34,7 @@ MS = 1_000_000
 
 # --- What a prompt costs
 
-# An 8B model's, about.
+# About those of an 8B model.
 STEP_NS, TOKEN_NS, PAIR_NS = 5 * MS, 25_000, 0.4
 
 
@@ -51,7 +51,7 @@ def various(noise: float = 0.0, steps: int = 60) -> list[Sample]:
 
 
 def seconds(cost: PromptCost, tokens: int, behind: int = 0) -> float:
-    """As WorkloadReport's readers have it."""
+    """Returns the duration as the readers of a WorkloadReport compute it."""
     pairs = tokens * (behind + tokens / 2)
     return (cost.step_ns + cost.token_ns * tokens + cost.pair_ps / 1000 * pairs) / 1e9
 
@@ -72,7 +72,7 @@ def test_one_step_that_was_held_up_changes_nothing(noise: float) -> None:
 
 
 def test_no_cost_is_below_zero() -> None:
-    """Small steps took less than a line through the large ones says; large ones less than even that."""
+    """Small steps took less than a line through the large ones predicts, and large ones even less."""
     lengths = range(64, 2000, 60)
     below_0_at_0 = fit([Sample(n, n * n / 2, 25_000 * n - 500_000) for n in lengths])
     assert below_0_at_0.step_ns == 0
@@ -84,7 +84,10 @@ def test_no_cost_is_below_zero() -> None:
 
 
 def test_steps_of_one_size_put_the_cost_on_the_tokens() -> None:
-    """They do not say what it depends on; a pair's cost would make a prompt ten times as long absurd."""
+    """Such steps do not show what the cost depends on.
+
+    A cost for each pair would give an absurd cost for a prompt ten times as long.
+    """
     cost = fit([sample(1000)] * 30)
     assert seconds(cost, 1000) == pytest.approx(seconds(fit(various()), 1000), rel=0.03)
     assert (cost.step_ns, cost.pair_ps) == (0, 0)
@@ -101,7 +104,7 @@ class Asked:
 
 
 class Engine:
-    """Steps of a scheduler that a test writes down, and their time."""
+    """The steps of a scheduler that a test describes, and their time."""
 
     def __init__(self, in_flight: int = 1, loading: Collection[str] = ()) -> None:
         self.now = 1_000 * MS
@@ -135,7 +138,7 @@ class Engine:
         return load
 
     def prefill(self, tokens: int, behind: int = 0) -> None:
-        """A request's whole life: a step that computes it, and takes what `sample` says."""
+        """Runs a request's whole life: one step that computes it, with the duration of `sample`."""
         self.ask("p", behind + tokens, computed=behind)
         self.step(sample(tokens, behind).took_ns / MS, p=tokens)
         self.costs.request_finished("p")
@@ -150,7 +153,7 @@ def decoding(in_flight: int = 1) -> Engine:
 
 def test_a_step_lasts_from_its_scheduling_to_its_end() -> None:
     engine = decoding()
-    engine.now += 1000 * MS  # nothing is to be done
+    engine.now += 1000 * MS  # the engine is idle
     for _ in range(3):
         engine.step(5.0, d=1)
         engine.now += 1 * MS
@@ -184,7 +187,7 @@ def test_prompts_and_decodes_are_told_apart_though_steps_overlap() -> None:
 
 def test_an_end_that_is_missed_is_made_up_for() -> None:
     engine = decoding(in_flight=2)
-    engine.end(3.0)  # of no step
+    engine.end(3.0)  # without a step
     engine.schedule(d=1)  # its end is missed
     engine.ask("p", 400)
     for _ in range(3):
@@ -197,7 +200,7 @@ def test_an_end_that_is_missed_is_made_up_for() -> None:
 
 
 def test_costs_are_fitted_once_a_second() -> None:
-    """At most: the thread that does it has tokens to hand out."""
+    """They are fitted at most so often, because the same thread sends tokens."""
     engine = Engine()
     for tokens in range(64, 864, 100):
         engine.prefill(tokens)
@@ -220,12 +223,15 @@ def test_a_prompt_that_comes_to_an_engine_at_rest_does_not_wait_for_a_fit() -> N
     engine.ask("p", 100)
     engine.schedule(p=100)
     assert engine.costs.load().prompt is None
-    engine.schedule()  # beside that one
+    engine.schedule()  # beside that step
     assert engine.costs.load().prompt is not None
 
 
 def test_the_first_step_does_not_stand_for_all() -> None:
-    """Kernels are compiled in it. An engine that looks slow is given no requests to show that it is not."""
+    """Kernels are compiled in the first step.
+
+    An engine that looks slow gets no requests with which it could show that it is not.
+    """
     engine = Engine()
     engine.ask("d", 1)
     engine.step(3000.0, d=1)
@@ -275,7 +281,7 @@ def test_a_step_of_several_prompts_has_the_tokens_and_pairs_of_all() -> None:
 def test_a_cost_is_told_once_enough_steps_show_it() -> None:
     engine = Engine()
     for _ in range(20):
-        engine.prefill(40)  # a step's cost, mostly
+        engine.prefill(40)  # mostly the cost of a step
     for tokens in range(100, 800, 100):
         assert engine.costs.load().prompt is None
         engine.prefill(tokens)
@@ -299,7 +305,7 @@ def test_many_short_prompts_do_not_push_out_the_long_ones() -> None:
     assert sum(len(samples) for samples in engine.costs._samples.values()) < 100
 
 
-# --- When it is told
+# --- When it is reported
 
 
 def test_a_load_is_told_ten_times_a_second_and_at_once_when_nothing_is_left() -> None:
@@ -333,7 +339,7 @@ def costs_of(stage: Stage) -> StepCosts:
 
 
 def counts(stage: Stage) -> tuple[int, int]:
-    """Tokens that wait, and requests that run."""
+    """Returns the tokens that wait, and the requests that run."""
     load = costs_of(stage).load()
     return load.waiting, load.running
 

@@ -1,5 +1,4 @@
-"""The weights' endpoint: what it refuses before anything is started, and which API server has the
-controller."""
+"""The endpoint for weights: what it refuses before the start, and which API server runs the controller."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NOTHING = Geometry((), (), ())
 
 
 def client(*, size: int = 2, local: int = 2, server: int = 0, servers: int = 1) -> SimpleNamespace:
-    """vLLM's, of one of the API servers of an engine."""
+    """vLLM's client of one of the API servers of an engine."""
     parallel = SimpleNamespace(
         data_parallel_size=size,
         data_parallel_size_local=local,
@@ -38,14 +37,14 @@ def client(*, size: int = 2, local: int = 2, server: int = 0, servers: int = 1) 
 
 
 def test_data_parallel_ranks_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would not be paused, or not be reached. vLLM counts those that it starts itself."""
+    """Such ranks would not be paused, or not be reached. vLLM counts those that it starts itself."""
     monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", '{"control_port": 5800, "control_host": "127.0.0.1"}')
-    with pytest.raises(ValueError, match=r"has 2 of 4 ranks beside it: have them all on one host"):
+    with pytest.raises(ValueError, match=r"2 of 4 ranks run on its host\. Run all ranks on one host"):
         asyncio.run(WeightsEndpoint().init_state(client(size=4), SimpleNamespace(), None))
 
 
 def test_the_first_of_several_api_servers_has_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM starts as many as there are data-parallel ranks, and ends the engine where one fails."""
+    """vLLM starts as many as there are data-parallel ranks, and ends the engine if one fails."""
     port, *workers = free_ports(3)
     receivers = [
         WeightReceiver(
@@ -79,9 +78,9 @@ def test_the_first_of_several_api_servers_has_the_controller(monkeypatch: pytest
 def test_an_engine_of_several_api_servers_is_not_seeded_at_its_start(
     server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others open their API at once."""
+    """The other servers open their API at once."""
     monkeypatch.setenv(
         "KV_CONNECTOR_WEIGHTS", '{"control_host": "127.0.0.1", "seed_from": ["10.0.0.5:5800"]}'
     )
-    with pytest.raises(ValueError, match=r"seed_from needs one API server.* 2, .*Add --api-server-count 1"):
+    with pytest.raises(ValueError, match=r"seed_from needs one API server.* 2: .*Add --api-server-count 1"):
         asyncio.run(WeightsEndpoint().init_state(client(server=server, servers=2), SimpleNamespace(), None))

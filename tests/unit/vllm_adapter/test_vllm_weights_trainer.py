@@ -1,4 +1,4 @@
-"""The trainer in vLLM's own terms, with a client that is as strict as vLLM's worker."""
+"""The trainer as vLLM's trainer engine, with a client that is as strict as vLLM's worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: Eng
     client = Client(engine)
     trainer = WriteImmTrainerEngine.trainer_init(info(engine), client=client, source=TensorSource(drawn(1)))
     engine.model.broken = "no such tensor"
-    with pytest.raises(PushError, match="not applied within 2 s"):  # its log says why
+    with pytest.raises(PushError, match="not applied within 2 s"):  # its log has the reason
         trainer.send_weights()
     engine.model.broken = ""
     trainer.send_weights()

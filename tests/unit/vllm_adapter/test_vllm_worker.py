@@ -1,4 +1,4 @@
-"""The connector's worker half over an agent that only writes down what it is told."""
+"""The connector's worker side over an agent that only records its calls."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 
 
 class NoLastBlocks:
-    """Of an engine that reads nothing which was not written."""
+    """Stands for LastBlocks in an engine that reads no unwritten bytes."""
 
     def clear(self, request: DecodeRequest) -> None:
         pass
@@ -34,7 +34,7 @@ def worker(agent: RecordingAgent) -> WorkerSide:
 
 
 def step(worker: WorkerSide, *commands: Command, hooks: tuple[str, ...] = LAYERS, **metadata: Any) -> Any:
-    """One engine step, in vLLM's order."""
+    """Runs one engine step, in vLLM's order."""
     bound = StepMetadata(commands=commands, **metadata)
     worker.handle_preemptions(bound)
     worker.begin_step(bound)
@@ -50,14 +50,15 @@ def test_each_layer_is_signalled_when_it_is_computed(agent: RecordingAgent, work
     step(worker, new_pages=(NewPages("t", PAGES, last=False),))
     assert agent.take_calls() == [
         ("no_prompt_ends", 3),
-        ("computed", ComputedPages("t", 3, PAGES)),
+        ("pages_computed", ComputedPages("t", 3, PAGES)),
         ("store", 4),
         ("store", 5),
         ("store", 6),
     ]
 
 
-# By name a drafter comes before the model whose tokens it continues; an indexer's cache has no hook.
+# In the order of names a drafter comes before the model whose tokens it continues. An indexer's cache has no
+# hook.
 TANGLED = ("draft.0", "layers.0", "layers.0.indexer", "layers.1")
 HOOKED = ("layers.0", "layers.1", "draft.0")
 
@@ -72,7 +73,7 @@ def test_layers_are_signalled_as_their_hooks_come_whatever_their_names(agent: Re
     assert agent.take_calls() == [
         ("order_layers", 4, (1, 3, 0, 2)),
         ("no_prompt_ends", 4),
-        ("computed", ComputedPages("t", 4, PAGES)),
+        ("pages_computed", ComputedPages("t", 4, PAGES)),
         ("store", 5),
         ("store", 6),
         ("store", 7),
@@ -92,7 +93,7 @@ def test_the_prefills_end_is_noted_right_before_its_last_layer(
 
 def test_preempted_blocks_are_drained_before_anything_else(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker, EXPECT, preempted=("t",), new_pages=(NewPages("t", PAGES, last=True),))
-    assert [call[0] for call in agent.take_calls()][:3] == ["preempt", "expect", "computed"]
+    assert [call[0] for call in agent.take_calls()][:3] == ["preempt", "expect", "pages_computed"]
 
 
 def test_waiting_transfers_are_listed_when_they_change(agent: RecordingAgent, worker: WorkerSide) -> None:
@@ -140,7 +141,7 @@ def test_the_agent_holds_off_while_a_prompts_step_is_launched(
 
 
 def test_a_forward_pass_that_raised_computes_nothing_more(agent: RecordingAgent, worker: WorkerSide) -> None:
-    """Model runner V1 ends the step in a `finally`. The pages of the layers behind are old bytes."""
+    """Model runner V1 ends the step in a `finally`. The pages of the later layers are old bytes."""
     connector = object.__new__(WriteImmConnector)
     connector.worker = worker
     prompts = StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),))
@@ -165,7 +166,7 @@ def test_a_forward_pass_that_raised_computes_nothing_more(agent: RecordingAgent,
 def test_a_step_queued_behind_one_that_raised_computes_nothing(
     agent: RecordingAgent, worker: WorkerSide, hooks: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Model runner V2, and V1 with a drafter, do not end the step that raised; the queued one runs."""
+    """Model runner V2, and V1 with a drafter, do not end the step that raised. The queued one runs."""
     worker.begin_step(StepMetadata(commands=(EXPECT,), new_pages=(NewPages("t", PAGES, last=True),)))
     for name in hooks:
         worker.layer_computed(name)
@@ -174,12 +175,12 @@ def test_a_step_queued_behind_one_that_raised_computes_nothing(
     stores = [call for call in agent.take_calls() if call[0] == "store"]
     assert stores == [("store", 1)] * len(hooks)
     assert [record.message for record in caplog.records] == [
-        "a forward pass raised: no further pages of this engine's prompts are sent"
+        "a forward pass failed: this engine sends no further pages of its running prompts"
     ]
 
 
 def test_steps_that_vllm_never_ends_are_late_and_not_abandoned(agent: RecordingAgent) -> None:
-    """Model runner V1 with a drafter, on a pipeline stage that is not the last."""
+    """Model runner V1 does so with a drafter, on a pipeline stage that is not the last."""
     worker = WorkerSide(agent, LAYERS, agent.signal.store, NoLastBlocks(), ends_every_step=False)  # type: ignore[arg-type]
     for transfer in ("t", "u"):
         worker.begin_step(StepMetadata(new_pages=(NewPages(transfer, PAGES, last=True),)))
@@ -190,7 +191,7 @@ def test_steps_that_vllm_never_ends_are_late_and_not_abandoned(agent: RecordingA
 def test_a_steps_preemptions_are_drained_once_if_vllm_names_them_twice(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
-    """Model runner V2: our hook in update_requests, and its own before the forward pass."""
+    """In model runner V2 the connector adds a hook in update_requests, before V2's own hook."""
     preempts = [StepMetadata(preempted=("t",)), StepMetadata(preempted=("t",))]
     for metadata in preempts:
         worker.handle_preemptions(metadata)
@@ -207,7 +208,7 @@ def test_every_step_is_noted(agent: RecordingAgent, worker: WorkerSide) -> None:
 def test_a_cleared_cache_is_passed_on_before_new_pages(agent: RecordingAgent, worker: WorkerSide) -> None:
     step(worker, CacheCleared(), new_pages=(NewPages("t", PAGES, True),))
     names = [call[0] for call in agent.take_calls()]
-    assert names.index("cache_cleared") < names.index("computed")
+    assert names.index("cache_cleared") < names.index("pages_computed")
 
 
 def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agent: RecordingAgent) -> None:
@@ -256,7 +257,7 @@ def test_a_pause_between_idle_steps_ends_with_news_and_none_delays_news(
     step(worker, computes=False)
     agent.take_calls()
     assert [pauses() for _ in range(3)] == [[], [], [("await_news", 0.001)]]
-    step(worker)  # what it computes ends prompts
+    step(worker)  # its tokens end prompts
     agent.take_calls()
     assert [pauses() for _ in range(2)] == [[], [("await_news", 0.001)]]
 

@@ -1,4 +1,4 @@
-"""A version is applied when its engine goes on with it, not when its workers have it."""
+"""A version counts as applied when its engine resumes with it, not when its workers have it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE_S = 30
 
 
 class Engine:
-    """Resumes when the pusher has heard of its only worker that it has the version."""
+    """Records at resume whether the pusher has already received the news of its only worker."""
 
     def __init__(self, worker: WeightReceiver) -> None:
         self._worker = worker
@@ -42,7 +42,7 @@ class Engine:
         self.known_at_resume: bool | None = None
 
     async def pause(self) -> None:
-        """Nothing is computed."""
+        """Does nothing: this engine computes nothing."""
 
     async def update(self, version: str) -> None:
         def apply() -> None:
@@ -53,7 +53,7 @@ class Engine:
         await asyncio.to_thread(apply)
 
     async def label(self, version: str) -> None:
-        """It serves nothing."""
+        """Does nothing: this engine serves nothing."""
 
     async def resume(self) -> None:
         assert await asyncio.to_thread(self.worker_heard.wait, PATIENCE_S)
@@ -93,13 +93,13 @@ def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPa
 
 
 class TornEngine:
-    """Its worker does not apply what is called "bad"."""
+    """An engine whose worker does not apply a version named "bad"."""
 
     def __init__(self, worker: WeightReceiver) -> None:
         self._worker = worker
 
     async def pause(self) -> None:
-        """Nothing is computed."""
+        """Does nothing: this engine computes nothing."""
 
     async def update(self, version: str) -> None:
         def apply() -> None:
@@ -111,14 +111,14 @@ class TornEngine:
         await asyncio.to_thread(apply)
 
     async def label(self, version: str) -> None:
-        """It serves nothing."""
+        """Does nothing: this engine serves nothing."""
 
     async def resume(self) -> None:
-        """Nothing is computed."""
+        """Does nothing: this engine computes nothing."""
 
 
 def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_on() -> None:
-    """And it is counted."""
+    """The first worker receives the reason, and the metrics count the torn version."""
     registry = CollectorRegistry()
     seen = []
 
@@ -171,7 +171,10 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
 
 
 def test_of_several_api_servers_one_version_is_reported(tmp_path: Path) -> None:
-    """prometheus_client removes no series there. It looks at its setting when it is imported."""
+    """With several API servers, one series reports the version.
+
+    prometheus_client removes no series there, and reads its setting when it is imported.
+    """
     code = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from kv_connector.weights.metrics import WeightMetrics

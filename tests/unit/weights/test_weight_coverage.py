@@ -28,7 +28,7 @@ PATIENCE_S = 30
 
 
 def cut(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-    """As a loader that narrows what is too large for it: the first 8 columns of `up` and no `norm`."""
+    """A loader that narrows what is too large: it takes the first 8 columns of `up` and no `norm`."""
     whole = loads(rank, ranks, tensors)
     (up, down, _) = whole.writes
     up = msgspec.structs.replace(up, extent=(up.extent[0], 8), strides=(8, 1))
@@ -47,7 +47,7 @@ def without_norm(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
 
 def keeping(*kept: str, unset: Sequence[str] = ()) -> Load:
     def load(rank: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-        """The second worker's alone."""
+        """Loads as usual. Only the second worker keeps parameters."""
         names = kept if rank == ranks - 1 else ()
         return msgspec.structs.replace(
             loads(rank, ranks, tensors), kept=names, unset=tuple(name for name in names if name in unset)
@@ -71,7 +71,7 @@ def push(engine: Engine, *partial: str) -> None:
 
 
 def test_a_tensor_that_the_engine_cuts_is_refused_by_name(engines: list[Engine]) -> None:
-    """As of a checkpoint with larger matrices, of which vLLM's loaders take the first rows."""
+    """A checkpoint may have larger matrices, of which vLLM's loaders take the first rows."""
     engines.append(engine := Engine(2, load=cut))
     cuts = r"up \[31, 20\] \(248 of 620 elements\), norm \[3, 1\] \(0 of 3 elements\)"
     with pytest.raises(PlanError, match=rf"{engine.address} would not load all of {cuts}"):
@@ -87,7 +87,7 @@ def test_a_parameter_that_no_tensor_fills_is_refused_by_name(engines: list[Engin
     names = [f"layers.{number}.e_score_correction_bias" for number in range(5)]
     engines.append(engine := Engine(2, load=keeping(*names)))
     some = ", ".join(names[:3])
-    with pytest.raises(PlanError, match=rf"{engine.address} would keep the old {some} and 2 more: send them"):
+    with pytest.raises(PlanError, match=rf"{engine.address} would keep the old {some} and 2 more: push them"):
         push(engine)
     assert engine.served == ["", ""]
     push(engine, "*.e_score_correction_bias")
@@ -96,12 +96,12 @@ def test_a_parameter_that_no_tensor_fills_is_refused_by_name(engines: list[Engin
 
 def test_a_parameter_of_a_dummy_engine_is_sent_in_any_case(engines: list[Engine]) -> None:
     engines.append(engine := Engine(2, load=keeping("vision.proj", "bias", unset=["vision.proj"])))
-    with pytest.raises(PlanError, match=r"dummy weights, and no tensor fills its vision\.proj: send them"):
+    with pytest.raises(PlanError, match=r"dummy weights, and no tensor fills its vision\.proj"):
         push(engine, "*")
 
 
 def test_a_seed_keeps_what_the_joiner_has_and_nothing_random(engines: list[Engine]) -> None:
-    """The engine that seeds sends the trainer's tensors alone."""
+    """The seeding engine sends only the trainer's tensors."""
     fleet = Engine(2, load=keeping("frozen"))
     started, dummy = Engine(1, load=keeping("frozen")), Engine(1, load=keeping("frozen", unset=["frozen"]))
     smaller = Engine(1, load=cut)
@@ -199,7 +199,7 @@ def test_the_commands_name_what_is_left_out(engines: list[Engine], tmp_path: Pat
 
 
 class Routed(torch.nn.Module):
-    """As transformers has a mixture of experts: its routers' biases are buffers."""
+    """A mixture of experts as in transformers: the biases of its routers are buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_modules_persistent_buffers_are_sent() -> None:
 
 
 def test_a_buffer_that_was_replaced_is_refused_by_name() -> None:
-    """The old one's values would be sent, for ever."""
+    """Without the error the old buffer's values would be sent for ever."""
     module = Routed()
     source = module_source(module)
     module.gate.bias_of_experts = module.gate.bias_of_experts + 1
@@ -269,7 +269,7 @@ def test_not_loaded_counts_each_element_once(data: st.DataObject) -> None:
 
 
 def test_rows_of_a_step_cost_no_more_than_their_number() -> None:
-    """A loader that takes every other row, as of gate and up that lie row by row, has a box a row."""
+    """A loader that takes every other row has a box for each row, as with interleaved gate and up."""
     rows = 1 << 14
     tensor = Tensor("gate_up", "bfloat16", (rows, 64))
     halves = [

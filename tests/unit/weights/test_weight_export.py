@@ -1,5 +1,7 @@
-"""Weights that are gathered anew for each version, as Megatron-Bridge yields them: docs/weights.md's loop for
-them, at ranks of which some send."""
+"""Weights that are gathered anew for each version, as Megatron-Bridge yields them.
+
+This is the loop of docs/weights.md, on ranks of which some send.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ VERSIONS = 2
 
 
 class Bridge:
-    """A tensor comes from the rank that has it, into memory that is new each time."""
+    """Yields each tensor from the rank that has it, in new memory each time."""
 
     def export_hf_weights(self, model: int, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """``model``: the seed of its weights."""
@@ -58,7 +60,7 @@ def main(told: Connection, store: str, rank: int, engines: Sequence[str]) -> Non
 
 
 def test_some_ranks_send_copies_of_what_all_gather(tmp_path: Path) -> None:
-    """And share it out."""
+    """The sending ranks divide the tensors among themselves."""
     engine = Engine("tcp")
     try:
         with Ranks(main, tmp_path, RANKS, [engine.address]) as ranks:

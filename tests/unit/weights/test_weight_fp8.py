@@ -1,4 +1,4 @@
-"""Ranks that quantise their own rows make what vLLM makes of the whole, bit for bit."""
+"""Ranks that quantise their own rows get the result of vLLM for the whole matrix, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    """vLLM compiles its function, for 40 s a process. What it makes is the same: it was compared once."""
+    """Runs vLLM's function without compilation, which takes 40 s a process.
+
+    A single comparison showed the same results.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @dataclass
 class Meeting:
-    """Of ranks that are threads."""
+    """A meeting point for ranks that are threads."""
 
     ranks: int
     values: dict[int, object] = field(default_factory=dict)
@@ -51,7 +54,7 @@ class Meeting:
 
 
 class Rank(TensorSource):
-    """Has a box of a matrix, and all of a bias."""
+    """A rank with a box of a matrix, and all of a bias."""
 
     def __init__(self, meeting: Meeting, rank: int, whole: torch.Tensor, box: Box) -> None:
         super().__init__([("w.weight", whole), ("bias", torch.zeros(3))])
@@ -61,7 +64,7 @@ class Rank(TensorSource):
         self.collectives = 0
 
     def step(self, whole: torch.Tensor) -> None:
-        """The weights change."""
+        """Changes the weights."""
         self.part.copy_(part_of(whole, self._held[0].shard.box))
 
     def exchange(self, value: object) -> list[object]:
@@ -78,7 +81,7 @@ def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def loads(tensors: Sequence[Tensor], dtype: str = "float8_e4m3fn") -> Geometry:
-    """An engine that has the matrix in ``dtype``, and what else there is as it is."""
+    """An engine that has the matrix in ``dtype`` and all other tensors as they are."""
     parameters, writes = [], []
     for number, tensor in enumerate(tensors):
         size = torch.Size(tensor.shape).numel()
@@ -90,7 +93,7 @@ def loads(tensors: Sequence[Tensor], dtype: str = "float8_e4m3fn") -> Geometry:
 
 
 def asks(source: BlockFp8, *dtypes: str) -> Callable[[], Engines | str]:
-    """Engines that are asked what they load."""
+    """Returns a query for engines that load these dtypes."""
 
     def ask() -> Engines:
         packed = [msgspec.msgpack.encode(loads(source.tensors(), dtype)) for dtype in dtypes]
@@ -118,7 +121,7 @@ class Trainer:
             return list(threads.map(do, self.sources))
 
     def sends(self, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of a version, put together."""
+        """Returns the values and scales of a version, put together."""
         for rank in self.ranks:
             rank.step(whole)
         self.all(BlockFp8.refresh)
@@ -132,7 +135,7 @@ class Trainer:
 
 
 def vllms(whole: torch.Tensor, made: tuple[torch.Tensor, torch.Tensor], *, ue8m0: bool = False) -> bool:
-    """Whether it is what vLLM makes, bit for bit."""
+    """Returns whether the result equals vLLM's, bit for bit."""
     wanted = per_block_cast_to_fp8(whole, use_ue8m0=ue8m0)
     return all(
         torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -146,7 +149,7 @@ def rows(*extents: int, columns: int) -> list[Box]:
 
 @st.composite
 def matrices(draw: st.DrawFn) -> torch.Tensor:
-    """Of blocks of very different size, some of zeros."""
+    """Draws matrices with blocks of very different size, some of zeros."""
     rows, columns = draw(st.integers(1, 400)), draw(st.integers(1, 300))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
     whole = torch.randn(rows, columns, generator=generator)

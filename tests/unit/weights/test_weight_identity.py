@@ -34,7 +34,7 @@ def push(source: Source, version: str, *engines: Engine) -> None:
 
 
 def identities(engines: list[Engine]) -> list[str]:
-    """Engines and routers compare these."""
+    """Returns the identities of the versions, which engines and routers compare."""
     return [engine.workers[0].state().served for engine in engines]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that write nothing and workers that load nothing hold nobody up."""
+"""Ranks that write nothing and workers that load nothing delay no other rank or worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 30
 
 
 class Ranks:
-    """Two, as threads."""
+    """Two ranks, as threads."""
 
     def __init__(self) -> None:
         self.said: list[object] = [None, None]
@@ -31,7 +31,7 @@ class Ranks:
 
 
 class Rank(TensorSource):
-    """The first has all."""
+    """A rank of the trainer. The first rank has all tensors."""
 
     def __init__(self, rank: int, ranks: Ranks) -> None:
         super().__init__([("w", torch.ones(4))])
@@ -70,11 +70,11 @@ def test_a_rank_that_writes_nothing_is_not_held_up() -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming: bool) -> None:
-    """Pipeline stages are such workers if some layers alone are pushed. No rank waits for ``orphan``."""
+    """If only some layers are pushed, pipeline stages are such workers. No rank waits for ``orphan``."""
     engine = Engine(2, streaming=streaming, idle=[0])
     try:
         long = Timeouts(orphan=10 * PATIENCE_S)
-        engines, lost = [str(engine.address)], ["up", "down"]  # their other half is the idle worker's
+        engines, lost = [str(engine.address)], ["up", "down"]  # the idle worker has their other half
         with WeightPusher(TensorSource(drawn(1)), engines, timeouts=long, partial=lost) as pusher:
             pusher.connect()
             for version in ("v1", "v2"):

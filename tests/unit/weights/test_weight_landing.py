@@ -1,4 +1,4 @@
-"""The worker's side of the weights' protocol: who may write, what lands, and when a version is void."""
+"""The worker's side of the weights protocol: who may write, what lands, and when a version is discarded."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import TypeVar
 import pytest
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing, Phase
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
     LandingLog,
     LandingOpenCounter,
     LandingReply,
-    Phase,
     Record,
 )
 from kv_connector.weights.messages import (
@@ -70,7 +69,7 @@ def described() -> Landing:
 
 
 def join(landing: Landing, rank: int, run: str = "run", now: float = 0.0) -> bytes:
-    """Rank r comes over connection r, and has peer r."""
+    """Joins rank r over connection r, as peer r."""
     source = b"%d" % rank
     actions = landing.receive(now, source, Join(run, rank, f"trainer/{rank}", digest(TENSORS), b"offer"))
     assert only(actions, LandingAccept) == [LandingAccept(source, f"trainer/{rank}", b"offer")]
@@ -91,7 +90,7 @@ def begin(
 
 
 def landing_of_two() -> tuple[Landing, bytes, bytes]:
-    """Both have begun."""
+    """A landing whose two senders have both begun."""
     landing = described()
     a, b = join(landing, 0), join(landing, 1)
     assert landing.receive(0, a, begin()) == []
@@ -116,8 +115,10 @@ def test_a_version_lands_and_is_applied() -> None:
 
 @pytest.mark.parametrize("when", ["landing", "ready", "applying"])
 def test_the_next_version_waits_for_the_one_that_lands_or_is_applied(when: str) -> None:
-    """Ranks that do not wait for each other are not of the same one; who has landed is left when all are
-    through with it."""
+    """Ranks do not wait for each other, so they begin versions at different times.
+
+    A landed version is left when all its senders go on.
+    """
     landing, a, b = landing_of_two()
     if when != "landing":
         landing.reached()
@@ -129,7 +130,7 @@ def test_the_next_version_waits_for_the_one_that_lands_or_is_applied(when: str) 
         assert replies(landing.reached()) == {a: Ready("1"), b: Ready("1")}
         assert landing.take("1") == [HandOver()]
     if when == "ready":
-        # The other one does not wait for "1" to be applied either.
+        # The other sender does not wait for "1" to be applied either.
         assert landing.receive(0, b, begin("2")) == [LandingOpenCounter((0, 1), 6)]
         return
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
@@ -176,7 +177,7 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     assert "rank 1 of run run (trainer/1): the link broke" in dropped.reason
     assert landing.opened(78) == [LandingCloseCounter()]
     assert landing.phase is Phase.EMPTY
-    # Who is left has to come again, and has its counter only when nothing old can land any more.
+    # The remaining sender has to join again. It gets its counter only when no old write can land any more.
     (refused,) = replies(landing.receive(0, a, begin("2"))).values()
     assert isinstance(refused, Refused)
     again = join(landing, 2)
@@ -200,7 +201,7 @@ def test_silence_is_death() -> None:
     actions = landing.tick(DEAD)
     assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
     assert isinstance(replies(actions)[a], Dropped)
-    # It was only asleep: it hears that it is no sender any more.
+    # The sender was only asleep. The answer is that it is no sender any more.
     assert isinstance(replies(landing.receive(6, b, Ping(sender=True)))[b], Leave)
     assert replies(landing.receive(6, b, Ping())) == {b: Pong()}
 
@@ -209,10 +210,10 @@ def test_silence_is_death() -> None:
     ("second", "words"),
     [
         (begin("2"), "version 1 of 2 senders, version 2 of 2 senders"),
-        (begin(plan=b"q"), "or have other plans"),
+        (begin(plan=b"q"), "announced different versions or plans"),
         (begin(senders=3), "version 1 of 2 senders, version 1 of 3 senders"),
-        (begin(nbytes=9), "17 bytes were announced of 16"),
-        (begin(pages=(3, 3)), "2 rounds were announced of 1"),
+        (begin(nbytes=9), "announced 17 bytes, this worker loads 16"),
+        (begin(pages=(3, 3)), "announced 2 rounds, this worker expects 1"),
     ],
 )
 def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> None:
@@ -244,7 +245,7 @@ def test_a_rank_that_comes_again_replaces_itself() -> None:
     landing = described()
     join(landing, 0)
     actions = landing.receive(0, b"new", Join("run", 0, "trainer/0", digest(TENSORS), b"offer"))
-    assert only(actions, LandingFence) == [LandingFence(0, "it has come again")]
+    assert only(actions, LandingFence) == [LandingFence(0, "the same rank joined again")]
     assert landing.state().senders == 1
 
 
@@ -282,14 +283,14 @@ def test_words_that_mean_nothing_are_answered() -> None:
 
 
 def streaming_of_two(rounds: int = 4) -> tuple[Landing, bytes, bytes]:
-    """Both have begun a version of rounds of which two have room."""
+    """A streaming landing whose two senders have both begun. Two of its rounds have room."""
     parameters = tuple(Parameter(f"w{n}", "float32", 1, round=n) for n in range(rounds))
     landing = Landing(DEAD, slots=2)
     landing.receive(0, b"asker", Describe(TENSORS))
     landing.recorded(digest(TENSORS), Described(Geometry(parameters, (), ())), NBYTES)
     a, b = join(landing, 0), join(landing, 1)
     assert landing.receive(0, a, begin(pages=(1,) * rounds)) == []
-    # The second has nothing to write in the third round, and both nothing in the fourth.
+    # The second sender has nothing to write in the third round, and neither sender in the fourth.
     actions = landing.receive(0, b, begin(pages=(1, 1, 0, 0)[:rounds]))
     assert replies(actions) == {a: Ready("1"), b: Ready("1")}
     assert not only(actions, LandingOpenCounter)
@@ -301,7 +302,7 @@ def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -
     assert landing.take("1") == [LandingOpenCounter((0, 1), 2, 0), LandingOpenCounter((0, 1), 2, 1)]
     assert replies(landing.opened(70, 0)) == {a: Begun("1", 70, 0), b: Begun("1", 70, 0)}
     landing.opened(71, 1)
-    # The second is there before the first: the fourth has its room, the third waits for the first.
+    # The second round lands before the first. The fourth gets its room, and the third waits for the first.
     assert landing.reached(1) == [LandingCloseCounter(1), HandOver(1)]
     assert landing.released(1) == [LandingOpenCounter((0, 1), 1, 3)]
     landing.opened(73, 3)
@@ -313,8 +314,8 @@ def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -
         assert landing.released(last) == []
     assert replies(landing.applied("")) == {a: Applied("1"), b: Applied("1")}
     assert landing.state() == State("1", senders=2, arena_bytes=NBYTES)
-    assert landing.take("1") == [GiveUp("version 1 has not landed: there is none")]
-    # The next.
+    assert landing.take("1") == [GiveUp("version 1 has not landed: no version is here")]
+    # The next version begins.
     assert landing.receive(0, a, begin("2", pages=(1, 1, 1, 1))) == []
 
 
@@ -344,7 +345,7 @@ def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: st
         return
     (given_up,) = only(actions, GiveUp)
     assert "rank 1 of run run (trainer/1): it is through" in given_up.reason
-    # What is being read stays as it is, and nothing further lands.
+    # The round that is being read stays as it is, and no further round lands.
     assert landing.released(0) == []
     again = join(landing, 2)
     assert landing.receive(0, again, begin("2", senders=1, pages=(1, 1, 1, 1), nbytes=NBYTES)) == []
@@ -352,7 +353,7 @@ def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: st
     assert not replies(landing.applied(given_up.reason, torn=True))
     state = landing.state()
     assert (state.torn, state.landed, state.landing, state.senders) == (True, "", "2", 1)
-    # Whole again by the next version.
+    # The next version repairs the model.
     landing.fenced(0)
     assert replies(landing.fenced(1)) == {again: Ready("2")}
     landing.take("2")
@@ -376,8 +377,11 @@ def test_a_round_that_cannot_be_applied_voids_what_follows() -> None:
 
 
 def test_a_version_that_is_held_is_not_left_for_the_next() -> None:
-    """The senders of each worker are other ones: a worker whose senders all go on must still have the version
-    that another worker, one of whose senders is late, is about to take."""
+    """The senders of each worker are different.
+
+    All senders of one worker go on, while a sender of another worker is late. The first worker must keep the
+    version that the second one is about to take.
+    """
     quick, slow = described(), described()
     (alone,) = [join(quick, 0)]
     a, b = join(slow, 0), join(slow, 1)
@@ -449,7 +453,7 @@ def test_a_version_is_held_as_long_as_its_controller_is_there(how: str) -> None:
 
 
 def test_rounds_that_are_held_are_followed_by_the_next_version() -> None:
-    """The last round has no room of its own that could be held."""
+    """The last round has no separate room that could be held."""
     landing, a, b = streaming_of_two()
     landing.receive(0, b"controller", Hold("1"))
     landing.take("1")
@@ -469,7 +473,7 @@ TO = "10.0.0.7:5800"
 
 
 def serving_one() -> tuple[Landing, bytes, bytes]:
-    """Version 1."""
+    """A landing that serves version 1."""
     landing, a, b = landing_of_two()
     landing.reached()
     landing.take("1")
@@ -493,7 +497,7 @@ def test_what_is_lent_is_written_when_it_is_returned() -> None:
     assert isinstance(log, LandingLog)
     assert log.text == f"version 2 waits: the worker writes its weights to {TO}"
     assert landing.receive(0, b, begin("2")) == []
-    assert "version 2 is on its way here" in landing.lend(Seed("more", "1", SEED.engine), TO)
+    assert "version 2 is being pushed to it" in landing.lend(Seed("more", "1", SEED.engine), TO)
     others = (Tensor("v", "float32", (4,)),)
     assert replies(landing.receive(0, b"other", Describe(others))).keys() == {b"other"}
     assert landing.take("1") == [HandOver()], "to be applied again is to be read"
@@ -519,7 +523,7 @@ def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
         landing.receive(0, source, Leave())
     landing.lend(SEED, TO)
     said = replies(landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),))))
-    assert said == {b"other": Refused(f"the worker writes its weights to {TO}: ask again")}
+    assert said == {b"other": Refused(f"the worker writes its weights to {TO}: retry later")}
     assert replies(landing.receive(0, b"same", Describe(TENSORS))) == {b"same": Described(GEOMETRY)}
 
 
@@ -527,7 +531,7 @@ def test_nobody_may_write_while_another_checkpoint_is_looked_at() -> None:
     landing = described()
     other = (Tensor("v", "float32", (4,)),)
     assert landing.receive(0, b"other", Describe(other)) == [Record(other)]
-    refused = Refused("the worker is busy with another checkpoint: ask again")
+    refused = Refused("the worker is busy with another checkpoint: retry later")
     joining = Join("run", 0, "trainer/0", digest(TENSORS), b"offer")
     assert replies(landing.receive(0, b"late", joining)) == {b"late": refused}
     assert landing.state().senders == 0
@@ -543,12 +547,12 @@ def test_who_describe_the_same_checkpoint_are_answered_together() -> None:
 
 def test_why_nothing_is_lent() -> None:
     landing, a, b = landing_of_two()
-    assert landing.lend(SEED, TO) == "it serves what it was started with"
+    assert landing.lend(SEED, TO) == "it serves the weights that it was started with"
     landing, a, b = serving_one()
-    assert landing.lend(Seed("s", "0", SEED.engine), TO) == "it serves version 1, and not 0"
+    assert landing.lend(Seed("s", "0", SEED.engine), TO) == "it serves version 1, not 0"
     landing.receive(0, a, begin("2"))
     landing.receive(0, b, begin("2"))
-    beside = "beside the model, where it would be sent from, "
+    beside = "in its arena, from which it would send, "
     assert landing.lend(SEED, TO) == f"{beside}version 2 is beginning"
     landing.receive(0, b, Leave())
     assert landing.lend(SEED, TO) == f"{beside}nothing is"
@@ -556,13 +560,13 @@ def test_why_nothing_is_lent() -> None:
     for source in (a, b):
         landing.receive(0, source, Leave())
     landing.receive(0, b"other", Describe((Tensor("v", "float32", (4,)),)))
-    assert landing.lend(SEED, TO) == "it looks at another checkpoint: ask again"
+    assert landing.lend(SEED, TO) == "it is busy with another checkpoint: retry later"
     landing, a, b = serving_one()
     landing.take("1")
     landing.applied("broken", torn=True)
     assert landing.lend(SEED, TO) == "it has weights of more than one version"
     landing = Landing(DEAD, slots=2)
-    assert landing.lend(SEED, TO) == "it is in streaming mode, and keeps no copy of what it serves"
+    assert landing.lend(SEED, TO) == "it is in streaming mode, and keeps no copy of its weights"
     landing, a, b = serving_one()
     for source in (a, b):
         landing.receive(0, source, Leave())

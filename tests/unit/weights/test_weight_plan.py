@@ -1,4 +1,4 @@
-"""The plan: whatever the shards and whatever the loaders take, carrying it out is what loading would be."""
+"""The plan: for any shards and loaders, carrying it out has the result of loading."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """A dimension in parts, uneven ones among them: (start, extent)."""
+    """Draws a dimension in parts, also uneven ones: (start, extent)."""
     edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
     return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
 @st.composite
 def meshes(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """A tensor in boxes, along any of its dimensions."""
+    """Draws a tensor in boxes, along any of its dimensions."""
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for size in shape:
         parts = draw(cuts(size))
@@ -42,7 +42,7 @@ def meshes(draw: st.DrawFn, shape: Shape) -> list[Box]:
 
 @st.composite
 def writes(draw: st.DrawFn, tensor: int, shape: Shape, parameter: int) -> tuple[Write, int]:
-    """A box of it that goes anywhere in any order of dimensions, with room between; and the elements."""
+    """Draws a write of a box with any order of dimensions and with gaps. Returns it with the elements."""
     start = [draw(st.integers(0, n - 1)) for n in shape]
     extent = [draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True)]
     order = draw(st.permutations(range(len(shape))))
@@ -57,7 +57,7 @@ def writes(draw: st.DrawFn, tensor: int, shape: Shape, parameter: int) -> tuple[
 
 
 def load(write: Write, tensor: np.ndarray, parameter: np.ndarray) -> None:
-    """As a loader would, element by element."""
+    """Writes as a loader would, element by element."""
     for at in np.ndindex(*write.extent):
         source = tuple(a + s for a, s in zip(at, write.start, strict=True))
         parameter[write.offset + sum(a * s for a, s in zip(at, write.strides, strict=True))] = tensor[source]
@@ -102,7 +102,7 @@ def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
                     carry_out(part, np.ascontiguousarray(values[shard.tensor][span]), found[piece.parameter])
         for a, b in zip(found, expected, strict=True):
             assert (a == b).all()
-    # Nobody has more than the mean and one piece more.
+    # No rank has more than the mean and one piece more.
     loads = [sum(bytes_of) for bytes_of in plans[0].nbytes]
     everything = []
     for plan, load_of in zip(plans, loads, strict=True):
@@ -114,7 +114,7 @@ def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
 
 
 def carry_out(piece: Piece, shard: np.ndarray, parameter: np.ndarray) -> None:
-    """By runs, each element once."""
+    """Writes a piece by its runs, each element once."""
     strides = [s // shard.itemsize for s in shard.strides]
     flat = shard.reshape(-1)
     for pack in (False, True):
@@ -145,8 +145,8 @@ def geometry_of(shape: Shape) -> Geometry:
 @pytest.mark.parametrize(
     ("boxes", "problem"),
     [
-        ([], "nobody holds it"),
-        ([Box((0, 0), (2, 4))], "held by nobody"),
+        ([], "no rank holds it"),
+        ([Box((0, 0), (2, 4))], "held by no rank"),
         ([Box((0, 0), (3, 4)), Box((2, 0), (2, 4))], "overlap"),
         ([Box((0, 0), (5, 4))], "elements up to 5 of dimension 0"),
         ([Box((0,), (4,))], "in 1 dimensions"),
@@ -159,7 +159,7 @@ def test_what_is_not_held_once_is_refused_by_name(boxes: list[Box], problem: str
 
 
 def test_rows_of_an_inner_part_are_laid_out_where_they_are_short() -> None:
-    """A row-parallel layer's columns: at the receiver they are one run, at the sender a run a row."""
+    """A row-parallel layer's columns are one run at the receiver, and one run for each row at the sender."""
     piece = Piece(0, 0, (0, 4), (3, 4), 0, (4, 1))
     long_enough = runs(piece, (8, 1), least=4)
     assert not long_enough.packed
@@ -182,7 +182,7 @@ def test_a_transposed_part_is_packed() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_rounds_are_few_and_none_is_larger_than_the_largest(sizes: list[int]) -> None:
-    """Of one parameter each or two, in any order, and with gaps in their numbers."""
+    """Rounds of one parameter each or two, in any order, and with gaps in their numbers."""
     parameters = [Parameter(f"p{n}", "int8", size, round=3 * n) for n, size in enumerate(sizes)]
     parameters.insert(0, Parameter("q", "int8", 1, round=3 * (len(sizes) - 1)))
     before = Geometry(tuple(parameters), (), ())

@@ -1,4 +1,4 @@
-"""What is recorded of a loader, carried out with numpy, is what the loader does."""
+"""The recording of a loader, carried out with numpy, has the loader's result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 def as_recorded(
     geometry: Geometry, checkpoint: Mapping[int, torch.Tensor], before: float
 ) -> dict[str, NDArray[np.float32]]:
-    """The parameters, flat, that were filled with ``before``."""
+    """Returns the parameters, flat, after the recorded writes. ``before``: their earlier value."""
     flat = [np.full(one.elements, before, np.float32) for one in geometry.parameters]
     for constant in geometry.constants:
         strided(flat[constant.parameter], constant.offset, constant.extent, constant.strides)[...] = (
@@ -46,7 +46,7 @@ def strided(
 
 @st.composite
 def step(draw: st.DrawFn, shape: torch.Size) -> View:
-    """One operation that makes another view of a view."""
+    """Draws one operation that makes another view of a view."""
     dims = len(shape)
     kinds = ["unsqueeze", "flatten", "view", "contiguous"]
     if dims:
@@ -68,7 +68,7 @@ def step(draw: st.DrawFn, shape: torch.Size) -> View:
     size = shape[at] if dims else 1
     if kind == "unsqueeze":
         return lambda view: view.unsqueeze(at)
-    if kind == "flatten":  # a copy where the strides do not allow a view
+    if kind == "flatten":  # a copy if the strides do not allow a view
         return lambda view: view.reshape(-1)
     if kind == "contiguous":
         return lambda view: view.contiguous()
@@ -123,7 +123,7 @@ def views(draw: st.DrawFn, tensor: torch.Tensor) -> View:
 
 @st.composite
 def places(draw: st.DrawFn, shape: torch.Size) -> tuple[torch.Size, View]:
-    """A parameter, or a part of one, and a view of it that has ``shape``."""
+    """Draws a parameter, or a part of one, and a view of it with this ``shape``."""
     order = draw(st.permutations(range(len(shape))))
     before = [draw(st.integers(0, 2)) for _ in shape]
     behind = [draw(st.integers(0, 2)) for _ in shape]
@@ -145,7 +145,7 @@ def test_what_is_recorded_is_what_the_loader_does(data: st.DataObject) -> None:
         torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape) + 10_000 * index
         for index, shape in enumerate(data.draw(st.lists(sizes, min_size=1, max_size=3)))
     ]
-    # Each tensor's views go into a part of one parameter; a part of that is filled.
+    # Each tensor's views go into a part of one parameter. A part of that is filled.
     copies = [(index, data.draw(views(tensor))) for index, tensor in enumerate(checkpoint) for _ in range(2)]
     parts = [data.draw(places(view(checkpoint[index]).shape)) for index, view in copies]
     offsets = np.cumsum([0, *(shape.numel() for shape, _ in parts)]).tolist()
@@ -180,7 +180,7 @@ def test_what_is_recorded_is_what_the_loader_does(data: st.DataObject) -> None:
 
 
 def test_a_fused_parameter_is_written_by_boxes_as_large_as_they_come() -> None:
-    """A rank of two: rows of q, of one k head and v head; of the experts, its own."""
+    """One of two ranks: it has rows of q, of one k head and v head, and its own experts."""
     names = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "norm": (6,), "o": (6, 8)}
     experts = {f"expert.{index}.{side}": (4, 6) for index in range(4) for side in ("gate", "up")}
     tensors = [Tensor(name, "bfloat16", shape) for name, shape in (names | experts).items()]
@@ -291,7 +291,7 @@ def refusal(
     shape: tuple[int, ...] = (4, 6),
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Why a loader is refused that is given ``x`` for the parameter ``p``."""
+    """Returns why a loader is refused that receives ``x`` for the parameter ``p``."""
     parameters = {"p": torch.nn.Parameter(torch.zeros(shape).to(dtype), requires_grad=False)}
     parameters["other"] = torch.nn.Parameter(torch.zeros(4, 6))
 
@@ -332,21 +332,21 @@ def test_a_loader_that_computes_is_refused(load: Callable[..., object], operatio
         (lambda p, x: p.index_copy_(0, torch.arange(4), x), "index_copy_ on parameter 'p' and tensor 'x'"),
         (lambda p, x: x.mul_(2), "mul_ on tensor 'x'"),
         (lambda p, x: x.zero_(), "zero_ writes into tensor 'x'"),
-        (lambda p, x: torch.empty(4, 6).copy_(x), "copy_ of tensor 'x' writes into a tensor of the loader's"),
+        (lambda p, x: torch.empty(4, 6).copy_(x), "copy_ of tensor 'x' writes into a tensor of the loader"),
         (
             lambda p, x: torch.empty(4, 6).copy_(p),
-            "copy_ of parameter 'p' writes into a tensor of the loader's",
+            "copy_ of parameter 'p' writes into a tensor of the loader",
         ),
         (lambda p, x: p.view(torch.int32).fill_(1), "fill_ writes into parameter 'p'"),
         (lambda p, x: p.copy_(p), "copy_ copies parameter 'p' to parameter 'p'"),
         (lambda p, x: p.copy_(x.view(torch.int32)), "copy_ of tensor 'x' to 'p' reads it as torch.int32"),
         (
             lambda p, x: p.copy_(torch.arange(24.0).view(4, 6)),
-            "values of the loader's own into parameter 'p'",
+            "puts the loader's own values into parameter 'p'",
         ),
         (
             lambda p, x: p[0].copy_(torch.ones(6, device="meta")),
-            "values of the loader's own into parameter 'p'",
+            "puts the loader's own values into parameter 'p'",
         ),
     ],
 )
@@ -391,7 +391,7 @@ def test_a_scalar_is_written_once() -> None:
 
 def test_a_copy_of_too_many_boxes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_BOXES", 3)
-    message = refusal(lambda p, x: p.copy_(x[:, :1]))  # each of 6 columns is that one
+    message = refusal(lambda p, x: p.copy_(x[:, :1]))  # each of the 6 columns is that column
     assert message == "copy_ of tensor 'x' to parameter 'p' falls into more than 3 boxes"
 
 

@@ -34,7 +34,7 @@ def test_writer_deregisters_memory_of_freed_tensors(engine: Engine) -> None:
         least = registered(pusher)
         assert least > 0
         for version in range(2, 6):
-            # Allocated before the old memory is freed: each version lies elsewhere than the last.
+            # Allocated before the old memory is freed, so that each version lies elsewhere than the last.
             moved = {name: value.data.clone() for name, value in parameters.items()}
             kept += [torch.empty_like(value) for value in moved.values()]
             for name, value in moved.items():
@@ -48,7 +48,7 @@ def test_writer_registers_memory_anew_that_comes_back_at_the_same_address(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = dict(drawn(1))
-    # Memory of a fixed address, as of an allocation that was freed and made again.
+    # Memory with a fixed address, like an allocation that was freed and made again.
     memory = {name: bytearray(value.numpy().tobytes()) for name, value in values.items()}
 
     def back(name: str) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""An engine that joins is written to by one that serves: no trainer, no pause of the one that has it, and
-whatever dies on the way costs neither what it serves."""
+"""An engine that joins gets its weights from an engine that serves.
+
+No trainer takes part, and the seeding engine does not pause. If either dies during the seed, the other keeps
+its weights.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Of those who seed."""
+    """A gate that holds the pushers of seeders."""
     gate = Gate()
     monkeypatch.setattr("kv_connector.weights.seeder.WeightPusher", gate.pusher)
     yield gate
@@ -78,7 +81,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @contextmanager
 def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher]:
-    """Connected."""
+    """A connected trainer of these engines."""
     addresses = [str(engine.address) for engine in engines]
     with WeightPusher(TensorSource(drawn(of)), addresses, timeouts=QUICK, **named) as pusher:  # type: ignore[arg-type]
         pusher.connect()
@@ -100,7 +103,7 @@ def run(*words: str) -> Result:
 def test_a_joiner_serves_what_the_fleet_serves_and_takes_the_next_version(
     site: Site, seeders: int, joiners: int, streaming: bool
 ) -> None:
-    """Of other ranks, and in another mode; as it comes, and again as it was seeded itself."""
+    """The joiner has other ranks and another mode. Later it seeds a third engine with its version."""
     fleet, joiner = site.engine(seeders), site.engine(joiners, streaming=streaming)
     pushed("v1", 1, fleet)
     assert site.seed(fleet, joiner) == "v1"
@@ -118,7 +121,7 @@ def test_a_joiner_serves_what_the_fleet_serves_and_takes_the_next_version(
 
 
 def test_all_data_parallel_ranks_are_one_engine(site: Site) -> None:
-    """Their workers know of their own rank's alone, until the controller tells them."""
+    """Workers know only those of their own rank, until the controller sends them the full list."""
     fleet, joiner = site.engine(2, replicas=2), site.engine(1, replicas=2)
     pushed("v1", 1, fleet)
     assert fleet.served == ["v1"] * 4
@@ -147,7 +150,8 @@ def test_several_are_seeded_at_once(site: Site, gate: Gate) -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, restarted: bool) -> None:
-    """``restarted``: the joiner has been, since the trainer's last version; else it has got none yet."""
+    """``restarted``: the joiner was restarted since the trainer's last version. Otherwise it has received
+    none yet."""
     ports = free_ports(2)
     fleet, joiner = site.engine(2), site.engine(1, ports=ports)
     if not restarted:
@@ -157,7 +161,7 @@ def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, resta
             pusher.push("v1").wait("applied", PATIENCE_S)
             site.end(joiner)
             joiner = site.engine(1, ports=ports)
-            # To start takes an engine longer than a trainer takes to miss it.
+            # An engine needs longer for its start than a trainer needs to notice its loss.
             (worker,) = pusher._engines[1].workers
             until(lambda: worker.link is not None and bool(worker.link.over))
         assert site.seed(fleet, joiner) == "v1"
@@ -169,7 +173,7 @@ def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, resta
 
 
 def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate: Gate) -> None:
-    """At both: what is written stays as it is until then."""
+    """At both engines the version waits: the written weights stay as they are until then."""
     fleet, joiner = site.engine(2), site.engine(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner)
@@ -204,7 +208,7 @@ def test_who_has_a_trainers_version_is_not_seeded(site: Site) -> None:
 
 def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
-    with pytest.raises(SeedError, match="serves what it was started with: push it a version first"):
+    with pytest.raises(SeedError, match="serves the weights that it was started with: push a version"):
         site.seed(fleet, joiner)
     with pytest.raises(SeedError, match="cannot seed itself"):
         site.seed(fleet, fleet)
@@ -214,9 +218,7 @@ def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
         site.seed(streaming, joiner)
     with trainer(2, fleet, apply=lambda _: None) as pusher:
         pusher.push("v2").wait("landed", PATIENCE_S)
-        with pytest.raises(
-            SeedError, match="beside the model, where it would be sent from, version v2 is ready"
-        ):
+        with pytest.raises(SeedError, match="in its arena, from which it would send, version v2 is ready"):
             site.seed(fleet, joiner)
     fleet.model.broken = "the kernels do not like it"
     with pytest.raises(PushError, match="the kernels do not like it"):
@@ -258,7 +260,7 @@ def test_a_key_is_needed_and_is_enough(site: Site) -> None:
 
 
 class Process:
-    """An engine that can be killed."""
+    """An engine in a process that can be killed."""
 
     def __init__(self, ranks: int, *, holds: bool = False) -> None:
         self._told, theirs = FORKSERVER.Pipe()
@@ -318,7 +320,7 @@ def test_an_arena_is_returned_whatever_becomes_of_the_seed(
     fleet = site.engine(2, timeouts=Timeouts(dead=DEAD_S, heartbeat=0.5, orphan=limit))
     joiner = site.engine(1)
     pushed("v1", 1, fleet)
-    said = "it was not written within 1 s"
+    said = "the version was not written within 1 s"
     if how == "one worker cannot":
         said = "it is being seeded itself"
         monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
@@ -346,7 +348,7 @@ def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate, caplog: pytest.Log
     assert gate.begun.wait(PATIENCE_S)
     site.end(fleet)
     (said,) = [one for one in caplog.messages if "did not seed" in one]
-    assert "the worker ends" in said
+    assert "the worker shuts down" in said
     with pytest.raises(SeedError):
         seeded.result(PATIENCE_S)
     until(lambda: not joiner.workers[0].state().senders)
@@ -429,7 +431,7 @@ def test_status_says_to_whom_an_engine_writes(site: Site, gate: Gate) -> None:
 
 
 class Warned(logging.Handler):
-    """Whether this was warned of."""
+    """Notes whether a warning with this text was logged."""
 
     def __init__(self, words: str) -> None:
         super().__init__(logging.WARNING)
@@ -444,7 +446,7 @@ class Warned(logging.Handler):
 def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not open with the weights that it has."""
+    """The engine does not open its API with its old weights."""
     gate, warned = Gate(), Warned("does not seed this engine")
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
@@ -471,7 +473,7 @@ def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
 
 def test_an_engine_without_weights_of_its_own_ends_when_no_engine_can_seed_it(site: Site) -> None:
     empty, joiner = site.engine(1), site.engine(1)
-    with pytest.raises(SeedError, match=r"no weights of its own.*serves what it was started with"):
+    with pytest.raises(SeedError, match=r"no own weights.*serves the weights that it was started with"):
         seed_at_start([empty.address], joiner.address, None, required=True)
 
 
@@ -483,7 +485,7 @@ def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
     pushed("v1", 1, fleet)
     seed_at_start([fleet.address], joiner.address, None)
     assert joiner.served == [""]
-    with pytest.raises(SeedError, match="no weights of its own"):
+    with pytest.raises(SeedError, match="no own weights"):
         seed_at_start([fleet.address], joiner.address, None, required=True)
 
 
@@ -518,7 +520,7 @@ def test_an_engine_asks_those_that_it_is_given_in_turn(
             for record in caplog.records
             if record.name == "kv_connector" and record.levelno == logging.WARNING
         ]
-        assert f"{empty.address} serves what it was started with" in warned
+        assert f"{empty.address} serves the weights that it was started with" in warned
         assert f"{joiner.address} cannot seed itself" in warned
         assert joiner.served == [""]
         seed_at_start([empty.address, fleet.address], joiner.address, None)

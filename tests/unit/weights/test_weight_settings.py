@@ -1,4 +1,4 @@
-"""What an operator says about weights: KV_CONNECTOR_WEIGHTS, and the command's own words where it cannot."""
+"""The operator's settings for weights: KV_CONNECTOR_WEIGHTS, and the errors of the command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_defaults() -> None:
         ("[]", f"{SETTINGS_VARIABLE} must be a JSON object"),
         (
             '{"routers": []}',
-            f"{SETTINGS_VARIABLE}: routers mean nothing for weights. Valid: mode, seed_from, control_host",
+            f"{SETTINGS_VARIABLE}: routers cannot be set for weights. Valid: mode, seed_from, control_host",
         ),
         ('{"mode": "in place"}', f"{SETTINGS_VARIABLE}: mode is 'in place'. Valid: shadow, streaming."),
         (
@@ -59,11 +59,11 @@ def test_what_cannot_be_used_is_said(text: str, words: str) -> None:
 def test_a_directory_without_weights_is_said(command: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["weights", command, str(tmp_path), "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.USAGE
-    assert "there are no .safetensors in" in done.output
+    assert "no .safetensors files are in" in done.output
 
 
 def test_an_engine_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_connector.weights.links.Timeouts", partial(Timeouts, connect=0.2))
     done = CliRunner().invoke(app, ["weights", "status", "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.FAILURE
-    assert "127.0.0.1:1: no answer within 0.2 s: is it running" in done.output
+    assert "127.0.0.1:1: no answer within 0.2 s: check that it runs" in done.output

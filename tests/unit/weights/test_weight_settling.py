@@ -1,4 +1,4 @@
-"""A GPU does what it is told in its own time, and an engine copies beside that: what has to be waited for."""
+"""The waits for a GPU, which computes later than it is called, and for engines that copy beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0,
 
 
 def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a GPU: its last step is done when somebody waits for it."""
+    """The function settle stands for a GPU whose last step is complete once it is waited for."""
     weights = torch.zeros(4)
     monkeypatch.setattr(writer, "settle", lambda device: weights.fill_(7.0))
 

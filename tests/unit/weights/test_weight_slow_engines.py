@@ -1,4 +1,4 @@
-"""A slow engine costs itself a version, and neither the trainer nor other engines any time."""
+"""A slow engine misses a version, and delays neither the trainer nor other engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER_S = 10 * PATIENCE_S
 
 
 class SlowPause:
-    """Holds an engine's pause up until ``go_on``, as a prefill engine waits for its prompts to be fetched."""
+    """Delays an engine's pause until ``go_on``, as a prefill engine waits until its prompts are fetched."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pausing, self.go_on = threading.Event(), threading.Event()
@@ -55,7 +55,7 @@ def test_push_leaves_an_engine_out_that_does_not_begin(
                 update._done["applied"][addresses[0]].result(PATIENCE_S)
                 assert quick.served == [version, version]
                 if version == "v1" and not streaming:
-                    continue  # it has landed at both; the slow one's pause for it waits
+                    continue  # it has landed at both engines, and waits for the slow one's pause
                 with pytest.raises(PushError, match=r"not begun within 0\.5 s") as failed:
                     update.wait("applied", PATIENCE_S)
                 assert addresses[0] not in str(failed.value)
@@ -75,7 +75,10 @@ def test_push_leaves_an_engine_out_that_does_not_begin(
 def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One worker has dropped the version for another sender's. The other one waits for it to be applied."""
+    """One worker has discarded the version in favour of another sender's.
+
+    The other one waits for it to be applied.
+    """
     engine = Engine(2, streaming=True)
     pause = SlowPause(engine, monkeypatch)
     threads = ThreadPoolExecutor(1)
@@ -99,7 +102,7 @@ def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
 
 
 def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a trainer one rank of which writes a checkpoint: longer than KV may be reserved."""
+    """A trainer of which one rank writes a checkpoint needs longer than KV may be reserved."""
     engine = Engine(2)
     pause = SlowPause(engine, monkeypatch)
     orphan = 0.05
@@ -145,7 +148,7 @@ def test_timeout_bounds_writes_too(command: str, tmp_path: Path, monkeypatch: py
 
 
 def test_timeout_bounds_connecting_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An engine that looks at the checkpoint for a long time."""
+    """An engine that takes a long time to record the checkpoint."""
     go_on = threading.Event()
     engine = Engine(1, load=lambda *given: go_on.wait(NEVER_S))  # type: ignore[arg-type, return-value]
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")

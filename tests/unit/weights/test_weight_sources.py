@@ -24,7 +24,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 class Model(torch.nn.Module):
-    """A weight of each name that an engine of the tests loads, and a forward pass."""
+    """A model with a weight of each name that a test engine loads, and a forward pass."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An engine whose workers have not all one version stays paused, whatever happens, until they have."""
+"""An engine whose workers have different versions stays paused until they have the same one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def push(engine: Engine, version: str, seed: int) -> None:
 
 
 def tear(engine: Engine) -> None:
-    """Worker 0 has v1, worker 1 a half of it."""
+    """Gives worker 0 the version v1, and worker 1 half of it."""
     engine.model.broken, engine.model.broken_worker = "no room", 1
     with pytest.raises(PushError, match="no room"):
         push(engine, "v1", 1)
@@ -44,7 +44,7 @@ def tear(engine: Engine) -> None:
 
 
 def test_a_torn_engine_stays_paused_when_the_next_pause_fails(engine: Engine) -> None:
-    """A resumed one would answer with the weights of two versions."""
+    """If it resumed, it would answer with the weights of two versions."""
     tear(engine)
     engine.model.no_pause = "the cache could not be reset"
     with pytest.raises(PushError, match="could not be reset"):
@@ -66,7 +66,7 @@ def test_an_engine_that_is_whole_goes_on_when_its_pause_fails(engine: Engine) ->
 
 
 def test_an_engine_that_cannot_report_its_version_stays_paused(engine: Engine) -> None:
-    """It would send KV of the new weights under the old version's name."""
+    """If it resumed, it would send KV of the new weights under the old version's name."""
     engine.model.no_label = "a worker does not answer"
     with pytest.raises(PushError, match=r"all workers have version v1.*a worker does not answer"):
         push(engine, "v1", 1)
@@ -81,8 +81,11 @@ def test_an_engine_that_cannot_report_its_version_stays_paused(engine: Engine) -
 def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer that does not wait begins the next version meanwhile, for longer than a silent controller
-    holds one, and dies. The engine goes on with a whole version."""
+    """A trainer that does not wait begins the next version meanwhile, and dies.
+
+    Its version takes longer than a silent controller holds a version. The engine goes on with a whole
+    version.
+    """
     pausing, go_on = threading.Event(), threading.Event()
     begun = [threading.Event() for _ in engine.workers]
     pings: list[list[bytes]] = [[] for _ in engine.workers]
@@ -124,7 +127,7 @@ def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
 
 
 def test_a_torn_engine_reports_what_ends_its_pause(engine: Engine) -> None:
-    """The trainer is gone, so that nothing else does."""
+    """The trainer is gone, so that no other message reports it."""
     engine.model.broken, engine.model.broken_worker = "no room", 1
     with pytest.raises(PushError, match="stays paused until a whole version is pushed or seeded to it"):
         push(engine, "v1", 1)

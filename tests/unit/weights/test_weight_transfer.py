@@ -37,8 +37,7 @@ PADDED_ROWS = 32
 
 
 def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
-    """A rank of a tensor-parallel engine: rows of `up`, in bfloat16 and padded; columns of `down`; all of
-    `norm`."""
+    """A tensor-parallel rank: rows of `up`, in bfloat16 and padded, columns of `down`, and all of `norm`."""
     number = {tensor.name: n for n, tensor in enumerate(tensors)}
     up, columns = SIZES["up"]
     rows = PADDED_ROWS // ranks
@@ -59,7 +58,7 @@ def loads(tp: int, ranks: int, tensors: Sequence[Tensor]) -> Geometry:
 
 
 class Engine:
-    """Two workers."""
+    """An engine of two workers."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Engine:
 
 
 def taken(worker: WeightReceiver, version: str) -> dict[str, torch.Tensor]:
-    """As an engine does: what is not copied is overwritten."""
+    """Takes a version as an engine does. A content that is not copied is overwritten later."""
     found: dict[str, torch.Tensor] = {}
     landed = worker.state().landed
     assert shown(landed) == shown(version)
@@ -131,8 +130,11 @@ def engines() -> Iterator[list[Engine]]:
 def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
     engines: list[Engine], tmp_path: Path
 ) -> None:
-    """HSDP of two times two ranks, of which one falls silent; then two ranks with all, of which one is
-    killed; then one that is left alone."""
+    """Three trainers lose ranks.
+
+    The first is HSDP of two times two ranks, and one rank falls silent. The second has two ranks with all
+    tensors, and one is killed. The third is left alone.
+    """
     addresses = [engine.address for engine in engines]
     with Trainer(tmp_path, addresses, 1, ranks=4, replicas=2) as hsdp:
         hsdp.all_say("connected")
@@ -144,13 +146,13 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         hsdp.say("stop third", 3)
         hsdp.say("third", 0, 1, 2)
         assert hsdp.heard(3) == "begun"
-        # Its links stand, and only its heartbeat is missing. The others have written all that they have.
+        # Its links stand, and only its heartbeat is missing. The other ranks have written all their parts.
         pid = hsdp.ranks[3].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         said = hsdp.heard(0)
         assert said.startswith("version third: ")
-        assert "was dropped: rank 3 of run" in said
+        assert "was discarded: rank 3 of run" in said
         assert f"silent for {DEAD_S:g} s" in said
         nothing_landed(engines, "third")
     with Trainer(tmp_path, addresses, 2, ranks=2, replicas=0) as plain:
@@ -163,7 +165,7 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         plain.say("fifth", 0)
         assert plain.heard(1) == "begun"
         plain.ranks[1].kill()
-        assert "was dropped: rank 1 of run" in plain.heard(0)
+        assert "was discarded: rank 1 of run" in plain.heard(0)
         nothing_landed(engines, "fifth")
     with WeightPusher(TensorSource(drawn(3)), addresses, apply=lambda _: None) as last:
         last.connect()
@@ -173,16 +175,19 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
 
 
 def nothing_landed(engines: Sequence[Engine], version: str) -> None:
-    """In no engine whole: a worker to which the lost rank had nothing to write may have all."""
+    """The version is whole in no engine.
+
+    A worker to which the lost rank had nothing to write may have all.
+    """
     for engine in engines:
         for worker in engine.workers:
-            # A trainer hears it of the first worker that knows.
+            # The first worker that notices the loss reports it to the trainer.
             while worker.state().landing:
                 pass
         states = [worker.state() for worker in engine.workers]
         (missing, *_) = [n for n, state in enumerate(states) if shown(state.landed) != version]
         assert "rank" in states[missing].problem
-        with pytest.raises(NotLanded, match=f"version {version} has not landed: there is none"):
+        with pytest.raises(NotLanded, match=f"version {version} has not landed: no version is here"):
             next(engine.workers[missing].take(version))
 
 
@@ -199,7 +204,7 @@ def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
         assert engines[1].address in str(failed.value)
         assert engines[0].address not in str(failed.value)
         engines[0].assert_has("2", 3)
-        # It comes back where it was, with nothing, and takes part in what follows.
+        # The engine comes back at its old address, without weights, and takes the next versions.
         engines[1] = Engine("tcp", ports=engines[1].ports)
         pusher.push("3").wait("landed", 10)
         for engine in engines:
@@ -217,7 +222,7 @@ def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
         pusher.connect()
         with (
             WeightPusher(TensorSource(drawn(3)), [engines[0].address], apply=lambda _: None) as second,
-            pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end it first"),
+            pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end that run first"),
         ):
             second.connect()
         pusher.push("1").wait("landed", 10)
@@ -252,7 +257,7 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         pusher.connect()
         pusher.push("1").wait("landed", 10)
     engines[0].assert_has("1", 4)
-    with pytest.raises(SourceError, match=r"there are no \.safetensors in"):
+    with pytest.raises(SourceError, match=r"no \.safetensors files are in"):
         CheckpointSource(tmp_path / "nowhere")
 
 
@@ -295,7 +300,7 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engi
         pusher.connect()
         pusher.push("one").wait("landed", 10)
         engines[0].assert_has("one", 1)
-        before = [parameter.data for parameter in parameters.values()]  # whose places stay taken
+        before = [parameter.data for parameter in parameters.values()]  # their memory stays allocated
         for name, value in drawn(2):
             parameters[name].data = value
         pusher.push("two").wait("landed", 10)
@@ -322,8 +327,10 @@ def test_what_the_engine_cannot_load_is_said_by_name(error: type[Exception]) -> 
 
 
 def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
-    """Three rounds in the room of two, from a thread for each worker, as its main one; and what it takes is
-    whole again behind a trainer that leaves between two rounds."""
+    """Three rounds land in the room of two. A thread for each worker takes them, as its main thread would.
+
+    If a trainer leaves between two rounds, the next version makes the engine whole again.
+    """
     engine = Engine("tcp", streaming=True)
     found: list[dict[str, torch.Tensor]] = []
     source = TensorSource(drawn(5))
@@ -361,7 +368,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             TensorSource(drawn(5)),
             [engine.address],
             apply=lambda _: ready.set(),
-            timeouts=Timeouts(orphan=0.5),  # for which its own rank waits for what does not come any more
+            timeouts=Timeouts(orphan=0.5),  # the push waits so long for a round that does not begin any more
         ) as pusher:
             pusher.connect()
             push = rounds.submit(pusher.push, "1")
@@ -371,7 +378,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             # The last round has no room before the first is released.
             assert pusher._news._update is not None
             pusher._links.close()
-            with pytest.raises(NotLanded, match=r"rank 0 of run .* it is through"):
+            with pytest.raises(NotLanded, match=r"rank 0 of run .* it closed the connection"):
                 for _ in parts:
                     pass
             worker.finish("the trainer has left", torn=True)
@@ -386,7 +393,7 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
 def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the version's sources are made ready."""
+    """The worker is lost while the version's sources are made ready."""
     with WeightPusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None) as pusher:
         pusher.connect()
         start = pusher._writer.start
@@ -413,7 +420,7 @@ def test_asking_engines_of_which_one_is_not_there_leaves_no_links(engines: list[
 def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which would wait for ever for what it has found out."""
+    """Otherwise the other ranks would wait for ever for rank 0's result."""
 
     def exhausted(*_: object) -> None:
         raise zmq.ZMQError(24)
@@ -425,7 +432,7 @@ def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
 
 def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
     gate, worker = Gate(), engines[0].workers[0]
-    times = Timeouts(orphan=0.5)  # for which the push waits for what does not come any more
+    times = Timeouts(orphan=0.5)  # the push waits so long for a round that does not begin any more
     pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None, timeouts=times)
     with ThreadPoolExecutor(1) as threads:
         pusher.connect()
@@ -440,7 +447,7 @@ def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine])
 def test_it_may_be_cancelled_while_it_is_closed(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a seeder is, of which a second worker has heard meanwhile that it is not wanted any more."""
+    """A seeder is cancelled so if a second worker has found that the seed is not needed any more."""
     with WeightPusher(TensorSource(drawn(5)), [engines[0].address]) as pusher:
         pusher.connect()
         end = pusher._links.end
@@ -493,7 +500,7 @@ def test_two_threads_that_find_all_workers_ready_apply_a_version_once(
         both = threading.Barrier(2, timeout=PATIENCE)
 
         class Meeting:
-            """A lock that both threads have reached before one has it."""
+            """A lock that both threads have reached before either gets it."""
 
             lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Whether an engine has what a checkpoint has: found by hashes, in the engine's own layout and dtypes."""
+"""Verification of an engine's weights by hashes, in the engine's layout and dtypes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_where_nothing_can_be_compared_it_is_said(worker: WeightReceiver, tmp_pa
     assert "has not looked at such a checkpoint" in done.output
     with pusher_of(same, address) as pusher:
         pusher.connect()
-    assert "there is no whole version beside the model" in verify(same, address).output
+    assert "no complete version lies beside the model" in verify(same, address).output
     pushed(same, address)
     more = checkpoint(tmp_path / "more", bias=torch.zeros(3))
     assert "has not looked at such a checkpoint" in verify(more, address).output
