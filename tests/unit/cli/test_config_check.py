@@ -331,7 +331,7 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
             "the decode engine at 10.0.0.2 cannot reach the prefill engine at 127.0.0.1",
         ),
         (P + D + ROUTER.replace("5600", "5601"), "--prefill has the control socket at 127.0.0.1:5601"),
-        (P + D + ROUTER.replace("8200", "8201"), "no --decode names port 8200"),
+        (P + D + ROUTER.replace("8200", "8201"), "no --decode has port 8200"),
         (
             vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
             + "kv-connector router --registration 127.0.0.1:8501",
