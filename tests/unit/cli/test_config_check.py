@@ -229,7 +229,7 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
         (transfer() | {"kv_load_failure_policy": "retry"}, "Set fail or recompute"),
         (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
-        (transfer(control_host="10.0.0.1"), "there is no cluster key"),
+        (transfer(control_host="10.0.0.1"), "no cluster key"),
         (transfer(providers=["tpc"]), "this build has no lane 'tpc': did you mean `tcp`?"),
         (transfer(providers=["host", "nvlink"]), "Leave out the lanes"),
         (transfer(routers=["127.0.0.1:8500"]), "routers needs api_url"),
