@@ -24,21 +24,19 @@ from kv_connector.router.bodies.fields import Content
 from kv_connector.router.engines.client import EngineClient, Reply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.goodput import Goodput
-from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.attempt import Attempt, Components
-from kv_connector.router.streams.calls import Call, Calls, EngineFailure
+from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
-from kv_connector.router.streams.holds import PrefillHolds
 from kv_connector.router.streams.moves import Moves, Stream
 from kv_connector.router.streams.serial import answer_serially
 
@@ -67,36 +65,9 @@ class Dispatcher:
         spans: Spans,
     ) -> None:
         self._settings = settings
-        self._metrics = metrics
-        self._incidents = incidents
-        self.spans = spans
-        self._pools = {side: Pool() for side in Side}
-        self.members = Members(
-            self._pools,
-            {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
-            incidents,
-            suspect=settings.suspect,
-            dead=settings.dead,
-            needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
-        )
-        self.calls = Calls(client, self.members, metrics, incidents, spans)
-        self._policy: Policy = FewestOutstanding(self._pools)
-        if settings.objectives is not None:
-            self._policy = Goodput(settings.objectives, self._pools)
+        self.parts = Components.of(settings, client, metrics, incidents, spans)
         self._joined_by = time.monotonic() + settings.patience
-        self.holds = PrefillHolds(self._pools, client, settings.patience)
-        self._parts = Components(
-            self._pools,
-            self.members,
-            self.calls,
-            self._policy,
-            self.holds,
-            metrics,
-            incidents,
-            spans,
-            settings.patience,
-        )
-        self.moves = Moves(self._pools, self.members, self.calls, metrics, self._pair)
+        self.moves = Moves(self.parts.pools, self.parts.members, self.parts.calls, metrics, self._pair)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
@@ -125,7 +96,7 @@ class Dispatcher:
         async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
             with ExitStack() as stack:
                 lease = await self._decoder(stack, call, avoid)
-                return await self.calls.whole(Side.DECODE, lease, method, body, call)
+                return await self.parts.calls.whole(Side.DECODE, lease, method, body, call)
 
         return await self._retried(attempt, call)
 
@@ -136,7 +107,7 @@ class Dispatcher:
         listed = names(call.path, first)
         if listed is None:
             return first
-        replies, missing = [first], self._pools[Side.DECODE].models() - listed
+        replies, missing = [first], self.parts.pools[Side.DECODE].models() - listed
         while missing:
             model = missing.pop()
             reply = await self._forward("GET", replace(call, model=model), b"")
@@ -147,7 +118,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Waits, `patience` at most, until engines are notified. No request is open any more."""
-        await self.holds.close()
+        await self.parts.holds.close()
 
     async def _try(
         self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
@@ -186,11 +157,11 @@ class Dispatcher:
         or there is nobody else."""
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
-        others = any(self._pools[side].usable(avoid, model) for side in error.blamed)
+        others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if attempt >= ATTEMPTS or not (others or alone):
             raise error
-        self._metrics.retries.inc()
+        self.parts.metrics.retries.inc()
         return avoid
 
     async def _attempt(
@@ -207,32 +178,34 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
+        self.parts.metrics.placed(
+            local=placement.prefill is None, reason=placement.reason, late=placement.late
+        )
         if placement.prompt is not None:
-            asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
+            asyncio.get_running_loop().call_later(_SENT_S, self.parts.policy.sent, placement)
         if placement.prefill is None:
-            pool = self._pools[Side.DECODE]
+            pool = self.parts.pools[Side.DECODE]
             decode = stack.enter_context(pool.lease(placement.decode, placement.work))
             return await self._local(completion, call, placement.reason, decode, stack)
         # D asks a rank of P's for the pages: where vLLM chooses the rank, its answer has to say which.
-        unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
+        unknown_rank = not completion.goes_to_named_rank and self.parts.members.has_ranks(Side.PREFILL)
         attempt = Attempt(completion, call, placement, placement.prefill)
         if self._settings.dispatch == "serial" or unknown_rank:
             partner = functools.partial(self._lease_partner, stack, placement.prefill, call, avoid)
-            return await answer_serially(self._parts, attempt, stack, partner)
+            return await answer_serially(self.parts, attempt, stack, partner)
         return await self._concurrent(attempt, stack, avoid, number)
 
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
         left = self._joined_by - time.monotonic()
         if left > 0 and not self._settings.require_prefill:
             # After its start, a router does not know yet which prefill engines exist.
-            await self._pools[Side.PREFILL].wait_usable(left, self._known(call))
+            await self.parts.pools[Side.PREFILL].wait_usable(left, self._known(call))
 
         def place() -> Placement:
             model = self._known(call)
             if self._no_prefill(model):
-                return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
-            return self._policy.place(completion, call.path, avoid, model)
+                return Placement(None, self.parts.pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
+            return self.parts.policy.place(completion, call.path, avoid, model)
 
         placement = await self._wait_for_choice(place)
         if placement.reason == "no_prefill":
@@ -241,24 +214,24 @@ class Dispatcher:
 
     def _known(self, call: Call) -> str | None:
         """The model by which engines are chosen: a model that no decode engine lists is theirs to refuse."""
-        return self._pools[Side.DECODE].known(call.model)
+        return self.parts.pools[Side.DECODE].known(call.model)
 
     def _no_prefill(self, model: str | None) -> bool:
         """Whether decode engines compute the prompts because no prefill engine can."""
-        return not self._settings.require_prefill and self._pools[Side.PREFILL].failing(model)
+        return not self._settings.require_prefill and self.parts.pools[Side.PREFILL].failing(model)
 
     def _note_lack(self, side: Side) -> str:
         """Notes for the status page that no engine of this side takes requests. Returns their states."""
-        states = self.members.states()[side]
+        states = self.parts.members.states()[side]
         known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
-        self._incidents.note("", f"no {side.value} engine takes requests", known)
+        self.parts.incidents.note("", f"no {side.value} engine takes requests", known)
         return known
 
     async def _decoder(
         self, stack: AsyncExitStack | ExitStack, call: Call, avoid: Collection[Endpoint] = ()
     ) -> Lease:
         """Any decode engine of the model."""
-        pool = self._pools[Side.DECODE]
+        pool = self.parts.pools[Side.DECODE]
         decode = await self._wait_for_choice(lambda: pool.fewest(avoid, model=self._known(call)))
         return stack.enter_context(pool.lease(decode))
 
@@ -266,7 +239,7 @@ class Dispatcher:
         self, stack: AsyncExitStack, prefill: Endpoint, call: Call, avoid: Collection[Endpoint]
     ) -> Lease:
         """A decode engine for what that one has computed."""
-        pool, prefills = self._pools[Side.DECODE], self._pools[Side.PREFILL]
+        pool, prefills = self.parts.pools[Side.DECODE], self.parts.pools[Side.PREFILL]
         decode = await self._wait_for_choice(
             lambda: pool.partner(prefills, prefill, avoid, self._known(call))
         )
@@ -285,7 +258,7 @@ class Dispatcher:
                 if left > 0:
                     await none.pool.wait_usable(left, none.model)
                     continue
-                side = next(side for side, pool in self._pools.items() if pool is none.pool)
+                side = next(side for side, pool in self.parts.pools.items() if pool is none.pool)
                 of = f" of the model {none.model[:100]}" if none.model and none.pool.usable() else ""
             known = self._note_lack(side)
             raise failure(503, "api_error", f"no {side.value} engine{of} takes requests: {known}")
@@ -298,10 +271,10 @@ class Dispatcher:
         decode: Lease,
         stack: AsyncExitStack,
     ) -> Answer:
-        self._metrics.local_prefills.labels(reason).inc()
+        self.parts.metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
-        ids = self.calls.begin(call, decode)
-        answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
+        ids = self.parts.calls.begin(call, decode)
+        answer = await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
         decode.prompt_computed()
         return answer
 
@@ -313,14 +286,14 @@ class Dispatcher:
         number: int,
     ) -> Answer:
         retry = functools.partial(self._retry_behind_token, attempt.completion, attempt.call, avoid, number)
-        return await ConcurrentAttempt(self._parts, attempt, retry).answer(stack)
+        return await ConcurrentAttempt(self.parts, attempt, retry).answer(stack)
 
     async def _pair(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
     ) -> tuple[AsyncExitStack, Answer]:
         """As _try(), of these two engines alone, whether they take requests or not."""
         for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
-            if not self._pools[side].has(engine):
+            if not self.parts.pools[side].has(engine):
                 raise failure(503, "api_error", f"{engine} is gone")
         async with AsyncExitStack() as stack:
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)

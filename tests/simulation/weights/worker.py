@@ -43,6 +43,8 @@ _LENT_S = 4.0  # maximum
 
 
 class Worker(Actor):
+    world: World
+
     def __init__(self, world: World, controller: Controller, number: int, life: int) -> None:
         super().__init__(world, f"{controller.name}/{number}", life)
         self.world, self.controller, self.number = world, controller, number
