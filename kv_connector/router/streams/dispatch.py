@@ -147,7 +147,7 @@ class Dispatcher:
                 return await attempt(avoid, number)
             except EngineFailure as error:
                 avoid = self._avoid_next(error, avoid, number, call)
-                logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
+                logger.warning("request %s: retried on other engines: %s", call.request_id, error)
         raise AssertionError
 
     def _avoid_next(
@@ -259,7 +259,7 @@ class Dispatcher:
                     await none.pool.wait_usable(left, none.model)
                     continue
                 side = next(side for side, pool in self.parts.pools.items() if pool is none.pool)
-                of = f" of the model {none.model[:100]}" if none.model and none.pool.usable() else ""
+                of = f" for the model {none.model[:100]}" if none.model and none.pool.usable() else ""
             known = self._note_lack(side)
             raise failure(503, "api_error", f"no {side.value} engine{of} takes requests: {known}")
 
@@ -272,7 +272,7 @@ class Dispatcher:
         stack: AsyncExitStack,
     ) -> Answer:
         self.parts.metrics.local_prefills.labels(reason).inc()
-        logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
+        logger.debug("request %s: the decode engine computes the prompt: %s", call.request_id, reason)
         ids = self.parts.calls.begin(call, decode)
         answer = await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
         decode.prompt_computed()
@@ -294,7 +294,7 @@ class Dispatcher:
         """As _try(), of these two engines alone, whether they take requests or not."""
         for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
             if not self.parts.pools[side].has(engine):
-                raise failure(503, "api_error", f"{engine} is gone")
+                raise failure(503, "api_error", f"the {side.value} engine {engine} has left the router")
         async with AsyncExitStack() as stack:
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)
             answer = await self._concurrent(attempt, stack, (), ATTEMPTS)
@@ -312,6 +312,6 @@ class Dispatcher:
         failed. Raises the failure where there are no others."""
         avoid = self._avoid_next(error, avoid, number, call)
         logger.warning(
-            "request %s: tried again with other engines behind its first token: %s", call.request_id, error
+            "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
