@@ -47,7 +47,7 @@ class Components:
         incidents: Incidents,
         spans: Spans,
     ) -> Components:
-        """The parts that these settings ask for."""
+        """Creates the parts for these settings."""
         pools = {side: Pool() for side in Side}
         members = Members(
             pools,

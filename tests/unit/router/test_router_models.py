@@ -158,7 +158,7 @@ async def test_a_model_whose_engine_takes_no_requests_is_waited_for(monkeypatch:
         answer = await ask(client, "b")
         assert answer.status_code == 503
         message = answer.json()["error"]["message"]
-        assert "no decode engine of the model b takes requests" in message
+        assert "no decode engine for the model b takes requests" in message
         assert f"{b.url} is unreachable" in message
         assert (await ask(client, "a")).status_code == 200
 
