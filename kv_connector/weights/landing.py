@@ -390,15 +390,11 @@ class Landing:
             said = ", ".join(sorted({f"version {shown(b.version)} of {b.senders} senders" for b in begun}))
             return self._drop(f"the senders announced different versions or plans: {said}")
         if len(begin.pages) != self._rounds:
-            return self._drop(
-                f"a sender announced {len(begin.pages)} rounds, this worker expects {self._rounds}"
-            )
+            return self._drop(f"a sender announced {len(begin.pages)} rounds of {self._rounds} expected")
         if len(begun) < begin.senders:
             return []
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
-            return self._drop(
-                f"the senders announced {nbytes} bytes, this worker loads {self.arena_bytes} bytes"
-            )
+            return self._drop(f"the senders announced {nbytes} bytes of {self.arena_bytes} expected")
         return self._open()
 
     def _follow(self) -> list[Action]:
