@@ -82,7 +82,7 @@ def cpp_code(text: str) -> list[str]:
 
 
 def reader(name: str) -> Callable[[str], object] | None:
-    """What takes the code out of a file, or None if a file has none that is compared."""
+    """Returns the function that extracts a file's code. None: files of this kind are not compared."""
     suffix = Path(name).suffix
     if suffix in {".py", ".pyi"}:
         return python_code

@@ -105,7 +105,7 @@ def print_results(console: Console, contestants: Sequence[Contestant], records: 
     )
     print_table(
         console,
-        "Ratios to what we aim at: median over rounds",
+        "Ratios to the aims: median over rounds",
         ["ours", "over", "in", "ratio", "aim", ""],
         _aim_rows(records),
         names=3,

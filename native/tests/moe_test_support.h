@@ -354,7 +354,9 @@ inline void run_ranks(
     if (is_lost) processes[rank].kill();
     int status = 0;
     EXPECT_EQ(waitpid(processes[rank].pid, &status, 0), processes[rank].pid);
-    if (!is_lost) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kWorked) << "rank " << rank << ": " << status;
+    if (!is_lost) {
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kWorked) << "rank " << rank << ": " << status;
+    }
   }
 }
 

@@ -221,7 +221,7 @@ def _print(console: Console, deployments: Sequence[Deployment], records: Sequenc
     summaries = {key: _summary(mine) for key, mine in cells.items()}
     print_table(
         console,
-        "Ratios to what we aim at",
+        "Ratios to the aims",
         ["ours over", "load", "in", "ratio", "aim", ""],
         _aim_rows(summaries),
         names=3,

@@ -248,7 +248,7 @@ def test_a_run_prints_conditions_tables_and_ratios_and_writes_json(tmp_path: Pat
     words = ("--contestants", "process*,host", "--cases", "*x4K", "--rounds", "1", "--json", str(file))
     status, output = run(*words)
     assert status == 0, output
-    assert output.index("Conditions") < output.index("GB/s") < output.index("Ratios to what we aim at")
+    assert output.index("Conditions") < output.index("GB/s") < output.index("Ratios to the aims")
     assert "host, foreign memory" in output
     assert "at least 0.9" in output
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,11 @@ def test_no_class_name_occurs_twice_in_a_room() -> None:
                     places[room, node.name.lstrip("_")].append(f"{name}:{node.lineno}")
     assert places
     assert [found for found in places.values() if len(found) > 1] == []
+
+
+def test_no_native_test_expects_behind_an_if_without_braces() -> None:
+    """g++ refuses the `else` in gtest's macros there. clang++, which builds the tests in CI, does not."""
+    unbraced = re.compile(r"^\s*(?:\} )?(?:else )?(?:if .*\)|else) (?:EXPECT|ASSERT)_", re.MULTILINE)
+    tests = sorted((ROOT / "native" / "tests").glob("*.*"))
+    assert tests
+    assert [path.name for path in tests if unbraced.search(path.read_text())] == []
