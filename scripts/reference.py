@@ -109,7 +109,7 @@ Rows = tuple[Sequence[str], list[Sequence[str]]]
 
 def settings() -> Rows:
     words = field_docs(Settings)
-    rows = []
+    rows: list[Sequence[str]] = []
     for field in msgspec.structs.fields(Settings):
         meaning, default = _default(words[field.name], field.default if field.required is False else None)
         rows.append((f"`{field.name}`", kind(msgspec.inspect.type_info(field.type)), default, meaning))

@@ -51,7 +51,7 @@ def floors(rooms: Mapping[str, Set[str]]) -> list[list[str]]:
     names = sorted(set(rooms).union(*rooms.values()))
     heights = {name: height(name) for name in names}
     made = [[name for name in names if heights[name] == level] for level in range(max(heights.values()) + 1)]
-    place = {name: i for row in made for i, name in enumerate(row)}
+    place: dict[str, float] = {name: i for row in made for i, name in enumerate(row)}
     for _ in range(8):  # each room over the middle of its imports, then under its importers
         for near in (lambda n: drawn(rooms, n), lambda n: [o for o in names if n in drawn(rooms, o)]):
             for row in made:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from PIL import Image
@@ -100,7 +101,8 @@ def main() -> None:
             cluster.interpreter = interpreter
             (port,) = free_ports(1)
             joining = [f"127.0.0.1:{port}"]
-            roles = ("kv_producer", "kv_producer", "kv_consumer", "kv_consumer")
+            roles: list[Literal["kv_producer", "kv_consumer"]]
+            roles = ["kv_producer", "kv_producer", "kv_consumer", "kv_consumer"]
             engines = [
                 cluster.start_engine(f"engine{number}", role=role, routers=joining)
                 for number, role in enumerate(roles)

@@ -242,7 +242,8 @@ def lines(plan: argparse.Namespace) -> Iterator[dict[str, Any]]:
             functools.partial(Pair, objectives=plan.objectives, threshold=threshold, step_tokens=step)
             for threshold, step in plan.steps
         ]
-        for make in (Plain, *pairs):
+        makes: list[Callable[[Clock], Plain | Pair]] = [Plain, *pairs]
+        for make in makes:
             said: list[Answer] = []
             reasons: Counter[str] = Counter()
             for seed in plan.seeds:

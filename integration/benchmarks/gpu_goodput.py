@@ -462,10 +462,11 @@ def main() -> None:
     measured = systems(plan, machine, model)
     servers = list({server.name: server for system in measured for server in system.servers}.values())
     routers = [system.router for system in measured if system.router is not None]
+    processes: list[Router | Server] = [*routers, *servers]
     clients = [Client(plan.work / f"client-{number}.log") for number in range(2 * plan.pairs)]
     lines = []
     try:
-        for process in (*routers, *servers):
+        for process in processes:
             process.start()
         for system in list(measured):
             try:
@@ -488,7 +489,7 @@ def main() -> None:
                 lines.append(line)
                 print(row(line, list(line["goodput"])), f"{line['late']:.0f} ms late", flush=True)
     finally:
-        stop([process.process for process in (*routers, *servers) if process.process is not None])
+        stop([process.process for process in processes if process.process is not None])
         print(report(lines))
         for line in {line["system"]: line for line in reversed(lines)}.values():
             print(f"\n{line['system']}, {line['rate']:g} a second:", *line["commands"], sep="\n    ")

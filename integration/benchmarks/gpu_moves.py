@@ -118,7 +118,7 @@ class Site:
         self._router = Router(f"router-{name}", port, ["--registration", str(registration)], plan.work)
         self.url = f"http://{HOST}:{port}"
         sides = [("prefill", "kv_producer", 0), ("first", "kv_both", 1), ("second", "kv_both", 2)]
-        self.servers = []
+        self.servers: list[Server] = []
         for index, (side, role, gpu) in enumerate(sides, 1):
             if plan.cpu or plan.share:
                 gpu = 0 if plan.cpu else max(0, gpu - 1)
@@ -135,8 +135,12 @@ class Site:
             )
         self.here, self.there = (Engine(server, registration) for server in self.servers[1:])
 
+    @property
+    def processes(self) -> list[Router | Server]:
+        return [self._router, *self.servers]
+
     def start(self) -> None:
-        for process in (self._router, *self.servers):
+        for process in self.processes:
             process.start()
 
     def wait(self) -> None:
@@ -153,7 +157,7 @@ class Site:
     def stop(self) -> None:
         for engine in (self.here, self.there):
             engine.leave()
-        stop([one.process for one in (self._router, *self.servers) if one.process is not None])
+        stop([one.process for one in self.processes if one.process is not None])
 
 
 class Client:

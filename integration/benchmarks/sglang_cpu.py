@@ -175,15 +175,15 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
         for name in names:
             rows = found[name, each]
             ttft = statistics.median(value for row in rows for value in row["ttft"]) * 1e3
-            asked = each[2] * len(rows)
-            rate = asked / sum(row["seconds"] for row in rows)
-            cpu = sum(row["cpu"] for row in rows) / asked
+            requests = each[2] * len(rows)
+            rate = requests / sum(row["seconds"] for row in rows)
+            cpu = sum(row["cpu"] for row in rows) / requests
             equal = sum(
                 tokens == expected
                 for row, alone in zip(rows, found[names[0], each], strict=True)
                 for tokens, expected in zip(row["tokens"], alone["tokens"], strict=True)
             )
-            cells.append(f"{ttft:8.1f} ms {rate:6.2f}/s {cpu:5.2f} CPU s {equal:3d} of {asked} equal")
+            cells.append(f"{ttft:8.1f} ms {rate:6.2f}/s {cpu:5.2f} CPU s {equal:3d} of {requests} equal")
         print(f"{each[0]} tokens, {each[1]} at a time".ljust(24) + "".join(f"{cell:>46}" for cell in cells))
 
 

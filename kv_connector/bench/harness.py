@@ -31,7 +31,7 @@ from kv_connector.bench.records import (
     Throughput,
 )
 from kv_connector.bench.side import Contestant, Face, Role
-from kv_connector.bench.workloads import IDLE, LATENCY, WORKLOADS, Slots, Workload
+from kv_connector.bench.workloads import IDLE, LATENCY, POOL_BYTES, WORKLOADS, Slots, Workload
 
 # Repetitions of a batch in a round. The warm-ups before them are as many as fault everything in and settle
 # it.
@@ -97,9 +97,8 @@ class Pair:
         for position, role in enumerate(Role):
             ours, theirs = context.Pipe()
             core = cores[position % len(cores)] if pin else None
-            process = context.Process(
-                target=_run_side, args=(theirs, peers[position], contestant, role, core), daemon=True
-            )
+            arguments = (theirs, peers[position], contestant, role, core, POOL_BYTES)
+            process = context.Process(target=_run_side, args=arguments, daemon=True)
             process.start()
             theirs.close()
             peers[position].close()
@@ -133,7 +132,7 @@ class Pair:
             process.join()
 
     def throughput(self, number: int, workload: Workload) -> Throughput:
-        source, target = workload.slots(_SOURCE_SEED), workload.slots(_TARGET_SEED)
+        source, target = (workload.slots(seed, POOL_BYTES) for seed in (_SOURCE_SEED, _TARGET_SEED))
         self._call(Role.TARGET, "zero")
         self._call(Role.INITIATOR, "prepare", workload, source, target)
         self._call(Role.INITIATOR, "transfer", 1)
@@ -286,14 +285,15 @@ class Pair:
 class _Runner:
     """The process of a side: executes the coordinator's calls."""
 
-    def __init__(self, contestant: Contestant, role: Role, peer: Connection) -> None:
+    def __init__(self, contestant: Contestant, role: Role, peer: Connection, pool_bytes: int) -> None:
         self._contestant = contestant
         self._role = role
         self._peer = peer
+        self._pool_bytes = pool_bytes
         self.polls = False
 
     def open(self) -> None:
-        self._pool = Pool(shared=self._contestant.shared_pool)
+        self._pool = Pool(self._pool_bytes, shared=self._contestant.shared_pool)
         self._side = self._contestant.make(self._role, self._pool)
 
     def connect(self) -> None:
@@ -372,13 +372,18 @@ class _Runner:
 
 
 def _run_side(
-    coordinator: Connection, peer: Connection, contestant: Contestant, role: Role, core: int | None
+    coordinator: Connection,
+    peer: Connection,
+    contestant: Contestant,
+    role: Role,
+    core: int | None,
+    pool_bytes: int,
 ) -> None:
     """The main function of a side's process: serves until the coordinator closes its pipe."""
     os.environ.update(contestant.environment)
     if core is not None:
         os.sched_setaffinity(0, {core})
-    runner = _Runner(contestant, role, peer)
+    runner = _Runner(contestant, role, peer, pool_bytes)
     while True:
         while runner.polls and not coordinator.poll(0):
             runner.progress()

@@ -6,28 +6,29 @@ import os
 
 import numpy as np
 
-from kv_connector.bench.workloads import POOL_BYTES, Memory, Slots
+from kv_connector.bench.workloads import Memory, Slots
 
 # The kernel's page: one touch in each faults the pool in.
 _KERNEL_PAGE = mmap.PAGESIZE
 
 
 class Pool:
-    """POOL_BYTES of this process's memory, faulted in.
+    """`size` bytes of this process's memory, faulted in.
 
     Private anonymous memory, as a KV cache is by default. Or, if `shared`, a memfd that another process can
     map.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, size: int, *, shared: bool) -> None:
+        self.size = size
         self.memfd = -1
         if shared:
             # The host lane seals a memfd against shrinking before it maps it.
             self.memfd = os.memfd_create("kv-connector-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.memfd, POOL_BYTES)
-            mapping = mmap.mmap(self.memfd, POOL_BYTES)
+            os.ftruncate(self.memfd, size)
+            mapping = mmap.mmap(self.memfd, size)
         else:
-            mapping = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Transparent huge pages would make private memory faster than shared memory on some machines only. So
         # every contestant gets small pages.
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
@@ -40,7 +41,7 @@ class Pool:
 
     def fill(self, seed: int) -> None:
         """Fills the pool with random bytes."""
-        words = np.random.default_rng(seed).integers(0, 1 << 63, POOL_BYTES // 8, dtype=np.int64)
+        words = np.random.default_rng(seed).integers(0, 1 << 63, self.size // 8, dtype=np.int64)
         self.memory[:] = words.view(np.uint8)
 
     def zero(self) -> None:

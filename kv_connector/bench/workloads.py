@@ -27,9 +27,9 @@ class Workload:
     def bytes(self) -> int:
         return self.pages * self.page_bytes
 
-    def slots(self, seed: int) -> Slots:
-        """Returns different slots of the pool in random order: page i lies at slots[i] * page_bytes."""
-        order = np.random.default_rng(seed).permutation(POOL_BYTES // self.page_bytes)
+    def slots(self, seed: int, pool_bytes: int = POOL_BYTES) -> Slots:
+        """Returns different slots of a pool in random order: page i lies at slots[i] * page_bytes."""
+        order = np.random.default_rng(seed).permutation(pool_bytes // self.page_bytes)
         return order[: self.pages].astype(np.int64)
 
 

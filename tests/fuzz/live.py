@@ -10,6 +10,7 @@ import random
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from agent_setup import Side, stage, until
@@ -39,17 +40,22 @@ def attack(seed: str, connections: int) -> Iterator[str]:
             ports = [port for port in listening_ports() if port not in others]
             attack_ports(f"{seed} warm", ports, connections // 10)
             transfer(prefill, decode, "between")
-            until(lambda ports=ports: strangers_closed(ports), "strangers' connections are closed")
+            until(partial(strangers_closed, ports), "strangers' connections are closed")
             descriptors, memory = open_descriptors(), resident_mib()
             attack_ports(seed, ports, connections)
             transfer(prefill, decode, "after")
-            until(lambda limit=descriptors: open_descriptors() <= limit, "no descriptor is left open")
+            until(partial(has_descriptors, descriptors), "no descriptor is left open")
             refused = sum(side.agent.stats().malformed_messages for side in (prefill, decode))
             # Without a key the messages are read and refused. With a key no connection gets that far.
             assert (refused > 0) is (key is None), f"{refused} messages were refused"
             growth = resident_mib() - memory
             assert growth < GROWTH_MIB, f"memory grew by {growth:.1f} MiB"
             yield f"{connections} raw connections to {len(ports)} ports of an agent {name}: +{growth:.1f} MiB"
+
+
+def has_descriptors(limit: int) -> bool:
+    """Whether this process has no more than so many open."""
+    return open_descriptors() <= limit
 
 
 def transfer(prefill: Side, decode: Side, name: str) -> None:

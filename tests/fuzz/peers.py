@@ -96,7 +96,7 @@ class _Memory:
             address = self.bytes.address
         else:
             self._shared = SharedMemory("hostile", NBYTES)
-            self.bytes = np.frombuffer(self._shared, dtype=np.uint8)
+            self.bytes = np.frombuffer(memoryview(self._shared), dtype=np.uint8)
             address = self._shared.address
         self.bytes[:] = GUARDED
         self.bytes[GUARD:-GUARD] = 0

@@ -584,7 +584,7 @@ class World:
 
     def _at_the_end(self) -> None:
         (room,), (dispatcher,) = self.rooms, self.dispatchers
-        members = [one for pool in dispatcher._pools.values() for one in pool._members.values()]
+        members = [one for pool in dispatcher.parts.pools.values() for one in pool._members.values()]
         left = {
             "bytes": room._bytes,
             "requests": len(room._tasks),
@@ -594,7 +594,7 @@ class World:
             "tasks": len(self.state.tasks),
             "at engines": sum(count for name, count in self.engines.open.items() if name),  # status: no id
             "to be moved": len(dispatcher.moves._requests),
-            "to be released": dispatcher.holds.releasing,
+            "to be released": dispatcher.parts.holds.releasing,
             "leases": sum(one.outstanding + one.owes for one in members),
         }
         if any(left.values()):

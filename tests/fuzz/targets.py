@@ -218,7 +218,9 @@ def feed_completion(data: bytes) -> bool:
     except Failure:
         return False
     completion.local_reason()
-    body = msgspec.json.decode(completion.prefill_body("t", serial=False))
+    content = completion.prefill_body("t", serial=False)
+    assert isinstance(content, bytes), "in pieces are long bodies alone"
+    body = msgspec.json.decode(content)
     assert body["max_tokens"] == 1
     assert body["kv_transfer_params"]["transfer_id"] == "t"
     return True

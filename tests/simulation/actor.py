@@ -17,6 +17,7 @@ class Actor:
     """One process. A restart at the same address is another Actor. A class with turn() has a port, and most
     have an engine."""
 
+    world: Surroundings
     port: Port
     engine: Any
 

@@ -17,7 +17,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kv_connector.engine import (
     ArmedLayer,
@@ -35,6 +35,7 @@ from .pool import Content
 from .shape import CELL
 
 if TYPE_CHECKING:
+    from .actor import Actor
     from .process import Process
 
 
@@ -136,7 +137,7 @@ class SimEngine:
 
     slow_fences = 0.1  # share of fences that take seconds
 
-    def __init__(self, process: Process, rng: random.Random) -> None:
+    def __init__(self, process: Actor, rng: random.Random) -> None:
         self.process = process
         self.signal = SimSignal(self)
         # Faults, as budgets: the number of next operations that fail.
@@ -157,6 +158,11 @@ class SimEngine:
         self._immediates: dict[int, tuple[_Counters, int, int]] = {}
         self._events: list[Event] = []
         self._frozen: list[Callable[[], None]] = []  # work that the stopped process would do
+
+    @property
+    def _kv(self) -> Process:
+        """The process in a world of KV. The engine of a world of weights overrides all users of it."""
+        return cast("Process", self.process)
 
     # --- Called by effects.py
 
@@ -290,7 +296,7 @@ class SimEngine:
 
     def reading(self, blocks: set[int]) -> bool:
         """Returns whether an operation may still read these blocks of this process's memory."""
-        block_of = self.process.worker.block_of
+        block_of = self._kv.worker.block_of
         return any(
             block_of.get(source) in blocks
             for link in self.links
@@ -301,7 +307,7 @@ class SimEngine:
 
     def awaiting(self, blocks: set[int]) -> bool:
         """Returns whether a page may still land in these blocks of this process's memory."""
-        block_of = self.process.worker.block_of
+        block_of = self._kv.worker.block_of
         return any(
             block_of.get(target) in blocks
             for link in self.links
@@ -326,9 +332,8 @@ class SimEngine:
             other = link.other(self)
             if self.process.vanished:
                 continue
-            self._clock.after(
-                link.rng.uniform(0.001, 0.2), lambda e=other, at=link: e.broken(at, "its process is gone")
-            )
+            broken = functools.partial(other.broken, link, "its process is gone")
+            self._clock.after(link.rng.uniform(0.001, 0.2), broken)
 
     def thaw(self) -> None:
         """Continues the process after SIGSTOP."""
@@ -372,7 +377,7 @@ class SimEngine:
             if self.stuck_writes:
                 self.stuck_writes -= 1
                 delay += batch.transfer.link.rng.uniform(0, 10.0)
-            self._clock.after(delay, lambda b=batch: self._read(b))
+            self._clock.after(delay, functools.partial(self._read, batch))
             if self.write_errors:
                 self.write_errors -= 1
                 # The failure comes before the read, or after it. In the second case the batch may still land.
@@ -406,7 +411,7 @@ class SimEngine:
         self._clock.after(delay, lambda: self._land(batch))
 
     def _contents(self, batch: Batch) -> tuple[Content, ...]:
-        block_of, content = self.process.worker.block_of, self.process.pool.content
+        block_of, content = self._kv.worker.block_of, self._kv.pool.content
         blocks = [block_of.get(source, -1) for source, _ in batch.cells]
         if not all(content.get(block) for block in blocks):
             self._books.fail(f"{self.process} reads from blocks {set(blocks)}, one of which holds nothing")
@@ -445,7 +450,7 @@ class SimEngine:
         self._clock.after(link.rng.expovariate(200.0), lambda: self._completed(batch))
 
     def _take(self, batch: Batch) -> None:
-        block_of, pool = self.process.worker.block_of, self.process.pool
+        block_of, pool = self._kv.worker.block_of, self._kv.pool
         for (_, target), content in zip(batch.cells, batch.contents, strict=True):
             block = block_of.get(target, -1)
             awaited = pool.awaited.get(block, {})
@@ -473,7 +478,7 @@ class SimEngine:
 
     def _counted(self, batch: Batch) -> None:
         for _, target in batch.cells:
-            awaited = self.process.pool.awaited[self.process.worker.block_of[target]]
+            awaited = self._kv.pool.awaited[self._kv.worker.block_of[target]]
             self._books.check(target in awaited, "%s counts cell %d twice", self.process, target)
             awaited.pop(target, None)
 

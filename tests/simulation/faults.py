@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kv_connector.protocol.messages import Pong, encode
 
-from .scenario import LONELY, MUTUAL, Fault, draw_side
+from .scenario import LONELY, MUTUAL, Fault, draw_side, engine_of
 
 if TYPE_CHECKING:
-    from .process import Process
-    from .world import World
+    from .actor import Actor
+    from .fabric import Link
+    from .surroundings import Surroundings
 
 
-def strike(world: World, fault: Fault) -> None:
+def strike(world: Surroundings, fault: Fault) -> None:
     """Injects the fault. A fault whose engine is dead already has no effect."""
     world.books.note("FAULT %s of %s for %.2f s", fault.kind, " and ".join(fault.who), fault.lasting)
     world.books.ended[fault.kind] += 1
     _FAULTS[fault.kind](world, fault)
 
 
-def _lonely(effect: Callable[[World, Process, Fault], None]) -> Callable[[World, Fault], None]:
-    def apply(world: World, fault: Fault) -> None:
+def _lonely(effect: Callable[[Surroundings, Actor, Fault], None]) -> Callable[[Surroundings, Fault], None]:
+    def apply(world: Surroundings, fault: Fault) -> None:
         process = world.processes.get(fault.who[0])
         if process is not None and not process.leaving:
             effect(world, process, fault)
@@ -31,19 +33,19 @@ def _lonely(effect: Callable[[World, Process, Fault], None]) -> Callable[[World,
     return apply
 
 
-def _crash(world: World, process: Process, fault: Fault, silently: bool = False) -> None:
+def _crash(world: Surroundings, process: Actor, fault: Fault, silently: bool = False) -> None:
     """Kills the process with -9, and usually restarts it at the same address after ``lasting``."""
     process.die(silently)
     if fault.coin % 4:
         world.clock.after(fault.lasting, lambda: world.start(process.name))
 
 
-def _vanish(world: World, process: Process, fault: Fault) -> None:
+def _vanish(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Cuts the power of the process's machine: no connection reports it."""
     _crash(world, process, fault, silently=True)
 
 
-def _leave(world: World, process: Process, fault: Fault) -> None:
+def _leave(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Shuts the process down in good order, with BYE."""
     process.leave()
     if fault.coin % 4:
@@ -51,40 +53,40 @@ def _leave(world: World, process: Process, fault: Fault) -> None:
         world.clock.after(after, lambda: process.dead and world.start(process.name))
 
 
-def _replace(world: World, process: Process, fault: Fault) -> None:
+def _replace(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Ends the whole engine, and starts one of another shape at its address."""
-    engine, _ = process.place
+    engine, _ = engine_of(process.name)
     world.replace(engine, draw_side(random.Random(fault.coin)), silently=fault.coin % 2 > 0)
     world.clock.after(fault.lasting, lambda: world.start_engine(engine))
 
 
-def _stop(world: World, process: Process, fault: Fault) -> None:
+def _stop(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Sends SIGSTOP, and SIGCONT after ``lasting``."""
     process.stop()
     world.clock.after(fault.lasting, lambda: None if process.dead else process.resume())
 
 
-def _stall(world: World, process: Process, fault: Fault) -> None:
+def _stall(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Gives the agent's thread no turn. The transfer engine's worker continues."""
     process.stalled_until = world.clock.now + fault.lasting
 
 
-def _slow(world: World, process: Process, fault: Fault) -> None:
+def _slow(world: Surroundings, process: Actor, fault: Fault) -> None:
     """Delays each turn of the agent."""
     process.slow_until = world.clock.now + fault.lasting
     process.slowness = (0.01, 0.1, 0.5)[fault.coin % 3]
 
 
-def _budget(attribute: str) -> Callable[[World, Process, Fault], None]:
+def _budget(attribute: str) -> Callable[[Surroundings, Actor, Fault], None]:
     """Makes the next few writes or calls of the transfer engine fail."""
 
-    def effect(world: World, process: Process, fault: Fault) -> None:
+    def effect(world: Surroundings, process: Actor, fault: Fault) -> None:
         setattr(process.engine, attribute, 1 + fault.coin % 8)
 
     return effect
 
 
-def _partition(world: World, fault: Fault) -> None:
+def _partition(world: Surroundings, fault: Fault) -> None:
     """Blocks control messages and data, for one coin in three each: both directions, or one of them."""
     first, second = fault.who
     ways = ([(first, second), (second, first)], [(first, second)], [(second, first)])[fault.coin % 3]
@@ -93,7 +95,7 @@ def _partition(world: World, fault: Fault) -> None:
         world.partitions[way] = max(until, world.partitions.get(way, 0.0))
 
 
-def _loss(world: World, fault: Fault) -> None:
+def _loss(world: Surroundings, fault: Fault) -> None:
     """Drops control messages with probability 0.2, 0.5 or 1, by the coin. The connection stays open."""
     first, second = fault.who
     probability = (0.2, 0.5, 1.0)[fault.coin % 3]
@@ -101,14 +103,14 @@ def _loss(world: World, fault: Fault) -> None:
         world.losses[way] = (world.clock.now + fault.lasting, probability)
 
 
-def _jam(world: World, fault: Fault) -> None:
+def _jam(world: Surroundings, fault: Fault) -> None:
     """Fills the queue of a connection, because the peer reads slowly: send() refuses."""
     first, second = fault.who
     way = (first, second) if fault.coin % 2 else (second, first)
     world.jams[way] = world.clock.now + fault.lasting
 
 
-def _reset(world: World, fault: Fault) -> None:
+def _reset(world: Surroundings, fault: Fault) -> None:
     """Breaks the control connections between the two, which reconnect."""
     for name in fault.who:
         process = world.processes.get(name)
@@ -117,20 +119,21 @@ def _reset(world: World, fault: Fault) -> None:
                 connection.broken()
 
 
-def _cut(world: World, fault: Fault) -> None:
+def _cut(world: Surroundings, fault: Fault) -> None:
     """Breaks every data link between the two."""
     for process, link in _links(world, fault):
         delay = link.rng.uniform(0, 0.1)
-        world.clock.after(delay, lambda p=process, at=link: p.engine.broken(at, "the cable is out"))
+        broken = functools.partial(process.engine.broken, link, "the cable is out")
+        world.clock.after(delay, broken)
 
 
-def _failover(world: World, fault: Fault) -> None:
+def _failover(world: Surroundings, fault: Fault) -> None:
     """Breaks one of several NICs."""
     for process, link in _links(world, fault):
         process.engine.fail_over(link)
 
 
-def _links(world: World, fault: Fault) -> list[tuple[Process, object]]:
+def _links(world: Surroundings, fault: Fault) -> list[tuple[Actor, Link]]:
     first, second = (world.processes.get(name) for name in fault.who)
     if first is None or second is None:
         return []
@@ -138,7 +141,7 @@ def _links(world: World, fault: Fault) -> list[tuple[Process, object]]:
     return [(process, link) for link in links for process in (first, second)]
 
 
-def _garbage(world: World, fault: Fault) -> None:
+def _garbage(world: Surroundings, fault: Fault) -> None:
     """Makes a peer send an invalid message, or one that it must not send."""
     rng = random.Random(fault.coin)
     for name in fault.who:
@@ -149,7 +152,7 @@ def _garbage(world: World, fault: Fault) -> None:
                 connection.send(frame, to_router=rng.random() < 0.7)
 
 
-_FAULTS: dict[str, Callable[[World, Fault], None]] = {
+_FAULTS: dict[str, Callable[[Surroundings, Fault], None]] = {
     "crash": _lonely(_crash),
     "vanish": _lonely(_vanish),
     "leave": _lonely(_leave),

@@ -8,6 +8,7 @@ In chaos messages also overtake each other and arrive twice.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -224,7 +225,7 @@ class Port:
         steps: list[Callable[[], None]] = []
         for connection in list(self.dialled.values()):
             steps.append(
-                connection.hang_up if not silently else lambda c=connection: setattr(c, "closed", True)
+                functools.partial(setattr, connection, "closed", True) if silently else connection.hang_up
             )
         for connection in list(self.callers.values()):
             if not silently:

@@ -40,6 +40,8 @@ FINGERPRINT = fingerprint({"engine": "simulated"})
 
 
 class Process(Actor):
+    world: World
+
     def __init__(self, world: World, name: str, role: Role, worker: Worker, life: int) -> None:
         super().__init__(world, name, life)
         self.world, self.worker = world, worker

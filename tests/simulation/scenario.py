@@ -233,5 +233,5 @@ def _fault(rng: random.Random, scenario: Scenario, plans: list[Plan]) -> Fault:
         return Fault(rng.choice(MUTUAL), at, (source, target), lasting, coin)
     if scenario.both:
         return Fault(rng.choice(MUTUAL), at, tuple(rng.sample(scenario.engines, 2)), lasting, coin)
-    who = (f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}")
-    return Fault(rng.choice(MUTUAL), at, who, lasting, coin)
+    pair = (f"p{rng.randrange(scenario.prefills)}", f"d{rng.randrange(scenario.decodes)}")
+    return Fault(rng.choice(MUTUAL), at, pair, lasting, coin)

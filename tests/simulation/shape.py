@@ -80,7 +80,8 @@ class Worker:
         """Cells by layer, and by step of a block's tokens."""
         for layer, described in zip(self.layers, self.layout.layers, strict=True):
             size = self.layout.groups[described.group].block_size
-            self.cells[layer] = steps = [[] for _ in range(max(1, size // STEP))]
+            steps: list[list[Cell]] = [[] for _ in range(max(1, size // STEP))]
+            self.cells[layer] = steps
             for part in described.parts:
                 for step, cell in _cells(layer, part):
                     steps[step].append(cell)

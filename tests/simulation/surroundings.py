@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timers import Timeouts
@@ -13,6 +13,9 @@ from kv_connector.protocol.timers import Timeouts
 from .books import Books, Tap
 from .clock import Clock
 from .fabric import Fabric
+
+if TYPE_CHECKING:
+    from .shape import Side
 
 _LOOK_S = 0.25  # interval of the checks whether the run is over
 
@@ -54,6 +57,14 @@ class Surroundings:
 
     def start(self, name: str) -> None:
         """Starts a new process at the address, unless one lives there."""
+        raise NotImplementedError
+
+    def start_engine(self, engine: str) -> None:
+        """Starts all processes of the engine that are not alive."""
+        raise NotImplementedError
+
+    def replace(self, engine: str, side: Side, silently: bool) -> None:
+        """Ends the engine. Processes that start there from now on have another shape."""
         raise NotImplementedError
 
     def next_life(self, name: str) -> int:

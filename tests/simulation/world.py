@@ -3,6 +3,8 @@ faults."""
 
 from __future__ import annotations
 
+import functools
+
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timers import Timeouts
 
@@ -45,12 +47,12 @@ class World(Surroundings):
         last = 0.0
         for plan in self.scenario.plans:
             if not plan.unknown_to_prefill:
-                self.clock.at(plan.prefill_at, lambda plan=plan: self._arrive(plan, plan.prefill))
+                self.clock.at(plan.prefill_at, functools.partial(self._arrive, plan, plan.prefill))
             if not plan.unknown_to_decode:
-                self.clock.at(plan.decode_at, lambda plan=plan: self._arrive(plan, plan.decode))
+                self.clock.at(plan.decode_at, functools.partial(self._arrive, plan, plan.decode))
             last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
         for fault in self.scenario.faults:
-            self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
+            self.clock.at(fault.at, functools.partial(faults.strike, self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
         self.clock.at(last, lambda: None)
         self.until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
@@ -141,10 +143,10 @@ class World(Surroundings):
         return {name: busy for name, process in self.processes.items() if (busy := process.busy())}
 
     def _leftovers(self) -> dict[str, object]:
-        left: dict[str, object] = {
+        found: dict[str, object] = {
             name: left for name, process in self.processes.items() if (left := process.leftovers())
         }
-        return left | {
+        return found | {
             name: gone for name, process in self.processes.items() if (gone := self._widowed(process))
         }
 
@@ -153,6 +155,7 @@ class World(Surroundings):
         gone = []
         for session in process.effects.peers._sessions.peers.values():
             if session.address is None:
+                assert session.engine is not None, "that of a caller is known"
                 engine, number = session.engine
                 name = f"{engine}/{number}" if number else engine
             else:

@@ -9,7 +9,7 @@ import numpy as np
 from kv_connector import _bench
 from kv_connector.bench.pool import Pool
 from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, POOL_BYTES, Slots, Workload
+from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
 
 class _BatchSide(Side):
@@ -31,7 +31,7 @@ class MemoryCopySide(_BatchSide):
             return
         pid, memfd = peer.recv()
         descriptor = os.open(f"/proc/{pid}/fd/{memfd}", os.O_RDWR | os.O_CLOEXEC)
-        mapping = mmap.mmap(descriptor, POOL_BYTES)
+        mapping = mmap.mmap(descriptor, self.pool.size)
         os.close(descriptor)
         self.target = np.frombuffer(mapping, dtype=np.uint8)
         self.target[:: mmap.PAGESIZE] = 1
@@ -79,7 +79,7 @@ class PlainSocketSide(_BatchSide):
     def __init__(self, role: Role, pool: Pool) -> None:
         super().__init__(role, pool)
         if role is Role.TARGET:
-            self.server = _bench.SocketTarget(pool.address, POOL_BYTES)
+            self.server = _bench.SocketTarget(pool.address, pool.size)
 
     def connect(self, peer: Connection) -> None:
         if self.role is Role.TARGET:

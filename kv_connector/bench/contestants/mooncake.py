@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from kv_connector.bench.contestants.python_loop import ping_pong
 from kv_connector.bench.pool import Pool
 from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, POOL_BYTES, Slots, Workload
+from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
 # Pages of one call. With the default settings, the queue of its tcp transport refuses more.
 _PAGES_PER_CALL = 1024
@@ -22,7 +22,7 @@ class MooncakeSide(Side):
         self.library = importlib.import_module("mooncake.engine")
         self.engine = self.library.TransferEngine()
         _check(self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""), "initialize")
-        _check(self.engine.register_memory(pool.address, POOL_BYTES), "register_memory")
+        _check(self.engine.register_memory(pool.address, pool.size), "register_memory")
 
     def connect(self, peer: Connection) -> None:
         peer.send((f"127.0.0.1:{self.engine.get_rpc_port()}", self.pool.address))

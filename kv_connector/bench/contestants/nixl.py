@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kv_connector.bench.contestants.python_loop import ping_pong
 from kv_connector.bench.pool import Pool
 from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, POOL_BYTES, Slots, Workload
+from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 
 
 class NixlSide(Side):
@@ -29,7 +29,7 @@ class NixlSide(Side):
         self.name = f"{role}-{os.getpid()}"
         config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
         self.agent = api.nixl_agent(self.name, config)
-        self.agent.register_memory([(pool.address, POOL_BYTES, 0, "")], "DRAM")
+        self.agent.register_memory([(pool.address, pool.size, 0, "")], "DRAM")
 
     def connect(self, peer: Connection) -> None:
         peer.send((self.pool.address, self.agent.get_agent_metadata()))
@@ -39,12 +39,12 @@ class NixlSide(Side):
     def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
         # As in vLLM, one prepared list contains all pages of the pool, and each transfer picks indices from
         # it.
-        self.local = self.agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", _descriptors(self.pool.address, workload.page_bytes), "DRAM"
+        ours, theirs = (
+            _descriptors(base, self.pool.size, workload.page_bytes)
+            for base in (self.pool.address, self.target)
         )
-        self.remote = self.agent.prep_xfer_dlist(
-            self.peer, _descriptors(self.target, workload.page_bytes), "DRAM"
-        )
+        self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, "DRAM")
+        self.remote = self.agent.prep_xfer_dlist(self.peer, theirs, "DRAM")
         self.source_indices = source_slots.astype(np.int32)
         self.target_indices = target_slots.astype(np.int32)
 
@@ -85,9 +85,9 @@ class NixlSide(Side):
             pass
 
 
-def _descriptors(base: int, page_bytes: int) -> NDArray[np.uint64]:
+def _descriptors(base: int, pool_bytes: int, page_bytes: int) -> NDArray[np.uint64]:
     """Returns (address, length, device) of every page of a pool."""
-    pages = np.arange(POOL_BYTES // page_bytes, dtype=np.uint64)
+    pages = np.arange(pool_bytes // page_bytes, dtype=np.uint64)
     rows = np.zeros((len(pages), 3), dtype=np.uint64)
     rows[:, 0] = np.uint64(base) + pages * np.uint64(page_bytes)
     rows[:, 1] = page_bytes

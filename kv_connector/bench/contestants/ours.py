@@ -7,7 +7,7 @@ from kv_connector.bench.contestants.python_loop import ping_pong
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.pool import Pool
 from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, POOL_BYTES, Slots, Workload
+from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
 from kv_connector.engine import EngineConfig, EventKind, PagedWrite, Pages
 from kv_connector.engine.transfer_engine import TransferEngine
 
@@ -30,7 +30,7 @@ class EngineSide(Side):
         self.lane = lane
         self.config = EngineConfig(name=role, domains=lane.domains(role))
         self.engine = TransferEngine(self.config)
-        self.region = self.engine.register_memory(pool.address, POOL_BYTES, pool.memfd)
+        self.region = self.engine.register_memory(pool.address, pool.size, pool.memfd)
         self.counter = self.engine.alloc_counters(1)
         self.added: list[int] = []  # peers that were added and not written to
 
@@ -126,7 +126,7 @@ class EngineSide(Side):
             self.lane.native_domains(self.role),
             self.config.spin_us,
             self.pool.address,
-            POOL_BYTES,
+            self.pool.size,
             self.pool.memfd,
         )
         if self.role is Role.INITIATOR:

@@ -89,13 +89,14 @@ def create_app(settings: Settings) -> Starlette:
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
-    status = Status(dispatcher.members, metrics, incidents, details=settings.status_details)
+    members = dispatcher.parts.members
+    status = Status(members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     limits = Limits(settings.requests, settings.body_budget)
     parser = BodyParser()
     registry = Registry(
-        dispatcher.members,
-        dispatcher.calls.reasons,
+        members,
+        dispatcher.parts.calls.reasons,
         dispatcher.moves,
         client,
         settings.registration,
@@ -161,7 +162,6 @@ def create_app(settings: Settings) -> Starlette:
         return JSONResponse({"live": True})
 
     async def health(_: Request) -> Response:
-        members = dispatcher.members
         states = members.states()
         lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
         unready = not lacking.isdisjoint(members.needed)
@@ -173,7 +173,7 @@ def create_app(settings: Settings) -> Starlette:
         return JSONResponse({"server_load": metrics.requests_in_flight()})
 
     async def metrics_page(_: Request) -> Response:
-        states = dispatcher.members.states()
+        states = members.states()
         for side, engines in states.items():
             count = Counter(engines.values())
             for state in State:
@@ -307,7 +307,7 @@ class _Answering:
         started, path = time.perf_counter(), self._path
         headers = {**_passed(self._request), "x-request-id": self._request_id}
         call = Call(path, headers, self._request_id, completion.model, begin=self._begin)
-        with self._dispatcher.spans.server(path, self._request_id, headers):
+        with self._dispatcher.parts.spans.server(path, self._request_id, headers):
             try:
                 async with self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)

@@ -8,13 +8,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Lease, Pool
+from kv_connector.router.engines.settings import Settings
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.policy import Placement, Policy
+from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
@@ -22,7 +25,7 @@ from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
 
 @dataclass(frozen=True)
 class Components:
-    """The parts of the router that attempts use."""
+    """The parts of the router that its dispatcher and attempts use."""
 
     pools: Mapping[Side, Pool]
     members: Members
@@ -34,6 +37,40 @@ class Components:
     spans: Spans
     patience: float
     """Seconds that a prefill engine has for its own answer after the decode engine's."""
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        client: EngineClient,
+        metrics: Metrics,
+        incidents: Incidents,
+        spans: Spans,
+    ) -> Components:
+        """Creates the parts for these settings."""
+        pools = {side: Pool() for side in Side}
+        members = Members(
+            pools,
+            {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
+            incidents,
+            suspect=settings.suspect,
+            dead=settings.dead,
+            needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
+        )
+        policy: Policy = FewestOutstanding(pools)
+        if settings.objectives is not None:
+            policy = Goodput(settings.objectives, pools)
+        return cls(
+            pools=pools,
+            members=members,
+            calls=Calls(client, members, metrics, incidents, spans),
+            policy=policy,
+            holds=PrefillHolds(pools, client, settings.patience),
+            metrics=metrics,
+            incidents=incidents,
+            spans=spans,
+            patience=settings.patience,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Dispatcher: takes a completion to a prefill and a decode engine, and brings back the latter's answer."""
+"""Dispatcher: sends each completion to a prefill and a decode engine, and returns the decode engine's
+answer.
+"""
 
 import asyncio
 import functools
@@ -24,21 +26,19 @@ from kv_connector.router.bodies.fields import Content
 from kv_connector.router.engines.client import EngineClient, Reply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.goodput import Goodput
-from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.attempt import Attempt, Components
-from kv_connector.router.streams.calls import Call, Calls, EngineFailure
+from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
-from kv_connector.router.streams.holds import PrefillHolds
 from kv_connector.router.streams.moves import Moves, Stream
 from kv_connector.router.streams.serial import answer_serially
 
@@ -46,17 +46,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A request that breaks every engine it meets must not meet all of them.
+# A request that breaks every engine must not reach all engines.
 ATTEMPTS = 3
 
 MODELS_PATH = "/v1/models"
 
-# By then an attempt has sent its requests.
+# Seconds after which an attempt has sent its requests.
 _SENT_S = 0.001
 
 
 class Dispatcher:
-    """Used from the event loop's thread only."""
+    """Serves requests with the engines of both sides. Used from the event loop's thread only."""
 
     def __init__(
         self,
@@ -67,44 +67,17 @@ class Dispatcher:
         spans: Spans,
     ) -> None:
         self._settings = settings
-        self._metrics = metrics
-        self._incidents = incidents
-        self.spans = spans
-        self._pools = {side: Pool() for side in Side}
-        self.members = Members(
-            self._pools,
-            {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
-            incidents,
-            suspect=settings.suspect,
-            dead=settings.dead,
-            needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
-        )
-        self.calls = Calls(client, self.members, metrics, incidents, spans)
-        self._policy: Policy = FewestOutstanding(self._pools)
-        if settings.objectives is not None:
-            self._policy = Goodput(settings.objectives, self._pools)
+        self.parts = Components.of(settings, client, metrics, incidents, spans)
         self._joined_by = time.monotonic() + settings.patience
-        self.holds = PrefillHolds(self._pools, client, settings.patience)
-        self._parts = Components(
-            self._pools,
-            self.members,
-            self.calls,
-            self._policy,
-            self.holds,
-            metrics,
-            incidents,
-            spans,
-            settings.patience,
-        )
-        self.moves = Moves(self._pools, self.members, self.calls, metrics, self._pair)
+        self.moves = Moves(self.parts.pools, self.parts.members, self.parts.calls, metrics, self._pair)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
-        """Waits until the answer begins; Failure if there is none.
+        """Waits until the answer begins and yields it; Failure if there is none.
 
-        Until then an engine that fails is replaced by another, if there is one. Leaving the block early
-        (or being cancelled before) closes the connections to both engines, which makes vLLM abort the
-        request on both.
+        Until then a failed engine is replaced by another engine, if there is one. Leaving the block early, or
+        being cancelled before, closes the connections to both engines. That makes vLLM abort the request on
+        both.
         """
         async with AsyncExitStack() as ours:
             request = ours.enter_context(self.moves.follow(completion, call))
@@ -116,7 +89,10 @@ class Dispatcher:
     async def forward(
         self, method: str, path: str, body: Content, model: str | None, headers: Mapping[str, str]
     ) -> Reply:
-        """Any decode engine's whole answer; of a route that changes nothing there. ``model``: the body's."""
+        """Returns the whole answer of any decode engine, for a route that changes nothing there.
+
+        ``model``: the model that the body names.
+        """
         if path == MODELS_PATH:
             return await self._models(headers)
         return await self._forward(method, Call(path, headers, headers["x-request-id"], model), body)
@@ -125,18 +101,18 @@ class Dispatcher:
         async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
             with ExitStack() as stack:
                 lease = await self._decoder(stack, call, avoid)
-                return await self.calls.whole(Side.DECODE, lease, method, body, call)
+                return await self.parts.calls.whole(Side.DECODE, lease, method, body, call)
 
         return await self._retried(attempt, call)
 
     async def _models(self, headers: Mapping[str, str]) -> Reply:
-        """The models of all decode engines: the answers of as many engines as it takes to have each model."""
+        """Returns the models of all decode engines, merged from the answers of as many engines as needed."""
         call = Call(MODELS_PATH, headers, headers["x-request-id"])
         first = await self._forward("GET", call, b"")
         listed = names(call.path, first)
         if listed is None:
             return first
-        replies, missing = [first], self._pools[Side.DECODE].models() - listed
+        replies, missing = [first], self.parts.pools[Side.DECODE].models() - listed
         while missing:
             model = missing.pop()
             reply = await self._forward("GET", replace(call, model=model), b"")
@@ -146,13 +122,13 @@ class Dispatcher:
         return merged(replies) if len(replies) > 1 else first
 
     async def close(self) -> None:
-        """Waits, `patience` at most, until engines are notified. No request is open any more."""
-        await self.holds.close()
+        """Waits until engines are notified, `patience` seconds at most. No request is open any more."""
+        await self.parts.holds.close()
 
     async def _try(
         self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
     ) -> tuple[AsyncExitStack, Answer]:
-        """``avoided``, ``first``: as _retried() has them."""
+        """Makes attempts until one succeeds. ``avoided``, ``first``: as in _retried()."""
 
         async def attempt(avoid: Collection[Endpoint], number: int) -> tuple[AsyncExitStack, Answer]:
             async with AsyncExitStack() as stack:
@@ -168,29 +144,34 @@ class Dispatcher:
         avoided: Collection[Endpoint] = (),
         first: int = 1,
     ) -> T:
-        """``attempt`` gets what to avoid, and its number. ``avoided``: what failed in those before the first
-        one, ``first``."""
+        """Makes attempts until one succeeds, and raises the last failure.
+
+        ``attempt`` gets the engines to avoid, and its number. ``avoided``: engines that failed in earlier
+        attempts. ``first``: number of the first attempt here.
+        """
         avoid = {*avoided}
         for number in itertools.count(first):
             try:
                 return await attempt(avoid, number)
             except EngineFailure as error:
                 avoid = self._avoid_next(error, avoid, number, call)
-                logger.warning("request %s: tried again with other engines: %s", call.request_id, error)
+                logger.warning("request %s: retried on other engines: %s", call.request_id, error)
         raise AssertionError
 
     def _avoid_next(
         self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int, call: Call
     ) -> set[Endpoint]:
-        """What the attempt after that one, which failed, is to avoid; raises its error where it was the last,
-        or there is nobody else."""
+        """Returns the engines to avoid in the next attempt, after this one has failed.
+
+        Raises the failure if it was the last attempt, or if there are no other engines.
+        """
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
-        others = any(self._pools[side].usable(avoid, model) for side in error.blamed)
+        others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if attempt >= ATTEMPTS or not (others or alone):
             raise error
-        self._metrics.retries.inc()
+        self.parts.metrics.retries.inc()
         return avoid
 
     async def _attempt(
@@ -201,38 +182,41 @@ class Dispatcher:
         avoid: Collection[Endpoint],
         number: int,
     ) -> Answer:
-        """What is left on ``stack`` ends with the answer."""
+        """Makes one attempt. The contents of ``stack`` end with the answer."""
         reason = completion.local_reason()
         if reason is not None:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        self._metrics.placed(local=placement.prefill is None, reason=placement.reason, late=placement.late)
+        self.parts.metrics.placed(
+            local=placement.prefill is None, reason=placement.reason, late=placement.late
+        )
         if placement.prompt is not None:
-            asyncio.get_running_loop().call_later(_SENT_S, self._policy.sent, placement)
+            asyncio.get_running_loop().call_later(_SENT_S, self.parts.policy.sent, placement)
         if placement.prefill is None:
-            pool = self._pools[Side.DECODE]
+            pool = self.parts.pools[Side.DECODE]
             decode = stack.enter_context(pool.lease(placement.decode, placement.work))
             return await self._local(completion, call, placement.reason, decode, stack)
-        # D asks a rank of P's for the pages: where vLLM chooses the rank, its answer has to say which.
-        unknown_rank = not completion.goes_to_named_rank and self.members.has_ranks(Side.PREFILL)
+        # The decode engine requests the pages from one rank. If vLLM chooses the rank, the prefill engine's
+        # answer must name it.
+        unknown_rank = not completion.goes_to_named_rank and self.parts.members.has_ranks(Side.PREFILL)
         attempt = Attempt(completion, call, placement, placement.prefill)
         if self._settings.dispatch == "serial" or unknown_rank:
             partner = functools.partial(self._lease_partner, stack, placement.prefill, call, avoid)
-            return await answer_serially(self._parts, attempt, stack, partner)
+            return await answer_serially(self.parts, attempt, stack, partner)
         return await self._concurrent(attempt, stack, avoid, number)
 
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
         left = self._joined_by - time.monotonic()
         if left > 0 and not self._settings.require_prefill:
-            # After its start, a router does not know yet which prefill engines exist.
-            await self._pools[Side.PREFILL].wait_usable(left, self._known(call))
+            # A router that has just started does not know yet which prefill engines exist.
+            await self.parts.pools[Side.PREFILL].wait_usable(left, self._known(call))
 
         def place() -> Placement:
             model = self._known(call)
             if self._no_prefill(model):
-                return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
-            return self._policy.place(completion, call.path, avoid, model)
+                return Placement(None, self.parts.pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
+            return self.parts.policy.place(completion, call.path, avoid, model)
 
         placement = await self._wait_for_choice(place)
         if placement.reason == "no_prefill":
@@ -240,41 +224,44 @@ class Dispatcher:
         return placement
 
     def _known(self, call: Call) -> str | None:
-        """The model by which engines are chosen: a model that no decode engine lists is theirs to refuse."""
-        return self._pools[Side.DECODE].known(call.model)
+        """Returns the model by which engines are chosen. None for a model that no decode engine lists:
+        engines refuse it."""
+        return self.parts.pools[Side.DECODE].known(call.model)
 
     def _no_prefill(self, model: str | None) -> bool:
-        """Whether decode engines compute the prompts because no prefill engine can."""
-        return not self._settings.require_prefill and self._pools[Side.PREFILL].failing(model)
+        """Returns whether decode engines compute the prompts because no prefill engine can."""
+        return not self._settings.require_prefill and self.parts.pools[Side.PREFILL].failing(model)
 
     def _note_lack(self, side: Side) -> str:
         """Notes for the status page that no engine of this side takes requests. Returns their states."""
-        states = self.members.states()[side]
+        states = self.parts.members.states()[side]
         known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
-        self._incidents.note("", f"no {side.value} engine takes requests", known)
+        self.parts.incidents.note("", f"no {side.value} engine takes requests", known)
         return known
 
     async def _decoder(
         self, stack: AsyncExitStack | ExitStack, call: Call, avoid: Collection[Endpoint] = ()
     ) -> Lease:
-        """Any decode engine of the model."""
-        pool = self._pools[Side.DECODE]
+        """Leases any decode engine that serves the model."""
+        pool = self.parts.pools[Side.DECODE]
         decode = await self._wait_for_choice(lambda: pool.fewest(avoid, model=self._known(call)))
         return stack.enter_context(pool.lease(decode))
 
     async def _lease_partner(
         self, stack: AsyncExitStack, prefill: Endpoint, call: Call, avoid: Collection[Endpoint]
     ) -> Lease:
-        """A decode engine for what that one has computed."""
-        pool, prefills = self._pools[Side.DECODE], self._pools[Side.PREFILL]
+        """Leases a decode engine that can load the pages of ``prefill``."""
+        pool, prefills = self.parts.pools[Side.DECODE], self.parts.pools[Side.PREFILL]
         decode = await self._wait_for_choice(
             lambda: pool.partner(prefills, prefill, avoid, self._known(call))
         )
         return stack.enter_context(pool.lease(decode))
 
     async def _wait_for_choice(self, choose: Callable[[], T]) -> T:
-        """What that chooses, of engines that must be used before anything else is awaited. A router that has
-        just started waits for the first of each side to register."""
+        """Returns the result of ``choose``. The chosen engines must be used before anything else is awaited.
+
+        A router that has just started waits for the first engine of each side to register.
+        """
         deadlines: dict[Pool, float] = {}
         while True:
             try:
@@ -285,8 +272,8 @@ class Dispatcher:
                 if left > 0:
                     await none.pool.wait_usable(left, none.model)
                     continue
-                side = next(side for side, pool in self._pools.items() if pool is none.pool)
-                of = f" of the model {none.model[:100]}" if none.model and none.pool.usable() else ""
+                side = next(side for side, pool in self.parts.pools.items() if pool is none.pool)
+                of = f" for the model {none.model[:100]}" if none.model and none.pool.usable() else ""
             known = self._note_lack(side)
             raise failure(503, "api_error", f"no {side.value} engine{of} takes requests: {known}")
 
@@ -298,10 +285,10 @@ class Dispatcher:
         decode: Lease,
         stack: AsyncExitStack,
     ) -> Answer:
-        self._metrics.local_prefills.labels(reason).inc()
-        logger.debug("request %s: prefilled by its decode engine: %s", call.request_id, reason)
-        ids = self.calls.begin(call, decode)
-        answer = await self.calls.decode(decode, completion.local_body(ids=ids), call, stack)
+        self.parts.metrics.local_prefills.labels(reason).inc()
+        logger.debug("request %s: the decode engine computes the prompt: %s", call.request_id, reason)
+        ids = self.parts.calls.begin(call, decode)
+        answer = await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
         decode.prompt_computed()
         return answer
 
@@ -313,15 +300,15 @@ class Dispatcher:
         number: int,
     ) -> Answer:
         retry = functools.partial(self._retry_behind_token, attempt.completion, attempt.call, avoid, number)
-        return await ConcurrentAttempt(self._parts, attempt, retry).answer(stack)
+        return await ConcurrentAttempt(self.parts, attempt, retry).answer(stack)
 
     async def _pair(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
     ) -> tuple[AsyncExitStack, Answer]:
-        """As _try(), of these two engines alone, whether they take requests or not."""
+        """Does the same as _try(), with these two engines only, whether they take requests or not."""
         for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
-            if not self._pools[side].has(engine):
-                raise failure(503, "api_error", f"{engine} is gone")
+            if not self.parts.pools[side].has(engine):
+                raise failure(503, "api_error", f"the {side.value} engine {engine} has left the router")
         async with AsyncExitStack() as stack:
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)
             answer = await self._concurrent(attempt, stack, (), ATTEMPTS)
@@ -335,10 +322,13 @@ class Dispatcher:
         number: int,
         error: EngineFailure,
     ) -> tuple[AsyncExitStack, Answer]:
-        """What follows the early first token, from other engines than those of attempt ``number``, which
-        failed. Raises the failure where there are no others."""
+        """Returns what follows the early first token, from other engines than those of attempt ``number``,
+        which failed.
+
+        Raises the failure if there are no other engines.
+        """
         avoid = self._avoid_next(error, avoid, number, call)
         logger.warning(
-            "request %s: tried again with other engines behind its first token: %s", call.request_id, error
+            "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)

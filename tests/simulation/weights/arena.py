@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kv_connector.engine import ErrorCode
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
@@ -12,6 +12,7 @@ from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
 from ..fabric import Batch, SimEngine, Transfer, failure
 
 if TYPE_CHECKING:
+    from .trainer import Rank
     from .worker import Worker
 
 CELLS = 7
@@ -113,11 +114,11 @@ class WeightsEngine(SimEngine):
     # --- The contents of the memory
 
     def _contents(self, batch: Batch) -> tuple[Any, ...]:
-        return (self.process.tag,) * len(batch.cells)
+        return (cast("Rank", self.process).tag,) * len(batch.cells)
 
     def _take(self, batch: Batch) -> None:
-        worker: Worker = self.process
-        worker.land([target for _, target in batch.cells], batch.contents[0], batch.immediate)
+        worker, tag = cast("Worker", self.process), cast("Tag", batch.contents[0])
+        worker.land([target for _, target in batch.cells], tag, batch.immediate)
 
     def _counted(self, batch: Batch) -> None:
         """Does nothing: cells are not awaited one by one."""

@@ -41,6 +41,8 @@ event."""
 
 
 class Controller(Actor):
+    world: World
+
     def __init__(self, world: World, name: str, life: int) -> None:
         super().__init__(world, name, life)
         self.world, self.engine = world, None

@@ -109,6 +109,7 @@ class Job:
         self.last: str = ""  # final action once all is quiet: "push" once more and close, or "close"
         self.waiting: set[int] = set()  # ranks that have finished their work
         self.connected = False
+        self.ending = False
         self.problems: dict[int, dict[str, str]] = {}  # problems of the last push, by rank
         self._said: dict[Hashable, dict[int, Any]] = {}
         self.ranks = [Rank(world, self, rank, at) for rank in range(plan.ranks)]
@@ -138,6 +139,8 @@ class Job:
 
 
 class Rank(Actor):
+    world: World
+
     def __init__(self, world: World, job: Job, rank: int, at: float) -> None:
         super().__init__(world, f"{job.plan.name}/{rank}", job.life)
         self.world, self.job, self.rank = world, job, rank

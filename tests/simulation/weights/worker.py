@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 from kv_connector.engine import ErrorCode, EventKind, TransferError
 from kv_connector.weights.geometry import digest
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing, Phase
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
     LandingLog,
     LandingOpenCounter,
     LandingReply,
-    Phase,
     Record,
 )
 from kv_connector.weights.messages import CODEC, Described, Joined, Seed, WorkerAddress
@@ -43,6 +42,8 @@ _LENT_S = 4.0  # maximum
 
 
 class Worker(Actor):
+    world: World
+
     def __init__(self, world: World, controller: Controller, number: int, life: int) -> None:
         super().__init__(world, f"{controller.name}/{number}", life)
         self.world, self.controller, self.number = world, controller, number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 from kv_connector.protocol.timers import Timeouts
@@ -45,7 +46,7 @@ class World(Surroundings):
             self._start_job(trainer, trainer.at)
         last = max((trainer.at for trainer in self.scenario.trainers), default=0.0)
         for fault in self.scenario.faults:
-            self.clock.at(fault.at, lambda fault=fault: faults.strike(self, fault))
+            self.clock.at(fault.at, functools.partial(faults.strike, self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
         self._pass(last)
         # An ambush that was not triggered by now is dropped.
@@ -142,7 +143,7 @@ class World(Surroundings):
     def rank_ended(self, rank: Rank) -> None:
         """Ends the other ranks of its job. Usually all start again."""
         job = rank.job
-        if job.last or getattr(job, "ending", False):
+        if job.last or job.ending:
             return
         job.ending = True
         rng = random.Random(f"{self.seed} {job} ends")

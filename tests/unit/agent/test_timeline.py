@@ -144,8 +144,8 @@ def test_an_end_is_told_with_what_went_and_how() -> None:
         transfer(p, d, "t")
     by_side = {ended.side: (ended, timing) for ended, timing in told}
     assert len(told) == len(by_side) == 2
-    for side, request in ((Role.PREFILL, "p-t"), (Role.DECODE, "d-t")):
-        ended, timing = by_side[side]
+    for role, request in ((Role.PREFILL, "p-t"), (Role.DECODE, "d-t")):
+        ended, timing = by_side[role]
         assert (ended.transfer_id, ended.request_id, ended.outcome) == ("t", request, Outcome.COMPLETED)
         assert (timing.lane, timing.pages) == ("sim", 6)
         assert ended.seconds == timing.seconds > timing.first_push_seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import invoke
-from serving import serving
+from serving import Handler, serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -27,6 +27,8 @@ from kv_connector.bench.workloads import POOL_BYTES, WORKLOADS, Slots, Workload
 from kv_connector.cli.bench import app
 
 PAGES = Workload("4096x4K", 4096, 4 << 10)
+SMALL_POOL = 2 * PAGES.bytes
+"""Bytes of a pool in which PAGES can lie. One of POOL_BYTES takes each side a second of a core."""
 INSTALLED_WITH_US = [contestant for contestant in CONTESTANTS if contestant.module is None]
 
 
@@ -36,6 +38,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "QUIET_PATIENCE", 0.0)
     monkeypatch.setattr(harness, "LATENCY_ITERATIONS", (20, 20))
     monkeypatch.setattr(harness, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(harness, "POOL_BYTES", SMALL_POOL)
     before = set(multiprocessing.active_children())  # other tests' processes, which live for the whole run
     yield
     assert set(multiprocessing.active_children()) <= before
@@ -58,7 +61,7 @@ def test_slots_come_from_the_seed() -> None:
 
 
 def test_a_pool_notices_one_wrong_byte_inside_and_one_outside_its_pages() -> None:
-    pool = Pool(shared=False)
+    pool = Pool(1 << 20, shared=False)
     pool.zero()
     slots = np.array([3, 1], dtype=np.int64)
     pool.memory[3 * 4096] = 7
@@ -270,7 +273,7 @@ def test_who_cannot_be_imported_is_left_out_with_the_reason() -> None:
 # --- P/D load
 
 
-async def serve_load(handler: object, asked: load.Load) -> load.Served:
+async def serve_load(handler: Handler, asked: load.Load) -> load.Served:
     async with serving(handler) as url:
         return await asyncio.to_thread(load.serve, url, asked, 1)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.bench.pd import clients, faults
 from kv_connector.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, Clients, until_empty
-from kv_connector.bench.pd.deployments import Deployment
+from kv_connector.bench.pd.deployments import Deployment, Running
 from kv_connector.bench.pd.faults import FAULTS, Fault, FaultPlan, Suffered
 from kv_connector.bench.pd.load import LoadError
 from kv_connector.bench.pd.mooncake_proxy import Proxy
 from kv_connector.bench.tables import make_console
 from kv_connector.cli.bench import app
+from kv_connector.lab.cluster import LocalCluster
 from kv_connector.lab.process import StartError
 
 ABORT, KILL_D, KILL_P = FAULTS
@@ -288,7 +289,7 @@ async def test_mooncakes_proxy_asks_again_for_the_engine_once_a_prefill_broke_of
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
     async with serving(engine, query=query) as url:
         proxy = Proxy(url, url, url)
-        async with httpx.AsyncClient() as proxy._client:
+        async with httpx.AsyncClient(verify=False) as proxy._client:
             for prefill in (url, "http://127.0.0.1:9", url):  # no process listens at port 9
                 proxy._prefill_url = prefill
                 await proxy.completions(Request(scope, body))
@@ -342,6 +343,10 @@ def _nothing_started(deployment: Deployment, *_: object) -> Iterator[tuple[None,
     yield None, deployment
 
 
+def _fail(_: LocalCluster, __: ExitStack) -> Running:
+    pytest.fail("it was started")
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_run_goes_on_after_a_deployment_that_fails_and_wrong_tokens_fail_it(
     wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,7 +358,7 @@ def test_a_run_goes_on_after_a_deployment_that_fails_and_wrong_tokens_fail_it(
     monkeypatch.setattr(faults, "right_answers", right_answers)
     monkeypatch.setattr(faults, "ALONE", Alone())
     monkeypatch.setattr(faults, "_suffer", lambda _, fault, *__: record(fault, answered=3, wrong=wrong))
-    pairs = tuple(Deployment(name, f"the {name}", pytest.fail) for name in ("nixl", "ours"))
+    pairs = tuple(Deployment(name, f"the {name}", _fail) for name in ("nixl", "ours"))
     file = tmp_path / "faults.jsonl"
     console = make_console()
     for deployments, good in ((pairs, False), (pairs[1:], not wrong)):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command_line import invoke
 
-from kv_connector.bench import machine, micro, writes
+from kv_connector.bench import harness, machine, micro, writes
 from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
 from kv_connector.bench.records import Micro, percentile
 from kv_connector.bench.side import Role
@@ -25,6 +25,7 @@ run = partial(invoke, app)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "QUIET_PATIENCE", 0.0)
+    monkeypatch.setattr(harness, "POOL_BYTES", 4 << 20)  # what these tests write fits
     before = set(multiprocessing.active_children())
     yield
     assert set(multiprocessing.active_children()) <= before

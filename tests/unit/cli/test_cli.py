@@ -110,7 +110,7 @@ def test_the_demo_refuses_a_lane_before_it_starts_anything(
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the words of every command and subcommand."""
-    for name, command in (group or typer.main.get_command(app)).commands.items():
+    for name, command in (group or typer.main.get_group(app)).commands.items():
         yield (*path, name)
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))

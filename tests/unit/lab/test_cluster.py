@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def has_members(process: Process, count: int) -> bool:
+    return len(process.members()) == count
+
+
 FAMILY = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.{leader})
@@ -75,7 +80,7 @@ def test_stop_ends_children_too_even_those_that_ignore_it(
 def test_stop_interrupted_still_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = [start(FAMILY.format(leader="SIG_IGN")) for _ in range(2)]
     for process in processes:
-        until(lambda process=process: len(process.members()) == 2)
+        until(partial(has_members, process, 2))
 
     def interrupt(process: Process) -> None:
         raise KeyboardInterrupt

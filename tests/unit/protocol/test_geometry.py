@@ -11,6 +11,7 @@ import numpy as np
 from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_model, random_side
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from samples import sample
 
 from kv_connector.protocol import messages
 from kv_connector.protocol.layout import (
@@ -29,7 +30,9 @@ from kv_connector.protocol.sources import Holders, choose_sources
 TOKENS = 24  # of the longest prompt
 NOTHING, LOST = -1, -2  # content of a cell: D's before the transfer, P's outside of the request
 
-EXAMPLES = 2200
+EXAMPLES = sample(2200)
+PAIRS = sample(10_000)
+"""The least number of pairs of ranks in these examples."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def transfer(random: Random, model: Model, source: Engine, target: Engine) -> in
 
 
 def test_each_byte_arrives_once_and_in_its_place() -> None:
-    """Covers at least 10,000 pairs of ranks, of random models, engines and requests."""
+    """Covers at least PAIRS pairs of ranks, of random models, engines and requests."""
     pairs = 0
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
@@ -191,7 +194,7 @@ def test_each_byte_arrives_once_and_in_its_place() -> None:
         pairs += transfer(random, model, source, target)
 
     check()
-    assert pairs >= 10_000, pairs
+    assert pairs >= PAIRS, pairs
 
 
 @st.composite
@@ -205,7 +208,7 @@ def small_parts(draw: st.DrawFn) -> tuple[Part, ...]:
     )
 
 
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=sample(500), deadline=None, database=None, derandomize=True)
 @given(small_parts(), st.integers(1, 3))
 def test_what_is_taken_overlaps_nowhere(parts: tuple[Part, ...], blocks: int) -> None:
     layout = KvLayout((GroupLayout(blocks, 1, "full"),), (LayerLayout("layer", 0, "", parts),))

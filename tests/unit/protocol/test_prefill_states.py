@@ -24,7 +24,7 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, FailCode, Role
+from kv_connector.protocol.messages import Cancel, Fail, FailCode, Role
 from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 
 
@@ -64,7 +64,9 @@ def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine)
     aborted = machine.request_finished(1.0, "t", False, "its request was aborted", aborted=True)
     assert aborted == [CancelWrites(Share("t"))]
     actions = machine.writes_ended(2.0, Share("t"), WritesEnd.CANCELLED, True, "")
-    assert message(actions).code is FailCode.PREFILL_ABORTED
+    failed = message(actions)
+    assert isinstance(failed, Fail)
+    assert failed.code is FailCode.PREFILL_ABORTED
     assert only(actions, Ended).outcome is Outcome.CANCELLED
     assert states(actions) == [("p-t", State.FAILED)]
     assert actions[-1] == FinishedSending("p-t")

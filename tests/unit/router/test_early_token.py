@@ -359,7 +359,7 @@ async def test_what_goes_wrong_in_a_stream_that_has_begun_is_told_in_it() -> Non
 async def test_a_refusal_by_either_engine_is_a_status(side: str) -> None:
     waits, refuses = streaming(asyncio.Event()), refuse(400, "too long")
     engines = (refuses, waits) if side == "prefill" else (waits, refuses)
-    async with cluster(*engines) as (_, _, client), asyncio.timeout(PATIENCE):
+    async with cluster(*engines, patience=0.05) as (_, _, client), asyncio.timeout(PATIENCE):
         answer = await client.post("/v1/completions", json=REQUEST)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
 
@@ -469,7 +469,8 @@ async def test_a_client_that_leaves_behind_the_token_aborts_d() -> None:
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
 async def test_ps_refusal_is_the_answer() -> None:
-    async with cluster(refuse(422, "no such thing"), streaming(asyncio.Event())) as (_, _, client):
+    engines = refuse(422, "no such thing"), streaming(asyncio.Event())
+    async with cluster(*engines, patience=0.05) as (_, _, client):
         answer = await client.post("/v1/completions", json=REQUEST)
         assert answer.status_code == 422
         assert "no such thing" in answer.text

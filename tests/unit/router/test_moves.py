@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_vllm import LENGTH, FakeVllm, next_token, serve_vllm
-from router_setup import PATIENCE, metric, serve, until_metric, within
+from router_setup import PATIENCE, client_of, metric, serve, until_metric, within
 from typer.testing import CliRunner, Result
 
 from kv_connector.cli import drain
@@ -87,7 +87,7 @@ async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
         first.limits = (8, 24)
         async with (
             serve(create_app(chosen)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as made.client,
+            client_of(url) as made.client,
         ):
             yield made
 
@@ -140,7 +140,7 @@ def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
 
 async def alone(engine: FakeVllm, path: str, body: dict[str, Any], name: str = "one") -> list[dict[str, Any]]:
     """Returns the engine's answer to a client that sends its request directly."""
-    async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as client:
+    async with client_of(engine.url) as client:
         return await Reading(client, path, body, name).end()
 
 
@@ -197,7 +197,7 @@ async def test_noting_the_ids_leaves_no_trace(path: str, body: dict[str, Any]) -
         reading = Reading(s.client, path, body)
         await reading.end()
         assert s.first.bodies[0]["return_token_ids"] is True
-        async with httpx.AsyncClient(base_url=s.first.url, timeout=PATIENCE) as client:
+        async with client_of(s.first.url) as client:
             asked = Reading(client, path, body)
             await asked.end()
         assert reading.raw == asked.raw
@@ -457,7 +457,7 @@ async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
         settings = Settings((Endpoint.parse(p.url),), decode, registration=s.registration)
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as s.client,
+            client_of(url) as s.client,
         ):
             first.limits = (8, LENGTH)
             reading = await moving(s)

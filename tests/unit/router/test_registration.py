@@ -20,6 +20,7 @@ from router_setup import (
     Handler,
     Stream,
     answer_ok,
+    client_of,
     metric,
     no_answer,
     nobody,
@@ -89,7 +90,7 @@ class Cluster:
         }
         async with (
             serve(create_app(Settings(**(chosen | settings)))) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             yield client
 
@@ -415,7 +416,7 @@ async def test_the_routers_health_is_read_without_a_look_at_engines() -> None:
         serve_engine(answer_ok) as p,
         serve_engine(answer_ok) as d,
         listed([p], [d]) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        client_of(url) as client,
     ):
         d.health = busy
         for _ in range(20):
@@ -708,7 +709,7 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
         d = await stack.enter_async_context(serve_engine(decode))
         sides = {"prefill": [p], "decode": [d]} | {side: [broken, good]}
         url = await stack.enter_async_context(listed(**sides, dispatch=dispatch))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
+        client = await stack.enter_async_context(client_of(url))
         for _ in range(4):
             assert (await ask(client)).status_code == 200
         # The prefill engine may hold the first attempt's transfer. A decode engine gets a request that it
@@ -729,7 +730,7 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
     async with serve_engine(answer_ok) as p, serve_engine(broken) as first, serve_engine(good) as second:
         async with (
             listed([p], [first]) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             answer = await ask(client, stream=True)
             assert answer.status_code == 500
@@ -740,7 +741,7 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
         good.queue.put_nowait(None)
         async with (
             listed([p], [first, second]) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             answer = await ask(client, stream=True)
             assert (answer.status_code, answer.content) == (200, b"data: 1\n\n" + DONE)
@@ -797,7 +798,7 @@ async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluste
         serve_engine(broken) as first,
         serve_engine(good) as second,
         listed([p], [first, second]) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        client_of(url) as client,
     ):
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         answer = await within(client.post("/v1/chat/completions", json=body))
@@ -814,7 +815,7 @@ async def test_the_clients_own_error_is_not_tried_elsewhere() -> None:
         serve_engine(answer_ok) as other,
         serve_engine(decode) as d,
         listed([p, other], [d]) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        client_of(url) as client,
     ):
         assert (await ask(client)).status_code == 400
         assert not other.bodies
@@ -825,7 +826,7 @@ async def test_a_request_that_breaks_every_engine_does_not_meet_all_of_them() ->
         engines = [await stack.enter_async_context(serve_engine(refuse(500, "broken"))) for _ in range(5)]
         d = await stack.enter_async_context(serve_engine(answer_ok))
         url = await stack.enter_async_context(listed(engines, [d], dispatch="serial"))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        client = await stack.enter_async_context(client_of(url))
         assert (await ask(client)).status_code == 500
         assert sum(len(engine.bodies) for engine in engines) == 3
 
@@ -834,7 +835,7 @@ async def test_one_engine_for_both_sides_prefills_itself() -> None:
     async with (
         serve_engine(answer_ok) as both,
         listed([both], [both]) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        client_of(url) as client,
     ):
         assert (await ask(client)).status_code == 200
         assert both.bodies == [{"prompt": "x"}]

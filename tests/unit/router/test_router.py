@@ -11,10 +11,10 @@ import httpx
 import msgspec
 import pytest
 from router_setup import (
-    PATIENCE,
     Rendezvous,
     Stream,
     answer_ok,
+    client_of,
     cluster,
     metric,
     nobody,
@@ -112,7 +112,7 @@ async def test_p_counts_as_free_once_it_has_answered() -> None:
         )
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             for _ in range(3):
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
@@ -132,7 +132,7 @@ async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
         )
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             for _ in range(4):
                 headers = {"X-data-parallel-rank": "7"}
@@ -163,7 +163,7 @@ async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str,
         async with (
             # Serial, because the fake decode engine does not wait for pages, as a real one does.
             serve(create_app(Settings(**endpoints, dispatch="serial"))) as address,
-            httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client,
+            client_of(address) as client,
         ):
             for _ in range(8):
                 answer = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
@@ -183,7 +183,7 @@ async def test_a_400_of_another_cause_is_the_requests_fault() -> None:
         settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             for _ in range(2):
                 assert (await client.post("/v1/completions", json={"prompt": ["x", "y"]})).status_code == 400
@@ -509,7 +509,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
             )
             async with (
                 serve(create_app(settings)) as url,
-                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+                client_of(url) as client,
             ):
                 answer = await client.post("/v1/completions", json={"prompt": "x"})
                 assert answer.status_code == 502
@@ -533,10 +533,11 @@ async def test_a_request_whose_only_prefill_engine_is_down_is_served_by_d_alone(
                 (Endpoint.parse(down),),
                 (Endpoint.parse(d.url),),
                 dispatch=dispatch,  # type: ignore[arg-type]
+                patience=0.05,
             )
             async with (
                 serve(create_app(settings)) as url,
-                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+                client_of(url) as client,
             ):
                 for _ in range(2):
                     answer = await client.post("/v1/completions", json={"prompt": "x"})
@@ -787,7 +788,9 @@ async def test_a_router_that_ends_waits_until_p_is_told() -> None:
         app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
         running = AsyncExitStack()
         await running.enter_async_context(app.router.lifespan_context(app))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://router", verify=False
+        ) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
             await within(d.arrived.wait())
             asking.cancel()
@@ -815,7 +818,7 @@ async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
             settings = Settings(prefill=(Endpoint.parse(p.url),), decode=decodes)
             async with (
                 serve(create_app(settings)) as url,
-                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+                client_of(url) as client,
             ):
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
                 await within(told.wait())
@@ -901,7 +904,7 @@ async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -
             )
             async with (
                 serve(create_app(settings)) as url,
-                httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+                client_of(url) as client,
             ):
                 for _ in range(2):  # the engines take turns
                     assert (await client.get("/v1/models")).json().get("engine") == engine.url

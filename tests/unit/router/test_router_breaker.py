@@ -15,6 +15,7 @@ from router_setup import (
     FakeEngine,
     Handler,
     answer_ok,
+    client_of,
     refuse,
     serve,
     serve_engine,
@@ -43,7 +44,7 @@ async def routed(
             "decode": tuple(Endpoint.parse(engine.url) for engine in d),
         }
         url = await stack.enter_async_context(serve(create_app(Settings(**listed, **settings))))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
+        client = await stack.enter_async_context(client_of(url))
         yield p, d, client
 
 

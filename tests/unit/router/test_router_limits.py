@@ -596,7 +596,7 @@ async def test_streams_that_outlast_the_grace_end_with_an_error_event(path: str,
     async with serve_engine(answer_ok) as p, serve_engine(streams) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with (
-            httpx.AsyncClient(timeout=PATIENCE) as client,
+            httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
             shipped(create_app(Settings(*endpoints)), grace=0) as router,
         ):
             streams.queue.put_nowait(b"data: {}\n\n")
@@ -616,7 +616,7 @@ async def test_a_request_without_an_answer_gets_503_at_the_end_of_the_grace() ->
     async with serve_engine(answer_ok) as p, serve_engine(lambda request, _: d.until_gone(request)) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with (
-            httpx.AsyncClient(timeout=PATIENCE) as client,
+            httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
             shipped(create_app(Settings(*endpoints, patience=0.5)), grace=0) as router,
         ):
             ask = asyncio.create_task(client.post(router.url + "/v1/completions", json={"prompt": "x"}))
@@ -663,7 +663,7 @@ async def test_no_engine_gets_503_with_retry_after() -> None:
     with nobody() as url:
         engines = (Endpoint.parse(url),)
         async with (
-            httpx.AsyncClient(timeout=PATIENCE) as client,
+            httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
             shipped(create_app(Settings(engines, engines, patience=0.01))) as router,
         ):
             await client.post(router.url + "/v1/completions", json={"prompt": "x"})

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from router_setup import PATIENCE, FakeEngine, answer_ok, metric, serve
+from router_setup import PATIENCE, FakeEngine, answer_ok, client_of, metric, serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -66,9 +66,7 @@ async def router(
             "decode": tuple(Endpoint.parse(engine.url) for engine in decode),
         }
         app = create_app(Settings(**endpoints, status_details=True, **settings))
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=await stack.enter_async_context(serve(app)), timeout=PATIENCE)
-        )
+        client = await stack.enter_async_context(client_of(await stack.enter_async_context(serve(app))))
         await until_known(client, *prefill, *decode)
         yield client
 
@@ -141,14 +139,16 @@ async def test_an_engine_that_lists_an_adapter_it_lacks_is_replaced_by_another(s
 
 async def test_an_adapter_that_only_decode_engines_have_is_served_by_them_alone() -> None:
     p, d = Engine("a"), Engine("a", "adapter")
-    async with router([p], [d]) as client:
+    async with router([p], [d], patience=0.05) as client:
         assert (await ask(client, "adapter")).status_code == 200
         name = 'kv_connector_router_local_prefills_total{reason="no_prefill"}'
         assert await metric(client, name) == 1
     assert not p.bodies
 
 
-async def test_a_model_whose_engine_takes_no_requests_is_waited_for() -> None:
+async def test_a_model_whose_engine_takes_no_requests_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.front.registry._PROBE_S", 0.02)
+    monkeypatch.setattr("kv_connector.router.front.registry._WATCH_S", 0.02)
     a, b = Engine("a"), Engine("b")
     async with router([a, b], [a, b], patience=0.05) as client:
         b.health = no_health
@@ -158,7 +158,7 @@ async def test_a_model_whose_engine_takes_no_requests_is_waited_for() -> None:
         answer = await ask(client, "b")
         assert answer.status_code == 503
         message = answer.json()["error"]["message"]
-        assert "no decode engine of the model b takes requests" in message
+        assert "no decode engine for the model b takes requests" in message
         assert f"{b.url} is unreachable" in message
         assert (await ask(client, "a")).status_code == 200
 
@@ -192,7 +192,7 @@ async def test_engines_that_do_not_list_their_models_are_placed_as_before() -> N
             engine.url = await stack.enter_async_context(serve(engine.app))
         app = create_app(Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),)))
         url = await stack.enter_async_context(serve(app))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE))
+        client = await stack.enter_async_context(client_of(url))
         assert (await ask(client, "a")).status_code == 200
         assert (await ask(client, "b")).status_code == 404
         assert (await client.get("/v1/models")).status_code == 401

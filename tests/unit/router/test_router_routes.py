@@ -5,12 +5,11 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 from router_setup import (
-    PATIENCE,
     Stream,
     answer_ok,
+    client_of,
     cluster,
     metric,
     serve,
@@ -94,7 +93,7 @@ async def test_a_response_over_ranks_is_fetched_from_the_one_that_computed_it() 
         )
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             assert (await client.post("/v1/responses", json={"input": "x"})).status_code == 200
             assert (await client.post("/v1/messages", json={"messages": []})).status_code == 200
@@ -123,7 +122,7 @@ async def test_a_message_that_fails_before_its_first_word_goes_to_another_engine
     async with serve_engine(answer_ok) as p, serve_engine(fail) as bad, serve_engine(work) as good:
         endpoints = tuple(Endpoint.parse(engine.url) for engine in (bad, good))
         app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=endpoints))
-        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        async with serve(app) as url, client_of(url) as client:
             got = await client.post("/v1/messages", json={"messages": [], "stream": True})
             assert (got.status_code, got.content) == (200, answer)
             assert await metric(client, "kv_connector_router_retries_total") == 1

@@ -9,9 +9,18 @@ import re
 from base64 import b64encode
 from typing import Any
 
-import httpx
 import pytest
-from router_setup import PATIENCE, answer_ok, cluster, refuse, serve, serve_engine, until_metric, within
+from router_setup import (
+    PATIENCE,
+    answer_ok,
+    client_of,
+    cluster,
+    refuse,
+    serve,
+    serve_engine,
+    until_metric,
+    within,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -80,7 +89,7 @@ async def test_the_router_lives_without_a_single_engine() -> None:
     settings = Settings(
         prefill=(Endpoint.parse("http://127.0.0.1:1"),), decode=(Endpoint.parse("http://[::1]:1"),)
     )
-    async with serve(create_app(settings)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve(create_app(settings)) as url, client_of(url) as client:
         assert (await client.get("/health")).status_code == 503
         answer = await client.get("/live")
         assert (answer.status_code, answer.json()) == (200, {"live": True})
@@ -95,10 +104,9 @@ async def failing(**settings: Any) -> tuple[str, dict[str, Any], list[str]]:
     secret = f"the engine says {COMPLETION['prompt']}"
     async with serve_engine(refuse(500, secret)) as d:
         gone = "http://127.0.0.1:1"
-        app = create_app(
-            Settings(prefill=(Endpoint.parse(gone),), decode=(Endpoint.parse(d.url),), **settings)
-        )
-        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        engines = (Endpoint.parse(gone),), (Endpoint.parse(d.url),)
+        app = create_app(Settings(*engines, patience=0.05, **settings))
+        async with serve(app) as url, client_of(url) as client:
             headers = {"x-request-id": "request-of-alice"}
             assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code >= 500
             # A request with several prompts goes to the decode engine only.

@@ -5,9 +5,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
-from router_setup import PATIENCE, Handler, Stream, cluster, serve, serve_engine, within
+from router_setup import PATIENCE, Handler, Stream, client_of, cluster, serve, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -236,7 +235,7 @@ async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
         settings = Settings(prefill=(endpoint,), decode=(endpoint,))
         async with (
             serve(create_app(settings)) as url,
-            httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+            client_of(url) as client,
         ):
             assert (await client.post("/v1/completions", json=REQUEST)).json() == answer(99)
             assert len(both.bodies) == 1

@@ -171,10 +171,9 @@ def test_a_window_is_divided_by_heads(prefill: int, decode: int) -> None:
 @pytest.mark.parametrize(("pieces", "parts"), [(None, 1), ([4, 4, 8], 3)])
 def test_a_recurrent_state_is_divided_as_sglang_says(pieces: list[int] | None, parts: int) -> None:
     def state(rank: int, ranks: int) -> KvLayout:
-        given = {"layer_ids": [[3]], "dim_per_tensor": [[16 // ranks]], "slice_outer_counts": [[2]]}
-        return heads(
-            rank, ranks, **states("mamba", 2 * 16 // ranks * 4, conv_shard_groups=[[pieces]], **given)
-        )
+        given: dict[str, Any] = {"layer_ids": [[3]], "dim_per_tensor": [[16 // ranks]]}
+        given |= {"slice_outer_counts": [[2]], "conv_shard_groups": [[pieces]]}
+        return heads(rank, ranks, **states("mamba", 2 * 16 // ranks * 4, **given))
 
     layer = state(1, 2).layers[-1]
     assert (layer.name, len(layer.parts)) == ("mamba 3.0", parts)

@@ -103,7 +103,8 @@ def prompt(name: str, tokens: int) -> list[int]:
 
 @pytest.fixture
 def pair(model: Path) -> Iterator[Pair]:
-    made = Pair(tuple(Stage(vllm_config(model, "kv_both", budget=4000), [FULL], POOL) for _ in range(2)))
+    first, second = (Stage(vllm_config(model, "kv_both", budget=4000), [FULL], POOL) for _ in range(2))
+    made = Pair((first, second))
     yield made
     for engine in made.engines:
         engine.assert_idle()
@@ -135,8 +136,8 @@ def test_any_order_of_arrival_comes_to_its_end(pair: Pair, seed: int) -> None:
     halves: list[tuple[Add, str, int, int]] = []
     for number in range(24):
         tokens = numbers.randrange(2, SHARE * BLOCK)
-        for add in (pair.add_prompt, pair.add_load):
-            halves.append((add, f"{seed}-{number}", number % 2, tokens))
+        adds: tuple[Add, Add] = (pair.add_prompt, pair.add_load)
+        halves += [(add, f"{seed}-{number}", number % 2, tokens) for add in adds]
     numbers.shuffle(halves)
     for add, name, p, tokens in halves:
         add(name, p, tokens)

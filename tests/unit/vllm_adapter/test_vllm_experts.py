@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -422,7 +422,7 @@ def test_sums_equal_those_of_all_experts(sizes: tuple[int, ...], into: bool, cou
         assert got[2].equal(torch.cat([one[2] for one in given]))
         local = layer_of(rank, ranks.number).local
         assert local is not None
-        results = computed(*got, local)
+        results = computed(got[0], got[1], got[2], local)
         assert exchange.takes_combine()
         if not into:
             return exchange.combine(results)
@@ -508,8 +508,13 @@ def test_a_combine_buffer_of_another_shape_is_left_to_the_kernel() -> None:
 # --- Calls that vLLM serves, on all ranks alike
 
 
-def half(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tensors[0].half(), *tensors[1:]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Rows, weights and ids."""
+
+
+def half(tensors: Tensors) -> Tensors:
+    rows, weights, ids = tensors
+    return rows.half(), weights, ids
 
 
 @pytest.mark.parametrize(
@@ -526,7 +531,7 @@ def half(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 )
 def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
     reason: str,
-    change: Any,
+    change: Callable[[Tensors], Tensors],
     sizes: tuple[int, ...],
     more: int | None,
     sequence_parallel: bool,
@@ -541,7 +546,8 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
         exchange = exchange_of(ranks, rank)
         columns = None if more is None else [torch.zeros(sizes[rank], more)]
         for _ in range(3):
-            assert exchange.dispatch(*change(given[rank]), columns, sizes, sequence_parallel) is None
+            rows, weights, ids = change(given[rank])
+            assert exchange.dispatch(rows, weights, ids, columns, sizes, sequence_parallel) is None
             assert not exchange.takes_combine()
 
     ranks.run(step)
@@ -799,7 +805,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_vllms_methods_get_the_calls_that_are_passed_on(refused: Any, counted: Counter[str]) -> None:
     rows, weights, ids = batch(2, 0)
     more = [torch.zeros(2)]
-    calls = [
+    calls: list[tuple[Any, ...]] = [
         ("dispatch", rows, weights, ids, True, more),
         ("allocate_combine_input", (3, HIDDEN), torch.bfloat16, torch.device("cpu"), True),
         ("combine", rows, True),

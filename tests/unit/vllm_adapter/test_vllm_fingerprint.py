@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,8 +133,12 @@ def test_a_checkpoint_with_other_scales_is_refused(config: Any) -> None:
 def test_what_the_numbers_are(config: Any, dtype: torch.dtype, layer: dict[str, Any], words: str) -> None:
     """vLLM stores both kinds of fp8 as bytes."""
     groups = [KVCacheGroupSpec([name(0)], replace(FULL, dtype=dtype))]
+
+    def attention_of(backend: str, _: str) -> Any:
+        return attention(backend, **layer)
+
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
-        rank = make_rank(config, groups, lambda _, backend=backend: attention(backend, **layer))
+        rank = make_rank(config, groups, partial(attention_of, backend))
         assert rank.layout.layers[0].format == words
 
 

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, SLIDING, WINDOW, Stage, model, prompt, vllm_config
 
+from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.first_token import FirstTokenAsyncScheduler, FirstTokenScheduler
 from kv_connector.vllm.forced_token import KEY
@@ -75,6 +76,7 @@ def test_the_first_step_computes_the_second_token(decode: MakeDecode, tokens: in
     stage.add("d", prompt(tokens), PARAMS, max_tokens=3)
     output, metadata = stage.schedule()
     (asked,) = metadata.commands
+    assert isinstance(asked, DecodeRequest)
     assert len(asked.groups[0].blocks) == -(-tokens // BLOCK)
     stage.update(output)
     assert not stage.said("d")

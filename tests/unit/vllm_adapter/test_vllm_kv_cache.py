@@ -256,9 +256,9 @@ def test_a_latent_comes_from_any_rank(config: Any, a: int, b: int) -> None:
         target = make_rank(config, [layers_of(2, spec)], order="LBNHC", rank=index, ranks=b)
         # P has four blocks of 32. Each of D's two ranks has a part of two of them.
         assert transfer(prefill, target, index, b, TABLES, 128) == 2 * 4
-        for layer, tensor in target.tensors.items():
-            source = prefill[0].tensors[layer][TABLES[0]].flatten(0, 2)
-            assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), source)
+        for held, tensor in target.tensors.items():
+            sent = prefill[0].tensors[held][TABLES[0]].flatten(0, 2)
+            assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), sent)
 
 
 # --- What a CPU's kernels make of a block

@@ -37,6 +37,10 @@ PATIENCE_S = 60
 QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)
 
 
+def address_of(one: Engine | Address) -> Address:
+    return one if isinstance(one, Address) else one.address
+
+
 class Site:
     def __init__(self) -> None:
         self._engines: list[Engine] = []
@@ -58,9 +62,7 @@ class Site:
         self.threads.shutdown()
 
     def seed(self, seeder: Engine | Address, joiner: Engine | Address) -> str:
-        return seed(
-            getattr(seeder, "address", seeder), getattr(joiner, "address", joiner), self.links, PATIENCE_S
-        )
+        return seed(address_of(seeder), address_of(joiner), self.links, PATIENCE_S)
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""Dispatcher: how often a request is tried, with which engines, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from router_setup import FakeEngine, Handler, answer_ok, refuse, serve_engine, within
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kv_connector.protocol.actions import Address
+from kv_connector.router.engines.client import EngineClient
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.failure import Failure
+from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.observe.spans import Spans
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.calls import Call
+from kv_connector.router.streams.dispatch import ATTEMPTS, MODELS_PATH, Dispatcher
+
+pytestmark = pytest.mark.anyio
+
+HEADERS = {"x-request-id": "request"}
+CALL = Call("/v1/completions", HEADERS, "request")
+REQUEST = b'{"prompt": "x"}'
+
+
+@contextlib.asynccontextmanager
+async def dispatching(
+    prefill: Sequence[Handler], decode: Sequence[Handler], **settings: Any
+) -> AsyncIterator[tuple[Dispatcher, list[FakeEngine], list[FakeEngine]]]:
+    """A dispatcher, its prefill engines and its decode engines. Default dispatch here: serial."""
+    async with contextlib.AsyncExitStack() as stack:
+        p = [await stack.enter_async_context(serve_engine(handler)) for handler in prefill]
+        d = [await stack.enter_async_context(serve_engine(handler)) for handler in decode]
+        engines: dict[str, Any] = {
+            "prefill": tuple(Endpoint.parse(engine.url) for engine in p),
+            "decode": tuple(Endpoint.parse(engine.url) for engine in d),
+            "registration": Address("127.0.0.1", 0),  # with it, a side may have no engine
+        }
+        chosen = Settings(**{**engines, "dispatch": "serial", "patience": 0.05, **settings})
+        client = await stack.enter_async_context(EngineClient())
+        dispatcher = Dispatcher(chosen, client, Metrics(), Incidents(), Spans.to(None))
+        stack.push_async_callback(dispatcher.close)
+        yield dispatcher, p, d
+
+
+async def answer(dispatcher: Dispatcher) -> bytes:
+    async with dispatcher.open(Completion.decode(REQUEST), CALL) as begun:
+        return b"".join([chunk async for chunk in begun.chunks])
+
+
+def outstanding(dispatcher: Dispatcher) -> int:
+    pools = dispatcher.parts.pools.values()
+    return sum(pool.unfinished(engine) for pool in pools for engine in pool.endpoints)
+
+
+async def test_request_whose_engines_fail_is_tried_a_bounded_number_of_times() -> None:
+    broken = [refuse(500, "broken")] * (ATTEMPTS + 2)
+    async with dispatching(broken, [answer_ok]) as (dispatcher, p, d):
+        with pytest.raises(Failure, match="broken"):
+            await answer(dispatcher)
+        assert sorted(len(engine.bodies) for engine in p) == [0, 0, *[1] * ATTEMPTS]
+        assert not d[0].bodies
+        assert outstanding(dispatcher) == 0
+
+
+async def test_request_that_an_engine_refuses_is_not_tried_again() -> None:
+    async with dispatching([refuse(400, "too long")] * 2, [answer_ok]) as (dispatcher, p, _):
+        with pytest.raises(Failure, match="too long"):
+            await answer(dispatcher)
+        assert sum(len(engine.bodies) for engine in p) == 1
+
+
+async def test_retry_avoids_the_engine_that_failed() -> None:
+    async with dispatching([answer_ok], [refuse(500, "broken"), answer_ok]) as (dispatcher, _, d):
+        # The engine that fails has fewer requests.
+        with dispatcher.parts.pools[Side.DECODE].lease(Endpoint.parse(d[1].url)):
+            assert json.loads(await answer(dispatcher))["choices"][0]["text"] == "ok"
+        assert d[0].bodies
+
+
+async def test_decode_engine_computes_the_prompt_if_no_prefill_engine_takes_requests() -> None:
+    async with dispatching([], [answer_ok]) as (dispatcher, _, d):
+        await answer(dispatcher)
+        assert "kv_transfer_params" not in d[0].bodies[0]
+    async with dispatching([], [answer_ok], require_prefill=True) as (dispatcher, _, d):
+        with pytest.raises(Failure, match="no prefill engine takes requests") as raised:
+            await answer(dispatcher)
+        assert raised.value.status == 503
+        assert not d[0].bodies
+
+
+async def test_request_without_a_decode_engine_is_refused_after_the_patience() -> None:
+    async with dispatching([answer_ok], []) as (dispatcher, _, _):
+        with pytest.raises(Failure, match="no decode engine takes requests: none is known") as raised:
+            await answer(dispatcher)
+        assert raised.value.status == 503
+
+
+async def test_client_that_leaves_ends_the_requests_to_both_engines() -> None:
+    async def hang(request: Request, _: dict[str, Any]) -> Response:
+        return await p[0].until_gone(request)
+
+    async def hang_too(request: Request, _: dict[str, Any]) -> Response:
+        return await d[0].until_gone(request)
+
+    async with dispatching([hang], [hang_too], dispatch="concurrent") as (dispatcher, p, d):
+        asking = asyncio.create_task(answer(dispatcher))
+        for engine in (*p, *d):
+            await within(engine.arrived.wait())
+        asking.cancel()
+        for engine in (*p, *d):
+            await within(engine.aborted.wait())
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await dispatcher.close()
+        assert outstanding(dispatcher) == 0
+
+
+async def test_forwarded_request_goes_to_another_decode_engine_if_one_fails() -> None:
+    async with dispatching([], [answer_ok] * 2) as (dispatcher, _, d):
+        dispatcher.parts.pools[Side.DECODE].set_usable(Endpoint.parse("http://127.0.0.1:1"), True)
+        bodies = set()
+        for _ in range(3):
+            reply = await dispatcher.forward("GET", MODELS_PATH, b"", None, HEADERS)
+            bodies.add(json.loads(reply.body)["engine"])
+        assert bodies == {engine.url for engine in d}
