@@ -294,7 +294,7 @@ def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("--prefill 127.0.0.1:8100 --decode http://h:1", "must look like http://host:port"),
-        ("--prefill http://h:1", "at least one prefill engine and one decode engine"),
+        ("--prefill http://h:1", "--decode"),
         ("--registration 10.0.0.9:8500", "any process that registers there gets prompts"),
         ("--registration 127.0.0.1", "must be host:port"),
         ("--prefil http://h:1", "No such option: --prefil"),
