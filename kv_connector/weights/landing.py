@@ -1,21 +1,18 @@
 """Landing: a worker's side of the weights protocol, without I/O.
 
-It decides who may write, which version lands, and when it is discarded. A version lands in three steps. First
-each sender sends BEGIN. When all have, the worker opens one counter that only these senders can raise, and
-sends it to them. When the counter has counted all their pages, the version has landed, and can be applied as
-often as needed. If a sender is lost before that, the version is discarded. Every sender's link ends, so that
-no late write can land in the room of the next version.
+It decides who may write, which version lands, and when it is discarded. A version lands in three steps. Each
+sender sends BEGIN. When all have, the worker opens one counter that only they can raise, and sends it to
+them. When it has counted all their pages, the version has landed, and can be applied as often as needed. If a
+sender is lost before, the version is discarded, and every sender's link ends: no late write can then land in
+the room of the next version.
 
 With ``streaming`` there is room for two rounds of a version only. The version is ready when all senders have
-sent BEGIN. When it is taken, the first rounds are opened. Each further round is opened when the previous
-round in its room has been applied. If a sender is lost meanwhile, the model is torn, and the next version
-repairs it.
+sent BEGIN. When it is taken, the first rounds open. Each further round opens when the previous one in its
+room was applied. If a sender is lost meanwhile, the model is torn, and the next version repairs it.
 
-Beside a trainer's run there may be the run of an engine that seeds this one. A trainer has precedence: the
-version that it begins during a seed comes next, and a seed is refused if a trainer has begun before it.
-
-If this engine seeds others itself, its landed version is lent to them. Nothing is written there until it is
-returned.
+Beside a trainer's run there may be the run of an engine that seeds this one. A trainer has precedence: its
+version comes next if it begins during a seed, and a seed is refused if a trainer has begun before it. If this
+engine seeds others, its landed version is lent to them, and nothing is written there until its return.
 
 The engine's controller holds a landed version at all workers before one of them takes it. The workers have
 different senders, and would leave the version for the next one at different times.
@@ -30,7 +27,20 @@ from dataclasses import dataclass, field
 from kv_connector.protocol.actions import Source
 from kv_connector.protocol.messages import clip
 from kv_connector.protocol.version import shown
-from kv_connector.weights.geometry import Tensor, digest
+from kv_connector.weights.geometry import digest
+from kv_connector.weights.landing_actions import (
+    Action,
+    GiveUp,
+    HandOver,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
+    Peer,
+    Record,
+)
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
     PROTOCOL,
@@ -53,89 +63,6 @@ from kv_connector.weights.messages import (
     Seed,
     State,
     WeightMessage,
-)
-
-Peer = int
-"""Number of a peer in the transfer engine."""
-
-
-@dataclass(frozen=True)
-class LandingReply:
-    source: Source
-    message: WeightMessage
-
-
-@dataclass(frozen=True)
-class Record:
-    """Find out what the model would load of these tensors. ``recorded`` answers."""
-
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class LandingAccept:
-    """Have the transfer engine accept the offer. ``accepted`` or ``not_accepted`` answers."""
-
-    source: Source
-    name: str
-    offer: bytes
-
-
-@dataclass(frozen=True)
-class LandingOpenCounter:
-    """Open a counter that only these peers raise, for pages in the round's room.
-
-    ``opened`` answers, and ``reached`` once all pages are counted.
-    """
-
-    peers: tuple[Peer, ...]
-    pages: int
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class LandingCloseCounter:
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """To the caller of ``take``: this round is here, until it is ``released``."""
-
-    round: int = 0
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """To the caller of ``take``: no further round will arrive."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class LandingFence:
-    """Fence the peer: prove that none of its writes can land any more. ``fenced`` answers."""
-
-    peer: Peer
-    reason: str
-
-
-@dataclass(frozen=True)
-class LandingLog:
-    level: int
-    text: str
-
-
-Action = (
-    LandingReply
-    | Record
-    | LandingAccept
-    | LandingOpenCounter
-    | LandingCloseCounter
-    | HandOver
-    | GiveUp
-    | LandingFence
-    | LandingLog
 )
 
 
@@ -171,9 +98,7 @@ class _Holder:
 @dataclass
 class Landing:
     """The state machine of one worker. Every method but state() returns the actions to take, in order.
-
-    ``dead``: seconds of silence after which a sender is lost.
-    """
+    ``dead``: seconds of silence after which a sender is lost."""
 
     dead: float
     slots: int = 0
@@ -390,22 +315,18 @@ class Landing:
             said = ", ".join(sorted({f"version {shown(b.version)} of {b.senders} senders" for b in begun}))
             return self._drop(f"the senders announced different versions or plans: {said}")
         if len(begin.pages) != self._rounds:
-            return self._drop(
-                f"a sender announced {len(begin.pages)} rounds, this worker expects {self._rounds}"
-            )
+            return self._drop(f"a sender announced {len(begin.pages)} rounds of {self._rounds} expected")
         if len(begun) < begin.senders:
             return []
         if (nbytes := sum(b.nbytes for b in begun)) != self.arena_bytes:
-            return self._drop(
-                f"the senders announced {nbytes} bytes, this worker loads {self.arena_bytes} bytes"
-            )
+            return self._drop(f"the senders announced {nbytes} bytes of {self.arena_bytes} expected")
         return self._open()
 
     def _follow(self) -> list[Action]:
-        """Goes on to the next version if this one has ended.
+        """Goes on to the next version if this one was applied, or if all its senders go on to the next.
 
-        It has ended if it was applied, or if all its senders go on to the next. A version that lands, is held
-        or is being applied is not left. A landed seed is not left either, as long as its sender is connected.
+        A version that lands, is held or is being applied is not left. A landed seed is not left either, as
+        long as its sender is connected.
         """
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
         if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
@@ -527,10 +448,8 @@ class Landing:
         return self._open_round(following)
 
     def applied(self, problem: str, *, torn: bool = False) -> list[Action]:
-        """The taken version is served, or not. ``torn``: the model has a part of it.
-
-        A version that has landed whole may be tried again.
-        """
+        """The taken version is served, or not. One that has landed whole may be tried again.
+        ``torn``: the model has a part of it."""
         if self.phase is not Phase.APPLYING:
             return []  # take() gave up
         version, actions = self._version, list[Action]()
@@ -571,10 +490,7 @@ class Landing:
         return [LandingLog(logging.WARNING, what), *self._release(source)]
 
     def _is_held(self) -> bool:
-        """Returns whether the version is held.
-
-        Rounds that have been applied are gone: they cannot be held.
-        """
+        """Returns whether the version is held. Rounds that were applied are gone, and cannot be held."""
         return self._holder is not None and self.phase is Phase.READY
 
     # --- Lending
@@ -597,10 +513,7 @@ class Landing:
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def lend(self, seed: Seed, to: str) -> str:
-        """Lends the version: nothing is written here until it is returned.
-
-        Returns the reason if it is not lent, or "".
-        """
+        """Lends the version: nothing is written here until its return. Returns why it is not lent, or ""."""
         if refusal := self.why_not_lent(seed.version):
             return refusal
         self._lent[seed.run] = to

@@ -26,11 +26,11 @@ from kv_connector.protocol.timers import Timeouts
 from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,

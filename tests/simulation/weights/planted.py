@@ -74,7 +74,7 @@ BUGS = (
     Bug(
         "who takes a version is not told that it is void",
         _LANDING,
-        "            actions.append(GiveUp(reason))  # who took it reads what there is, until applied()\n",
+        "            actions.append(GiveUp(reason))  # the taker reads what has arrived, until applied()\n",
         "            pass\n",
         first=100,
     ),

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 from kv_connector.engine import ErrorCode, EventKind, TransferError
 from kv_connector.weights.geometry import digest
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing, Phase
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
     LandingLog,
     LandingOpenCounter,
     LandingReply,
-    Phase,
     Record,
 )
 from kv_connector.weights.messages import CODEC, Described, Joined, Seed, WorkerAddress

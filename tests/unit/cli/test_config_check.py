@@ -229,7 +229,7 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
         (transfer() | {"kv_load_failure_policy": "retry"}, "Set fail or recompute"),
         (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
-        (transfer(control_host="10.0.0.1"), "there is no cluster key"),
+        (transfer(control_host="10.0.0.1"), "no cluster key is set"),
         (transfer(providers=["tpc"]), "this build has no lane 'tpc': did you mean `tcp`?"),
         (transfer(providers=["host", "nvlink"]), "Leave out the lanes"),
         (transfer(routers=["127.0.0.1:8500"]), "routers needs api_url"),
@@ -294,8 +294,8 @@ def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("--prefill 127.0.0.1:8100 --decode http://h:1", "must look like http://host:port"),
-        ("--prefill http://h:1", "--decode"),
-        ("--registration 10.0.0.9:8500", "any process that registers there gets prompts"),
+        ("--prefill http://h:1", "at least one --prefill and one --decode"),
+        ("--registration 10.0.0.9:8500", "could register as an engine and receive prompts"),
         ("--registration 127.0.0.1", "must be host:port"),
         ("--prefil http://h:1", "No such option: --prefil"),
         ("--registration 127.0.0.1:8500 --port 99999", "65535"),
@@ -331,7 +331,7 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
             "the decode engine at 10.0.0.2 cannot reach the prefill engine at 127.0.0.1",
         ),
         (P + D + ROUTER.replace("5600", "5601"), "--prefill has the control socket at 127.0.0.1:5601"),
-        (P + D + ROUTER.replace("8200", "8201"), "no --decode names port 8200"),
+        (P + D + ROUTER.replace("8200", "8201"), "no --decode has port 8200"),
         (
             vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
             + "kv-connector router --registration 127.0.0.1:8501",
@@ -427,7 +427,7 @@ def test_each_pod_has_its_ports(check: Check) -> None:
 
 @pytest.mark.parametrize("framework", ["vllm", "sglang"])
 def test_an_address_known_at_run_time_hides_nothing_else(check: Check, framework: str) -> None:
-    settings: dict[str, Any] = {"control_host": "$(POD_IP)", "nics": [["a"], ["b"]]}
+    settings = {"control_host": "$(POD_IP)", "nics": [["a"], ["b"]]}
     container: dict[str, Any] = {
         "command": [framework, "serve"],
         "args": ["--disaggregation-mode=prefill", "--disaggregation-transfer-backend=write_imm"],

@@ -143,7 +143,7 @@ class Site:
             return links.wait(links.ask(link, message), link, PATIENCE_S)
 
     def push(self) -> News:
-        """What a trainer is sent that wants version v1 applied."""
+        """Has the controller apply version v1. Returns the first news that it sends to the trainer."""
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         links = Links(None, Timeouts(), heard=lambda _, one: news.put(one), lost=lambda *_: None)
         try:

@@ -7,18 +7,17 @@ from typing import TypeVar
 import pytest
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
-from kv_connector.weights.landing import (
+from kv_connector.weights.landing import Landing, Phase
+from kv_connector.weights.landing_actions import (
     Action,
     GiveUp,
     HandOver,
-    Landing,
     LandingAccept,
     LandingCloseCounter,
     LandingFence,
     LandingLog,
     LandingOpenCounter,
     LandingReply,
-    Phase,
     Record,
 )
 from kv_connector.weights.messages import (
@@ -213,8 +212,8 @@ def test_silence_is_death() -> None:
         (begin("2"), "version 1 of 2 senders, version 2 of 2 senders"),
         (begin(plan=b"q"), "announced different versions or plans"),
         (begin(senders=3), "version 1 of 2 senders, version 1 of 3 senders"),
-        (begin(nbytes=9), "announced 17 bytes, this worker loads 16"),
-        (begin(pages=(3, 3)), "announced 2 rounds, this worker expects 1"),
+        (begin(nbytes=9), "announced 17 bytes of 16 expected"),
+        (begin(pages=(3, 3)), "announced 2 rounds of 1 expected"),
     ],
 )
 def test_senders_that_do_not_agree_write_nothing(second: Begin, words: str) -> None:

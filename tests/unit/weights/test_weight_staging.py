@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def staged(staging: Staging, place: int | None, like: torch.Tensor) -> torch.Tensor:
-    """What lies at a place of the memory, with this tensor's type and shape."""
+    """Returns the contents of a place of the memory, with this tensor's type and shape."""
     assert place is not None
     nbytes = like.numel() * like.element_size()
     return staging._buffer.bytes[place : place + nbytes].view(like.dtype).view(like.shape)
