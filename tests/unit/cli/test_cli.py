@@ -52,8 +52,8 @@ def test_the_router_needs_both_sides() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--ttft-ms", "400"], "both, or neither"),
-        (["--tbt-ms", "15"], "both, or neither"),
+        (["--ttft-ms", "400"], "belong together"),
+        (["--tbt-ms", "15"], "belong together"),
         (["--ttft-ms", "400", "--tbt-ms", "0"], "more than 0"),
         (["--ttft-ms", "nan", "--tbt-ms", "15"], "more than 0"),
         (["--ttft-ms", "soon", "--tbt-ms", "15"], "--ttft-ms"),
