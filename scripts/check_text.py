@@ -8,7 +8,7 @@
 
 It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
 metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs.
+quotations, generated tables and URLs. EXEMPT names the files that it does not check.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ OPERATOR_PAGES = re.compile(
     r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
     r"|integration/(helm|observability)/.*)\.md"
 )
+EXEMPT = frozenset({"docs/contribute/history.md"})
+"""Files that are not checked: a record of earlier texts, which stays as it was written."""
 LONG, LONG_STRING, SUBJECT = 30, 25, 72
 """Words of a sentence, words of a sentence in a string that operators see, columns of a commit subject."""
 MEAN, MEAN_OF_BENCHMARKS = 18, 22
@@ -213,10 +215,11 @@ def check(pieces: Iterable[Prose]) -> Iterator[Finding]:
 
 
 def files(paths: list[Path]) -> Iterator[str]:
-    """Names of the text files of the project, or of those under the paths."""
+    """Names of the text files of the project, or of those under the paths, without EXEMPT."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *map(str, paths)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    yield from sorted({name for name in listed.split("\0") if name and (ROOT / name).is_file()})
+    names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    yield from sorted(names - EXEMPT)
 
 
 def subjects(base: str) -> Iterator[Prose]:

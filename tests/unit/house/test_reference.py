@@ -17,7 +17,8 @@ from kv_connector.engine.transfer_engine import providers
 from kv_connector.protocol.timers import Timeouts
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})
+HISTORY = ROOT / "docs/contribute/history.md"  # names metrics of earlier states of the code
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {HISTORY})
 
 
 def test_every_generated_table_is_up_to_date() -> None:
