@@ -23,7 +23,7 @@ PRINTED_FIELDS = frozenset(
     {
         "kv_connector/agent/settings.py",
         "kv_connector/cli/exit_status.py",
-        "kv_connector/protocol/timers.py",
+        "kv_connector/protocol/timeouts.py",
     }
 )
 """Files whose field docstrings are printed in docs/reference.md: operators read them as help."""
@@ -80,7 +80,7 @@ def masked(prose: Prose) -> str:
     return _QUOTE.sub(_quote, text)
 
 
-_NEVER_LAST = frozenset({"e.g.", "i.e.", "vs.", "cf.", "dr.", "mr.", "mrs.", "ms.", "prof."})
+_NEVER_LAST = frozenset({"e.g.", "i.e.", "vs.", "cf.", "dr.", "mr.", "mrs.", "prof."})
 _SELDOM_LAST = frozenset({"etc.", "approx.", "max.", "min.", "al.", "no.", "fig.", "resp.", "incl.", "sec."})
 _END = re.compile(r"[.!?]+[\"')\]]*\s+")
 

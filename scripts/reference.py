@@ -40,7 +40,7 @@ from kv_connector.cli.environment import OTHERS, VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.moe.metrics import MoeMetrics
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.weights.metrics import WeightMetrics
 

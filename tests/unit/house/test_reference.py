@@ -14,7 +14,7 @@ from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.engine.transfer_engine import providers
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 ROOT = Path(__file__).parents[3]
 HISTORY = ROOT / "docs/contribute/history.md"  # names metrics of earlier states of the code

@@ -12,7 +12,7 @@ import pytest
 from kv_connector.control.sockets import Received
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.links import LinkError, Links, News, questions
 from kv_connector.weights.loop import Loop
