@@ -50,7 +50,7 @@ def objectives(ttft_ms: float | None, tbt_ms: float | None) -> Objectives | None
     if ttft_ms is None and tbt_ms is None:
         return None
     if ttft_ms is None or tbt_ms is None:
-        raise typer.BadParameter("--ttft-ms and --tbt-ms go together: give both, or neither")
+        raise typer.BadParameter("--ttft-ms and --tbt-ms belong together. Give both or neither")
     try:
         return Objectives(ttft_ms / 1e3, tbt_ms / 1e3)
     except ValueError as error:

@@ -427,7 +427,7 @@ def test_each_pod_has_its_ports(check: Check) -> None:
 
 @pytest.mark.parametrize("framework", ["vllm", "sglang"])
 def test_an_address_known_at_run_time_hides_nothing_else(check: Check, framework: str) -> None:
-    settings = {"control_host": "$(POD_IP)", "nics": [["a"], ["b"]]}
+    settings: dict[str, Any] = {"control_host": "$(POD_IP)", "nics": [["a"], ["b"]]}
     container: dict[str, Any] = {
         "command": [framework, "serve"],
         "args": ["--disaggregation-mode=prefill", "--disaggregation-transfer-backend=write_imm"],

@@ -989,13 +989,13 @@ def test_a_wrong_endpoint_is_named(text: str) -> None:
 
 
 def test_a_router_needs_both_sides() -> None:
-    with pytest.raises(ValueError, match="at least one prefill engine"):
+    with pytest.raises(ValueError, match="at least one --prefill"):
         Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
 
 
 def test_two_ranks_of_a_listed_p_have_two_control_addresses() -> None:
     twice = (Endpoint.parse("http://h:1"),) * 2
-    with pytest.raises(ValueError, match="each has its own control address"):
+    with pytest.raises(ValueError, match="own control address"):
         Settings(prefill=twice, decode=twice)
     Settings(prefill=twice[:1], decode=twice)
 
