@@ -50,7 +50,7 @@ demo: setup ## two engines, one prompt after another pushed from P into D, besid
 check: ## lint, types, wording and the unit tests that need neither vLLM nor a compiler run: before each commit
 	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
 	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check . && $(PYTHON_ENV)/python scripts/check_text.py --check
-	@$(types) >build/types.log 2>&1 & types=$$! status=0; \
+	@mkdir -p build; $(types) >build/types.log 2>&1 & types=$$! status=0; \
 		KVC_WITHOUT=vllm,torch KVC_SAMPLE=8 $(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal tests/unit || status=1; \
 		wait $$types || status=1; cat build/types.log; exit $$status
 types = { $(PYTHON_ENV)/mypy && $(PYTHON_ENV)/mypy --config-file tests/mypy.ini; }

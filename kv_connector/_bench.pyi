@@ -27,7 +27,7 @@ def write_pages_to_process(
 
 @final
 class SocketTarget:
-    """Serves its pool to one SocketInitiator, on a thread of its own."""
+    """Serves its pool to one SocketInitiator, on a separate thread."""
 
     def __init__(self, pool: int, pool_bytes: int) -> None: ...
     @property
@@ -48,7 +48,7 @@ _Domain: TypeAlias = tuple[str, str, str]
 """provider, device, address"""
 
 class EngineEnd:
-    """One side of a measurement between two engines, each in a process of its own."""
+    """One side of a measurement between two transfer engines in two processes."""
 
     def offer(self) -> bytes: ...
     def accept(self, offer: bytes) -> bytes: ...

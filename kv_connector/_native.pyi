@@ -81,7 +81,7 @@ class CompletionWord(_CompletionWord):
     def store(self, value: int) -> None: ...
     @property
     def device_pointer(self) -> int:
-        """Where kernels find it; they load it with acquire, of system scope."""
+        """The word's address for kernels. They load it with acquire semantics at system scope."""
 
 MOE_MAX_RANKS: int
 MOE_MAX_COLUMNS: int

@@ -216,24 +216,40 @@ def check(pieces: Iterable[Prose]) -> Iterator[Finding]:
 
 def files(paths: list[Path]) -> Iterator[str]:
     """Names of the text files of the project, or of those under the paths, without EXEMPT."""
+    for path in paths:
+        if not path.exists():
+            raise SystemExit(f"check_text: {path}: no such file or folder")
+        if not path.is_relative_to(ROOT):
+            raise SystemExit(f"check_text: {path} is not in {ROOT}")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *map(str, paths)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     yield from sorted(names - EXEMPT)
 
 
-def subjects(base: str) -> Iterator[Prose]:
-    """Subjects of the commits that are not in `base`. Merges are left out."""
-    command = ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    for row in done.stdout.splitlines():  # none where the checkout has no such branch
+def _git_log(base: str, root: Path) -> subprocess.CompletedProcess[str]:
+    command = ["git", "log", "--no-merges", "--format=%h %s", "--end-of-options", f"{base}..HEAD", "--"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def subjects(base: str | None, root: Path = ROOT) -> Iterator[Prose]:
+    """Subjects of the commits that are not in `base`. Merges are left out.
+
+    None: main, or else origin/main, as a checkout of CI has no main. Without both, no commit is checked.
+    """
+    done = _git_log(base or "main", root)
+    if done.returncode and base is None:
+        done = _git_log("origin/main", root)
+    if done.returncode and base is not None:
+        raise SystemExit(f"check_text: --base {base}: {done.stderr.strip()}")
+    for row in done.stdout.splitlines():
         commit, _, subject = row.partition(" ")
         yield Prose(f"commit {commit}", 1, COMMIT, subject)
 
 
-def findings(paths: list[Path], base: str | None) -> list[Finding]:
+def findings(paths: list[Path], base: str | None, *, commits: bool = True) -> list[Finding]:
     found = [one for name in files(paths) for one in check(read(ROOT, name))]
-    if base is not None and not paths:
+    if commits and not paths:
         found += check(subjects(base))
     return sorted(found)
 
@@ -255,6 +271,22 @@ def write_baseline(counts: Counts) -> None:
     """One line for each file, so that branches that improve different files merge."""
     rows = [f" {json.dumps(path)}: {json.dumps(rules)}" for path, rules in counts.items()]
     BASELINE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def read_baseline() -> Counts:
+    """The counts of BASELINE. None where the file is missing."""
+    try:
+        counts = json.loads(BASELINE.read_text())
+        return {
+            str(path): {str(rule): int(count) for rule, count in rules.items()}
+            for path, rules in counts.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"check_text: {BASELINE} is no baseline ({error}): write it again with --update"
+        ) from None
 
 
 def compare(found: list[Finding], baseline: Counts, paths: list[Path]) -> bool:
@@ -310,7 +342,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "paths", nargs="*", type=Path, metavar="PATH", help="Files and folders; default: all."
     )
-    parser.add_argument("--base", default="main", help="Branch whose commits are not checked; default: main.")
+    parser.add_argument(
+        "--base", help="Branch whose commits are not checked; default: main, or else origin/main."
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="Fail where the baseline is exceeded.")
     mode.add_argument("--update", action="store_true", help="Write the baseline.")
@@ -318,12 +352,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     paths = [path.resolve() for path in options.paths]
     if options.update:
-        write_baseline(counted(findings([], None)))
+        write_baseline(counted(findings([], None, commits=False)))
         return 0
     found = findings(paths, options.base)
     if options.check:
-        baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-        return 0 if compare(found, baseline, paths) else 1
+        return 0 if compare(found, read_baseline(), paths) else 1
     if options.counts:
         print_counts(found, paths)
         return 0

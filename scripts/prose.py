@@ -23,7 +23,7 @@ PRINTED_FIELDS = frozenset(
     {
         "kv_connector/agent/settings.py",
         "kv_connector/cli/exit_status.py",
-        "kv_connector/protocol/timers.py",
+        "kv_connector/protocol/timeouts.py",
     }
 )
 """Files whose field docstrings are printed in docs/reference.md: operators read them as help."""
@@ -80,7 +80,7 @@ def masked(prose: Prose) -> str:
     return _QUOTE.sub(_quote, text)
 
 
-_NEVER_LAST = frozenset({"e.g.", "i.e.", "vs.", "cf.", "dr.", "mr.", "mrs.", "ms.", "prof."})
+_NEVER_LAST = frozenset({"e.g.", "i.e.", "vs.", "cf.", "dr.", "mr.", "mrs.", "prof."})
 _SELDOM_LAST = frozenset({"etc.", "approx.", "max.", "min.", "al.", "no.", "fig.", "resp.", "incl.", "sec."})
 _END = re.compile(r"[.!?]+[\"')\]]*\s+")
 
@@ -361,7 +361,7 @@ def python(path: str, text: str) -> Iterator[Prose]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise SystemExit(f"{path}:{error.lineno}: {error.msg}") from None
+        raise SystemExit(f"{path}:{error.lineno or 1}: {error.msg}") from None
     yield from _docstrings(path, tree.body)
     yield from comments(path, _PYTHON, text)
     if not path.startswith(WITHOUT_STRINGS):
@@ -391,4 +391,10 @@ def read(root: Path, name: str) -> list[Prose]:
         with path.open("rb") as opened:
             first = opened.readline(80)
         reader = python if first.startswith(b"#!") and b"python" in first else None
-    return list(reader(name, path.read_text())) if reader else []
+    if reader is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{name}: {error}") from None
+    return list(reader(name, text))

@@ -16,6 +16,7 @@ by their descriptions.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import functools
@@ -40,7 +41,7 @@ from kv_connector.cli.environment import OTHERS, VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.moe.metrics import MoeMetrics
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.weights.metrics import WeightMetrics
 
@@ -50,20 +51,33 @@ _GENERATED = re.compile(r"(<!-- generated: (\w+)(.*?) -->\n).*?(<!-- end -->)", 
 
 def documents() -> dict[Path, str]:
     """Returns the new contents of each file."""
-    return {
-        path: _GENERATED.sub(functools.partial(_renewed, path), path.read_text())
-        for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    }
+    return {path: _document(path) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+
+
+def _document(path: Path) -> str:
+    text = path.read_text()
+    marks = re.findall(r"<!-- (generated|end)\b", text)
+    if marks != ["generated", "end"] * (len(marks) // 2):
+        # A table without its end would take the text up to the end of the next table with it.
+        raise SystemExit(f"{path}: each `<!-- generated: ... -->` needs one `<!-- end -->` after its table")
+    return _GENERATED.sub(functools.partial(_renewed, path), text)
 
 
 def _renewed(path: Path, found: re.Match[str]) -> str:
     kind, wanted = found[2], found[3].split()
+    where = f"{path}: <!-- generated: {kind}{found[3]} -->"
     if kind == "run":
+        if len(wanted) != 1:
+            raise SystemExit(f"{where}: name one file of docs/data")
         return _between(found, run(wanted[0], path.parent))
     if kind == "commands":
         return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
+    if kind not in TABLES:
+        raise SystemExit(f"{where}: no such table. Use run, commands or one of {', '.join(TABLES)}")
     header, rows = TABLES[kind]()
     by_name = {row[0].strip("`").partition("{")[0]: row for row in rows}
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise SystemExit(f"{where}: no such rows: {', '.join(unknown)}")
     chosen = [by_name[name] for name in wanted] if wanted else rows
     return _between(found, table(header, chosen))
 
@@ -79,7 +93,18 @@ def _between(found: re.Match[str], words: str) -> str:
 def run(name: str, beside: Path) -> str:
     """Returns the tables of docs/data/NAME.json, and the commands of the run, for a page in the folder
     ``beside``."""
-    recorded = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    file = ROOT / "docs" / "data" / f"{name}.json"
+    try:
+        return _run(json.loads(file.read_text()), beside)
+    except OSError as error:
+        raise SystemExit(f"{file}: {error.strerror}") from None
+    except KeyError as error:
+        raise SystemExit(f"{file}: the field {error} is missing") from None
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise SystemExit(f"{file}: not a recorded run ({error})") from None
+
+
+def _run(recorded: dict[str, Any], beside: Path) -> str:
     tables = [table(recorded["header"], recorded["rows"])] if "rows" in recorded else []
     for panel in recorded.get("panels", ()):
         columns = [*panel.get("beside", ()), *panel["series"]]
@@ -331,8 +356,13 @@ TABLES: dict[str, Callable[[], Rows]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Updates the generated tables of README.md and docs/.")
+    parser.add_argument(
+        "--check", action="store_true", help="Write nothing. Fail if a file is not up to date."
+    )
+    options = parser.parse_args(arguments)
     stale = {path: text for path, text in documents().items() if path.read_text() != text}
-    if "--check" in arguments:
+    if options.check:
         for path in stale:
             sys.stderr.write(f"{path.relative_to(ROOT)} is not up to date: make reference\n")
         return 1 if stale else 0

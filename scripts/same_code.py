@@ -5,7 +5,7 @@
 
 Compares the files of the working tree with those of the commit BASE. Python files may differ in comments and
 docstrings, including those of fields. C++ files may differ in comments and line breaks. It prints each file
-whose code changed, and exits with 1 if it finds any.
+whose code changed, and exits with 1 if it finds any. It exits with 2 if it cannot compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _TOKEN = re.compile(
     r"""
-    (?P<comment> //[^\n]* | /\*[\s\S]*?\*/)
+    (?P<comment> //(?:\\\n|[^\n])* | /\*[\s\S]*?\*/)  # a backslash joins the next line to a // comment
   | (?P<token> R"(?P<mark>\w*)\([\s\S]*?\)(?P=mark)"   # a raw string
              | "(?:[^"\\\n]|\\[\s\S])*"
              | [0-9](?:'?[\w.])*                        # a number with its separators
@@ -91,22 +91,48 @@ def reader(name: str) -> Callable[[str], object] | None:
     return None
 
 
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+class _Unreadable(Exception):
+    """The comparison cannot be made. The text is for the user."""
+
+
+def _git(root: Path, *arguments: str) -> bytes:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=False)
+    if done.returncode:
+        raise _Unreadable(done.stderr.decode(errors="replace").strip())
+    return done.stdout
+
+
+def _code(name: str, text: bytes, whose: str) -> object:
+    extract = reader(name)
+    assert extract is not None
+    try:
+        return extract(text.decode())
+    except SyntaxError as error:
+        raise _Unreadable(f"{name}:{error.lineno or 1}: {error.msg} (in {whose})") from None
+    except ValueError as error:  # not UTF-8, or with null bytes
+        raise _Unreadable(f"{name}: {error} (in {whose})") from None
 
 
 def changes(root: Path, base: str, paths: list[str]) -> Iterator[tuple[str, str]]:
     """(file, reason) of each file whose code is not that of `base`, or is not compared."""
+    if not _git(root, "rev-list", "--max-count=1", "--ignore-missing", "--end-of-options", base, "--"):
+        raise _Unreadable(f"{base}: no such commit")
+    for path in paths:
+        if not (root / path).exists() and not _git(root, "ls-tree", base, "--", path):
+            raise _Unreadable(f"{path}: no such file or folder, here or in {base}")
     listed = _git(root, "diff", "--no-renames", "--relative", "--name-status", "-z", base, "--", *paths)
-    fields = listed.split("\0")
-    for status, name in zip(fields[::2], fields[1::2], strict=False):
-        code = reader(name)
-        if code is None:
+    fields = listed.decode().split("\0")
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *paths).decode().split("\0")
+    found = {name: status for status, name in zip(fields[::2], fields[1::2], strict=False)}
+    for name, status in sorted((found | dict.fromkeys(filter(None, new), "A")).items()):
+        if reader(name) is None:
             if not name.endswith(".md"):
                 yield name, "not compared"
-        elif status in "AD":
-            yield name, "added" if status == "A" else "deleted"
-        elif code(_git(root, "show", f"{base}:./{name}")) != code((root / name).read_text()):
+        elif status in "ADT":
+            yield name, {"A": "added", "D": "deleted", "T": "its type changed"}[status]
+        elif _code(name, _git(root, "show", f"{base}:./{name}"), base) != _code(
+            name, (root / name).read_bytes(), "the working tree"
+        ):
             yield name, "its code changed"
 
 
@@ -115,7 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("base", metavar="BASE", help="Commit to compare the working tree with.")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="Files and folders; default: all.")
     options = parser.parse_args(arguments)
-    found = list(changes(Path.cwd(), options.base, options.paths))
+    try:
+        found = list(changes(Path.cwd(), options.base, options.paths))
+    except _Unreadable as error:
+        sys.stderr.write(f"same_code: {error}\n")
+        return 2
     for name, reason in found:
         sys.stdout.write(f"{name}: {reason}\n")
     return 1 if any(reason != "not compared" for _, reason in found) else 0

@@ -1,4 +1,4 @@
-"""What all tests share; of those with engines, what starts and asks them, and their logs beside a failure."""
+"""Fixtures that all tests share. Tests with engines also get their starters, and logs on a failure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """What starts engines in a quarter of the time."""
+    """Yields a command that starts engines in a quarter of the usual time."""
     from nursery import nursery
 
     with nursery(tmp_path_factory.mktemp("nursery"), {"OMP_NUM_THREADS": "1"}) as command:

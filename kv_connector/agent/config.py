@@ -14,7 +14,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 
 class AgentError(RuntimeError):

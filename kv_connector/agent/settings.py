@@ -15,7 +15,7 @@ from kv_connector.control.addresses import LOOPBACK, is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeline import MAX_TIMELINES
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
 """The environment variable for frameworks without a place for a connector's settings, such as SGLang."""

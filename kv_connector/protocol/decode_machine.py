@@ -59,7 +59,8 @@ from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import Draw, draws, scattered
-from kv_connector.protocol.timers import Timeouts, Timers
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import Timers
 
 DecodeAction = (
     Send | Fence | Ended | Reached | Log | FindEngine | Dial | OpenCounter | CloseCounter | FinishedReceiving

@@ -43,7 +43,7 @@ from kv_connector.protocol.sessions import (
     PeerState,
     Sessions,
 )
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 
 class PeerTable:

@@ -66,7 +66,8 @@ from kv_connector.protocol.shares import (
     share_problem,
     under_way,
 )
-from kv_connector.protocol.timers import Timeouts, Timers
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 from kv_connector.protocol.version import shown_apart
 

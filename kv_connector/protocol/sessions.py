@@ -46,7 +46,8 @@ from kv_connector.protocol.messages import (
     Wants,
     clip,
 )
-from kv_connector.protocol.timers import Timeouts, Timers
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import Timers
 
 # Refusals that are logged once. Their names come from outside, so their number is limited.
 _REMEMBERED_NAKS = 1024

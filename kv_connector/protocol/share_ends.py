@@ -21,7 +21,8 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Role, clip
 from kv_connector.protocol.shares import PrefillAction, Prompt, SharePhase, ShareTransfer, verdict_on
-from kv_connector.protocol.timers import Timeouts, Timers
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import Timers
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 
 # Decode has received everything that it wanted of this worker, if anything.

@@ -24,7 +24,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (

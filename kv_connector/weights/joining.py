@@ -13,7 +13,7 @@ import msgspec
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.geometry import digest
 from kv_connector.weights.links import Link, LinkError, Links
 from kv_connector.weights.messages import (

@@ -29,7 +29,7 @@ from kv_connector.control.cluster_key import ClusterKey, find_key
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import MAX_NAME, identity, shown
 from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry

@@ -22,7 +22,7 @@ from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.arena import SLOTS, Arena
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes

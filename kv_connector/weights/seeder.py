@@ -16,7 +16,7 @@ import torch
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.arena import Arena
 from kv_connector.weights.coverage import not_loaded

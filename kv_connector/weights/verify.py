@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry, Write, digest

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.joining import TargetEngine, TargetWorker, workers_of
 from kv_connector.weights.links import Link, LinkError, Links, News
 from kv_connector.weights.messages import Applied, Apply, Begun, Dropped, NotApplied, Ready

@@ -42,7 +42,7 @@ from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
 from kv_connector.protocol.mismatch import mismatch
 from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion

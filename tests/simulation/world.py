@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 
 from kv_connector.protocol.messages import Rank, Role
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 from . import faults
 from .process import Process

@@ -24,7 +24,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Fingerprint, Role
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 # Long enough for a machine that is busy with other tests. A failing test still ends.
 PATIENCE = 20.0

@@ -28,7 +28,7 @@ from kv_connector.protocol.messages import Reserve, Role
 from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.shares import PrefillAction
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 PEER, OTHER = 1, 2
 TIMES = Timeouts()

@@ -14,7 +14,7 @@ import torch
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write

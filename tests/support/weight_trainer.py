@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, module_source

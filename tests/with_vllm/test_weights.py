@@ -25,7 +25,7 @@ from kv_connector.cli.main import app
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource

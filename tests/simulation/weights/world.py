@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 from .. import faults
 from ..surroundings import Surroundings

@@ -8,7 +8,7 @@ import pytest
 from kv_connector.agent.settings import Settings, SettingsError, examine_settings, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 
 def test_nothing_has_to_be_set() -> None:

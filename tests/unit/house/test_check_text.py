@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import check_text
@@ -23,6 +24,7 @@ from prose import (
     markdown,
     masked,
     python,
+    read,
     sentences,
     words,
 )
@@ -379,3 +381,50 @@ def test_check_fails_where_a_count_rises(
     monkeypatch.setattr(check_text, "BASELINE", tmp_path / "baseline.json")
     check_text.write_baseline(counted(found))
     assert json.loads(check_text.BASELINE.read_text()) == {"a.py": {"told": 2}}
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", '{"a.py": 1}', '{"a.py": {"told": null}}'])
+def test_broken_baseline_is_named(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_text, "BASELINE", tmp_path / "baseline.json")
+    assert check_text.read_baseline() == {}
+    check_text.BASELINE.write_text(broken)
+    with pytest.raises(SystemExit, match=r"baseline\.json is no baseline .*--update"):
+        check_text.read_baseline()
+
+
+def test_paths_outside_the_project_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no such file"):
+        check_text.main([str(check_text.ROOT / "docs/nosuch.md")])
+    with pytest.raises(SystemExit, match="is not in"):
+        check_text.main([str(tmp_path)])
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes(b"caf\xe9")
+    with pytest.raises(SystemExit, match=r"^a\.md: 'utf-8' codec"):
+        read(tmp_path, "a.md")
+    (tmp_path / "b.py").write_bytes(b"x = 'a\0b'")
+    with pytest.raises(SystemExit, match=r"^b\.py:1: "):
+        read(tmp_path, "b.py")
+    (tmp_path / "c.py").write_bytes(b"\xef\xbb\xbf# A mark of the byte order before it.\n")
+    assert [one.text for one in read(tmp_path, "c.py")] == ["A mark of the byte order before it."]
+
+
+def test_subjects_are_those_that_no_main_has(tmp_path: Path) -> None:
+    """A checkout for CI has origin/main and no branch main."""
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-b", "side")
+    git("commit", "--allow-empty", "-m", "a: begin")
+    assert list(check_text.subjects(None, tmp_path)) == []
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    git("commit", "--allow-empty", "-m", "b: go on")
+    assert [one.text for one in check_text.subjects(None, tmp_path)] == ["b: go on"]
+    git("branch", "main")
+    assert list(check_text.subjects(None, tmp_path)) == []
+    assert [one.text for one in check_text.subjects("origin/main", tmp_path)] == ["b: go on"]
+    with pytest.raises(SystemExit, match="--base nosuch"):
+        list(check_text.subjects("nosuch", tmp_path))

@@ -14,7 +14,7 @@ from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.engine.transfer_engine import providers
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 ROOT = Path(__file__).parents[3]
 HISTORY = ROOT / "docs/contribute/history.md"  # names metrics of earlier states of the code
@@ -39,6 +39,45 @@ def test_a_stale_table_is_told_and_made_anew(tmp_path: Path, monkeypatch: pytest
     assert page.read_text().startswith("before\n<!-- generated: timeouts dead -->\n\n| timeout |")
     assert "| `dead` | 5 | " in page.read_text()
     assert page.read_text().endswith("\n\n<!-- end -->\nafter\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "data", "error"),
+    [
+        ("<!-- generated: timeouts -->\nold\n", None, "needs one `<!-- end -->`"),
+        (
+            "<!-- generated: timeouts -->\n\ntext\n\n<!-- generated: statuses -->\n<!-- end -->\n",
+            None,
+            "needs one `<!-- end -->`",
+        ),
+        ("<!-- generated: tables -->\n<!-- end -->\n", None, "no such table"),
+        ("<!-- generated: timeouts dead deaf -->\n<!-- end -->\n", None, "no such rows: deaf"),
+        ("<!-- generated: run -->\n<!-- end -->\n", None, "name one file"),
+        ("<!-- generated: run a -->\n<!-- end -->\n", None, r"a\.json: No such file"),
+        ("<!-- generated: run a -->\n<!-- end -->\n", "{", r"a\.json: not a recorded run"),
+        ("<!-- generated: run a -->\n<!-- end -->\n", "[]", r"a\.json: not a recorded run"),
+        ("<!-- generated: run a -->\n<!-- end -->\n", "{}", r"a\.json: the field 'log' is missing"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_an_error(
+    page: str, data: str | None, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    (tmp_path / "docs/data").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(page)
+    if data is not None:
+        (tmp_path / "docs/data/a.json").write_text(data)
+    with pytest.raises(SystemExit, match=error):
+        reference.main([])
+    assert (tmp_path / "README.md").read_text() == page
+
+
+def test_an_unknown_option_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("<!-- generated: timeouts dead -->\n| old |\n<!-- end -->\n")
+    with pytest.raises(SystemExit):
+        reference.main(["--chekc"])
+    assert "| old |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ int c = a - -b;
         ("'x'", "'y'", False),
         ("- -b", "--b", False),
         ("A 1  // one\n", "A 1 ", False),
+        ("// one\n", "// one \\\n", False),
     ],
 )
 def test_cpp_differs_only_by_its_code(before: str, after: str, same: bool) -> None:
@@ -87,3 +88,30 @@ def test_main_prints_the_files_whose_code_changed(
     assert main(["HEAD"]) == 1
     assert capsys.readouterr().out == "code.h: its code changed\ncode.py: its code changed\n"
     assert main(["HEAD", "text.py", "text.h"]) == 0
+    (tmp_path / "new.py").write_text(PYTHON)
+    assert main(["HEAD", "new.py"]) == 1
+    assert capsys.readouterr().out.endswith("new.py: added\n")
+
+
+def test_what_cannot_be_compared_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def refused(*arguments: str) -> str:
+        assert main([*arguments]) == 2
+        return capsys.readouterr().err
+
+    git("init")
+    (tmp_path / "a.py").write_text(PYTHON)
+    git("add", ".")
+    git("commit", "-m", "a file")
+    monkeypatch.chdir(tmp_path)
+    assert "nosuch" in refused("nosuch")
+    assert "nosuch.py: no such file" in refused("HEAD", "nosuch.py")
+    (tmp_path / "a.py").write_text("def f(:\n")
+    assert "a.py:1: invalid syntax" in refused("HEAD")
+    (tmp_path / "a.py").write_bytes(b"# \xe9\n")
+    assert "a.py: 'utf-8' codec" in refused("HEAD")

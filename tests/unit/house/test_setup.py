@@ -100,3 +100,19 @@ def test_what_is_compiled_of_python_is_kept_whatever_the_environment_says(
     words = ["make", "--no-print-directory", "--eval", rule, "seen"]
     said = subprocess.run(words, cwd=SETUP.parents[1], capture_output=True, text=True, check=True)
     assert said.stdout == "nothing\n"
+
+
+def test_check_runs_without_build_outputs(tmp_path: Path) -> None:
+    """`make clean` removes build/ and keeps .venv."""
+    shutil.copy(SETUP.parents[1] / "Makefile", tmp_path)
+    (tmp_path / "native").mkdir()
+    (tmp_path / ".venv/stamps").mkdir(parents=True)
+    (tmp_path / ".venv/stamps/project").touch()
+    (tmp_path / ".venv/bin").mkdir()
+    for name in ("python", "ruff", "mypy"):
+        program = tmp_path / ".venv/bin" / name
+        program.write_text(f'#!/bin/bash\necho "{name} $*"\n')
+        program.chmod(0o755)
+    done = subprocess.run(["make", "check"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("mypy \nmypy --config-file tests/mypy.ini\n")

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,27 @@ def test_a_picture_is_of_its_data_as_it_is_now(data: Path) -> None:
     picture = (DOCS / "pictures" / f"{data.stem}.svg").read_text()
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     assert f"<!-- data: {digest} -->" in picture, f"{data.stem}.svg is older than its data: scripts/pictures"
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ("{", r"a\.json: "),
+        ("[]", r"a\.json: Expected `object`"),
+        ('{"kind": "lines"}', r"a\.json: no such field or kind: 'panels'"),
+        ('{"kind": "pie", "panels": [], "caption": ""}', r"a\.json: no such field or kind: 'pie'"),
+        ('{"kind": "bars", "panels": [{}], "caption": ""}', r"a\.json: Object missing required field"),
+    ],
+)
+def test_data_that_cannot_be_drawn_is_an_error(
+    data: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = runpy.run_path(str(DOCS.parent / "scripts/pictures"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.json").write_text(data)
+    monkeypatch.setitem(pictures["main"].__globals__, "DOCS", tmp_path)
+    with pytest.raises(SystemExit, match=error):
+        pictures["main"]([])
 
 
 @pytest.mark.parametrize(

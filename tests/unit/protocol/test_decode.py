@@ -40,7 +40,7 @@ from kv_connector.protocol.decode_machine import ABORT_LAG_S, DecodeAction, Deco
 from kv_connector.protocol.geometry import Place, Units, head_major, token_major
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 PEER, OTHER = 1, 2
 OTHER_ADDRESS = Address("127.0.0.2", 5600)

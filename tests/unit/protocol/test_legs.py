@@ -13,7 +13,7 @@ from kv_connector.protocol.decode_machine import ABORT_LAG_S, DecodeMachine
 from kv_connector.protocol.legs import LEG_NEXT, NEXT, Leg, LegPhase, Phase, Reception
 from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Sampled
 from kv_connector.protocol.sources import Draw
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 PEER = 1
 PAGES = layout(num_blocks=32)

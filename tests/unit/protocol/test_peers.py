@@ -49,7 +49,7 @@ from kv_connector.protocol.messages import (
 )
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.sessions import Identity, PeersAction, PeerState
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 
 TIMES = Timeouts()
 DIALLED = b"dialled 1"  # D's name for the connection

@@ -12,7 +12,7 @@ import pytest
 from kv_connector.control.sockets import Received
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.links import LinkError, Links, News, questions
 from kv_connector.weights.loop import Loop
@@ -250,5 +250,5 @@ async def test_trainer_gets_the_outcome_and_the_first_worker_whether_the_engine_
 
 async def test_trainer_gets_the_addresses_of_all_workers_and_a_refusal_of_other_messages(site: Site) -> None:
     assert await asyncio.to_thread(site.ask, Workers()) == WorkersAre(site.workers[0].all)
-    with pytest.raises(LinkError, match="for its workers"):
+    with pytest.raises(LinkError, match="this is an engine.s controller"):
         await asyncio.to_thread(site.ask, Seeded("v1"))

@@ -11,7 +11,7 @@ import torch
 from weight_engines import Engine, drawn, expected
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.geometry import Geometry, Parameter, Write
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver

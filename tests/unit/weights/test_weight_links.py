@@ -10,7 +10,7 @@ import pytest
 
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.links import Link, LinkError, Links, News, questions
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (

@@ -25,7 +25,7 @@ from kv_connector.cli.main import app
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights.links import Links
 from kv_connector.weights.pusher import WeightPusher

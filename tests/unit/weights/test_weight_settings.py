@@ -12,7 +12,7 @@ from kv_connector.agent.settings import SettingsError
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weight_settings
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from weight_engines import Engine, Gate, drawn
 
 from kv_connector.cli.main import app
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource

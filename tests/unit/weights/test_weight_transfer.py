@@ -22,7 +22,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timers import Timeouts
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write

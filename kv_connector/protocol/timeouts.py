@@ -1,0 +1,41 @@
+"""How long each wait of the protocol may last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long each side waits for a message or an action before it acts itself, in seconds."""
+
+    handshake: float = 1.0
+    """The decode engine repeats an unanswered HELLO after this time, and doubles the time at each
+    repetition."""
+    connect: float = 5.0
+    """The decode engine stops waiting for a prefill engine that never answers. The requests that wait for it
+    fail."""
+    heartbeat: float = 1.0
+    """Interval between two PINGs of the decode engine. The prefill engine answers each PING with a PONG."""
+    suspect: float = 3.0
+    """Silence of a peer after which the log reports it as SUSPECT."""
+    dead: float = 5.0
+    """Silence of a peer after which it is DEAD: it is fenced, and its transfers fail."""
+    hold: float = 20.0
+    """The prefill engine frees a finished prompt that no decode engine has requested by then. Each PING of a
+    decode engine lists the prompts that it waits for, which restarts their time."""
+    orphan: float = 60.0
+    """The prefill engine drops a decode engine's reservation if the request itself has not arrived by
+    then."""
+    transfer: float = 300.0
+    """The decode engine gives up a transfer that is not complete by then."""
+    cancel: float = 5.0
+    """The decode engine waits this long for the prefill engine's report that a cancelled transfer has no
+    pages in flight. After that time it fences the prefill engine."""
+    drain: float = 5.0
+    """The prefill engine waits this long for the writes of a cancelled or preempted request. After that time
+    it fences the decode engine."""
+
+    def longest(self) -> float:
+        """The longest time for which a message about one transfer may matter."""
+        return max(self.hold, self.orphan, self.transfer) + max(self.cancel, self.drain)
