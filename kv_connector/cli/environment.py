@@ -6,8 +6,8 @@ from kv_connector.weights.settings import SETTINGS_VARIABLE as WEIGHTS_VARIABLE
 
 VARIABLES = {
     KEY_FILE_VARIABLE: (
-        "File of the cluster key, for engines without `control_key_file`, and for routers and commands "
-        "without `--key-file`."
+        "File of the cluster key, for engines without `control_key_file`, for routers and commands without "
+        "`--key-file`, and for trainers without `WeightPusher(key_file=...)`."
     ),
     SETTINGS_VARIABLE: "Settings of SGLang servers, as a JSON object.",
     WEIGHTS_VARIABLE: "Settings for weights of vLLM engines, as a JSON object.",

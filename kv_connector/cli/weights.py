@@ -48,7 +48,9 @@ Engines = Annotated[
 Providers = Annotated[
     list[str] | None,
     typer.Option(
-        "--provider", help="Lane for the weights. Repeat in order of preference. Default: host and tcp."
+        "--provider",
+        help="Lane for the weights. Repeat in order of preference. Engines on GPUs need one, such as bounce, "
+        "also among their own providers. Default: host and tcp.",
     ),
 ]
 DataHost = Annotated[str, typer.Option(help="Address of this machine at which the engines reach it.")]
@@ -79,8 +81,9 @@ def push(
 ) -> None:
     """Writes a checkpoint beside the served weights, and switches each engine to it in one short pause.
 
-    An engine's served weights stay unchanged until all of the new ones have landed. If this command ends
-    early, the engine continues with its old weights. Status 1: some engine does not serve the checkpoint; the
+    In shadow mode an engine's served weights stay unchanged until all of the new ones have landed. If this
+    command ends early, such an engine continues with its old weights. An engine in streaming mode that has
+    taken a part stays paused until the next version. Status 1: some engine does not serve the checkpoint; the
     others do.
     """
     version = version or checkpoint.resolve().name
@@ -250,8 +253,10 @@ def seed(
 ) -> None:
     """Copies the served version of an engine in shadow mode to engines that have just started.
 
-    Both continue to serve meanwhile, and no trainer is needed. If this command ends early, the copy ends too,
-    and the engine continues with its old weights. Status 1: some engine does not serve the version.
+    The engine with the weights continues to serve, and so does an engine in shadow mode that receives them.
+    No trainer is needed. If this command ends early, the copy ends too. An engine in shadow mode then
+    continues with its old weights. An engine in streaming mode that has taken a part stays paused until the
+    next version. Status 1: some engine does not serve the version.
     """
     from kv_connector.weights.links import questions
     from kv_connector.weights.seed import SeedError
