@@ -49,7 +49,7 @@ demo: setup ## two engines, one prompt after another pushed from P into D, besid
 # and the expensive properties try one example in eight (tests/support/samples.py): all of them are for `make test`.
 check: ## lint, types, wording and the unit tests that need neither vLLM nor a compiler run: before each commit
 	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
-	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check . && $(PYTHON_ENV)/python scripts/check_text.py --check
+	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check . && $(PYTHON_ENV)/python scripts/check_text.py
 	@mkdir -p build; $(types) >build/types.log 2>&1 & types=$$! status=0; \
 		KVC_WITHOUT=vllm,torch KVC_SAMPLE=8 $(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal tests/unit || status=1; \
 		wait $$types || status=1; cat build/types.log; exit $$status
@@ -236,7 +236,7 @@ TIDY = $(PYTHON_ENV)/clang-tidy -p build/native --quiet
 TIDIED := $(filter native/base/% native/engine/% native/lane/% native/moe/% native/providers/%,$(NATIVE_SOURCES))
 lint: setup ## ruff, wording, mypy (--strict over the package), clang-format, clang-tidy
 	@echo '== ruff'; $(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check .
-	@echo '== wording'; $(PYTHON_ENV)/python scripts/check_text.py --check
+	@echo '== wording'; $(PYTHON_ENV)/python scripts/check_text.py
 	@echo '== mypy'; $(types)
 	@echo '== clang-format'; $(PYTHON_ENV)/clang-format --dry-run --Werror $(NATIVE)
 	@cmake -S . -B build/native -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE= --log-level=WARNING

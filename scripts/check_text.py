@@ -2,23 +2,20 @@
 """Checks the wording of the project's texts: CONTRIBUTING.md, "How we write".
 
     scripts/check_text.py [PATH ...]          prints each violation as `file:line: rule: text [hint]`
-    scripts/check_text.py --check [PATH ...]  fails if violations exceed the baseline
-    scripts/check_text.py --update            writes the present counts to scripts/text_baseline.json
     scripts/check_text.py --counts [PATH ...] prints totals by rule and document
 
 It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
 metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs. EXEMPT names the files that it does not check.
+quotations, generated tables and URLs. It exits with 1 if a text violates a rule. EXEMPT names the files that it does not check.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +37,6 @@ from prose import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-BASELINE = ROOT / "scripts/text_baseline.json"
 
 OPERATOR_PAGES = re.compile(
     r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
@@ -247,76 +243,11 @@ def subjects(base: str | None, root: Path = ROOT) -> Iterator[Prose]:
         yield Prose(f"commit {commit}", 1, COMMIT, subject)
 
 
-def findings(paths: list[Path], base: str | None, *, commits: bool = True) -> list[Finding]:
+def findings(paths: list[Path], base: str | None) -> list[Finding]:
     found = [one for name in files(paths) for one in check(read(ROOT, name))]
-    if commits and not paths:
+    if not paths:
         found += check(subjects(base))
     return sorted(found)
-
-
-# The baseline.
-
-Counts = dict[str, dict[str, int]]
-
-
-def counted(found: Iterable[Finding]) -> Counts:
-    """{file: {rule: violations}}"""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in found:
-        counts[one.path][one.rule] += one.times
-    return {path: dict(sorted(rules.items())) for path, rules in sorted(counts.items())}
-
-
-def write_baseline(counts: Counts) -> None:
-    """One line for each file, so that branches that improve different files merge."""
-    rows = [f" {json.dumps(path)}: {json.dumps(rules)}" for path, rules in counts.items()]
-    BASELINE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def read_baseline() -> Counts:
-    """The counts of BASELINE. None where the file is missing."""
-    try:
-        counts = json.loads(BASELINE.read_text())
-        return {
-            str(path): {str(rule): int(count) for rule, count in rules.items()}
-            for path, rules in counts.items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise SystemExit(
-            f"check_text: {BASELINE} is no baseline ({error}): write it again with --update"
-        ) from None
-
-
-def compare(found: list[Finding], baseline: Counts, paths: list[Path]) -> bool:
-    """Prints what exceeds the baseline, and returns whether nothing does."""
-    counts = counted(found)
-    worse = 0
-    for path, rules in counts.items():
-        for rule, count in rules.items():
-            allowed = baseline.get(path, {}).get(rule, 0)
-            if count > allowed:
-                worse += 1
-                write(f"{path}: {rule}: {count} violations, {allowed} in the baseline")
-                for one in found:
-                    if (one.path, one.rule) == (path, rule):
-                        write(f"  {one}")
-    scope = set(files(paths)) if paths else baseline.keys()
-    lower = [
-        path
-        for path in scope
-        if any(
-            counts.get(path, {}).get(rule, 0) < allowed for rule, allowed in baseline.get(path, {}).items()
-        )
-    ]
-    if lower:
-        write(
-            f"{len(lower)} files have fewer violations than the baseline: run scripts/check_text.py --update"
-        )
-    if worse:
-        write("Texts must not get worse: see CONTRIBUTING.md, How we write.")
-    return not worse
 
 
 def print_counts(found: list[Finding], paths: list[Path]) -> None:
@@ -345,18 +276,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--base", help="Branch whose commits are not checked; default: main, or else origin/main."
     )
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="Fail where the baseline is exceeded.")
-    mode.add_argument("--update", action="store_true", help="Write the baseline.")
-    mode.add_argument("--counts", action="store_true", help="Print totals by rule.")
+    parser.add_argument("--counts", action="store_true", help="Print totals by rule.")
     options = parser.parse_args(arguments)
     paths = [path.resolve() for path in options.paths]
-    if options.update:
-        write_baseline(counted(findings([], None, commits=False)))
-        return 0
     found = findings(paths, options.base)
-    if options.check:
-        return 0 if compare(found, read_baseline(), paths) else 1
     if options.counts:
         print_counts(found, paths)
         return 0

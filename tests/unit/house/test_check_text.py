@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import check_text
 import pytest
-from check_text import RULES, check, counted
+from check_text import RULES, check
 from prose import (
     CELL,
     COMMENT,
@@ -365,31 +364,6 @@ def test_exempt_files_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert page in check_text.files([folder])
     monkeypatch.setattr(check_text, "EXEMPT", frozenset({page}))
     assert page not in check_text.files([folder])
-
-
-def test_check_fails_where_a_count_rises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = list(check([Prose("a.py", 1, COMMENT, "It is told, and told of.")]))
-    assert counted(found) == {"a.py": {"told": 2}}
-    assert check_text.compare(found, {"a.py": {"told": 2}}, [])
-    assert capsys.readouterr().out == ""
-    assert not check_text.compare(found, {"a.py": {"told": 1}}, [])
-    assert "a.py: told: 2 violations, 1 in the baseline" in capsys.readouterr().out
-    assert check_text.compare(found, {"a.py": {"told": 3}}, [])
-    assert "--update" in capsys.readouterr().out
-    monkeypatch.setattr(check_text, "BASELINE", tmp_path / "baseline.json")
-    check_text.write_baseline(counted(found))
-    assert json.loads(check_text.BASELINE.read_text()) == {"a.py": {"told": 2}}
-
-
-@pytest.mark.parametrize("broken", ["{", "[]", '{"a.py": 1}', '{"a.py": {"told": null}}'])
-def test_broken_baseline_is_named(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_text, "BASELINE", tmp_path / "baseline.json")
-    assert check_text.read_baseline() == {}
-    check_text.BASELINE.write_text(broken)
-    with pytest.raises(SystemExit, match=r"baseline\.json is no baseline .*--update"):
-        check_text.read_baseline()
 
 
 def test_paths_outside_the_project_are_refused(tmp_path: Path) -> None:

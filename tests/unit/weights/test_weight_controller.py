@@ -250,5 +250,5 @@ async def test_trainer_gets_the_outcome_and_the_first_worker_whether_the_engine_
 
 async def test_trainer_gets_the_addresses_of_all_workers_and_a_refusal_of_other_messages(site: Site) -> None:
     assert await asyncio.to_thread(site.ask, Workers()) == WorkersAre(site.workers[0].all)
-    with pytest.raises(LinkError, match="this is an engine.s controller"):
+    with pytest.raises(LinkError, match="send this message to a worker"):
         await asyncio.to_thread(site.ask, Seeded("v1"))
