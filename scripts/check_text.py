@@ -6,7 +6,8 @@
 
 It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
 metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs. It exits with 1 if a text violates a rule. EXEMPT names the files that it does not check.
+quotations, generated tables and URLs. It exits with 1 if a text violates a rule. EXEMPT names the files that it
+does not check.
 """
 
 from __future__ import annotations
