@@ -6,8 +6,7 @@
 
 It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
 metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs. It exits with 1 if a text violates a rule. EXEMPT names the files that it
-does not check.
+quotations, generated tables and URLs, and the files in EXEMPT. It exits with 1 if a text violates a rule.
 """
 
 from __future__ import annotations
