@@ -510,7 +510,7 @@ def test_what_this_engine_cannot_take(model: Model) -> None:
         "enable_eplb": "--enable-eplb",
         "enable_sleep_mode": "--enable-sleep-mode",
         "lora_config": "--enable-lora",
-        "quant_config": "of",
+        "quant_config": "only",
         "cpu_offload_gb": "weights",
         "offload_group_size": "weights",
     }

@@ -108,7 +108,7 @@ def test_engine_warns_at_start_of_a_draft_model_that_keeps_its_weights(
         []
         if drafter is None
         else [
-            f"weights/0: updates do not change the draft model ({drafter}), which keeps the weights that it "
-            "has. Fewer of its tokens are accepted with each update"
+            f"weights/0: updates do not change the draft model ({drafter}), which keeps its weights. "
+            "Fewer of its tokens are accepted with each update"
         ]
     )

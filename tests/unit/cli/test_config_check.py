@@ -79,7 +79,7 @@ def readme_commands(router: str) -> str:
 
 
 def test_readme_commands_for_one_host_are_fine(check: Check) -> None:
-    findings = check.findings(start_sh=readme_commands("--prefill"))
+    findings = check.findings(start_sh=readme_commands("--registration 127.0.0.1:8500"))
     assert [finding["verdict"] for finding in findings] == ["ok"] * 3
 
 
@@ -89,7 +89,7 @@ def test_readme_commands_for_two_hosts_are_fine(check: Check, tmp_path: Path) ->
     assert run("keygen", str(key))[0] == 0
     prefill, decode, router = (
         f"export KV_CONNECTOR_KEY_FILE={key}\n{command}"
-        for command in readme_commands("--registration").strip("\n").split("\n\n")
+        for command in readme_commands("--registration 10.0.0.9:8500").strip("\n").split("\n\n")
     )
     findings = check.findings(prefill_sh=prefill, decode_sh=decode, router_sh=router)
     assert [finding["verdict"] for finding in findings] == ["ok"] * 3
