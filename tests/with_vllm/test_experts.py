@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -137,4 +138,6 @@ async def test_a_killed_rank_ends_the_engine_with_its_name(
         return "" if not site.ours.running() else "the engine has ended"
 
     await wait_until(missing)
-    assert "lost rank 1" in site.ours.log.read_text()
+    # vLLM ends all ranks after one, sometimes before the step's error is logged. The watcher logs first.
+    named = r"lost rank 1|rank 1 \(process \d+\) ended without leaving the group"
+    assert re.search(named, site.ours.log.read_text())
