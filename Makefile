@@ -126,7 +126,8 @@ $(STAMPS)/next: $(STAMPS)/project
 	@scripts/setup next
 	@touch $@
 
-# vLLM's ordinary wheel finds no device here: it is told to take the CPU, whose kernels it lacks and these tests need not.
+# vLLM's ordinary wheel finds no device here, so the target device is set to the CPU. The wheel has no CPU kernels, and
+# these tests need none.
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
 	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/vllm_adapter tests/unit/weights
 

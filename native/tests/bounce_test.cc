@@ -227,7 +227,8 @@ INSTANTIATE_TEST_SUITE_P(Memory, BounceBetween,
                          });
 
 TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!test::HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   End host(nullptr);
   End b(second_);
   End c(first_);
@@ -268,7 +269,8 @@ TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
 }
 
 TEST_F(Bounce, WhatLandsUntilTheFenceIsThroughIsCountedAndItsSenderTold) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!test::HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   End a(nullptr);
   End b(second_);
   test::connect(*a.domain, *b.domain);
@@ -320,7 +322,8 @@ TEST_F(Bounce, APeerThatHearsNothingIsNotWaitedFor) {
 
 TEST_F(Bounce, AGpuThatBreaksDownTakesTheLinksWithIt) {
   auto* const break_down = test::driver_function<int(int)>("fakeBreak");
-  if (break_down == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in breaks down when asked";
+  if (break_down == nullptr)
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot be made to fail";
   End a(first_);
   End b(nullptr);
   test::connect(*a.domain, *b.domain);
@@ -548,7 +551,7 @@ TEST_F(Bounce, LanesBelowThatMoveNoHostMemoryAreRefused) {
 }
 
 TEST_F(Bounce, OneDomainServesOneGpu) {
-  if (first_->device() == second_->device()) GTEST_SKIP() << "there is one GPU";
+  if (first_->device() == second_->device()) GTEST_SKIP() << "needs two GPUs";
   End a(first_);
   const GpuBuffer there(second_, 4096);
   const auto region = a.domain->register_region(there.data(), there.bytes);

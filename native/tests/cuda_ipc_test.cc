@@ -64,7 +64,9 @@ class CudaIpc : public test::Cuda {
     Cuda::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
     auto* const open = driver_function<int(int)>("fakeOpenOwnHandles");
-    if (open == nullptr) GTEST_SKIP() << "a real driver is loaded: it opens no handle in the process that it is of";
+    if (open == nullptr)
+      GTEST_SKIP()
+          << "needs the stand-in CUDA driver, because a real driver opens no handle in the process that exported it";
     open(1);
   }
   static int mappings(const GpuBuffer& memory) {
@@ -660,7 +662,8 @@ TEST_F(CudaProcess, DISABLED_EndsItsDomainBeforeItsCopy) {
 
 // A peer in this process has no pidfd, and the end of its socket is enough. So this test needs two processes.
 TEST_F(CudaProcess, ADomainThatEndedBeforeItsCopyIsFencedWhileItsProcessLives) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!test::HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   OtherProcess sender("CudaProcess.DISABLED_EndsItsDomainBeforeItsCopy");
   const GpuBuffer memory(second_, kBytes);
   Driven domain([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });

@@ -98,7 +98,8 @@ class CopierWays : public Cuda {
   void SetUp() override {
     Cuda::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
-    if (driver_->cuMemcpyBatchAsync == nullptr) GTEST_SKIP() << "a driver before CUDA 12.8: it copies no batches";
+    if (driver_->cuMemcpyBatchAsync == nullptr)
+      GTEST_SKIP() << "needs a driver of CUDA 12.8 or newer, which has cuMemcpyBatchAsync";
     source_.emplace(first_, size_t{4} * kMany * kPage);
     target_.emplace(first_, source_->bytes);
     bytes_ = random_bytes(source_->bytes, 1);
@@ -388,7 +389,7 @@ TEST_P(CudaWord, IsStoredWhileAGraphIsCaptured) {
 }
 
 TEST_P(CudaWord, FlushesWhatNicsHaveWrittenWhereTheGpuDoesNotOrderIt) {
-  if (!orders(0, 1)) GTEST_SKIP() << "a real driver is loaded: only its stand-in orders as it is told";
+  if (!orders(0, 1)) GTEST_SKIP() << "needs the stand-in CUDA driver, because the order of a real driver cannot be set";
   auto* const flushes = test::driver_function<int()>("fakeFlushes");
   const int before = flushes();
   const auto word = must(cuda::GpuCompletionWord::create(0, GetParam(), true));
@@ -504,7 +505,8 @@ TEST_F(Cuda, LayersAreWrittenWhenTheStreamHasComeToThem) {
 }
 
 TEST_F(Cuda, AnEngineWhoseGpuHangsClosesAndItsPeersFenceItWhenTheCopiesEnd) {
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!test::HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   constexpr size_t kPage = 4096;
   std::optional<GpuSide> sender(std::in_place, first_, "sender", kPage);
   GpuSide receiver(second_, "receiver", kPage);
@@ -550,7 +552,8 @@ TEST_F(Cuda, MemoryBeyondItsAllocationIsRefused) {
 
 TEST_F(Cuda, MemoryThatCannotBeSharedIsRefusedWithWhatToTurnOff) {
   const auto forbid = reinterpret_cast<int (*)(cuda::DevicePointer)>(dlsym(RTLD_DEFAULT, "fakeForbidSharing"));
-  if (forbid == nullptr) GTEST_SKIP() << "a real driver is loaded: only its stand-in makes such memory";
+  if (forbid == nullptr)
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver makes no memory of this kind";
   const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
   const GpuBuffer memory(first_, 1 << 20);
   forbid(memory.address);
@@ -561,7 +564,7 @@ TEST_F(Cuda, MemoryThatCannotBeSharedIsRefusedWithWhatToTurnOff) {
 }
 
 TEST_F(Cuda, OneEngineServesOneGpu) {
-  if (first_->device() == second_->device()) GTEST_SKIP() << "there is one GPU";
+  if (first_->device() == second_->device()) GTEST_SKIP() << "needs two GPUs";
   const auto engine = must(TransferEngine::create(test::config("engine", "nvlink")), "create");
   const GpuBuffer here(first_, 4096);
   const GpuBuffer there(second_, 4096);

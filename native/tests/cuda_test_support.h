@@ -109,7 +109,7 @@ class Cuda : public testing::Test {
   void SetUp() override {
     driver_ = find_driver();
     ASSERT_NE(driver_, nullptr) << "neither a CUDA driver nor " << KVC_FAKE_CUDA;
-    if (cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
+    if (cuda::kernel_image().empty()) GTEST_SKIP() << "needs GPU kernels: this build had no nvcc";
     int devices = 0;
     driver_->cuDeviceGetCount(&devices);
     first_ = must(cuda::Context::retain(0));

@@ -191,7 +191,8 @@ TEST_F(CudaVmm, PagesGoIntoAndOutOfARegionOfSeveralPieces) {
 
 TEST_F(CudaVmm, ItsContextIsMadeSynchronousAsPiecesCannotBe) {
   constexpr unsigned kSyncMemops = 0x80;  // CU_CTX_SYNC_MEMOPS
-  if (driver_->cuCtxSetFlags == nullptr) GTEST_SKIP() << "the driver is older than CUDA 12.1";
+  if (driver_->cuCtxSetFlags == nullptr)
+    GTEST_SKIP() << "needs a driver of CUDA 12.1 or newer, which has cuCtxSetFlags";
   const Segment segment(first_, {1});
   End a(1);
   a.add(segment, 0, segment.bytes);
@@ -362,7 +363,8 @@ TEST_F(CudaVmm, NothingIsUnmappedThatACopyUnderWayWritesTo) {
 }
 
 TEST_F(CudaVmm, ASlowGpuHoldsUpBothFences) {
-  if (!HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: only its stand-in holds copies";
+  if (!HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   const Segment here(first_, {1});
   const Segment there(second_, {1});
   End a(1);
@@ -431,7 +433,8 @@ TEST_F(CudaVmm, ABatchThatWaitsForPiecesEndsWithItsRegionAndWithItsLink) {
 }
 
 TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
-  if (!fail_imports(false)) GTEST_SKIP() << "a real driver is loaded: only its stand-in fails when asked";
+  if (!fail_imports(false))
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot be made to fail";
   const Segment here(first_, {1});
   const Segment there(second_, {1, 1});
   End a(1);
@@ -458,7 +461,8 @@ TEST_F(CudaVmm, MemoryThatCannotBeMappedFailsTheLinksSetUp) {
 }
 
 TEST_F(CudaVmm, LaterMemoryThatCannotBeMappedFailsItsBatchesAlone) {
-  if (!fail_imports(false)) GTEST_SKIP() << "a real driver is loaded: only its stand-in fails when asked";
+  if (!fail_imports(false))
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot be made to fail";
   const Segment here(first_, {1});
   const Segment there(second_, {1, 1});
   End a(1);

@@ -345,7 +345,7 @@ TEST_P(HostProcesses, TheAcceptorPassesOverAPeerThatCannotNameIt) {
   Child offerer([](const Pipe& pipe) { offer_from_an_inner_pid_namespace(pipe, GetParam()); });
   End end(GetParam());
   const Bytes offer = offerer.pipe->receive();
-  if (offer.size() == 1) GTEST_SKIP() << "no PID namespaces here";
+  if (offer.size() == 1) GTEST_SKIP() << "needs PID namespaces, which this machine refuses";
   const Result<Bytes> answer = end.domain->accept(kLinkOfB, offer);
   EXPECT_EQ(answer.ok(), GetParam() == Backing::kMemfd) << "only who writes private memory needs a pid";
   if (!answer) {
@@ -367,7 +367,7 @@ TEST_P(HostProcesses, APeerInAnInnerUserNamespaceIsPassedOverEitherWay) {
       EXPECT_EQ(answer.error().code, ErrorCode::kNotReachable) << answer.error().to_string();
     }
   });
-  if (inner.pipe->receive_number() != 1) GTEST_SKIP() << "no user namespaces here";
+  if (inner.pipe->receive_number() != 1) GTEST_SKIP() << "needs user namespaces, which this machine refuses";
   End end(GetParam());
   const Result<Bytes> answer = end.domain->accept(kLinkOfB, inner.pipe->receive());
   EXPECT_EQ(answer.ok(), GetParam() == Backing::kMemfd);
@@ -379,7 +379,7 @@ TEST_P(HostProcesses, APeerInAnInnerUserNamespaceIsPassedOverEitherWay) {
 }
 
 TEST(HostProcess, AnotherUserIsRefused) {
-  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, because only root can become another user";
   Child offerer([](const Pipe& pipe) {
     become_ordinary_and(false);
     End end(Backing::kMemfd);

@@ -423,7 +423,7 @@ TEST_P(Libfabric, AStrangersSecretDoesNotComplete) {
 
 TEST(LibfabricMemory, OfAGpuIsNotReachable) {
   if (!library()) GTEST_SKIP() << library().error().to_string();
-  if (test::find_driver() == nullptr) GTEST_SKIP() << "neither a CUDA driver nor its stand-in";
+  if (test::find_driver() == nullptr) GTEST_SKIP() << "needs a CUDA driver or its stand-in";
   const test::GpuBuffer buffer(must(cuda::Context::retain(0)), 1 << 20);
   const End end("tcp");
   ASSERT_NE(end.domain, nullptr) << end.reason;
@@ -473,7 +473,7 @@ TEST(LibfabricDevice, VerbsUnderOfiRxmIsRefusedBefore25) {
   if (!library()) GTEST_SKIP() << library().error().to_string();
   const End layered("verbs;ofi_rxm");
   if (layered.domain == nullptr && layered.reason.find("has no provider") != std::string::npos) {
-    GTEST_SKIP() << "no RDMA NIC here: " << layered.reason;
+    GTEST_SKIP() << "needs an RDMA NIC: " << layered.reason;
   }
   if (FI_VERSION_GE(library().value()->version, FI_VERSION(2, 5))) {
     EXPECT_EQ(layered.reason.find("use the verbs lane"), std::string::npos) << layered.reason;
@@ -534,7 +534,7 @@ TEST(LibfabricLibraryDeathTest, TheEnvironmentIsWrittenBeforeTheEngineHasAThread
   // Such a process runs the test from its beginning.
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   const std::string installed = path_of_libfabric();
-  if (installed.empty()) GTEST_SKIP() << "no libfabric.so.1 here";
+  if (installed.empty()) GTEST_SKIP() << "needs libfabric.so.1 on this machine";
   const char* const lanes = std::getenv("KVC_TEST_PROVIDERS");
   const std::string kept = lanes == nullptr ? "" : lanes;
   setenv("KVC_TEST_PROVIDERS", "sim", 1);  // otherwise providers() opens the library when the process begins

@@ -308,7 +308,7 @@ inline void run_ranks(
     if (std::atoi(text) == call) be_rank(text, work);
     return;
   }
-  if (gpu && cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
+  if (gpu && cuda::kernel_image().empty()) GTEST_SKIP() << "needs GPU kernels: this build had no nvcc";
   const std::string name = std::string(info->test_suite_name()) + "." + info->name();
   std::vector<std::vector<UniqueFd>> mesh(ranks);
   for (std::vector<UniqueFd>& row : mesh) row.resize(ranks + 1);

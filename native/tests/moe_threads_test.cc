@@ -15,7 +15,7 @@ class MoeThreads : public testing::TestWithParam<bool> {
     if (!GetParam()) return;
     driver_ = test::find_driver();
     ASSERT_NE(driver_, nullptr);
-    if (cuda::kernel_image().empty()) GTEST_SKIP() << "this build has no GPU kernels (no nvcc)";
+    if (cuda::kernel_image().empty()) GTEST_SKIP() << "needs GPU kernels: this build had no nvcc";
     context_ = must(cuda::Context::retain(0));
     const cuda::Context::Scope scope(*context_);
     for (cuda::OwnedStream& stream : streams_) {
@@ -136,8 +136,9 @@ TEST_P(MoeThreads, CloseEndsALaunchThatWaits) {
 }
 
 TEST_P(MoeThreads, AHangingGpuKeepsItsMemory) {
-  if (!GetParam()) GTEST_SKIP() << "of a GPU";
-  if (!test::HeldCopies::possible()) GTEST_SKIP() << "a real driver is loaded: it cannot be held";
+  if (!GetParam()) GTEST_SKIP() << "needs the GPU variant: host memory has no kernel to hold";
+  if (!test::HeldCopies::possible())
+    GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot be held";
   const int before = pieces();
   form();
   const int formed = pieces();

@@ -505,7 +505,7 @@ TEST(TcpStrangers, AFloodCostsNoTransfer) {
   const rlimit before = descriptors;
   descriptors.rlim_cur = descriptors.rlim_max;
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &descriptors), 0);
-  if (descriptors.rlim_max < kFlood + 500) GTEST_SKIP() << "2,000 sockets are more than this process may have";
+  if (descriptors.rlim_max < kFlood + 500) GTEST_SKIP() << "needs a limit of at least 2,500 open files (ulimit -n)";
   Pair pair;
   pair.connect();
   const Offer open = Offer::decode(pair.a.domain->offer(99).value()).value();

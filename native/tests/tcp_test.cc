@@ -456,7 +456,8 @@ TEST(Tcp, IPv6) {
   DomainConfig config;
   config.address = "::1";
   test::ManualControl control;
-  if (auto probe = create(config, control); !probe) GTEST_SKIP() << "no IPv6 loopback: " << probe.error().to_string();
+  if (auto probe = create(config, control); !probe)
+    GTEST_SKIP() << "needs an IPv6 loopback address: " << probe.error().to_string();
   End a({}, 2, 1 << 20, "::1");
   End b({}, 2, 1 << 20, "::1");
   EXPECT_EQ(a.domain->connector().description().substr(0, 10), "tcp [::1]:");

@@ -29,7 +29,7 @@ void run(const char* command) { ASSERT_EQ(std::system(command), 0) << command; }
 TEST(VerbsFailover, ALinkTakenDownInMidTransferLosesNothing) {
   const char* const down = std::getenv("KVC_TEST_LINK_DOWN");
   const char* const up = std::getenv("KVC_TEST_LINK_UP");
-  if (down == nullptr || up == nullptr) GTEST_SKIP() << "KVC_TEST_LINK_DOWN and KVC_TEST_LINK_UP name no commands";
+  if (down == nullptr || up == nullptr) GTEST_SKIP() << "needs commands in KVC_TEST_LINK_DOWN and KVC_TEST_LINK_UP";
   constexpr size_t kRounds = 24;
   Pair pair(config("sender", "verbs", 2), config("receiver", "verbs", 2), kPages * kPage);
   fill_random(pair.sender.data(), kPages * kPage, 1);

@@ -69,7 +69,7 @@ IN_WORDS = {
     "_native": "the Python extension",
     "bodies": "fields of long requests",
     "engines": "P and D as they are",
-    "failure": "what a client is told",
+    "failure": "errors for clients",
     "forever": "tasks that never end",
     "front": "HTTP, pages, registry",
     "observe": "metrics, spans",

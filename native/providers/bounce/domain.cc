@@ -19,8 +19,8 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kQueueDepth = 64;
 // Bytes that the processor copies in one turn: one slot, which takes 100 us.
 constexpr uint64_t kTurnBytes = kSlotBytes;
-// A link that is fenced waits this long for the peer to receive the outcome of its slots. The peer reads it in its next
-// turn, or when its processor gets to it. A peer that is gone is not waited for.
+// A fenced link waits this long for the peer to receive the outcome of its slots. The peer reads the outcome in its next
+// turn. On a busy machine that turn can be late. A link does not wait for a peer that disconnected.
 constexpr auto kLastWord = std::chrono::milliseconds(50);
 
 // Works of the lower lane: a slot's contains the pool slot, a note's the link, and a message's its key in `messages_`.

@@ -140,7 +140,7 @@ spec:
             command:
               - sh
               - -c
-              # All pods of an engine are told to end at once: this one computes until its leader has ended.
+              # All pods of an engine get SIGTERM at once. This pod computes until its leader has ended.
               - >-
                 while python3 -c "import urllib.request as r; r.urlopen('http://$LWS_LEADER_ADDRESS:8000/health',
                 timeout=5)"; do sleep 1; done
