@@ -6,7 +6,7 @@
 
 It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
 metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs, and the files in EXEMPT. It exits with 1 if a text violates a rule.
+quotations, generated tables and URLs. It exits with 1 if a text violates a rule.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ OPERATOR_PAGES = re.compile(
     r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
     r"|integration/(helm|observability)/.*)\.md"
 )
-EXEMPT = frozenset({"docs/contribute/history.md"})
-"""Files that are not checked: a record of earlier texts, which stays as it was written."""
 LONG, LONG_STRING, SUBJECT = 30, 25, 72
 """Words of a sentence, words of a sentence in a string that operators see, columns of a commit subject."""
 MEAN, MEAN_OF_BENCHMARKS = 18, 22
@@ -211,7 +209,7 @@ def check(pieces: Iterable[Prose]) -> Iterator[Finding]:
 
 
 def files(paths: list[Path]) -> Iterator[str]:
-    """Names of the text files of the project, or of those under the paths, without EXEMPT."""
+    """Names of the text files of the project, or of those under the paths."""
     for path in paths:
         if not path.exists():
             raise SystemExit(f"check_text: {path}: no such file or folder")
@@ -220,7 +218,7 @@ def files(paths: list[Path]) -> Iterator[str]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *map(str, paths)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
-    yield from sorted(names - EXEMPT)
+    yield from sorted(names)
 
 
 def _git_log(base: str, root: Path) -> subprocess.CompletedProcess[str]:

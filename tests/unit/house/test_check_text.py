@@ -358,14 +358,6 @@ def test_line_of_a_violation_is_that_of_its_text() -> None:
     assert [one.line for one in check([prose])] == [12]
 
 
-def test_exempt_files_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = check_text.ROOT / "docs/contribute"
-    page = "docs/contribute/simulation.md"
-    assert page in check_text.files([folder])
-    monkeypatch.setattr(check_text, "EXEMPT", frozenset({page}))
-    assert page not in check_text.files([folder])
-
-
 def test_paths_outside_the_project_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no such file"):
         check_text.main([str(check_text.ROOT / "docs/nosuch.md")])
