@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import check_text
@@ -27,6 +26,7 @@ from prose import (
     sentences,
     words,
 )
+from repository import git
 
 EXAMPLES = [
     # rule, kind, text with a violation, text without
@@ -379,17 +379,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 def test_subjects_are_those_that_no_main_has(tmp_path: Path) -> None:
     """A checkout for CI has origin/main and no branch main."""
 
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init", "-b", "side")
-    git("commit", "--allow-empty", "-m", "a: begin")
+    git(tmp_path, "init", "-b", "side")
+    git(tmp_path, "commit", "--allow-empty", "-m", "a: begin")
     assert list(check_text.subjects(None, tmp_path)) == []
-    git("update-ref", "refs/remotes/origin/main", "HEAD")
-    git("commit", "--allow-empty", "-m", "b: go on")
+    git(tmp_path, "update-ref", "refs/remotes/origin/main", "HEAD")
+    git(tmp_path, "commit", "--allow-empty", "-m", "b: go on")
     assert [one.text for one in check_text.subjects(None, tmp_path)] == ["b: go on"]
-    git("branch", "main")
+    git(tmp_path, "branch", "main")
     assert list(check_text.subjects(None, tmp_path)) == []
     assert [one.text for one in check_text.subjects("origin/main", tmp_path)] == ["b: go on"]
     with pytest.raises(SystemExit, match="--base nosuch"):

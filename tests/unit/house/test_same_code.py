@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from repository import git
 from same_code import cpp_code, main, python_code
 
 PYTHON = '''"""Module."""
@@ -69,15 +69,11 @@ def test_cpp_differs_only_by_its_code(before: str, after: str, same: bool) -> No
 def test_main_prints_the_files_whose_code_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
+    git(tmp_path, "init")
     for name, text in (("text.py", PYTHON), ("code.py", PYTHON), ("text.h", CPP), ("code.h", CPP)):
         (tmp_path / name).write_text(text)
-    git("add", ".")
-    git("commit", "-m", "files")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "files")
     (tmp_path / "text.py").write_text(PYTHON.replace("Does it.", "Another."))
     (tmp_path / "text.h").write_text(CPP.replace("Text.", "Another."))
     monkeypatch.chdir(tmp_path)
@@ -96,18 +92,14 @@ def test_main_prints_the_files_whose_code_changed(
 def test_what_cannot_be_compared_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
     def refused(*arguments: str) -> str:
         assert main([*arguments]) == 2
         return capsys.readouterr().err
 
-    git("init")
+    git(tmp_path, "init")
     (tmp_path / "a.py").write_text(PYTHON)
-    git("add", ".")
-    git("commit", "-m", "a file")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "a file")
     monkeypatch.chdir(tmp_path)
     assert "nosuch" in refused("nosuch")
     assert "nosuch.py: no such file" in refused("HEAD", "nosuch.py")

@@ -50,7 +50,7 @@ def test_no_class_name_occurs_twice_in_a_room() -> None:
 
 def test_no_native_test_expects_behind_an_if_without_braces() -> None:
     """g++ refuses the `else` in gtest's macros there. clang++, which builds the tests in CI, does not."""
-    unbraced = re.compile(r"^\s*(?:\} )?(?:else )?(?:if .*\)|else) (?:EXPECT|ASSERT)_", re.MULTILINE)
+    unbraced = re.compile(r"^\s*(?:\} )?(?:else )?(?:if .*\)|else)\s+(?:EXPECT|ASSERT)_", re.MULTILINE)
     tests = sorted((ROOT / "native" / "tests").glob("*.*"))
     assert tests
     assert [path.name for path in tests if unbraced.search(path.read_text())] == []

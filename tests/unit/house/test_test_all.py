@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from repository import git
 
 SCRIPT = Path(__file__).parents[3] / "scripts/test_all.py"
 
@@ -26,14 +26,10 @@ def test_all() -> ModuleType:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    def git(*words: str) -> None:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
+    git(tmp_path, "init")
     (tmp_path / ".gitignore").write_text("build/\nruns\n")
-    git("add", ".")
-    git("commit", "-m", "one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
     return tmp_path
 
 

@@ -35,9 +35,9 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"prompt_tokens_details"
 DONE = b"data: [DONE]\n\n"
 
 
-def answering(body: bytes, kind: str = "application/json") -> Handler:
+def answering(body: bytes) -> Handler:
     async def handler(request: Request, _: dict[str, Any]) -> Response:
-        return Response(body, media_type=kind)
+        return Response(body, media_type="application/json")
 
     return handler
 

@@ -99,7 +99,7 @@ async def test_decode_engine_computes_the_prompt_if_no_prefill_engine_takes_requ
         assert not d[0].bodies
 
 
-async def test_request_without_a_decode_engine_is_refused_after_the_patience() -> None:
+async def test_request_without_a_decode_engine_is_refused() -> None:
     async with dispatching([answer_ok], []) as (dispatcher, _, _):
         with pytest.raises(Failure, match="no decode engine takes requests: none is known") as raised:
             await answer(dispatcher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from router_setup import within
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
@@ -115,17 +116,17 @@ async def test_request_ends_with_its_engine_only_if_the_engine_is_lost(lost: boo
             await answered.wait()
 
     waiting = asyncio.create_task(wait())
-    await started.wait()
+    await within(started.wait())
     pool.remove(A, lost=lost)
     if lost:
         with pytest.raises(EngineLost):
-            await waiting
+            await within(waiting)
         with pytest.raises(EngineLost):
-            await wait()
+            await within(wait())
     else:
         answered.set()
-        await waiting
-        await wait()
+        await within(waiting)
+        await within(wait())
 
 
 @pytest.mark.anyio
@@ -138,6 +139,5 @@ async def test_wait_for_an_engine_ends_when_one_of_the_model_joins() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     pool.set_usable(B, True, models=frozenset({"adapter"}))
-    async with asyncio.timeout(10):
-        await waiting
+    await within(waiting)
     await pool.wait_usable(0.0, "another")

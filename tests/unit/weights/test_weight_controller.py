@@ -170,7 +170,7 @@ async def site() -> AsyncIterator[Site]:
         made.close()
 
 
-async def test_version_is_applied_in_one_pause_and_held_meanwhile(site: Site) -> None:
+async def test_version_is_applied_in_one_pause_and_released_after_it(site: Site) -> None:
     outcome = await site.controller.apply("v1")
     assert (outcome.problem, outcome.torn, outcome.nbytes) == ("", False, 2 * ARENA_BYTES)
     assert site.engine.calls == ["pause", "update", "label v1", "resume"]

@@ -180,7 +180,7 @@ def test_worker_that_is_not_watched_may_be_silent(impatient: Site) -> None:
     assert impatient.heard.get(timeout=PATIENCE_S) == Applied("v1")
 
 
-def test_links_that_are_closed_take_leave_and_ask_nothing() -> None:
+def test_links_that_are_closed_take_leave_and_may_be_ended_again() -> None:
     worker = Worker()
     try:
         with questions(None) as links:

@@ -39,7 +39,7 @@ def test_turn_waits_for_the_other_half_and_fills_it_from_its_beginning() -> None
         assert staging.put(full, torch.uint8) is None
         before = 1 - turn % 2
         if turn:
-            kept = staging._buffer.bytes[before * staging.half_bytes :][:ALIGNMENT]
+            kept = staged(staging, before * staging.half_bytes, full)
             assert torch.equal(kept, full + turn - 1), "the half that may be on its way is left alone"
         staging.turn(partial(waits.append, turn))
     assert waits == [0, 1, 2]
