@@ -182,8 +182,7 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
     for engine in engines:
         for worker in engine.workers:
             # The first worker that notices the loss reports it to the trainer.
-            while worker.state().landing:
-                pass
+            until(lambda worker=worker: not worker.state().landing)  # type: ignore[misc]
         states = [worker.state() for worker in engine.workers]
         (missing, *_) = [n for n, state in enumerate(states) if shown(state.landed) != version]
         assert "rank" in states[missing].problem
