@@ -65,10 +65,10 @@ prepared:
 test-simulation: setup ## a sample of `make campaign`
 	@$(PYTHON_ENV)/python -m pytest tests/simulation
 
-# Real engines have the machine to themselves.
+# Real engines have the machine to themselves. The others start no engine, so a test of theirs that hangs ends sooner.
 SIDE_BY_SIDE := tests/unit tests/conformance tests/fuzz
 test-python: setup
-	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) $(SIDE_BY_SIDE)
+	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) -o faulthandler_timeout=240 $(SIDE_BY_SIDE)
 	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/simulation
 
 # name, sanitizers, compiler (where it is not the one of a release)
