@@ -10,6 +10,7 @@ import pytest
 from agent_setup import until
 from weight_engines import Engine, drawn
 
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.messages import Begin, Ping
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
@@ -20,7 +21,8 @@ PATIENCE_S = 30
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(2)
+    # No test here is about silence: a process that gets no time for seconds must not lose a version.
+    engine = Engine(2, timeouts=Timeouts(dead=PATIENCE_S, heartbeat=0.5))
     try:
         push(engine, "v0", 0)
         yield engine
