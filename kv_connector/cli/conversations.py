@@ -38,43 +38,65 @@ def conversations(
     ],
     preset: Annotated[
         Preset,
-        typer.Option(help="Conversations to generate. The options below change single values."),
+        typer.Option(
+            metavar="chat|agent|small",
+            help="Conversations to generate. The options below change single values.",
+        ),
     ] = Preset.CHAT,
     conversations: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Number of conversations.")
+        int | None, typer.Option(metavar="NUMBER", min=1, max=1_000_000, help="Number of conversations.")
     ] = None,
-    turns: Annotated[int | None, typer.Option(min=1, max=10_000, help="Turns of a conversation.")] = None,
+    turns: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, max=10_000, help="Turns of a conversation.")
+    ] = None,
     system_tokens: Annotated[
         int | None,
-        typer.Option(min=0, max=10_000_000, help="Tokens of the system prompt, equal in all conversations."),
+        typer.Option(
+            metavar="NUMBER",
+            min=0,
+            max=10_000_000,
+            help="Tokens of the system prompt, equal in all conversations.",
+        ),
     ] = None,
     first_tokens: Annotated[
-        int | None, typer.Option(min=1, max=10_000_000, help="Tokens of a conversation's first message.")
+        int | None,
+        typer.Option(
+            metavar="NUMBER", min=1, max=10_000_000, help="Tokens of a conversation's first message."
+        ),
     ] = None,
     message_tokens: Annotated[
-        int | None, typer.Option(min=1, max=10_000_000, help="Tokens of each later message.")
+        int | None,
+        typer.Option(metavar="NUMBER", min=1, max=10_000_000, help="Tokens of each later message."),
     ] = None,
     answer_tokens: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Tokens of each answer.")
+        int | None, typer.Option(metavar="NUMBER", min=1, max=1_000_000, help="Tokens of each answer.")
     ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
+            metavar="NUMBER",
             min=1,
             max=100_000,
-            show_default=str(_AT_ONCE),
-            help="Closed loop: conversations in flight at any time.",
+            help=f"Closed loop: conversations in flight at any time. Default: {_AT_ONCE}.",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=1e-6, max=1e6, help="Open loop: conversations that start per second, at random times."
+            metavar="NUMBER",
+            min=0.001,
+            max=10_000,
+            help="Open loop: conversations that start per second, at random times.",
         ),
     ] = None,
     think_time: Annotated[
         float,
-        typer.Option(min=0, max=86_400, help="Mean pause between an answer and the next turn, in seconds."),
+        typer.Option(
+            metavar="NUMBER",
+            min=0,
+            max=86_400,
+            help="Mean pause between an answer and the next turn, in seconds.",
+        ),
     ] = 0.0,
     trace: Annotated[
         Path | None,
@@ -85,17 +107,23 @@ def conversations(
         ),
     ] = None,
     trace_lines: Annotated[
-        int | None, typer.Option(min=1, help="Lines of the trace to send. Default: all.")
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Lines of the trace to send. Default: all.")
     ] = None,
     trace_speed: Annotated[
         float | None,
-        typer.Option(min=1e-3, max=1e6, show_default="1", help="Factor by which the trace is sent faster."),
+        typer.Option(
+            metavar="NUMBER",
+            min=0.001,
+            max=1e6,
+            help="Factor by which the trace is sent faster. Default: 1.",
+        ),
     ] = None,
     api: Annotated[
         Api,
         typer.Option(
+            metavar="chat|completions|tokens",
             help="Form of requests. chat: messages. completions: text. tokens: token ids, which vLLM "
-            "supports."
+            "supports.",
         ),
     ] = Api.CHAT,
     model: Annotated[
@@ -114,14 +142,19 @@ def conversations(
         typer.Option(metavar="URL", help="Endpoint that receives each turn too. Its answers must be equal."),
     ] = "",
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of all words and times. Equal seeds send equal first turns.")
+        int,
+        typer.Option(
+            metavar="NUMBER", min=0, help="Seed of all words and times. Equal seeds send equal first turns."
+        ),
     ] = 0,
-    ignore_eos: Annotated[
+    stop_at_eos: Annotated[
         bool,
         typer.Option(
-            help="Request answers of the full length (`ignore_eos`, an extension of vLLM and SGLang)."
+            "--stop-at-eos",
+            help="Let answers end early. Default: answers of the full length, by `ignore_eos` (an extension "
+            "of vLLM and SGLang).",
         ),
-    ] = True,
+    ] = False,
     session_header: Annotated[
         str,
         typer.Option(
@@ -129,7 +162,7 @@ def conversations(
         ),
     ] = "X-Session-ID",
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="Limit of one turn, in seconds.")
+        float, typer.Option(metavar="NUMBER", min=0.1, max=86_400, help="Limit of one turn, in seconds.")
     ] = 600.0,
     json: Annotated[
         Path | None,
@@ -183,7 +216,7 @@ def conversations(
         api=api,
         model=model,
         seed=seed,
-        ignore_eos=ignore_eos,
+        ignore_eos=not stop_at_eos,
         session_header=_header(session_header),
         timeout=timeout,
         engines=_engines(engine or []),
