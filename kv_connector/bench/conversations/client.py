@@ -11,7 +11,7 @@ import msgspec
 
 from kv_connector.lab.sse import Events
 
-# Ten times the longest answer that an engine of today may give, at some hundred bytes an event.
+# A million tokens at 256 bytes an event.
 _MAX_ANSWER_BYTES = 1 << 28
 # msgspec's decoder raises UnicodeDecodeError for text that is not UTF-8.
 _MALFORMED = msgspec.DecodeError, UnicodeDecodeError
