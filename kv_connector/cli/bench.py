@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_connector.cli.conversations import conversations
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.plot import Plot, check_plot
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kv_connector.bench.lane import Lane
 
 app = typer.Typer(invoke_without_command=True)
+app.command("conversations")(conversations)
 
 _Json = Annotated[
     Path | None,
