@@ -100,6 +100,7 @@ def prefill_decode(
     from kv_connector.bench.pd.deployments import DEPLOYMENTS
     from kv_connector.bench.pd.run import PdPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
     check_plot(plot)
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
@@ -110,7 +111,8 @@ def prefill_decode(
         json=json,
         plot=plot,
     )
-    _end(run(plan, make_console(json)))
+    with leave_on_signals():
+        _end(run(plan, make_console(json)))
 
 
 @app.command("faults")
@@ -135,6 +137,7 @@ def compare_faults(
     """
     from kv_connector.bench.pd.faults import FAULTS, PAIRS, FaultPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
     pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
     names = _choose(faults, [fault.name for fault in FAULTS])
@@ -143,7 +146,8 @@ def compare_faults(
         faults=tuple(fault for fault in FAULTS if fault.name in names),
         json=json,
     )
-    _end(run(plan, make_console(json)))
+    with leave_on_signals():
+        _end(run(plan, make_console(json)))
 
 
 _Providers = Annotated[
@@ -289,8 +293,10 @@ def share_of_the_router(
     """Measures the router's share of a time to first token, also with open status pages."""
     from kv_connector.bench.router import RouterPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
-    _end(run(RouterPlan(rounds=rounds, requests=requests, json=json), make_console(json)))
+    with leave_on_signals():
+        _end(run(RouterPlan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
 
 @app.command("moe")
