@@ -88,6 +88,8 @@ class Deployment:
     """Second registration address of P and D, where a test may listen."""
     spans: "Receiver"
     """Receiver of the spans of Gemma's engines and routers."""
+    events: Mapping[str, Path]
+    """Sockets from which KV cache events are read, by engine ("plain", "decode")."""
 
 
 def prompt(seed: float | str, tokens: int) -> list[int]:
@@ -356,6 +358,17 @@ def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
         arguments=arguments,
         environment={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(path)},
     )
+
+
+def publishing_events(socket: Path) -> tuple[str, str]:
+    """Returns the arguments of an engine whose KV cache events can be read from this socket."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{socket}.live",
+        "replay_endpoint": f"ipc://{socket}",
+    }
+    return "--kv-events-config", json.dumps(events)
 
 
 def prefill_settings(blocks: int) -> EngineSettings:
