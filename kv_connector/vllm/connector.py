@@ -150,11 +150,14 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         With heads first, the part of a page for a rank of another tensor parallelism is one write. The
         variable VLLM_KV_CACHE_LAYOUT takes precedence. vLLM warns if its kernels do not have the layout.
 
+        The name is the full one, not its alias HND: vLLM's MultiConnector compares the names of its
+        connectors as texts, and OffloadingConnector returns LBHNC.
+
         This call also chooses D's scheduler, unless VLLM_KV_CACHE_LAYOUT is set. vLLM makes the call in the
         scheduler's process before it makes the scheduler, and no earlier call shows its configuration there.
         """
         choose_scheduler(vllm_config)
-        return None if vllm_config.model_config.use_mla else "HND"
+        return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
