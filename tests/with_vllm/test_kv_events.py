@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,20 +28,48 @@ END = b"\xff" * 8
 """Number of the message that ends a replay."""
 
 
-async def published(deployment: Deployment, name: str) -> list[dict[str, Any]]:
-    """Returns all events that an engine has published so far, in the form in which any reader gets them."""
-    events: list[dict[str, Any]] = []
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(f"ipc://{deployment.events[name]}")
-        await socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        while True:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                *_, number, payload = await socket.recv_multipart()
-            if number == END:
-                return events
-            _, batch, *_ = msgspec.msgpack.decode(payload)
-            events += batch
+@dataclass
+class Reader:
+    """Reads an engine's events as any reader does, beginning with those that are published from now on."""
+
+    deployment: Deployment
+    name: str
+    following: int = 0
+    """Number of the next batch."""
+
+    @classmethod
+    async def begin(cls, deployment: Deployment, name: str) -> Reader:
+        reader = cls(deployment, name)
+        await reader.read()
+        return reader
+
+    async def read(self) -> list[dict[str, Any]]:
+        """Returns the events since the last call."""
+        events: list[dict[str, Any]] = []
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(f"ipc://{self.deployment.events[self.name]}")
+            await socket.send_multipart([b"", self.following.to_bytes(8, "big")])
+            while True:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    *_, number, payload = await socket.recv_multipart()
+                if number == END:
+                    return events
+                self.following = int.from_bytes(number, "big") + 1
+                _, batch, *_ = msgspec.msgpack.decode(payload)
+                events += batch
+
+    async def read_prompt(self, text: list[int], blocks: int) -> list[dict[str, Any]]:
+        """Returns the events since the last call, once they have so many blocks of the prompt."""
+        events: list[dict[str, Any]] = []
+
+        async def missing() -> str:
+            events.extend(await self.read())
+            found = len(stored(events, text))
+            return "" if found >= blocks else f"{self.name} publishes {blocks} blocks, not {found}"
+
+        await wait_until(missing)
+        return events
 
 
 def stored(events: list[dict[str, Any]], text: list[int]) -> list[tuple[Any, ...]]:
@@ -82,19 +110,13 @@ async def test_decode_engine_publishes_pushed_blocks_as_computed_ones(
     deployment: Deployment, client: Client, router: str
 ) -> None:
     """The blocks of the prompt were pushed, and those of the answer computed."""
+    readers = [await Reader.begin(deployment, name) for name in ("plain", "decode")]
     text = prompt(f"events {router}", TOKENS)
-    urls = getattr(deployment, router), deployment.plain.url
-    answer, right = await asyncio.gather(*(client.complete(url, text, OUTPUT) for url in urls))
+    urls = deployment.plain.url, getattr(deployment, router)
+    right, answer = await asyncio.gather(*(client.complete(url, text, OUTPUT) for url in urls))
     assert answer == right
     blocks = (TOKENS + OUTPUT - 1) // BLOCK
-
-    async def unpublished(name: str) -> str:
-        found = stored(await published(deployment, name), text)
-        return "" if len(found) >= blocks else f"{name} publishes {blocks} blocks, not {len(found)}"
-
-    for name in ("plain", "decode"):
-        await wait_until(partial(unpublished, name))
-    plain, decode = [await published(deployment, name) for name in ("plain", "decode")]
+    plain, decode = [await reader.read_prompt(text, blocks) for reader in readers]
     computed = stored(plain, text)
     assert stored(decode, text) == computed
     assert [token for block in computed for token in block[2]] == (text + right)[: blocks * BLOCK]

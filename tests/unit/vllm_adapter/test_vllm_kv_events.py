@@ -218,16 +218,16 @@ def test_pushed_windows_are_reported_without_the_blocks_before_them(
     computed, pushed = (reporter("kv_consumer", FULL, SLIDING) for _ in range(2))
     compute(computed, prompt(600))
     load(pushed, prompt(600))
-    found: list[dict[int, list[Any]]] = []
+    both: list[dict[int, list[Any]]] = []
     for engine in (pushed, computed):
         hashes: dict[int, list[Any]] = {0: [], 1: []}
         for event in engine.take():
             hashes[event.group_idx] += event.block_hashes
-        found.append(hashes)
-    mine, theirs = found
+        both.append(hashes)
+    mine, theirs = both
     assert mine[0] == theirs[0], "full attention"
     assert mine[1] == theirs[1][-len(mine[1]) :], "the last blocks of the window"
     pool = pushed.scheduler.kv_cache_manager.block_pool
-    for group, hashes in mine.items():
-        assert all(pool.get_cached_block(one, [group]) for one in hashes), "it has what it reported"
+    for group, stored in mine.items():
+        assert all(pool.get_cached_block(one, [group]) for one in stored), "it has what it reported"
     pushed.assert_idle()
