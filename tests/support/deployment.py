@@ -33,6 +33,9 @@ BLOCK = 32
 # comes. An engine that gets no CPU time on a busy machine must not count as dead.
 TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
+HOST_TIER = {"spec_name": "HostTierSpec", "spec_module_path": "host_tier", "cpu_bytes_to_use": 64 << 20}
+"""Settings of vLLM's OffloadingConnector on a CPU."""
+
 # Only the data plane listens at this address.
 DATA_HOST = "127.0.0.2"
 
