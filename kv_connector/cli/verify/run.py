@@ -228,7 +228,7 @@ class _Run:
         logprobs = {"logprobs": True, "top_logprobs": 2} if route is Route.CHAT else {"logprobs": 2}
         salt = {"cache_salt": self.plan.salt}
         # The reference must not take pages from its prefix cache, because the deployment may have put them
-        # there. Candidates are useful only.
+        # there. The candidates only describe a difference.
         for extra in ({**salt, **logprobs}, salt, {}):
             try:
                 await self._ask(self.plan.reference, canary, stream=False, extra=extra)
