@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from agent_setup import until
 from weight_engines import Engine, drawn
 
 from kv_connector.weights.messages import Begin, Ping
@@ -119,9 +120,9 @@ def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
         assert [worker._landing.state().landed for worker in engine.workers] == [first.identity] * 2
         pusher.cancel("the trainer dies")
         ends.join(PATIENCE_S)
+        assert not ends.is_alive()
         go_on.set()
-        while engine.state().served != first.identity or engine.model.paused:
-            pass
+        until(lambda: engine.state().served == first.identity and not engine.model.paused)
     assert engine.model.serves(1)
     assert all(pings), "it is held by who is there"
 
