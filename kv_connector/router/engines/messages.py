@@ -13,7 +13,8 @@ import msgspec
 
 from kv_connector.router.failure import UNREADABLE
 
-# Most messages that become objects: 1 us each, so 4 ms of the event loop. In a text the quotes would be escaped.
+# Most messages that become objects: 1 us each, so 4 ms of the event loop. In a text the quotes would be
+# escaped.
 _ROLE = b'"role"'
 _MOST_MESSAGES = 4096
 # Most braces, including those in texts, of messages that are read as dicts: 1 us for each pair. 1 MiB of C++
