@@ -85,7 +85,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         texts = [who, self.reasoning or self.reasoning_content or "", content]
         for call in self.tool_calls or ():
             texts += (call.function.name or "", call.function.arguments or "")
-        return _BETWEEN.join(texts).encode()
+        return _BETWEEN.join(texts).encode(errors="replace")
 
     @property
     def thinks_aloud(self) -> bool:
