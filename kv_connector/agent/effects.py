@@ -17,12 +17,7 @@ from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import BURSTS, Target, Writes
-from kv_connector.engine import (
-    ErrorCode,
-    Event,
-    EventKind,
-    TransferError,
-)
+from kv_connector.engine import ErrorCode, Event, EventKind, TransferError
 from kv_connector.protocol.actions import (
     Accept,
     CancelWrites,
@@ -46,9 +41,12 @@ from kv_connector.protocol.actions import (
     OpenCounter,
     Outcome,
     PeerId,
+    PrefixAnswered,
+    PrefixRequested,
     Push,
     Reached,
     Reply,
+    RequestMessage,
     Seal,
     Send,
     SessionOver,
@@ -56,14 +54,18 @@ from kv_connector.protocol.actions import (
     Share,
     UnderWay,
 )
-from kv_connector.protocol.decode_machine import DecodeAction, DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.legs import DecodeAction
 from kv_connector.protocol.messages import (
+    PREFIX_PROTOCOL_VERSION,
+    Borrow,
     Cancel,
     CancelAck,
     Fail,
     FailCode,
     Hello,
+    Lent,
     Locate,
     NakReason,
     Ping,
@@ -277,6 +279,8 @@ class Effects:
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
                 self._ledger.load_ended(request_id, failed, sampled, stale=stale)
+            case PrefixRequested() | PrefixAnswered():
+                self._ledger.prefix_news(action)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -355,12 +359,7 @@ class Effects:
                 logger.error("action %s failed: %s", type(action).__name__, reason)
         return []
 
-    def _deliver(
-        self,
-        now: float,
-        peer: PeerId,
-        message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping,
-    ) -> Sequence[Action]:
+    def _deliver(self, now: float, peer: PeerId, message: RequestMessage) -> Sequence[Action]:
         match message:
             case Reserve():
                 return self.prefill.reserve(now, peer, message)
@@ -368,6 +367,10 @@ class Effects:
                 return self.prefill.cancel(now, peer, message)
             case Release():
                 return self.prefill.release(now, peer, message)
+            case Borrow():
+                return self.prefill.borrow(now, peer, message)
+            case Lent():
+                return self.decode.borrowing.lent(now, peer, message)
             case Ping(_, waiting):
                 return self.prefill.waiting(now, peer, waiting)
             case Sampled():
@@ -397,7 +400,8 @@ class Effects:
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
             logger.info("decode peer %s: uses lane %s, passed over lane %s", action.name, link.lane, lane)
-        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
+        prefixes, regions_of = hello.protocol == PREFIX_PROTOCOL_VERSION, len(hello.regions)
+        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, regions_of, prefixes=prefixes)
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
         link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))
@@ -451,10 +455,7 @@ class Effects:
                         error,
                     )
                 return []
-        return [
-            *self._engine_events(now),
-            *self._fenced(now, peer),
-        ]  # first the final events of its transfers
+        return [*self._engine_events(now), *self._fenced(now, peer)]  # first its transfers' final events
 
     def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
         self._over.append(peer)
@@ -536,7 +537,11 @@ class Effects:
 
     def _report_slow(self, now: float) -> None:
         """Logs one line for each transfer that takes long, once: its peer, lane and phase."""
-        slow = {Share(one.transfer_id, one.share): one for one in self.under_way() if _slow(now, one)}
+        slow = {
+            Share(one.transfer_id, one.share): one
+            for one in self.under_way()
+            if one.since is not None and now - one.since >= _SLOW_S
+        }
         for share in slow.keys() - self._reported_slow:
             one = slow[share]
             assert one.since is not None
@@ -604,7 +609,3 @@ class Effects:
         sent = self._sent.pop(Share(ended.transfer_id, ended.share), None)
         opened, pages, nbytes = (ended.seconds, 0, 0) if sent is None else sent
         return Timing(ended.side, lane, ended.seconds, max(0.0, ended.seconds - opened), nbytes, pages)
-
-
-def _slow(now: float, one: UnderWay) -> bool:
-    return one.since is not None and now - one.since >= _SLOW_S

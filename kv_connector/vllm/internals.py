@@ -144,6 +144,7 @@ __all__ = [
     "WeightTransferTrainerFactory",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
+    "block_hashing",
     "current_platform",
     "engine_core_module",
     "exchange_module",
@@ -179,6 +180,14 @@ def engine_core_module() -> Any:
     from vllm.v1.engine import core
 
     return core
+
+
+def block_hashing() -> tuple[Any, Any]:
+    """Returns vLLM's module of block hashes, which also has their seed, and the module of hash functions."""
+    from vllm.utils import hashing
+    from vllm.v1.core import kv_cache_utils
+
+    return kv_cache_utils, hashing
 
 
 def model_runner_class() -> Any:
