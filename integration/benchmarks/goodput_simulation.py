@@ -30,6 +30,7 @@ from kv_connector.router.engines.settings import Objectives as RouterObjectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.completion import Completion
 
 # Cost of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
@@ -180,8 +181,11 @@ class Pair:
         self.reasons: Counter[str] = Counter()
         self._clock = clock
         self.pools = {side: Pool() for side in Side}
+        self._caches = CacheRecords(self.pools)
         self._policy = Goodput(
-            RouterObjectives(objectives.ttft * 1e-3, objectives.between * 1e-3), self.pools
+            RouterObjectives(objectives.ttft * 1e-3, objectives.between * 1e-3),
+            self.pools,
+            self._caches.sizes,
         )
         self.engines = {Side.PREFILL: Engine(clock), Side.DECODE: Engine(clock, step_tokens, threshold)}
         self._places = {side: Endpoint.parse(f"http://{side.value}:1") for side in Side}
@@ -198,7 +202,7 @@ class Pair:
         ids = [next(self._numbers), *([7] * (request.tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True}).encode()
         placement = self._policy.place(Completion.decode(raw), _PATH, ())
-        self._policy.sent(placement)
+        self._caches.sent(placement)
         self.reasons[placement.reason] += 1
         (self._at_decode if placement.prefill is None else self._at_both)(request, placement)
 

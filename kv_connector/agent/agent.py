@@ -403,7 +403,10 @@ class Agent:
 
     def stats(self) -> AgentStats:
         """Counters for metrics."""
-        return self._ledger.stats(self._effects.peers.peers(), self._control.malformed)
+        links = self._effects.link_watch
+        return self._ledger.stats(
+            self._effects.peers.peers(), self._control.malformed, links.lost, links.restored
+        )
 
     @property
     def turns(self) -> int | None:
@@ -429,6 +432,7 @@ class Agent:
             commands=commands,
             acting=self._thread.in_turn,
             peers=len(self._effects.peers),
+            links_out=self._effects.link_watch.out,
         )
 
     def unregister_memory(self) -> None:

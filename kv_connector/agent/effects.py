@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
+from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import BURSTS, Target, Writes
@@ -172,6 +173,7 @@ class Effects:
         self.gathered: int | None = None
         """Bytes up to which the pages of one step are sent only at its end, whichever of the known peers
         wants them. None: no peer has connected yet. Any thread may read it."""
+        self.link_watch = LinkWatch(engine)
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
@@ -233,6 +235,7 @@ class Effects:
         if now >= self._next_look:
             self._next_look = now + _SLOW_S / 2
             self._report_slow(now)
+            self._look_at_links()
 
     def under_way(self) -> list[UnderWay]:
         """All transfers that are not over. Any thread may call it."""
@@ -554,6 +557,14 @@ class Effects:
                 self._progress(one),
             )
         self._reported_slow = set(slow)
+
+    def _look_at_links(self) -> None:
+        names = {
+            link.engine_peer: PeerName(link.name, link.lane)
+            for link in self._links.values()
+            if link.engine_peer is not None
+        }
+        self.link_watch.look(names)
 
     def _progress(self, one: UnderWay) -> str:
         try:

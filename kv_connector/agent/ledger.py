@@ -50,6 +50,8 @@ class AgentStats:
     received_seconds: float
     received_pages: int
     malformed_messages: int
+    links_lost: int  # links that broke while their peer had others
+    links_restored: int
     peers: tuple[PeerInfo, ...]
 
 
@@ -80,6 +82,7 @@ class LiveState:
     commands: int  # handed to the agent, not executed yet
     acting: bool  # the agent's thread is acting on events: a request's end may not be reported yet
     peers: int
+    links_out: int  # links to connected peers that are lost and not restored
 
     @property
     def idle(self) -> bool:
@@ -268,7 +271,9 @@ class Ledger:
                 self._reached.pop(request_id, None)
             return reports
 
-    def stats(self, peers: tuple[PeerInfo, ...], malformed: int) -> AgentStats:
+    def stats(
+        self, peers: tuple[PeerInfo, ...], malformed: int, links_lost: int, links_restored: int
+    ) -> AgentStats:
         with self._lock:
             return AgentStats(
                 pages_pushed=self._pushed[0],
@@ -283,5 +288,7 @@ class Ledger:
                 received_seconds=self._seconds[Role.DECODE],
                 received_pages=self._received_pages,
                 malformed_messages=malformed,
+                links_lost=links_lost,
+                links_restored=links_restored,
                 peers=peers,
             )

@@ -10,6 +10,7 @@ and release_0_33.py, under the same names.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import vllm
@@ -163,6 +164,7 @@ __all__ = [
     "is_quantized_kv_cache",
     "iter_layer_specs",
     "model_runner_class",
+    "offloading_scheduler_class",
     "release",
     "release_of",
     "reload",
@@ -193,6 +195,12 @@ def model_runner_class() -> Any:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return GPUModelRunner
+
+
+def offloading_scheduler_class() -> Any | None:
+    """Returns the class of OffloadingConnector's scheduler side. None: this process has no such connector."""
+    module = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
+    return None if module is None else module.OffloadingConnectorScheduler
 
 
 def exchange_module() -> Any:

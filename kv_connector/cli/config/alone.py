@@ -15,7 +15,7 @@ from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsErr
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.router import objectives, refuse_strangers, router
+from kv_connector.cli.router import Policies, objectives, refuse_strangers, router
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
@@ -104,6 +104,7 @@ def _parsed(written: Router) -> CheckedRouter:
             prefill,
             decode,
             registration=registration,
+            policy=Policies(given["policy"]).value if given["policy"] else None,
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
             body_limit=given["body_limit"] << 20,
             body_budget=given["body_budget"] << 20,

@@ -32,6 +32,7 @@ class Backlog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queue: dict[Work, None] = {}  # in the order of arrival
+        self._uncached = 0  # tokens of the queue, without cached ones
         self._began = 0.0  # when the oldest prompt was begun, or the prompt before it ended
         self._beside: dict[Work, float] = {}
         """Works that are over by their own forecast, although no end is reported, with the time until which
@@ -43,6 +44,7 @@ class Backlog:
         if not self._queue:
             self._began = self._clock()
         self._queue[work] = None
+        self._uncached += work.tokens
 
     def remove(self, work: Work) -> None:
         """Removes a prompt that is computed or no longer wanted. A second call does nothing."""
@@ -53,6 +55,13 @@ class Backlog:
         if next(iter(self._queue)) is work:
             self._began = self._clock()
         del self._queue[work]
+        self._uncached -= work.tokens
+
+    @property
+    def uncached(self) -> int:
+        """Tokens that are still to be computed. A prompt counts in full until it is computed."""
+        self._prune()
+        return self._uncached
 
     @property
     def tokens(self) -> int:
@@ -78,6 +87,8 @@ class Backlog:
 
     def _prune(self) -> None:
         """Removes works that are over by now, although no end is reported."""
+        if not self._queue:
+            return
         now = self._clock()
         while self._queue:
             oldest = next(iter(self._queue))
@@ -85,4 +96,5 @@ class Backlog:
                 return
             self._began += oldest.seconds
             del self._queue[oldest]
+            self._uncached -= oldest.tokens
             self._beside[oldest] = self._began + sum(work.seconds for work in self._queue)

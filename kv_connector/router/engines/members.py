@@ -23,6 +23,7 @@ from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -158,11 +159,14 @@ class Members:
         suspect: float,
         dead: float,
         needed: Collection[Side] = (Side.DECODE,),
+        index: PrefixIndex | None = None,
     ) -> None:
         """``listed``: engines of the command line by side. A URL that a side lists several times has as many
         ranks, in that order. ``needed``: the sides without which no request is served. ``suspect``, ``dead``:
-        seconds of silence after which a registered engine is not used, and is lost."""
+        seconds of silence after which a registered engine is not used, and is lost. ``index``: gets the
+        prefix caches of all engines."""
         self.needed = needed
+        self.index = PrefixIndex() if index is None else index
         self._pools = pools
         self._incidents = incidents
         self._suspect = suspect
@@ -288,6 +292,9 @@ class Members:
             engine.pushing *= max(0.0, 1 - elapsed / _PUSHING_S)
             engine.pushing += pushed / max(_PUSHING_S, elapsed)
         engine.seen, engine.activity = now, message.activity
+        if message.asleep or engine.weights != message.weights:
+            # Sleep unmaps the KV cache. With other weights the engine has dropped its KV.
+            engine.workload.cache.clear()
         engine.early_tokens, engine.weights = message.early_tokens, message.weights
         engine.workload.hear(message.load)
         # A REGISTER that was sent before the engine knew of its drain does not end the drain.
@@ -420,6 +427,8 @@ class Members:
             # An engine that registers reports by itself that it is another process.
             restarted = engine.seen is None and engine.gone
             engine.misses, engine.gone = 0, False
+            if restarted:
+                engine.workload.cache.clear()
             engine.emptied = engine.emptied and not restarted
             self._update(engine, answers=True, draining=engine.draining and not restarted)
 
@@ -511,6 +520,7 @@ class Members:
         self._publish(engine)
 
     def _publish(self, engine: _Engine) -> None:
+        self.index.add(engine.workload.cache, engine.endpoint)
         # An engine of both roles prefills for others only if no other engine does. It has streams, and each
         # decode engine that gets such a prompt requests pages from it.
         for side in engine.sides:
@@ -526,6 +536,7 @@ class Members:
             )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:
+        self.index.remove(engine.workload.cache)
         for side in engine.sides:
             self._pools[side].remove(engine.endpoint, lost=lost)
 

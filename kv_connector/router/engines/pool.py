@@ -42,6 +42,8 @@ class Member:
     """Models that it lists; None: unknown."""
     breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
+    context: int = 0
+    """Forecast tokens of the prompts of its outstanding requests, where the lease names them."""
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
@@ -67,12 +69,14 @@ class Member:
 class Lease:
     """The claim of one request on an engine, until it is released."""
 
-    def __init__(self, member: Member, work: Work | None) -> None:
+    def __init__(self, member: Member, work: Work | None, context: int = 0) -> None:
         self._member = member
         self._work = work
+        self._context = context
         self._released = False
         self._owing = 0  # number of `owing` blocks
         member.outstanding += 1
+        member.context += context
         member.breaker.taken()
         if work is not None:
             member.workload.backlog.add(work)
@@ -123,6 +127,7 @@ class Lease:
         self.prompt_computed()
         self._released = True
         self._member.outstanding -= 1
+        self._member.context -= self._context
         self._member.owes += bool(self._owing)
 
 
@@ -252,17 +257,20 @@ class Pool:
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 
-    def acquire(self, endpoint: Endpoint, work: Work | None = None) -> Lease:
-        """Leases one of the ``choices``; NoEngine if it has been removed. ``work``: what it is to compute."""
+    def acquire(self, endpoint: Endpoint, work: Work | None = None, context: int = 0) -> Lease:
+        """Leases one of the ``choices``; NoEngine if it has been removed.
+
+        ``work``: what it is to compute. ``context``: forecast tokens of the prompt that it decodes behind.
+        """
         if endpoint not in self._members:
             raise NoEngine(self)
         member = self._members[endpoint] = self._members.pop(endpoint)
-        return Lease(member, work)
+        return Lease(member, work, context)
 
     @contextmanager
-    def lease(self, endpoint: Endpoint, work: Work | None = None) -> Iterator[Lease]:
+    def lease(self, endpoint: Endpoint, work: Work | None = None, context: int = 0) -> Iterator[Lease]:
         """Leases an engine for the length of a block."""
-        lease = self.acquire(endpoint, work)
+        lease = self.acquire(endpoint, work, context)
         try:
             yield lease
         finally:

@@ -1,20 +1,117 @@
 """PrefixCache: which beginnings of prompts an engine has in its prefix cache, as far as a router knows."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
 # Tokens of room, for an engine that does not report its room: that of a model of 8 billion parameters (128
 # KiB a token) on a GPU of 80 GB.
 _USUAL_ROOM = 400_000
-# A prefix takes 125 bytes in the router's memory.
 _LARGEST_ROOM = 1 << 24
+
+# Prefixes of all engines together. Each takes 210 bytes of the router's memory (integration/benchmarks/
+# router_decision.py, 64 engines, 2026-11-29), so the index takes 110 MB at most. 64 engines of _USUAL_ROOM
+# have 100,000, at 1 KiB each.
+MOST_PREFIXES = 1 << 19
 
 # Tokens are not spread evenly over a prompt's bytes, and engines count their hits in blocks. So an engine had
 # less than was believed only if it had less than half of it, and more only if it had over twice as much.
 _CLEARLY = 2
+# A hit ends with a block of the engine, so a loss of less than a block is none. A block of 256 tokens is the
+# largest that is usual.
+_BLOCK_BYTES = PREFIX_BYTES
+
+
+class PrefixIndex:
+    """The prefix caches of all engines: for each prefix, the engines that have it.
+
+    Each engine has a bit of the masks. Used from the event loop's thread only.
+    """
+
+    def __init__(self, most: int = MOST_PREFIXES) -> None:
+        """``most``: number of prefixes of all engines together, above which the largest cache shrinks."""
+        self._most = most
+        self._holders: dict[int, int] = {}  # {prefix: mask of the engines that have it}
+        self._caches: dict[int, PrefixCache] = {}  # by bit
+        self._engines: dict[int, Endpoint] = {}  # by bit
+        self._entries = 0
+
+    def __len__(self) -> int:
+        """Returns the number of prefixes of all engines together."""
+        return self._entries
+
+    def add(self, cache: PrefixCache, engine: Endpoint) -> None:
+        """Adds an engine's cache. A second call for the same cache does nothing."""
+        if cache.index is self:
+            return
+        bit = next(1 << number for number in range(len(self._caches) + 1) if 1 << number not in self._caches)
+        self._caches[bit], self._engines[bit] = cache, engine
+        cache.join(self, bit)
+
+    def remove(self, cache: PrefixCache) -> None:
+        """Removes an engine's cache. A second call does nothing."""
+        if cache.index is self:
+            bit = cache.bit
+            cache.leave()
+            del self._caches[bit], self._engines[bit]
+
+    def matches(self, prompt: Prompt) -> list[tuple[int, int]]:
+        """Returns [(mask of engines, bytes of the prompt that each of them has)], the most bytes first.
+
+        An engine may be in several masks, of which the first counts. An engine in no mask has nothing.
+        """
+        prefixes, holders = prompt.prefixes, self._holders
+        found: list[tuple[int, int]] = []
+        low = 0
+        # An engine with a prefix has the shorter ones: masks only shrink along the prompt.
+        while low < len(prefixes) and (mask := holders.get(prefixes[low], 0)):
+            end = bisect_left(prefixes, True, low, key=lambda prefix: holders.get(prefix, 0) != mask)
+            found.append((mask, prompt.bytes_of(end)))
+            low = end
+        found.reverse()
+        return found
+
+    def best(self, prompt: Prompt, without: Collection[Endpoint] = ()) -> tuple[Endpoint, int] | None:
+        """Returns an engine that has the longest beginning of the prompt, and the bytes of that beginning.
+
+        None: no engine has a prefix of the prompt. ``without``: engines that do not count. This is the
+        proposal "engine X has N bytes of this prompt" for a transfer between any two engines.
+        """
+        for mask, nbytes in self.matches(prompt):
+            while mask:
+                bit = mask & -mask
+                if (engine := self._engines[bit]) not in without:
+                    return engine, nbytes
+                mask ^= bit
+        return None
+
+    def took(self, bit: int, prefixes: Collection[int]) -> None:
+        """Notes prefixes that a cache has taken."""
+        holders = self._holders
+        for prefix in prefixes:
+            holders[prefix] = holders.get(prefix, 0) | bit
+        self._entries += len(prefixes)
+
+    def dropped(self, bit: int, prefixes: Collection[int]) -> None:
+        """Notes prefixes that a cache has dropped."""
+        holders = self._holders
+        for prefix in prefixes:
+            if mask := holders[prefix] & ~bit:
+                holders[prefix] = mask
+            else:
+                del holders[prefix]
+        self._entries -= len(prefixes)
+
+    def shrink(self) -> None:
+        """Shrinks the largest cache while there are too many prefixes."""
+        while self._entries > self._most:
+            largest = max(self._caches.values(), key=len)
+            largest.drop_oldest(self._entries - self._most)
 
 
 class PrefixCache:
@@ -27,15 +124,41 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
+        self.index: PrefixIndex | None = None
+        self.bit = 0
+        """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
-        # {prefix: whether an answer has confirmed that it was computed}, the least recently used first.
-        self._held: OrderedDict[int, bool] = OrderedDict()
-        self._taken = 0  # prefixes of its room that are taken by what this router does not know
+        # {prefix: its bytes behind the prefix before, negative until an answer confirms that it was
+        # computed}, the least recently used first.
+        self._held: OrderedDict[int, int] = OrderedDict()
+        self._bytes = 0  # of all prefixes
+        self._taken = 0  # bytes of its room that are taken by what this router does not know
         self._bytes_per_token = PRIOR_BYTES_PER_TOKEN
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def join(self, index: PrefixIndex, bit: int) -> None:
+        """Makes the index reflect this cache. For PrefixIndex.add()."""
+        self.index, self.bit = index, bit
+        index.took(bit, self._held)
+
+    def leave(self) -> None:
+        """Takes this cache out of its index. For PrefixIndex.remove()."""
+        if self.index is not None:
+            self.index.dropped(self.bit, self._held)
+        self.index, self.bit = None, 0
+
+    def clear(self) -> None:
+        """Forgets all prefixes: the engine has dropped them."""
+        if self.index is not None:
+            self.index.dropped(self.bit, self._held)
+        self._held.clear()
+        self._bytes = 0
 
     def cached(self, prompt: Prompt) -> int:
         """Returns how many bytes of the prompt the engine need not compute."""
-        return self._leading(prompt.prefixes) * PREFIX_BYTES
+        return prompt.bytes_of(self._leading(prompt.prefixes))
 
     def prompt_computed(self, prompt: Prompt, room: int | None = None) -> None:
         """Notes that the engine is sent the prompt, or its KV: later prompts find it there.
@@ -45,7 +168,7 @@ class PrefixCache:
         self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
         if prompt.tokens is not None:
             self._weigh(prompt, prompt.tokens)
-        self._use(prompt.prefixes, self._leading(prompt.prefixes), reported=False)
+        self._use(prompt, self._leading(prompt.prefixes), reported=False)
 
     def corrected(self, prompt: Prompt, cached: int, tokens: int) -> None:
         """Notes that the engine has computed the prompt, and had ``cached`` of its tokens before."""
@@ -53,37 +176,62 @@ class PrefixCache:
             return
         # A prefix that was sent and has no answer yet may be computed beside this prompt: it does not count
         # as missed.
-        reported = bisect_left(prompt.prefixes, True, key=lambda prefix: not self._held.get(prefix, False))
-        had = max(0, min(prompt.size * cached // tokens // PREFIX_BYTES, len(prompt.prefixes)))
-        if _CLEARLY * had < reported:
-            # The engine keeps less than is held here now, by the prefixes that it did not have.
-            keeps = len(self._held) - (reported - had)
-            self._taken = max(self._taken, self._whole_room() - keeps)
+        confirmed = bisect_left(prompt.prefixes, True, key=lambda prefix: self._held.get(prefix, 0) <= 0)
+        reported = prompt.bytes_of(confirmed)
+        had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
+        if _CLEARLY * had < reported and reported - had >= _BLOCK_BYTES:
+            # The engine keeps less than is held here now, by the bytes that it did not have.
+            self._taken = max(self._taken, self._whole_room() - (self._bytes - (reported - had)))
         elif had > _CLEARLY * reported:
             self._taken = max(0, self._taken - (had - reported))
         self._weigh(prompt, tokens)
         # By now the engine has all prefixes, whatever it had before.
-        self._use(prompt.prefixes, reported, reported=True)
+        self._use(prompt, confirmed, reported=True)
+
+    def drop_oldest(self, count: int) -> None:
+        """Forgets so many prefixes, the least recently used."""
+        gone = []
+        for _ in range(min(count, len(self._held))):
+            prefix, nbytes = self._held.popitem(last=False)
+            self._bytes -= abs(nbytes)
+            gone.append(prefix)
+        if self.index is not None:
+            self.index.dropped(self.bit, gone)
 
     def _leading(self, prefixes: Sequence[int]) -> int:
         """Returns how many of these prefixes the engine has."""
         return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
 
-    def _use(self, prefixes: Sequence[int], before: int, *, reported: bool) -> None:
+    def _use(self, prompt: Prompt, before: int, *, reported: bool) -> None:
         """Makes the prefixes the most recently used, the first one last.
 
         ``before``: number of prefixes whose mark stays as it is.
         """
-        for prefix in prefixes[before:]:
-            self._held[prefix] = reported
-        deque(map(self._held.move_to_end, reversed(prefixes)), maxlen=0)
+        prefixes, held, new = prompt.prefixes, self._held, []
+        last = prompt.bytes_of(before)
+        for number, prefix in enumerate(prefixes[before:], before + 1):
+            end = prompt.bytes_of(number)
+            if prefix not in held:
+                new.append(prefix)
+                self._bytes += end - last
+            held[prefix] = end - last if reported else last - end
+            last = end
+        if new and self.index is not None:
+            self.index.took(self.bit, new)
+        deque(map(held.move_to_end, reversed(prefixes)), maxlen=0)
         room = max(0, self._whole_room() - self._taken)
-        for _ in range(len(self._held) - room):
-            self._held.popitem(last=False)
+        gone = []
+        while self._bytes > room:
+            prefix, nbytes = held.popitem(last=False)
+            self._bytes -= abs(nbytes)
+            gone.append(prefix)
+        if self.index is not None:
+            self.index.dropped(self.bit, gone)
+            self.index.shrink()
 
     def _weigh(self, prompt: Prompt, tokens: int) -> None:
         self._bytes_per_token += (bytes_per_token(prompt, tokens) - self._bytes_per_token) / 8
 
     def _whole_room(self) -> int:
-        """Returns the engine's whole room, in prefixes."""
-        return int(self._room * self._bytes_per_token) // PREFIX_BYTES
+        """Returns the engine's whole room, in bytes of prompts."""
+        return int(self._room * self._bytes_per_token)

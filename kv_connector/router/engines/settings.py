@@ -7,6 +7,8 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
 
+PolicyName = Literal["cache_aware", "fewest_outstanding", "goodput"]
+
 
 @dataclass(frozen=True)
 class Objectives:
@@ -55,6 +57,8 @@ class Settings:
     require_prefill: bool = False
     """Requests get 503 while no prefill engine takes requests. Otherwise decode engines compute the prompts
     meanwhile."""
+    policy: PolicyName | None = None
+    """Policy that chooses engines; None: goodput with objectives, else cache_aware."""
     objectives: Objectives | None = None
     """Objectives by which requests are placed; None: a prefill engine computes every prompt."""
     rebalance: bool = False
@@ -74,6 +78,15 @@ class Settings:
         if self.objectives is not None and self.registration is None:
             raise ValueError(
                 "--ttft-ms and --tbt-ms need engines that register. Set --registration HOST:PORT"
+            )
+        if self.objectives is None and self.policy == "goodput":
+            raise ValueError(
+                "--policy goodput needs objectives. Set --ttft-ms and --tbt-ms, for example 400 and 15"
+            )
+        if self.objectives is not None and self.policy not in (None, "goodput"):
+            raise ValueError(
+                f"--policy {self.policy} does not use --ttft-ms and --tbt-ms. Remove them, or set --policy "
+                "goodput"
             )
         if not 0 < self.body_limit <= self.body_budget:
             raise ValueError("--body-budget must be at least --body-limit, and both must be more than 0")

@@ -54,13 +54,23 @@ class Workload:
         """Returns the seconds until the engine has computed its queue, if prompts have this cost."""
         return self.backlog.left() + self._others_left(cost)
 
+    def queued(self) -> int:
+        """Returns the tokens that the engine has still to compute, by this router's forecast and the engine's
+        latest report."""
+        return self.backlog.uncached + self._others_tokens(self.cost)
+
     def in_a_step(self, cost: Cost, chunk: int) -> int:
         """Returns the tokens of the engine's prompts in a step that takes at most ``chunk`` tokens of each.
 
         Other routers' tokens count in full, because the number of their prompts is not known.
         """
-        others = round(self._others_left(cost) / cost.token) if cost.token else self._others
-        return self.backlog.in_a_step(chunk) + others
+        return self.backlog.in_a_step(chunk) + self._others_tokens(cost)
+
+    def _others_tokens(self, cost: Cost | None) -> int:
+        """Returns the tokens of other routers' prompts that are left."""
+        if not self._others or cost is None or not cost.token:
+            return self._others
+        return round(self._others_left(cost) / cost.token)
 
     def _others_left(self, cost: Cost) -> float:
         """Returns the seconds for other routers' prompts that are left. The engine computes them

@@ -313,7 +313,7 @@ class _Answering:
                     self._metrics.answer_began(time.perf_counter() - started)
                     if answer.streaming:
                         await self._begin(answer.status, answer.content_type)
-                        await self._send(answer.chunks)
+                        await self._send(answer)
                     else:
                         await self._send_whole(answer)
             except Exception as error:
@@ -351,16 +351,24 @@ class _Answering:
     async def _send_whole(self, answer: Answer) -> None:
         """Sends the answer with its length: HTTP/1.0 has no chunks."""
         body = b"".join([chunk async for chunk in answer.chunks])
+        if answer.transcript is not None:
+            answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
         self.complete = True
         await self._request._send({"type": "http.response.body", "body": body})
 
-    async def _send(self, chunks: AsyncIterator[bytes]) -> None:
+    async def _send(self, answer: Answer) -> None:
         send = self._request._send
-        async for chunk in chunks:
+        keep = _drop if answer.transcript is None else answer.transcript.add
+        async for chunk in answer.chunks:
+            keep(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _drop(chunk: bytes) -> None:
+    pass
 
 
 def client_failure(error: Exception, request_id: str) -> Failure:

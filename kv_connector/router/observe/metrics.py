@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kv_connector.router.engines.members import Side
 from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
@@ -49,6 +50,20 @@ class Metrics:
         self._late = Counter(
             "kv_connector_router_late_forecasts",
             "Attempts whose first token was forecast to come later than the objective (--ttft-ms)",
+            registry=self.registry,
+        )
+        self._predicted_hits = Counter(
+            "kv_connector_router_predicted_hit_tokens",
+            "Prompt tokens that the router expected in the engine's prefix cache, by side. Counted once the "
+            "engine has reported its own number.",
+            ["side"],
+            registry=self.registry,
+        )
+        self._actual_hits = Counter(
+            "kv_connector_router_actual_hit_tokens",
+            "Prompt tokens that the engine reports as prefix-cache hits, by side. decode: of prompts that a "
+            "decode engine computed itself.",
+            ["side"],
             registry=self.registry,
         )
         self.early_tokens = Counter(
@@ -104,6 +119,11 @@ class Metrics:
         self._placements.labels("decode" if local else "prefill", reason).inc()
         if late:
             self._late.inc()
+
+    def hit(self, side: Side, predicted: int, actual: int) -> None:
+        """Counts the prefix-cache hits of a prompt, in tokens."""
+        self._predicted_hits.labels(side.value).inc(predicted)
+        self._actual_hits.labels(side.value).inc(actual)
 
     def requests_in_flight(self) -> int:
         return _total(self.in_flight)

@@ -27,8 +27,7 @@ from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
-from kv_connector.router.placement.policy import Placement, shared_weights, split
-from kv_connector.router.requests.answers import Computed
+from kv_connector.router.placement.policy import NO_PREFILL, Placement, shared_weights, split
 from kv_connector.router.requests.completion import Completion
 
 # A prompt that is late anyway is computed by a decode engine if that takes at most _LATE_STRETCH times as
@@ -54,13 +53,30 @@ class _Forecast(NamedTuple):
 class Goodput:
     """Places prompts by forecast. If no engine's speed is known, places them as FewestOutstanding does."""
 
-    def __init__(self, objectives: Objectives, pools: Mapping[Side, Pool]) -> None:
+    def __init__(
+        self, objectives: Objectives, pools: Mapping[Side, Pool], sizes: TokenSizes | None = None
+    ) -> None:
         self._objectives = objectives
         self._pools = pools
-        self._sizes = TokenSizes()
+        self._sizes = sizes or TokenSizes()
+
+    def alone(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
+    ) -> Placement:
+        return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), NO_PREFILL)
 
     def place(
-        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
     ) -> Placement:
         prompt = completion.prompt(path)
         if prompt.pictures:
@@ -92,23 +108,8 @@ class Goodput:
         reported = not local or completion.streamed
         work = Work(chosen.tokens, chosen.computing, chosen.cached, reported)
         late = chosen.seconds > self._objectives.ttft
-        return Placement(None if local else prefill.engine.endpoint, receiver, reason, work, prompt, late)
-
-    def sent(self, placement: Placement) -> None:
-        assert placement.prompt is not None
-        where = (Side.PREFILL, placement.prefill), (Side.DECODE, placement.decode)
-        for workload in {self._workload(*one) for one in where}:
-            if workload is not None:
-                room = None if workload.load is None else workload.load.cache_tokens
-                workload.cache.prompt_computed(placement.prompt, room)
-
-    def prompt_computed(self, placement: Placement, report: Computed) -> None:
-        workload = self._workload(Side.PREFILL, placement.prefill)
-        if placement.prompt is None or placement.prompt.pictures or workload is None or report.tokens is None:
-            return
-        self._sizes.learn(placement.prompt, report.tokens)
-        if report.cached is not None:
-            workload.cache.corrected(placement.prompt, report.cached, report.tokens)
+        place = None if local else prefill.engine.endpoint
+        return Placement(place, receiver, reason, work, prompt=prompt, tokens=tokens, late=late)
 
     def _compare(self, prefill: _Forecast, decode: _Forecast) -> tuple[bool, str]:
         """Returns whether the decode engine computes the prompt, and the reason."""
@@ -158,14 +159,11 @@ class Goodput:
                 between = max(between, wait + cost.seconds(tokens, 0, chunk))
         return _Forecast(engine, rest, cached, computing, wait + computing, between)
 
-    def _workload(self, side: Side, endpoint: Endpoint | None) -> Workload | None:
-        return None if endpoint is None else self._pools[side].workload(endpoint)
-
 
 def _cached(workload: Workload, prompt: Prompt, tokens: int) -> int:
     """Returns the prompt's tokens that the engine need not compute. It always computes the last token."""
     known = workload.cache.cached(prompt)
-    return min(tokens - 1, tokens * known // prompt.size) if known else 0
+    return min(tokens - 1, prompt.tokens_of(known, tokens)) if known else 0
 
 
 _seconds = operator.attrgetter("seconds")

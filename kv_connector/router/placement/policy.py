@@ -1,7 +1,7 @@
 """Policy: the choice of engines for a completion."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_connector.router.engines.backlog import Work
@@ -9,8 +9,21 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool, least
 from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.requests.answers import Computed
+from kv_connector.router.engines.workload import Workload
 from kv_connector.router.requests.completion import Completion
+
+# Reason of a placement without a prefill engine.
+NO_PREFILL = "no_prefill"
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The tokens of a prompt that an engine was expected to have cached."""
+
+    workload: Workload
+    tokens: int
+    of: int
+    """Tokens of the whole prompt, by the same forecast."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,13 @@ class Placement:
     work: Work | None = None
     """Forecast work of the prompt, for the engine that computes it; None: no forecast."""
     prompt: Prompt | None = None
-    """The prompt, if the policy wants to learn what happens to it."""
+    """The prompt; None: the policy has not looked at it."""
+    tokens: int = 0
+    """Forecast tokens of the prompt, for the load of the decode engine; 0: no forecast."""
+    decode_cached: int = 0
+    """Tokens of the prompt for which the decode engine was chosen."""
+    hits: dict[Side, Hits] = field(default_factory=dict, compare=False, repr=False)
+    """Expected hits of both engines, filled by CacheRecords.sent()."""
     late: bool = False
     """Whether the first token is forecast to come later than the objective."""
 
@@ -35,25 +54,30 @@ class Policy(Protocol):
     """
 
     def place(
-        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
     ) -> Placement:
         """Chooses among engines that take requests; NoEngine if there are none.
 
         ``avoid``: engines that are chosen only if no others take requests. ``model``: only engines that serve
-        it.
+        it. ``session``: key of the client's conversation (sessions.py).
         """
         ...
 
-    def sent(self, placement: Placement) -> None:
-        """Notes that the placement's engines have the request. Work that a decision need not wait for belongs
-        here.
-
-        Called only for a placement that has its prompt.
-        """
-        ...
-
-    def prompt_computed(self, placement: Placement, report: Computed) -> None:
-        """Takes a prefill engine's report on a prompt that it has computed."""
+    def alone(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
+    ) -> Placement:
+        """Chooses a decode engine that computes the prompt itself, because no prefill engine can. NoEngine if
+        there is none."""
         ...
 
 
@@ -65,15 +89,24 @@ class FewestOutstanding:
         self._pools = pools
 
     def place(
-        self, completion: Completion, path: str, avoid: Collection[Endpoint], model: str | None = None
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
     ) -> Placement:
         return split(self._pools, avoid, "fewest_outstanding", model)
 
-    def sent(self, placement: Placement) -> None:
-        pass
-
-    def prompt_computed(self, placement: Placement, report: Computed) -> None:
-        pass
+    def alone(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
+    ) -> Placement:
+        return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), NO_PREFILL)
 
 
 def split(

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from kv_connector.router.requests.transcript import Transcript
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -12,6 +14,8 @@ class Answer:
     status: int
     content_type: str
     chunks: AsyncIterator[bytes]
+    transcript: Transcript | None = None
+    """Gets the answer as the client gets it; None: the answer is not recorded."""
 
     @property
     def streaming(self) -> bool:

@@ -13,11 +13,15 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Lease, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.prompt import TokenSizes
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
+from kv_connector.router.placement.cache_aware import CacheAware
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
@@ -31,6 +35,8 @@ class Components:
     members: Members
     calls: Calls
     policy: Policy
+    index: PrefixIndex
+    caches: CacheRecords
     holds: PrefillHolds
     metrics: Metrics
     incidents: Incidents
@@ -49,6 +55,7 @@ class Components:
     ) -> Components:
         """Creates the parts for these settings."""
         pools = {side: Pool() for side in Side}
+        index, sizes = PrefixIndex(), TokenSizes()
         members = Members(
             pools,
             {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
@@ -56,15 +63,22 @@ class Components:
             suspect=settings.suspect,
             dead=settings.dead,
             needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
+            index=index,
         )
-        policy: Policy = FewestOutstanding(pools)
+        policy: Policy
         if settings.objectives is not None:
-            policy = Goodput(settings.objectives, pools)
+            policy = Goodput(settings.objectives, pools, sizes)
+        elif settings.policy == "fewest_outstanding":
+            policy = FewestOutstanding(pools)
+        else:
+            policy = CacheAware(pools, index, sizes)
         return cls(
             pools=pools,
             members=members,
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
+            index=index,
+            caches=CacheRecords(pools, sizes, metrics.hit),
             holds=PrefillHolds(pools, client, settings.patience),
             metrics=metrics,
             incidents=incidents,

@@ -89,7 +89,9 @@ class ConcurrentAttempt:
         prefill = pools[Side.PREFILL].lease(self._attempt.prefill, placement.work)
         self._prefill = self._prefill_lease.enter_context(prefill)
         self._ends.callback(self._decode_lease.close)
-        self._decode = self._decode_lease.enter_context(pools[Side.DECODE].lease(placement.decode))
+        self._decode = self._decode_lease.enter_context(
+            pools[Side.DECODE].lease(placement.decode, context=placement.tokens)
+        )
         self._late = self._late_reason()
 
     def start_prefill(self) -> None:
@@ -179,7 +181,7 @@ class ConcurrentAttempt:
         self._prefill_lease.close()
         if not task.cancelled() and task.exception() is None:
             self._call.running.cached = task.result().cached
-            self._parts.policy.prompt_computed(self._attempt.placement, task.result())
+            self._parts.caches.prompt_computed(self._attempt.placement, task.result())
 
     async def _first_byte(self) -> Answer:
         """Returns the decode engine's answer, unless the prefill engine fails before. In that case the decode

@@ -33,9 +33,11 @@ from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.policy import NO_PREFILL, Placement
+from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.transcript import Budget, Transcript
 from kv_connector.router.streams.attempt import Attempt, Components
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
@@ -69,6 +71,7 @@ class Dispatcher:
         self._settings = settings
         self.parts = Components.of(settings, client, metrics, incidents, spans)
         self._joined_by = time.monotonic() + settings.patience
+        self._transcripts = Budget()
         self.moves = Moves(self.parts.pools, self.parts.members, self.parts.calls, metrics, self._pair)
 
     @asynccontextmanager
@@ -84,7 +87,14 @@ class Dispatcher:
             stack, answer = await self._try(completion, request.call)
             stream = Stream(self.moves, request, stack, answer)
             ours.push_async_exit(stream.end)
-            yield stream.answer
+            echo = bool(completion.body.get("echo"))
+            transcript = Transcript(call.path, self._transcripts, echo=echo)
+            ours.callback(transcript.close)
+            yield replace(stream.answer, transcript=transcript)
+            # The client has the whole answer: else the block has raised.
+            placement, engine = request.call.running.placement, request.running.engine
+            if placement is not None and engine is not None:
+                self.parts.caches.answered(placement, engine, transcript.said())
 
     async def forward(
         self, method: str, path: str, body: Content, model: str | None, headers: Mapping[str, str]
@@ -188,21 +198,24 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
+        if placement.prompt is None:
+            placement = replace(placement, prompt=completion.prompt(call.path))
+        call.running.placement = placement
         self.parts.metrics.placed(
             local=placement.prefill is None, reason=placement.reason, late=placement.late
         )
-        if placement.prompt is not None:
-            asyncio.get_running_loop().call_later(_SENT_S, self.parts.policy.sent, placement)
+        asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
         if placement.prefill is None:
             pool = self.parts.pools[Side.DECODE]
-            decode = stack.enter_context(pool.lease(placement.decode, placement.work))
+            lease = pool.lease(placement.decode, placement.work, placement.tokens)
+            decode = stack.enter_context(lease)
             return await self._local(completion, call, placement.reason, decode, stack)
         # The decode engine requests the pages from one rank. If vLLM chooses the rank, the prefill engine's
         # answer must name it.
         unknown_rank = not completion.goes_to_named_rank and self.parts.members.has_ranks(Side.PREFILL)
         attempt = Attempt(completion, call, placement, placement.prefill)
         if self._settings.dispatch == "serial" or unknown_rank:
-            partner = functools.partial(self._lease_partner, stack, placement.prefill, call, avoid)
+            partner = functools.partial(self._lease_partner, stack, placement, call, avoid)
             return await answer_serially(self.parts, attempt, stack, partner)
         return await self._concurrent(attempt, stack, avoid, number)
 
@@ -212,14 +225,15 @@ class Dispatcher:
             # A router that has just started does not know yet which prefill engines exist.
             await self.parts.pools[Side.PREFILL].wait_usable(left, self._known(call))
 
+        session = session_of(call.headers, completion.body)
+
         def place() -> Placement:
-            model = self._known(call)
-            if self._no_prefill(model):
-                return Placement(None, self.parts.pools[Side.DECODE].fewest(avoid, model=model), "no_prefill")
-            return self.parts.policy.place(completion, call.path, avoid, model)
+            model, policy = self._known(call), self.parts.policy
+            choose = policy.alone if self._no_prefill(model) else policy.place
+            return choose(completion, call.path, avoid, model, session)
 
         placement = await self._wait_for_choice(place)
-        if placement.reason == "no_prefill":
+        if placement.reason == NO_PREFILL:
             self._note_lack(Side.PREFILL)
         return placement
 
@@ -248,14 +262,25 @@ class Dispatcher:
         return stack.enter_context(pool.lease(decode))
 
     async def _lease_partner(
-        self, stack: AsyncExitStack, prefill: Endpoint, call: Call, avoid: Collection[Endpoint]
+        self, stack: AsyncExitStack, placement: Placement, call: Call, avoid: Collection[Endpoint]
     ) -> Lease:
-        """Leases a decode engine that can load the pages of ``prefill``."""
+        """Leases a decode engine that can load the pages of the placement's prefill engine.
+
+        It is the placement's decode engine if that was chosen for its cache and still takes requests. Else
+        the engine with the fewest requests is chosen now.
+        """
         pool, prefills = self.parts.pools[Side.DECODE], self.parts.pools[Side.PREFILL]
-        decode = await self._wait_for_choice(
-            lambda: pool.partner(prefills, prefill, avoid, self._known(call))
-        )
-        return stack.enter_context(pool.lease(decode))
+        prefill, chosen = placement.prefill, placement.decode
+        assert prefill is not None
+
+        def choose() -> Endpoint:
+            alike = pool.weights(chosen) == prefills.weights(prefill)
+            if placement.decode_cached and alike and chosen not in avoid and pool.takes(chosen):
+                return chosen
+            return pool.partner(prefills, prefill, avoid, self._known(call))
+
+        decode = await self._wait_for_choice(choose)
+        return stack.enter_context(pool.lease(decode, context=placement.tokens))
 
     async def _wait_for_choice(self, choose: Callable[[], T]) -> T:
         """Returns the result of ``choose``. The chosen engines must be used before anything else is awaited.

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.events import END
 
 # As vLLM writes it. In a string, for example a generated text, the quotes would be escaped.
@@ -30,6 +31,8 @@ class Running:
         """Whether token ids are wanted, if the engine can give up the stream."""
         self.engine: Endpoint | None = None
         """The engine that has the request; None: no engine has it yet."""
+        self.placement: Placement | None = None
+        """The placement of the latest attempt; None: there is none, or the prompt was not placed."""
         self.begin(None)
 
     def begin(self, engine: Endpoint | None, *, parts: bool = False) -> bool:

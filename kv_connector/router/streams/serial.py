@@ -27,7 +27,7 @@ async def answer_serially(
     with prefilling as prefill, attempt.hold(parts.holds, prefill):
         body = completion.prefill_body(transfer_id, serial=True)
         computed = await parts.calls.prefill(prefill, body, call)
-    parts.policy.prompt_computed(attempt.placement, computed)
+    parts.caches.prompt_computed(attempt.placement, computed)
     params = computed.params
     if not params:
         # Without this error, the prompt would silently be computed twice.

@@ -29,7 +29,7 @@ run = partial(invoke, app)
 def test_help_names_the_commands() -> None:
     status, output = run("--help")
     assert status == 0
-    for command in ("bench", "config", "demo", "doctor", "router", "topology"):
+    for command in ("bench", "config", "demo", "doctor", "router", "topology", "verify"):
         assert command in output
 
 
@@ -58,6 +58,21 @@ def test_the_router_needs_both_sides() -> None:
         (["--ttft-ms", "nan", "--tbt-ms", "15"], "more than 0"),
         (["--ttft-ms", "soon", "--tbt-ms", "15"], "--ttft-ms"),
         (["--ttft-ms", "400", "--tbt-ms", "15"], "engines that register"),
+        (["--policy", "goodput"], "needs objectives"),
+        (["--policy", "round_robin"], "--policy"),
+        (
+            [
+                "--policy",
+                "cache_aware",
+                "--ttft-ms",
+                "400",
+                "--tbt-ms",
+                "15",
+                "--registration",
+                "127.0.0.1:1",
+            ],
+            "does not use --ttft-ms",
+        ),
     ],
 )
 def test_the_router_refuses_objectives_that_are_none(options: list[str], why: str) -> None:

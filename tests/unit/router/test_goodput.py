@@ -18,6 +18,7 @@ from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement
+from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import _prompt_tokens
@@ -48,7 +49,8 @@ class Router:
     def __init__(self, ttft: float = 400 * MS, tbt: float = 15 * MS) -> None:
         self.pools = {side: Pool() for side in Side}
         self.members = Members(self.pools, {side: [] for side in Side}, Incidents(), suspect=3.0, dead=5.0)
-        self.policy = Goodput(Objectives(ttft, tbt), self.pools)
+        self.caches = CacheRecords(self.pools)
+        self.policy = Goodput(Objectives(ttft, tbt), self.pools, self.caches.sizes)
 
     def join(self, role: Role, number: int, said: WorkloadReport | None, incarnation: str = "1") -> Endpoint:
         name = f"{role.value}-{number}"
@@ -67,7 +69,7 @@ class Router:
         ids = [first, *([7] * (tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True, **body}).encode()
         placement = self.policy.place(Completion.decode(raw), PATH, ())
-        self.policy.sent(placement)
+        self.caches.sent(placement)
         return placement
 
     def serve(self, tokens: int, **body: Any) -> Placement:
@@ -263,8 +265,8 @@ def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
         assert placement.prefill == prefill
         assert placement.work is not None
         assert placement.work.tokens <= tokens
-    router.policy.prompt_computed(first, Computed(tokens=6000, cached=0))
-    router.policy.prompt_computed(again, Computed(tokens=6000, cached=0))
+    router.caches.prompt_computed(first, Computed(tokens=6000, cached=0))
+    router.caches.prompt_computed(again, Computed(tokens=6000, cached=0))
     third = router.place(6000)
     assert third.work is not None
     assert third.work.tokens == 6000, "it does not keep such prompts"
@@ -334,8 +336,8 @@ def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
     chat = Completion.decode(json.dumps(body).encode())
     placement = router.policy.place(chat, "/v1/chat/completions", ())
     assert (placement.prefill, placement.reason, placement.work) == (prefill, "pictures", None)
-    router.policy.sent(placement)
-    router.policy.prompt_computed(placement, Computed(tokens=1000, cached=0))
+    router.caches.sent(placement)
+    router.caches.prompt_computed(placement, Computed(tokens=1000, cached=0))
     text = Completion.decode(json.dumps({"model": "m", "prompt": "x" * 3998}).encode())
     learned = router.policy.place(text, PATH, ())
     assert learned.work is not None

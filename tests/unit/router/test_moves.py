@@ -551,7 +551,7 @@ async def test_a_stream_stays_where_the_engine_that_is_chosen_for_it_goes(
 
     begun = Moves.__init__
     monkeypatch.setattr(Moves, "__init__", remembered)
-    async with site() as s:
+    async with site(policy="fewest_outstanding") as s:
         s.first.limits, s.second.limits = (8, LENGTH), (LENGTH, LENGTH)
         readings = []
         for number in range(12):

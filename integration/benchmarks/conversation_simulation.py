@@ -1,0 +1,397 @@
+"""Conversations without GPUs: the router's policies over a model of vLLM's steps and prefix caches.
+
+Each turn of a conversation repeats the turns before and their answers. The table shows what each policy lets
+the prefill engines compute, what moves to the decode engines, and how evenly both sides are used. The steps
+are those of goodput_simulation.py. A prefill engine has no answer in its cache: no engine lends a prefix.
+
+`thresholds CACHE, ABS, REL` is the rule of sglang-router and vllm-router, as their documentation describes
+it, for each side by itself:
+
+- If the engines' requests differ by more than ABS and by more than a factor of REL, the engine with the
+  fewest requests is chosen.
+- Else the engine with the longest match is chosen, if the match is more than CACHE of the prompt.
+- Else the engine to which the fewest characters were sent is chosen.
+
+`affinity` sends each turn to the engines of the turn before.
+"""
+# ruff: noqa: T201  (its output is a table)
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from goodput_simulation import LANDING_S, Clock, Engine, Request
+
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.messages import Message
+from kv_connector.router.engines.pool import Member, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement import cache_aware
+from kv_connector.router.placement.cache_aware import CacheAware
+from kv_connector.router.placement.policy import FewestOutstanding, Placement
+from kv_connector.router.placement.records import CacheRecords
+from kv_connector.router.requests.answers import Computed
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.transcript import Said
+
+PATH = "/v1/chat/completions"
+BLOCK = 16
+# Tokens that a template puts around a message, and behind the last one.
+AROUND, BEHIND = 4, 3
+# KV of a token in bytes, of the model with which the table of docs/decisions/012 was measured on CPUs.
+TOKEN_BYTES = 4096
+
+Tokens = list[str]
+
+
+@dataclass(frozen=True)
+class Workshape:
+    conversations: int
+    turns: int
+    shared: int
+    """Tokens of a system prompt that all conversations have; 0: none."""
+    first: int
+    """Tokens of the first question."""
+    more: int
+    """Tokens of each later question."""
+    answer: int
+    at_once: int
+    think: float
+    """Seconds between an answer and the next turn."""
+
+
+class Cache:
+    """An engine's prefix cache of whole blocks. It drops what was not used for longest."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def hit(self, tokens: Tokens) -> int:
+        """Returns the tokens at the beginning that need not be computed."""
+        found = 0
+        for key in _keys(tokens[: len(tokens) - 1]):
+            if key not in self._blocks:
+                break
+            found += BLOCK
+        return found
+
+    def add(self, tokens: Tokens) -> None:
+        for key in reversed(list(_keys(tokens))):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) * BLOCK > self._room:
+            self._blocks.popitem(last=False)
+
+
+def _keys(tokens: Tokens) -> Iterator[int]:
+    key = 0
+    for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        key = hash((key, *tokens[at : at + BLOCK]))
+        yield key
+
+
+@dataclass
+class Conversation:
+    number: int
+    rng: random.Random
+    messages: list[dict[str, str]] = field(default_factory=list)
+    new: int = 0
+    """Tokens that no turn before had."""
+
+    def say(self, role: str, count: int) -> str:
+        text = "".join(self.word() for _ in range(count))
+        self.messages.append({"role": role, "content": text})
+        self.new += count + AROUND
+        return text
+
+    def word(self) -> str:
+        """Returns a token: four characters."""
+        return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=4))
+
+    def tokens(self) -> Tokens:
+        found: Tokens = []
+        for message in self.messages:
+            text = message["content"]
+            found += [message["role"]] * AROUND
+            found += [text[at : at + 4] for at in range(0, len(text), 4)]
+        return found + ["assistant"] * BEHIND
+
+
+class Thresholds:
+    """The rule of sglang-router and vllm-router, for each side by itself."""
+
+    def __init__(self, pools: dict[Side, Pool], cache: float, most: int, times: float) -> None:
+        self.name = f"thresholds {cache:g}, {most}, {times:g}"
+        self._pools = pools
+        self._cache, self._most, self._times = cache, most, times
+        self._sent: dict[tuple[Side, Endpoint], list[str]] = {}
+        self._sizes: dict[tuple[Side, Endpoint], int] = {}
+
+    def place(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: None = None,
+        session: int | None = None,
+    ) -> Placement:
+        text = bytes(completion.body["messages"]).decode()
+        prefill, decode = (self._choose(side, text) for side in (Side.PREFILL, Side.DECODE))
+        return Placement(prefill, decode, "thresholds")
+
+    def _choose(self, side: Side, text: str) -> Endpoint:
+        members = self._pools[side].choices()
+        loads = [one.outstanding for one in members]
+
+        def match(one: Member) -> int:
+            sent = self._sent.get((side, one.endpoint), [])
+            return max((_common(text, other) for other in sent), default=0)
+
+        matches = {one.endpoint: match(one) for one in members}
+        if max(loads) - min(loads) > self._most and max(loads) > self._times * min(loads):
+            chosen = min(members, key=lambda one: one.outstanding).endpoint
+        else:
+            chosen = max(matches, key=matches.__getitem__)
+            if matches[chosen] <= self._cache * len(text):
+                chosen = min(matches, key=lambda one: self._sizes.get((side, one), 0))
+        key = side, chosen
+        self._sizes[key] = self._sizes.get(key, 0) + len(text) - matches[chosen]
+        self._sent.setdefault(key, []).append(text)
+        return chosen
+
+
+def _common(one: str, other: str) -> int:
+    """Returns the number of characters with which both texts begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+class Affinity:
+    """Each turn goes to the engines of the turn before; new conversations to the fewest requests."""
+
+    name = "affinity"
+
+    def __init__(self, pools: dict[Side, Pool]) -> None:
+        self._first = FewestOutstanding(pools)
+        self._places: dict[int | None, Placement] = {}
+
+    def place(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: None = None,
+        session: int | None = None,
+    ) -> Placement:
+        if session not in self._places:
+            self._places[session] = self._first.place(completion, path, avoid)
+        return self._places[session]
+
+
+class Fleet:
+    """Prefill and decode engines behind one policy."""
+
+    def __init__(self, make: Callable[[Fleet], Any], prefills: int, decodes: int, room: int) -> None:
+        self.clock = Clock()
+        self.pools = {side: Pool() for side in Side}
+        self.index = PrefixIndex()
+        self.predicted = self.actual = 0
+        self.caches = CacheRecords(self.pools, count=self._count)
+        self.engines: dict[Endpoint, Engine] = {}
+        self.kept: dict[Endpoint, Cache] = {}
+        self.computed: dict[Endpoint, int] = {}
+        self.generated: dict[Endpoint, int] = {}
+        self.moved = 0
+        self.firsts: list[float] = []
+        for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
+            for number in range(count):
+                endpoint = Endpoint.parse(f"http://{side.value}{number}:1")
+                workload = Workload(self.clock)
+                self.pools[side].set_usable(endpoint, True, workload)
+                self.index.add(workload.cache, endpoint)
+                self.engines[endpoint], self.kept[endpoint] = Engine(self.clock), Cache(room)
+                (self.computed if side is Side.PREFILL else self.generated)[endpoint] = 0
+        self.policy = make(self)
+
+    def _count(self, side: Side, predicted: int, actual: int) -> None:
+        self.predicted += predicted
+        self.actual += actual
+
+    def turn(self, one: Conversation, answer: int, then: Callable[[], None]) -> None:
+        """Serves a turn; ``then`` is called at its end."""
+        raw = json.dumps({"model": "m", "messages": one.messages, "stream": True}).encode()
+        completion = Completion.decode(raw)
+        placement = self.policy.place(completion, PATH, (), session=one.number)
+        if placement.prompt is None:
+            placement = Placement(placement.prefill, placement.decode, "", prompt=completion.prompt(PATH))
+        p, d, tokens = placement.prefill, placement.decode, one.tokens()
+        assert p is not None
+        self.caches.sent(placement)
+        prefill = self.pools[Side.PREFILL].acquire(p, placement.work)
+        decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens)
+        cached = self.kept[p].hit(tokens)
+        request = Request(len(tokens), answer, self.clock.now, cached)
+        self.computed[p] += len(tokens) - cached
+        self.moved += len(tokens) - self.kept[d].hit(tokens)
+
+        def first() -> None:
+            self.engines[p].leave(request)
+            self.firsts.append(self.clock.now - request.arrives)
+            self.kept[p].add(tokens)
+            prefill.release()
+            self.caches.prompt_computed(placement, Computed(tokens=len(tokens), cached=cached))
+            self.clock.after(LANDING_S, lambda: self.engines[d].add(request))
+
+        def end() -> None:
+            decode.release()
+            text = one.say("assistant", answer)
+            self.generated[d] += answer
+            self.kept[d].add(one.tokens()[:-BEHIND])
+            self.caches.answered(placement, d, Said(Message(role="assistant", content=text)))
+            then()
+
+        request.on_first, request.on_end = first, end
+        self.engines[p].add(request)
+
+    def run(self, shape: Workshape, seed: int) -> int:
+        """Serves all conversations; returns their new tokens."""
+        rng = random.Random(seed)
+        system = Conversation(-1, rng).say("system", shape.shared) if shape.shared else ""
+        waiting = iter(
+            [Conversation(number, random.Random(rng.random())) for number in range(shape.conversations)]
+        )
+        done: list[Conversation] = []
+
+        def begin() -> None:
+            if (one := next(waiting, None)) is None:
+                return
+            if system:
+                one.messages.append({"role": "system", "content": system})
+                one.new += shape.shared + AROUND
+            one.say("user", shape.first)
+            turns = itertools.count(1)
+
+            def over() -> None:
+                if next(turns) == shape.turns:
+                    done.append(one)
+                    begin()
+                else:
+                    one.say("user", shape.more)
+                    self.clock.after(shape.think, lambda: self.turn(one, answer(), over))
+
+            def answer() -> int:
+                return max(2, round(one.rng.gauss(shape.answer, shape.answer / 4)))
+
+            self.turn(one, answer(), over)
+
+        for number in range(shape.at_once):
+            self.clock.after(number * 0.01, begin)
+        self.clock.run()
+        assert len(done) == shape.conversations
+        return sum(one.new for one in done)
+
+
+def spread(counts: Collection[int]) -> float:
+    return max(counts) / max(1, min(counts))
+
+
+def policies() -> dict[str, Callable[[Fleet], Any]]:
+    return {
+        "fewest_outstanding": lambda fleet: FewestOutstanding(fleet.pools),
+        "thresholds 0.3, 64, 1.5": lambda fleet: Thresholds(fleet.pools, 0.3, 64, 1.5),
+        "thresholds 0.5, 32, 1.0001": lambda fleet: Thresholds(fleet.pools, 0.5, 32, 1.0001),
+        "affinity": lambda fleet: Affinity(fleet.pools),
+        "cache_aware": lambda fleet: CacheAware(fleet.pools, fleet.index, fleet.caches.sizes, fleet.clock),
+    }
+
+
+def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
+    """Returns the cells of one policy, as means over the seeds."""
+    runs = []
+    for seed in plan.seeds:
+        fleet = Fleet(policies()[name], plan.prefill, plan.decode, plan.room)
+        new = fleet.run(shape, seed)
+        runs.append(
+            (
+                sum(fleet.computed.values()) / new,
+                fleet.moved * TOKEN_BYTES / 1e6 / shape.conversations,
+                spread(fleet.computed.values()),
+                spread(fleet.generated.values()),
+                statistics.median(fleet.firsts) * 1e3,
+                statistics.quantiles(fleet.firsts, n=100)[-1] * 1e3,
+                100 * fleet.predicted / max(1, fleet.actual),
+            )
+        )
+    means = [statistics.fmean(column) for column in zip(*runs, strict=True)]
+    computed, moved, p, d, p50, p99, predicted = means
+    cells = [
+        f"{computed:.2f}",
+        f"{moved:.1f}",
+        f"{p:.2f}",
+        f"{d:.2f}",
+        f"{p50:.1f} / {p99:.1f}",
+        f"{predicted:.0f}",
+    ]
+    return [name, *cells]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    head = ["policy", "tokens computed per new token", "MB moved per conversation", "spread P", "spread D"]
+    head += ["first token, ms, p50 / p99", "predicted of actual hits, %"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=list(policies()), choices=list(policies()))
+    parser.add_argument("--conversations", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--shared", type=int, default=0, help="tokens of a system prompt that all have")
+    parser.add_argument("--first", type=int, default=440, help="tokens of the first question")
+    parser.add_argument("--more", type=int, default=124, help="tokens of each later question")
+    parser.add_argument("--answer", type=int, default=36, help="tokens of an answer, on average")
+    parser.add_argument("--at-once", type=int, default=4, help="conversations at a time")
+    parser.add_argument(
+        "--think", type=float, default=0.0, help="seconds between an answer and the next turn"
+    )
+    parser.add_argument("--prefill", type=int, default=2, help="prefill engines")
+    parser.add_argument("--decode", type=int, default=2, help="decode engines")
+    parser.add_argument("--room", type=int, default=1 << 20, help="tokens that a prefix cache has room for")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--recent", type=float, help="weight of the last minute's work (cache_aware._RECENT)")
+    parser.add_argument("--context", type=float, help="weight of a decode engine's contexts (_CONTEXT)")
+    plan = parser.parse_args()
+    for name, value in (("_RECENT", plan.recent), ("_CONTEXT", plan.context)):
+        if value is not None:
+            setattr(cache_aware, name, value)
+    shape = Workshape(
+        plan.conversations,
+        plan.turns,
+        plan.shared,
+        plan.first,
+        plan.more,
+        plan.answer,
+        plan.at_once,
+        plan.think,
+    )
+    print(table([line(name, shape, plan) for name in plan.policies]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Cost of a router's decision: time of cache-aware placement, and memory of the prefix index.
+
+Conversations fill the index: each has its engines on both sides, and all begin with one system prompt. The
+measured requests are next turns of random conversations. The last line is the cost of collecting an answer.
+"""
+# ruff: noqa: T201  (its output is a table)
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.prompt import Prompt
+from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement.cache_aware import CacheAware
+from kv_connector.router.placement.records import CacheRecords
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.transcript import Budget, Transcript
+
+PATH = "/v1/chat/completions"
+ROOM = 1 << 22  # tokens, so that no prefix is dropped
+
+
+def words(rng: random.Random, size: int) -> str:
+    text = "".join(rng.choices("abcdefghij klmnopqrst uvwxyz ", k=256))
+    return (text * (size // 256 + 1))[:size]
+
+
+def timed(calls: Sequence[Callable[[], object]]) -> str:
+    times = []
+    for call in calls:
+        began = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - began) * 1e6)
+    return f"{statistics.median(times):.0f} / {statistics.quantiles(times, n=100)[-1]:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", type=int, default=64, help="engines, half of them on each side")
+    parser.add_argument("--prefixes", type=int, default=100_000, help="prefixes in the index")
+    parser.add_argument("--size", type=int, default=25 << 10, help="bytes of a conversation")
+    parser.add_argument("--requests", type=int, default=1000)
+    plan = parser.parse_args()
+    rng = random.Random(1)
+    pools = {side: Pool() for side in Side}
+    index, caches = PrefixIndex(), CacheRecords(pools)
+    policy = CacheAware(pools, index, caches.sizes)
+    engines: dict[Side, list[Workload]] = {side: [] for side in Side}
+    for number in range(plan.engines):
+        side = list(Side)[number % 2]
+        endpoint, workload = Endpoint.parse(f"http://{side.value}{number}:1"), Workload()
+        pools[side].set_usable(endpoint, True, workload)
+        index.add(workload.cache, endpoint)
+        engines[side].append(workload)
+    system = {"role": "system", "content": words(rng, 4000)}
+
+    def body(number: int, *more: str) -> bytes:
+        chat = random.Random(number)
+        turns = [words(chat, 1500) for _ in range(max(1, (plan.size - 4000) // 1500))]
+        said = [{"role": ("user", "assistant")[at % 2], "content": t} for at, t in enumerate((*turns, *more))]
+        return json.dumps({"model": "m", "messages": [system, *said], "stream": True}).encode()
+
+    def prompt(number: int) -> Prompt:
+        return Completion.decode(body(number)).prompt(PATH)
+
+    each = len(prompt(0).prefixes)
+    count = plan.prefixes // each
+    gc.collect()
+    tracemalloc.start()
+    for number in range(count):
+        seen = prompt(number)
+        for side in Side:
+            rng.choice(engines[side]).cache.prompt_computed(seen, ROOM)
+    gc.collect()
+    nbytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    print(f"{plan.engines} engines, {count} conversations of {each} prefixes, {len(index)} entries")
+    print(f"memory: {nbytes / 1e6:.1f} MB, {nbytes / len(index):.0f} bytes for an entry")
+    turns = [Completion.decode(body(rng.randrange(count), words(rng, 800))) for _ in range(plan.requests)]
+    prompts = [turn.prompt(PATH) for turn in turns]
+    gc.disable()
+    print("us, p50 / p99")
+    print("hash the prompt:", timed([lambda turn=turn: turn.prompt(PATH) for turn in turns]))
+    print("look into the index:", timed([lambda one=one: index.matches(one) for one in prompts]))
+    placed = [lambda turn=turn: policy.place(turn, PATH, (), session=1) for turn in turns]
+    print("place, with the hash:", timed(placed))
+    print(f"transcript: {_transcript():.2f} us for an event of a chat")
+
+
+def _transcript() -> float:
+    """Returns the microseconds in which a transcript takes an event of a chat, at best of 5."""
+    choice = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}
+    head = {
+        "id": "chatcmpl-" + "0" * 32,
+        "object": "chat.completion.chunk",
+        "created": 1764400000,
+        "model": "m",
+    }
+    event = b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
+    times = []
+    for _ in range(5):
+        transcript = Transcript(PATH, Budget())
+        began = time.perf_counter()
+        for _ in range(10_000):
+            transcript.add(event)
+        times.append((time.perf_counter() - began) * 1e6 / 10_000)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

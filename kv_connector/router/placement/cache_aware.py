@@ -1,0 +1,262 @@
+"""CacheAware: a policy that weighs the tokens which an engine has cached against the work that it has.
+
+A prefill engine costs the tokens that it would compute, and those that it has still to compute for others. A
+decode engine costs the tokens that would move to it, and a part of the tokens that its streams read in each
+step. The cheapest engine of each side gets the request. Both sides also count the work of the last minute,
+so that new conversations spread over idle engines.
+
+The rule of sglang-router and vllm-router decides by thresholds instead. The longest match wins if it is at
+least 0.3 (or 0.5) of the prompt. If the engines' requests differ by more than 64 (or 32), the fewest requests
+win.
+docs/decisions/012-cache-aware-placement.md compares both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.pool import Member, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.prompt import Prompt, TokenSizes
+from kv_connector.router.placement.policy import NO_PREFILL, Placement
+from kv_connector.router.placement.sessions import Sessions
+from kv_connector.router.requests.completion import Completion
+
+# Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the
+# same speed, one after the other, so both delay the first token alike.
+_QUEUED = 1.0
+# Weight of a token in the contexts of a decode engine's streams against a token that moves to the engine. An
+# answer of 300 tokens (the chat preset of `bench conversations`) reads each context token 300 times more, at
+# 4,800 GB/s of an H200. A token moves at 4 GB/s where eight GPUs share a NIC of 400 Gb/s, at 2/3 of its rate.
+# 300 * 4 / 4,800 = 1/4. A faster network makes moves cheaper than this; the weight then spares the network.
+_CONTEXT = 1 / 4
+# Weight of a token of the last minute's work beyond that of the engine with the least. An engine with a hit
+# of H tokens is preferred until it has had H / _RECENT tokens more. See the sweep of
+# integration/benchmarks/conversation_simulation.py in docs/decisions/012-cache-aware-placement.md.
+_RECENT = 1 / 8
+# Half-life of this work, in seconds: about the time that a person takes between two turns.
+_HALF_LIFE_S = 60.0
+# A decode engine with _TIMES as many streams as another, and _MORE more, is not chosen by its cache. It
+# is stricter than the rule by which running streams move (balance.py), so a placement causes no move.
+_TIMES = 1.5
+_MORE = 4
+# Costs that differ by less are equal: a prefix has about as many tokens, and an H200 computes them in 6 ms.
+_TIE = 256
+
+# Sums are scaled down before they overflow.
+_LARGEST_SCALE = 1e100
+
+
+class RecentWork:
+    """The tokens that each engine of a side was given lately, with a half-life of _HALF_LIFE_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+        self._scale = 1.0  # of a token that is added now
+        # By member: the hash of an endpoint takes 0.6 us.
+        self._given: dict[Member, float] = {}
+
+    def excess(self, engines: Sequence[Member]) -> list[float]:
+        """Returns the tokens of each engine beyond those of the engine with the least.
+
+        An engine that is not known yet counts as the engine with the least: it has an empty cache, and should
+        get no more than its part.
+        """
+        scale = self._now()
+        given = self._given
+        found = [given.get(engine) for engine in engines]
+        least = min((tokens for tokens in found if tokens is not None), default=0.0)
+        if None in found:
+            known = [least if tokens is None else tokens for tokens in found]
+            if len(given) > 2 * len(engines) + 64:  # most are of engines long gone
+                given.clear()
+            given.update(zip(engines, known, strict=True))
+            found = [*known]
+        return [(tokens - least) / scale for tokens in found if tokens is not None]
+
+    def add(self, engine: Member, tokens: int) -> None:
+        scale = self._now()
+        self._given[engine] = self._given.get(engine, 0.0) + tokens * scale
+
+    def _now(self) -> float:
+        """Returns the scale of a token that is added now. Tokens are never reduced: newer ones weigh more."""
+        now = self._clock()
+        self._scale *= 2.0 ** min(100.0, (now - self._at) / _HALF_LIFE_S)
+        self._at = now
+        if self._scale > _LARGEST_SCALE:
+            self._given = {engine: given / self._scale for engine, given in self._given.items()}
+            self._scale = 1.0
+        return self._scale
+
+
+class CacheAware:
+    """Lets a prefill engine compute every prompt; chooses the engine with the lowest cost on each side."""
+
+    def __init__(
+        self,
+        pools: Mapping[Side, Pool],
+        index: PrefixIndex,
+        sizes: TokenSizes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pools = pools
+        self._index = index
+        self._sizes = sizes or TokenSizes()
+        self._sessions = Sessions()
+        self._recent = {side: RecentWork(clock) for side in Side}
+        self._typical = 0.0  # tokens of recent prompts, on average
+
+    def place(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
+    ) -> Placement:
+        prefills, decodes = (
+            self._pools[side].choices(avoid, model=model) for side in (Side.PREFILL, Side.DECODE)
+        )
+        # An engine cannot use pages that were computed with another weight version.
+        shared = {one.weights for one in prefills} & {one.weights for one in decodes}
+        request = self._look(completion, path, session)
+        if not shared:
+            return self._local(request, decodes, "other_weights")
+        decode = self._decode(request, [one for one in decodes if one.weights in shared])
+        prefill = self._prefill(request, [one for one in prefills if one.weights == decode.weights])
+        if decode.endpoint == prefill.endpoint:
+            others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
+            if not others:
+                return self._local(request, [decode], "one_engine")
+            decode = self._decode(request, others)
+        at_decode = request.cached(decode)
+        work = request.work(prefill, reported=True)
+        self._recent[Side.PREFILL].add(prefill, work.tokens)
+        self._given(request, prefill.endpoint, decode)
+        reason = "cached" if work.cached or at_decode else "least_work"
+        return Placement(
+            prefill.endpoint,
+            decode.endpoint,
+            reason,
+            work,
+            prompt=request.prompt,
+            tokens=request.tokens,
+            decode_cached=at_decode,
+        )
+
+    def alone(
+        self,
+        completion: Completion,
+        path: str,
+        avoid: Collection[Endpoint],
+        model: str | None = None,
+        session: int | None = None,
+    ) -> Placement:
+        decodes = self._pools[Side.DECODE].choices(avoid, model=model)
+        return self._local(self._look(completion, path, session), decodes, NO_PREFILL)
+
+    def _look(self, completion: Completion, path: str, session: int | None) -> _Request:
+        prompt = completion.prompt(path)
+        tokens = self._sizes.tokens(prompt)
+        self._typical += (tokens - self._typical) / 8
+        return _Request(prompt, tokens, self._index.matches(prompt), session, completion.streamed)
+
+    def _prefill(self, request: _Request, engines: Sequence[Member]) -> Member:
+        """Returns the cheapest prefill engine."""
+        hinted, _ = self._sessions.engines(request.session)
+        recent = self._recent[Side.PREFILL].excess(engines)
+        costs = [
+            request.tokens - request.cached(one) + _QUEUED * one.workload.queued() + _RECENT * more
+            for one, more in zip(engines, recent, strict=True)
+        ]
+        return _cheapest(engines, costs, hinted)
+
+    def _decode(self, request: _Request, engines: Sequence[Member], *, computes: bool = False) -> Member:
+        """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
+        _, hinted = self._sessions.engines(request.session)
+        streams = [_streams(one) for one in engines]
+        fewest = min(streams)
+        most = max(_TIMES * fewest, fewest + _MORE)
+        near = [(one, count) for one, count in zip(engines, streams, strict=True) if count <= most]
+        recent = self._recent[Side.DECODE].excess([one for one, _ in near])
+        costs = []
+        for (one, count), more in zip(near, recent, strict=True):
+            context = one.context + (count - one.outstanding) * self._typical
+            cost = request.tokens - request.cached(one) + _CONTEXT * context + _RECENT * more
+            costs.append(cost + _QUEUED * one.workload.queued() if computes else cost)
+        return _cheapest([one for one, _ in near], costs, hinted)
+
+    def _local(self, request: _Request, engines: Sequence[Member], reason: str) -> Placement:
+        """Places a prompt that a decode engine computes itself."""
+        decode = self._decode(request, engines, computes=True)
+        self._given(request, None, decode)
+        return Placement(
+            None,
+            decode.endpoint,
+            reason,
+            request.work(decode, reported=request.streamed),
+            prompt=request.prompt,
+            tokens=request.tokens,
+        )
+
+    def _given(self, request: _Request, prefill: Endpoint | None, decode: Member) -> None:
+        self._recent[Side.DECODE].add(decode, request.tokens)
+        self._sessions.placed(request.session, prefill, decode.endpoint)
+
+
+class _Request:
+    """A request, as far as it decides its place."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokens: int,
+        matches: Sequence[tuple[int, int]],
+        session: int | None,
+        streamed: bool,
+    ) -> None:
+        self.prompt = prompt
+        self.tokens = tokens
+        self.session = session
+        self.streamed = streamed
+        self._matches = [(mask, prompt.tokens_of(nbytes, tokens)) for mask, nbytes in matches]
+
+    def cached(self, engine: Member) -> int:
+        """Returns the tokens of the prompt that the engine has cached."""
+        bit = engine.workload.cache.bit
+        for mask, tokens in self._matches:
+            if mask & bit:
+                return tokens
+        return 0
+
+    def work(self, engine: Member, *, reported: bool) -> Work:
+        """Returns the work of the prompt, for the backlog of the engine that computes it."""
+        # An engine always computes the last token.
+        cached = min(self.cached(engine), self.tokens - 1)
+        cost, load, rest = engine.workload.cost, engine.workload.load, self.tokens - cached
+        seconds = 0.0
+        if cost is not None and load is not None:
+            seconds = cost.seconds(rest, cached, load.prompt_tokens)
+        return Work(rest, seconds, cached, reported)
+
+
+def _streams(engine: Member) -> int:
+    """Returns the streams of a decode engine, with those of other routers."""
+    load = engine.workload.load
+    return engine.outstanding if load is None else max(engine.outstanding, load.running)
+
+
+def _cheapest(engines: Sequence[Member], costs: Sequence[float], hinted: Endpoint | None) -> Member:
+    """Returns the engine with the lowest cost. ``hinted``: the engine to take if its cost is about equal."""
+    lowest = min(costs)
+    if hinted is not None:
+        for engine, cost in zip(engines, costs, strict=True):
+            if cost <= lowest + _TIE and engine.endpoint == hinted:
+                return engine
+    equal = [engine for engine, cost in zip(engines, costs, strict=True) if cost == lowest]
+    return min(equal, key=lambda engine: engine.outstanding)

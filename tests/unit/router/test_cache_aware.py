@@ -1,0 +1,388 @@
+"""CacheAware: the choice of engines by what they have cached and what they have to do."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_connector.control.membership import WorkloadReport
+from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.messages import Message
+from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement.cache_aware import CacheAware, RecentWork
+from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.records import CacheRecords
+from kv_connector.router.placement.sessions import Sessions, session_of
+from kv_connector.router.requests.answers import Computed
+from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.transcript import Said
+
+CHAT = "/v1/chat/completions"
+TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. "  # about 19 tokens
+LONG = TEXT * 100  # 1,925 tokens at 4 bytes each
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+class Fleet:
+    """The policy over engines p0, p1, ... and d0, d1, ..."""
+
+    def __init__(self, prefills: int = 2, decodes: int = 2) -> None:
+        self.now = 0.0
+        self.pools = {side: Pool() for side in Side}
+        self.index = PrefixIndex()
+        self.hits: list[tuple[Side, int, int]] = []
+        self.caches = CacheRecords(self.pools, count=lambda *hit: self.hits.append(hit))
+        self.policy = CacheAware(self.pools, self.index, self.caches.sizes, lambda: self.now)
+        for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
+            for number in range(count):
+                self.join(side, number)
+
+    def join(self, side: Side, number: int, **more: Any) -> Endpoint:
+        endpoint = self.engine(f"{side.value[0]}{number}")
+        workload = Workload(lambda: self.now)
+        self.pools[side].set_usable(endpoint, True, workload, **more)
+        self.index.add(workload.cache, endpoint)
+        return endpoint
+
+    def engine(self, name: str) -> Endpoint:
+        return Endpoint.parse(f"http://{name}:1")
+
+    def workload(self, name: str) -> Workload:
+        side = Side.PREFILL if name[0] == "p" else Side.DECODE
+        found = self.pools[side].workload(self.engine(name))
+        assert found is not None
+        return found
+
+    def place(
+        self, *messages: dict[str, Any], avoid: tuple[str, ...] = (), session: int | None = None, **body: Any
+    ) -> Placement:
+        raw = json.dumps({"model": "m", "messages": messages, "stream": True, **body}).encode()
+        away = [self.engine(name) for name in avoid]
+        placement = self.policy.place(Completion.decode(raw), CHAT, away, session=session)
+        self.caches.sent(placement)
+        return placement
+
+    def serve(self, *messages: dict[str, Any], **more: Any) -> Placement:
+        """Places a request and answers it, "Because."."""
+        placement = self.place(*messages, **more)
+        said = Said(Message(role="assistant", content="Because."))
+        self.caches.answered(placement, placement.decode, said)
+        return placement
+
+    def begin(self, *messages: dict[str, Any], **more: Any) -> tuple[Placement, list[Lease]]:
+        """Places a request and leases its engines."""
+        placement = self.place(*messages, **more)
+        leases = [self.pools[Side.DECODE].acquire(placement.decode, context=placement.tokens)]
+        if placement.prefill is not None:
+            leases.append(self.pools[Side.PREFILL].acquire(placement.prefill, placement.work))
+        return placement, leases
+
+
+def names(placement: Placement) -> tuple[str, str]:
+    prefill = "-" if placement.prefill is None else placement.prefill.control_host
+    return prefill, placement.decode.control_host
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_turns_of_a_conversation_stay_at_their_engines(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    other = fleet.serve(user("x" * 4000))
+    assert set(names(first)) & set(names(other)) == set(), "new conversations spread"
+    second = fleet.serve(user(LONG), assistant("Because."), user("Why?"))
+    assert names(second) == names(first)
+    assert second.reason == "cached"
+    assert first.reason == "least_work"
+    assert second.work is not None
+    assert second.work.tokens < 20
+    assert second.decode_cached > second.work.cached, "it has the answer, too"
+
+
+def test_work_of_a_prompt_is_what_the_prefill_engine_has_not_cached(fleet: Fleet) -> None:
+    fleet.serve(user(LONG))
+    again = fleet.place(user(LONG))
+    assert again.work is not None
+    assert (again.work.tokens, again.work.cached) == (1, again.tokens - 1), (
+        "the last token is always computed"
+    )
+
+
+def test_prompt_leaves_a_prefill_engine_whose_queue_is_longer_than_the_hit(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    hit = first.tokens
+    pool = fleet.pools[Side.PREFILL]
+    assert first.prefill is not None
+    with pool.lease(first.prefill, Work(hit - 400, 0.0)):
+        assert fleet.place(user(LONG)).prefill == first.prefill
+    with pool.lease(first.prefill, Work(hit + 400, 0.0)):
+        assert fleet.place(user(LONG)).prefill != first.prefill
+
+
+def test_prompt_leaves_a_prefill_engine_that_reports_other_routers_prompts(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    name = names(first)[0]
+    fleet.workload(name).hear(WorkloadReport(8192, 8192, 1 << 20, waiting=5000))
+    assert fleet.place(user(LONG)).prefill != first.prefill
+
+
+def test_request_leaves_a_decode_engine_with_far_more_context(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    pool = fleet.pools[Side.DECODE]
+    with pool.lease(first.decode, context=3 * first.tokens):
+        assert fleet.place(user(LONG)).decode == first.decode
+    with pool.lease(first.decode, context=6 * first.tokens):
+        assert fleet.place(user(LONG)).decode != first.decode
+
+
+def test_decode_engine_with_far_more_streams_is_not_chosen_for_its_cache(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    pool = fleet.pools[Side.DECODE]
+    for _ in range(4):
+        pool.acquire(first.decode)
+    assert fleet.place(user(LONG)).decode == first.decode
+    fleet.workload(names(first)[1]).hear(WorkloadReport(8192, 8192, 1 << 20, running=5))
+    assert fleet.place(user(LONG)).decode != first.decode, "streams of other routers count"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 4))
+def test_decode_engines_streams_stay_within_the_bound(asked: list[int], engines: int) -> None:
+    fleet = Fleet(decodes=engines)
+    for number in asked:
+        fleet.begin(user(LONG + str(number)))
+        counts = [one.outstanding for one in fleet.pools[Side.DECODE].choices()]
+        assert max(counts) <= max(1.5 * min(counts), min(counts) + 4) + 1
+
+
+def test_conversations_spread_although_all_begin_with_the_same_system_prompt(fleet: Fleet) -> None:
+    system = {"role": "system", "content": TEXT * 20}
+    places = Counter(names(fleet.serve(system, user(f"{number} " + TEXT * 10))) for number in range(40))
+    for side in (0, 1):
+        counts = Counter[str]()
+        for place, count in places.items():
+            counts[place[side]] += count
+        assert max(counts.values()) <= 1.5 * min(counts.values()), places
+
+
+def test_engine_that_has_joined_gets_its_part_and_no_more(fleet: Fleet) -> None:
+    conversations = [[user(f"{number} {LONG}")] for number in range(20)]
+    for _ in range(3):
+        for turns in conversations:
+            fleet.serve(*turns)
+            turns += [assistant("Because."), user("Why? " * 10)]
+    fleet.join(Side.PREFILL, 2)
+    moved = sum(names(fleet.serve(*turns))[0] == "p2" for turns in conversations)
+    assert moved == 0, "their prefixes are elsewhere"
+    new = Counter(names(fleet.serve(user(f"new {number} {LONG}")))[0] for number in range(30))
+    assert 8 <= new["p2"] <= 14
+
+
+def test_session_decides_between_equal_engines(fleet: Fleet) -> None:
+    first = fleet.serve(user("Hello"), session=1)
+    for number in range(6):
+        again = fleet.serve(user(f"{number} never seen"), session=1)
+        assert names(again) == names(first)
+    others = {names(fleet.serve(user(f"{number} nor this"), session=2 + number)) for number in range(6)}
+    assert names(first) not in others, "these engines have had less work"
+
+
+def test_session_never_overrides_load(fleet: Fleet) -> None:
+    first = fleet.serve(user("Hello"), session=1)
+    assert first.prefill is not None
+    prefills, decodes = (fleet.pools[side] for side in (Side.PREFILL, Side.DECODE))
+    with prefills.lease(first.prefill, Work(2000, 0.0)), decodes.lease(first.decode, context=8000):
+        again = fleet.place(user("Something else"), session=1)
+    assert set(names(again)) & set(names(first)) == set()
+
+
+def test_retry_avoids_the_engines_that_failed(fleet: Fleet) -> None:
+    first = fleet.serve(user(LONG))
+    again = fleet.place(user(LONG), avoid=names(first))
+    assert set(names(again)) & set(names(first)) == set()
+    assert fleet.place(user(LONG), avoid=("p0", "p1")).prefill == first.prefill, "no others take requests"
+
+
+def test_engines_of_a_placement_serve_the_same_weights() -> None:
+    fleet = Fleet(1, 1)
+    fleet.join(Side.PREFILL, 1, weights="v2")
+    fleet.join(Side.DECODE, 1, weights="v2")
+    seen = {names(fleet.serve(user(f"{number} {LONG}"))) for number in range(8)}
+    assert seen == {("p0", "d0"), ("p1", "d1")}
+    alone = Fleet(1, 0)
+    alone.join(Side.DECODE, 1, weights="v2")
+    placement = alone.place(user(LONG))
+    assert (names(placement), placement.reason) == (("-", "d1"), "other_weights")
+
+
+def test_engine_of_both_roles_never_prefills_for_itself() -> None:
+    fleet = Fleet(0, 0)
+    for number in range(2):
+        endpoint = fleet.engine(f"b{number}")
+        workload = Workload()
+        for side in Side:
+            fleet.pools[side].set_usable(endpoint, True, workload)
+        fleet.index.add(workload.cache, endpoint)
+        if number == 0:
+            alone = fleet.place(user(LONG))
+            assert (names(alone), alone.reason) == (("-", "b0"), "one_engine")
+    for number in range(6):
+        placement = fleet.serve(user(f"{number} {LONG}"))
+        assert {*names(placement)} == {"b0", "b1"}
+
+
+def test_policy_needs_engines_of_both_sides() -> None:
+    for engines in ((0, 1), (1, 0)):
+        with pytest.raises(NoEngine):
+            Fleet(*engines).place(user("Hello"))
+
+
+def test_prompt_without_prefill_engines_goes_where_its_prefix_is() -> None:
+    fleet = Fleet(0, 3)
+    raw = json.dumps({"model": "m", "messages": [user(LONG)], "stream": True}).encode()
+    places = []
+    for _ in range(3):
+        placement = fleet.policy.alone(Completion.decode(raw), CHAT, ())
+        fleet.caches.sent(placement)
+        places.append(names(placement))
+        assert placement.reason == "no_prefill"
+    assert len(set(places)) == 1
+    assert placement.work is not None
+    assert placement.work.tokens == 1
+
+
+def test_picture_brings_the_next_turn_to_the_same_engines(fleet: Fleet) -> None:
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    seen = {"role": "user", "content": [url, {"type": "text", "text": "What is it?"}]}
+    first = fleet.serve(seen)
+    assert first.tokens < 1100, "not 75,000"
+    fleet.serve(user("x" * 4000))
+    assert names(fleet.serve(seen, assistant("Because."), user("Sure?"))) == names(first)
+    fleet.caches.prompt_computed(first, Computed(tokens=30, cached=0))
+    assert fleet.place(user("x" * 3996)).tokens == pytest.approx(1000, abs=3), "nothing is learned of it"
+
+
+def test_other_adapters_and_tenants_share_no_prefix(fleet: Fleet) -> None:
+    fleet.serve(user(LONG))
+    for body in ({"model": "adapter"}, {"cache_salt": "tenant"}):
+        placement = fleet.place(user(LONG), **body)
+        assert placement.reason == "least_work"
+
+
+def test_records_count_predicted_and_actual_hits(fleet: Fleet) -> None:
+    first, second = fleet.serve(user(LONG)), fleet.serve(user(LONG))
+    fleet.caches.prompt_computed(first, Computed(tokens=2000, cached=0))
+    fleet.caches.prompt_computed(second, Computed(tokens=2000, cached=1984))
+    assert fleet.hits == [(Side.PREFILL, 0, 0), (Side.PREFILL, 2000, 1984)]
+    fleet.caches.prompt_computed(second, Computed(tokens=2000))
+    assert len(fleet.hits) == 2, "an engine that reports no hits is not counted"
+
+
+def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
+    fleet = Fleet(0, 1)
+    raw = json.dumps({"model": "m", "messages": [user(LONG)]}).encode()
+    for cached in (0, 1900):
+        placement = fleet.policy.alone(Completion.decode(raw), CHAT, ())
+        fleet.caches.sent(placement)
+        said = Said(Message(role="assistant", content="x"), prompt_tokens=2000, cached_tokens=cached)
+        fleet.caches.answered(placement, placement.decode, said)
+    assert fleet.hits == [(Side.DECODE, 0, 0), (Side.DECODE, 2000, 1900)]
+
+
+def test_records_take_no_cached_tokens_of_a_decode_engine_that_got_its_kv(fleet: Fleet) -> None:
+    placement = fleet.place(user(LONG))
+    said = Said(Message(role="assistant", content="x"), prompt_tokens=2000, cached_tokens=2000)
+    fleet.caches.answered(placement, placement.decode, said)
+    assert fleet.hits == []
+
+
+def test_records_forget_an_answer_of_an_engine_that_was_replaced(fleet: Fleet) -> None:
+    placement = fleet.place(user(LONG))
+    name = names(placement)[1]
+    fleet.index.remove(fleet.workload(name).cache)
+    fleet.pools[Side.DECODE].remove(placement.decode, lost=True)
+    fleet.join(Side.DECODE, int(name[1]))
+    fleet.caches.answered(placement, placement.decode, Said(Message(role="assistant", content="x")))
+    assert len(fleet.workload(name).cache) == 0
+
+
+def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
+    placement = fleet.place(user(LONG))
+    other = fleet.engine("d1" if names(placement)[1] == "d0" else "d0")
+    fleet.caches.answered(placement, other, Said(Message(role="assistant", content="Because.")))
+    assert placement.prompt is not None
+    longer = placement.prompt.followed_by(Message(role="assistant", content="Because."))
+    assert fleet.index.best(longer) == (other, longer.size)
+
+
+def test_prediction_becomes_smaller_when_a_prefill_engine_keeps_nothing() -> None:
+    fleet = Fleet(1, 1)
+    for number in range(8):
+        placement = fleet.serve(user(f"{number % 2} {LONG}"))
+        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
+    predicted = [tokens for _, tokens, _ in fleet.hits]
+    assert predicted[:2] == [0, 0]
+    assert predicted[-1] < 100
+
+
+def test_recent_work_halves_each_minute_and_never_overflows() -> None:
+    now = 0.0
+    recent = RecentWork(lambda: now)
+    a, b, c = (Member(Endpoint.parse(f"http://{name}:1"), Workload(), usable=True) for name in "abc")
+    assert recent.excess([a, b]) == [0, 0]
+    recent.add(a, 1000)
+    assert recent.excess([a, b]) == [1000, 0]
+    now = 60.0
+    assert recent.excess([a, b]) == pytest.approx([500, 0])
+    recent.add(b, 2000)
+    assert recent.excess([a, b]) == pytest.approx([0, 1500])
+    assert recent.excess([a, b, c]) == pytest.approx([0, 1500, 0]), "a new engine counts as the least"
+    for _ in range(100):
+        now += 3600.0
+        recent.add(a, 10)
+    assert recent.excess([a, b]) == pytest.approx([10, 0])
+
+
+def test_sessions_are_bounded_and_the_latest_stay() -> None:
+    sessions = Sessions(most=10)
+    p, d = Endpoint.parse("http://p:1"), Endpoint.parse("http://d:1")
+    for number in range(30):
+        sessions.placed(number, p, d)
+        sessions.placed(0, None, d)
+    assert len(sessions) == 10
+    assert sessions.engines(0) == (p, d), "a turn without a prefill engine leaves the one before"
+    assert sessions.engines(29) == (p, d)
+    assert sessions.engines(15) == sessions.engines(None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "like"),
+    [
+        ({"x-session-id": "a"}, {"user": "b"}, ({"x-session-id": "a"}, {"prompt_cache_key": "c"})),
+        ({}, {"prompt_cache_key": "a", "user": "b"}, ({}, {"prompt_cache_key": "a"})),
+        ({}, {"user": "b"}, ({"x-session-id": ""}, {"user": "b", "prompt_cache_key": 7})),
+    ],
+)
+def test_session_is_named_by_the_header_then_by_fields(
+    headers: dict[str, str], body: dict[str, Any], like: tuple[dict[str, str], dict[str, Any]]
+) -> None:
+    assert session_of(headers, body) == session_of(*like) is not None
+    assert session_of({}, {}) is None
+    assert session_of({}, {"user": "a"}) != session_of({}, {"prompt_cache_key": "a"})

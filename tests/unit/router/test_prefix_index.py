@@ -1,0 +1,205 @@
+"""The index of the prefixes that all engines have cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_connector.control.membership import Leave, Register
+from kv_connector.protocol.messages import Role
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.pool import Pool
+from kv_connector.router.engines.prefix_cache import PrefixCache, PrefixIndex
+from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
+
+# Tokens of a prefix, at the bytes per token that are assumed at first.
+TOKENS = PREFIX_BYTES // 4
+
+
+def prompt(pieces: Sequence[object]) -> Prompt:
+    prefixes = tuple(hash((*pieces[:length], "end")) for length in range(1, len(pieces) + 1))
+    return Prompt("m", len(pieces) * PREFIX_BYTES, None, prefixes)
+
+
+def engine(number: int) -> Endpoint:
+    return Endpoint.parse(f"http://h:{8000 + number}")
+
+
+def fleet(count: int, most: int = 1 << 19) -> tuple[PrefixIndex, list[PrefixCache]]:
+    index, caches = PrefixIndex(most), [PrefixCache() for _ in range(count)]
+    for number, cache in enumerate(caches):
+        index.add(cache, engine(number))
+    return index, caches
+
+
+def found(index: PrefixIndex, caches: Sequence[PrefixCache], seen: Prompt) -> list[int]:
+    """Returns the bytes that the index finds for each cache."""
+    matches = index.matches(seen)
+    return [next((nbytes for mask, nbytes in matches if mask & cache.bit), 0) for cache in caches]
+
+
+# Of few letters, so that many prompts begin alike.
+prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 4),
+        st.sampled_from(["sent", "sent", "hit", "missed", "clear", "leave"]),
+        prompts,
+        st.integers(0, 12),
+    ),
+    max_size=40,
+)
+
+
+@given(steps, prompts, st.integers(1, 30))
+def test_index_finds_what_each_cache_holds(
+    done: list[tuple[int, str, Prompt, int]], probe: Prompt, most: int
+) -> None:
+    index, caches = fleet(5, most)
+    for number, what, one, room in done:
+        cache = caches[number]
+        match what:
+            case "sent":
+                cache.prompt_computed(one, room * TOKENS)
+            case "hit" | "missed":
+                tokens = len(one.prefixes) * TOKENS
+                cache.corrected(one, tokens if what == "hit" else 0, tokens)
+            case "clear":
+                cache.clear()
+            case _:
+                index.remove(cache)
+                cache = caches[number] = PrefixCache()
+                index.add(cache, engine(number))
+        assert len(index) == sum(map(len, caches)) <= most
+        assert found(index, caches, probe) == [one.cached(probe) for one in caches]
+    best = index.best(probe)
+    longest = max(one.cached(probe) for one in caches)
+    assert (0 if best is None else best[1]) == longest
+    assert best is None or caches[int(best[0].url[-1])].cached(probe) == longest
+
+
+def test_index_finds_nothing_of_an_engine_that_was_removed() -> None:
+    index, (first, second) = fleet(2)
+    for cache in (first, second):
+        cache.prompt_computed(prompt("abc"))
+    index.remove(first)
+    index.remove(first)
+    assert index.best(prompt("abc")) == (engine(1), 3 * PREFIX_BYTES)
+    assert index.best(prompt("abc"), without=[engine(1)]) is None
+    assert len(index) == 3
+    index.remove(second)
+    assert len(index) == 0
+
+
+def test_index_takes_the_bit_of_a_removed_engine_for_the_next() -> None:
+    index, (first, second) = fleet(2)
+    first.prompt_computed(prompt("abc"))
+    bit = first.bit
+    index.remove(first)
+    third = PrefixCache()
+    third.prompt_computed(prompt("ab"))
+    index.add(third, engine(7))
+    assert (third.bit, second.bit) == (bit, 2)
+    assert index.best(prompt("abc")) == (engine(7), 2 * PREFIX_BYTES)
+
+
+def test_index_best_is_the_longest_beginning_that_another_engine_has() -> None:
+    index, (first, second, third) = fleet(3)
+    for cache, pieces in ((first, "abcd"), (second, "abc"), (third, "xyz")):
+        cache.prompt_computed(prompt(pieces))
+    assert index.best(prompt("abcde")) == (engine(0), 4 * PREFIX_BYTES)
+    assert index.best(prompt("abcde"), without=[engine(0)]) == (engine(1), 3 * PREFIX_BYTES)
+    assert index.best(prompt("q")) is None
+
+
+def test_index_that_is_full_shrinks_the_largest_cache() -> None:
+    _, (large, small) = fleet(2, most=10)
+    small.prompt_computed(prompt("ab"))
+    large.prompt_computed(prompt(range(20)))
+    assert (len(large), len(small)) == (8, 2)
+    assert large.cached(prompt(range(20))) == 8 * PREFIX_BYTES, "the beginning stays"
+
+
+def test_cache_takes_a_loss_of_less_than_a_block_for_none() -> None:
+    """Engines count hits in blocks, and always compute the last token."""
+    cache = PrefixCache()
+    short, other = (Prompt("m", 100, None, (hash(name),), ends=(100,)) for name in "ab")
+    for _ in range(3):
+        cache.prompt_computed(short)
+        cache.corrected(short, 0, 25)
+    cache.prompt_computed(prompt(range(50)))
+    cache.prompt_computed(other)
+    assert [cache.cached(one) for one in (short, other)] == [100, 100]
+
+
+class Fleet:
+    """Engines that register."""
+
+    def __init__(self, listed: Sequence[Endpoint] = ()) -> None:
+        pools = {side: Pool() for side in Side}
+        self.members = Members(
+            pools, {Side.PREFILL: [], Side.DECODE: listed}, Incidents(), suspect=3.0, dead=5.0
+        )
+        self.pools = pools
+        for one in listed:
+            self.members.answered(one)
+
+    def register(self, incarnation: str = "1", *, weights: str = "", asleep: bool = False) -> Endpoint:
+        address = ("http://h:8000", "h", 5600)
+        return self.members.register(
+            0.0, Register("d", incarnation, Role.DECODE, *address, asleep=asleep, weights=weights)
+        )
+
+    def send(self, endpoint: Endpoint) -> None:
+        workload = self.pools[Side.DECODE].workload(endpoint)
+        assert workload is not None
+        workload.cache.prompt_computed(prompt("abc"))
+
+    def has(self) -> bool:
+        return self.members.index.best(prompt("abc")) is not None
+
+
+def test_index_drops_an_engine_that_restarts_at_its_address() -> None:
+    fleet = Fleet()
+    fleet.send(fleet.register("1"))
+    fleet.register("1")
+    assert fleet.has(), "it has registered again"
+    fleet.register("2")
+    assert not fleet.has()
+    assert len(fleet.members.index) == 0
+
+
+@pytest.mark.parametrize("news", [{"weights": "v2"}, {"asleep": True}])
+def test_index_drops_the_prefixes_of_an_engine_with_other_weights_or_asleep(news: dict[str, bool]) -> None:
+    fleet = Fleet()
+    fleet.send(fleet.register())
+    fleet.register(**news)  # type: ignore[arg-type]
+    assert not fleet.has()
+
+
+def test_index_drops_an_engine_that_leaves_or_is_dead() -> None:
+    fleet = Fleet()
+    fleet.send(fleet.register())
+    fleet.members.leave(Leave("d", "1"))
+    assert not fleet.has()
+    fleet.send(fleet.register("2"))
+    fleet.members.tick(6.0)
+    fleet.members.tick(12.0)
+    assert not fleet.has()
+
+
+def test_index_drops_a_listed_engine_that_restarts_without_registering() -> None:
+    listed = engine(0)
+    fleet = Fleet([listed])
+    fleet.send(listed)
+    fleet.members.failed(listed, "its /health answers 500")
+    fleet.members.answered(listed)
+    assert fleet.has(), "the same process answers again"
+    fleet.members.failed(listed, "refused", gone=True)
+    fleet.members.answered(listed)
+    assert not fleet.has()
