@@ -61,14 +61,14 @@ test: prepared test-native test-simulation test-python ## all tests: native unde
 prepared:
 	@$(MAKE) --no-print-directory -j2 SANITIZED='nice -n 19' setup native-tsan
 
-# Its time is virtual: as slow as it may be, it finds the same.
+# Its time is virtual: as slow as it may be, it finds the same. So no limit ends a test that has little of the machine.
 test-simulation: setup ## a sample of `make campaign`
-	@$(PYTHON_ENV)/python -m pytest tests/simulation
+	@$(PYTHON_ENV)/python -m pytest -o faulthandler_exit_on_timeout=false tests/simulation
 
-# Real engines have the machine to themselves.
+# Real engines have the machine to themselves. The others start no engine, so a test of theirs that hangs ends sooner.
 SIDE_BY_SIDE := tests/unit tests/conformance tests/fuzz
 test-python: setup
-	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) $(SIDE_BY_SIDE)
+	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) -o faulthandler_timeout=240 $(SIDE_BY_SIDE)
 	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/simulation
 
 # name, sanitizers, compiler (where it is not the one of a release)

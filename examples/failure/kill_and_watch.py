@@ -8,6 +8,7 @@ from kv_connector.lab.clients import Clients
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import leave_on_signals
 
 
 def show(cluster: LocalCluster) -> None:
@@ -46,7 +47,7 @@ def show(cluster: LocalCluster) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
+    with leave_on_signals(), tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"))
         with LocalCluster(Path(directory), model) as cluster:
             show(cluster)

@@ -12,6 +12,7 @@ from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.completion import complete
 from kv_connector.lab.demonstration import Pushed
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import leave_on_signals
 
 PROMPTS, TOKENS = 4, 1500
 
@@ -68,7 +69,7 @@ def samples(url: str) -> list[Sample]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
+    with leave_on_signals(), tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"), layers=8)
         # A step has 512 tokens: a prompt of 1,500 is pushed while the rest of it is computed.
         with LocalCluster(Path(directory), model, EngineSettings(max_batched_tokens=512)) as cluster:

@@ -29,6 +29,7 @@ try:
     from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineSettings, LocalCluster
     from kv_connector.lab.free_ports import free_ports
     from kv_connector.lab.model import write_tokenizer
+    from kv_connector.lab.process import leave_on_signals
     from kv_connector.weights.pusher import WeightPusher
     from kv_connector.weights.sources import module_source
 except ImportError as error:
@@ -268,7 +269,7 @@ def main(picture: Path) -> None:
         plots.check(picture)
     except plots.PlotError as error:
         sys.exit(str(error))
-    with tempfile.TemporaryDirectory() as name:
+    with leave_on_signals(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
         with LocalCluster(directory, directory / "model") as cluster:

@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import leave_on_signals
 from kv_connector.lab.sglang_cluster import SglangCluster
 
 PROMPT = list(range(32, 127)) * 4
@@ -36,7 +37,7 @@ def generate(url: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
+    with leave_on_signals(), tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"))
         with SglangCluster(Path(directory), model) as cluster:
             main(cluster)

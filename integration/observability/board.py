@@ -269,6 +269,17 @@ ROWS = (
                 value="peers",
             ),
             Chart(
+                "Links out",
+                "Lost links of connected peers. The engine's LINK LOST line names the peer and the device.",
+                "short",
+                [
+                    Query(
+                        f"sum by (instance, engine, rank) (kv_connector_links_out{ENGINES})",
+                        "{{instance}} {{engine}} rank {{rank}}",
+                    )
+                ],
+            ),
+            Chart(
                 "Fences in progress",
                 "Ended sessions whose writes may still land. A fence takes only a moment.",
                 "short",

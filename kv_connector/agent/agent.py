@@ -26,13 +26,19 @@ from kv_connector.control.sockets import ControlPlane
 from kv_connector.control.timelines import boot_id
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, close_or_log
-from kv_connector.protocol.actions import Address, Ended, Reached, State
+from kv_connector.protocol.actions import Address, Ended, PrefixRequested, Reached, State
 from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import memory_problem
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import (
+    ComputedPages,
+    DecodeRequest,
+    GroupPages,
+    PrefillRequest,
+    PrefixRequest,
+)
 from kv_connector.protocol.sessions import Identity
 
 
@@ -321,6 +327,34 @@ class Agent:
         on the agent's thread."""
         self._effects.reached = reached
 
+    # --- Prefixes
+
+    def request_prefix(self, request: PrefixRequest) -> None:
+        """Requests the pages of a prompt's leading tokens from another engine. Rank 0 does so for all ranks,
+        and take_prefix_answers() returns the one answer there. After a good answer each rank calls reserve()
+        or release() with the same transfer id and lender."""
+        if self._config.rank == 0:
+            self._thread.submit(lambda now: self._effects.decode.borrowing.ask(now, request))
+
+    def withdraw_prefix(self, transfer_id: str) -> None:
+        """The answer to request_prefix() is not needed any more. It may have arrived already."""
+        self._thread.submit(lambda now: self._effects.decode.borrowing.withdraw(now, transfer_id))
+
+    def take_prefix_answers(self) -> dict[str, int]:
+        """The answers since the last call, by transfer id: the number of tokens that are lent, or 0."""
+        return self._ledger.take_prefix_answers()
+
+    def take_prefix_requests(self) -> list[PrefixRequested]:
+        """The questions of other engines since the last call. One rank gets each, and all ranks get the
+        scheduler's answer."""
+        return self._ledger.take_prefix_requests()
+
+    def answer_prefix(self, transfer_id: str, tokens: int, reason: str = "") -> None:
+        """Lends the first ``tokens`` tokens, or none. Before a good answer come expect() with a request that
+        is ``lent``, pages_computed() and request_finished(). The lending ends as a prompt does, in one
+        finished_sending report."""
+        self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, reason))
+
     # --- Both
 
     def take_reserved(self) -> set[str]:
@@ -369,7 +403,10 @@ class Agent:
 
     def stats(self) -> AgentStats:
         """Counters for metrics."""
-        return self._ledger.stats(self._effects.peers.peers(), self._control.malformed)
+        links = self._effects.link_watch
+        return self._ledger.stats(
+            self._effects.peers.peers(), self._control.malformed, links.lost, links.restored
+        )
 
     @property
     def turns(self) -> int | None:
@@ -395,6 +432,7 @@ class Agent:
             commands=commands,
             acting=self._thread.in_turn,
             peers=len(self._effects.peers),
+            links_out=self._effects.link_watch.out,
         )
 
     def unregister_memory(self) -> None:

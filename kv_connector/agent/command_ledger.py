@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.commands import (
+    AnswerPrefix,
     CacheCleared,
     Cancel,
     Command,
@@ -18,10 +19,11 @@ from kv_connector.agent.commands import (
     NewPages,
     Release,
     SetRanks,
+    WithdrawPrefix,
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class CommandLedger:
         # the scheduler expect the report.
         self._finished: set[str] = set()
         self._sent: set[str] = set()
-        self._failed_here: set[str] = set()
+        self._failed_here: dict[str, bool] = {}  # whether the load is stale, by request id
+        self._refused_prefixes: dict[str, int] = {}
 
     def execute(self, commands: Iterable[Command]) -> None:
         """Executes the commands in their order. Raises nothing."""
@@ -72,14 +75,20 @@ class CommandLedger:
         sent = self._sent & self._finished
         self._sent -= sent
         self._finished -= sent
-        failed_here, self._failed_here = self._failed_here, set()
+        failed_here, self._failed_here = self._failed_here, {}
         return Reports(
             finished_sending=sent,
-            finished_recving=reports.finished_recving | failed_here,
-            failed_recving=reports.failed_recving | failed_here,
-            stale=reports.stale,
+            finished_recving=reports.finished_recving | failed_here.keys(),
+            failed_recving=reports.failed_recving | failed_here.keys(),
+            stale=reports.stale | {request_id for request_id, stale in failed_here.items() if stale},
             sampled=reports.sampled,
         )
+
+    def take_prefix_answers(self) -> dict[str, int]:
+        """The answers to this engine's questions for prefixes since the last call, by transfer id: the number
+        of tokens that are lent, or 0."""
+        refused, self._refused_prefixes = self._refused_prefixes, {}
+        return self._agent.take_prefix_answers() | refused
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -99,9 +108,15 @@ class CommandLedger:
             case Release():
                 self._agent.release(command.transfer_id, command.engine)
             case FailLoad():
-                self._failed_here.add(command.request_id)
+                self._failed_here[command.request_id] = command.stale
             case CacheCleared():
                 self._agent.cache_cleared()
+            case PrefixRequest():
+                self._agent.request_prefix(command)
+            case WithdrawPrefix():
+                self._agent.withdraw_prefix(command.transfer_id)
+            case AnswerPrefix():
+                self._agent.answer_prefix(command.transfer_id, command.tokens, command.reason)
 
     def _give_up(self, command: Command) -> None:
         """Reports the request of a refused command, because the agent will not. The scheduler waits for a
@@ -110,4 +125,6 @@ class CommandLedger:
             case PrefillRequest() | FinishPrefill():
                 self._sent.add(command.request_id)
             case DecodeRequest():
-                self._failed_here.add(command.request_id)
+                self._failed_here[command.request_id] = command.engine.prefixes
+            case PrefixRequest():
+                self._refused_prefixes[command.transfer_id] = 0

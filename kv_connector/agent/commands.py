@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Rank
-from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, PrefixRequest
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class FailLoad:
     """D's scheduler could not build the reservation. The load is to be reported as failed."""
 
     request_id: str
+    stale: bool = False
+    """Whether it is the load of a prefix. The request then computes its prompt."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,38 @@ class CacheCleared:
     """All KV computed before is worthless, as after a change of weights. No prompt may mix old and new KV."""
 
 
+@dataclass(frozen=True)
+class WithdrawPrefix:
+    """The request of a prefix needs no answer any more."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True)
+class AnswerPrefix:
+    """The scheduler's answer to another engine: it holds the blocks of the first ``tokens`` tokens for this
+    transfer. 0: it lends nothing, for this reason.
+
+    Before a good answer come a PrefillRequest that is ``lent``, its NewPages and its FinishPrefill.
+    """
+
+    transfer_id: str
+    tokens: int
+    reason: str = ""
+
+
 Command = (
-    SetRanks | PrefillRequest | FinishPrefill | DecodeRequest | Cancel | Release | FailLoad | CacheCleared
+    SetRanks
+    | PrefillRequest
+    | FinishPrefill
+    | DecodeRequest
+    | Cancel
+    | Release
+    | FailLoad
+    | CacheCleared
+    | PrefixRequest
+    | WithdrawPrefix
+    | AnswerPrefix
 )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.engine import DomainConfig, EngineConfig, TransferError
+from kv_connector.engine import EngineConfig, TransferError
+from kv_connector.engine.placement import domains_of
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.layout import KvLayout
@@ -61,12 +62,7 @@ class MemoryRange:
 
 def open_engine(config: AgentConfig) -> TransferEngine:
     """Opens the transfer engine with the configured lanes. Raises AgentError."""
-    address = config.data_host or config.address.host
-    domains = tuple(
-        DomainConfig(provider=provider, address=address, device=device)
-        for provider in config.providers
-        for device in config.nics.get(provider) or ("",)
-    )
+    domains = domains_of(config.providers, config.data_host or config.address.host, config.nics)
     options = {} if config.spin_us is None else {"spin_us": config.spin_us}
     name = f"{config.engine_id}/{config.rank}"
     try:

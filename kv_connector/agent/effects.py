@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.ledger import Ledger, Timing
+from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import BURSTS, Target, Writes
-from kv_connector.engine import (
-    ErrorCode,
-    Event,
-    EventKind,
-    TransferError,
-)
+from kv_connector.engine import ErrorCode, Event, EventKind, TransferError
 from kv_connector.protocol.actions import (
     Accept,
     CancelWrites,
@@ -45,9 +41,12 @@ from kv_connector.protocol.actions import (
     OpenCounter,
     Outcome,
     PeerId,
+    PrefixAnswered,
+    PrefixRequested,
     Push,
     Reached,
     Reply,
+    RequestMessage,
     Seal,
     Send,
     SessionOver,
@@ -55,14 +54,18 @@ from kv_connector.protocol.actions import (
     Share,
     UnderWay,
 )
-from kv_connector.protocol.decode_machine import DecodeAction, DecodeMachine
+from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import KvLayout
+from kv_connector.protocol.legs import DecodeAction
 from kv_connector.protocol.messages import (
+    PREFIX_PROTOCOL_VERSION,
+    Borrow,
     Cancel,
     CancelAck,
     Fail,
     FailCode,
     Hello,
+    Lent,
     Locate,
     NakReason,
     Ping,
@@ -170,6 +173,7 @@ class Effects:
         self.gathered: int | None = None
         """Bytes up to which the pages of one step are sent only at its end, whichever of the known peers
         wants them. None: no peer has connected yet. Any thread may read it."""
+        self.link_watch = LinkWatch(engine)
         self._next_look = 0.0
         self._reported_slow: set[Share] = set()
 
@@ -231,6 +235,7 @@ class Effects:
         if now >= self._next_look:
             self._next_look = now + _SLOW_S / 2
             self._report_slow(now)
+            self._look_at_links()
 
     def under_way(self) -> list[UnderWay]:
         """All transfers that are not over. Any thread may call it."""
@@ -274,6 +279,8 @@ class Effects:
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
                 self._ledger.load_ended(request_id, failed, sampled, stale=stale)
+            case PrefixRequested() | PrefixAnswered():
+                self._ledger.prefix_news(action)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -352,12 +359,7 @@ class Effects:
                 logger.error("action %s failed: %s", type(action).__name__, reason)
         return []
 
-    def _deliver(
-        self,
-        now: float,
-        peer: PeerId,
-        message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping,
-    ) -> Sequence[Action]:
+    def _deliver(self, now: float, peer: PeerId, message: RequestMessage) -> Sequence[Action]:
         match message:
             case Reserve():
                 return self.prefill.reserve(now, peer, message)
@@ -365,6 +367,10 @@ class Effects:
                 return self.prefill.cancel(now, peer, message)
             case Release():
                 return self.prefill.release(now, peer, message)
+            case Borrow():
+                return self.prefill.borrow(now, peer, message)
+            case Lent():
+                return self.decode.borrowing.lent(now, peer, message)
             case Ping(_, waiting):
                 return self.prefill.waiting(now, peer, waiting)
             case Sampled():
@@ -394,7 +400,8 @@ class Effects:
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
             logger.info("decode peer %s: uses lane %s, passed over lane %s", action.name, link.lane, lane)
-        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, len(hello.regions))
+        prefixes, regions_of = hello.protocol == PREFIX_PROTOCOL_VERSION, len(hello.regions)
+        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, regions_of, prefixes=prefixes)
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
         link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))
@@ -448,10 +455,7 @@ class Effects:
                         error,
                     )
                 return []
-        return [
-            *self._engine_events(now),
-            *self._fenced(now, peer),
-        ]  # first the final events of its transfers
+        return [*self._engine_events(now), *self._fenced(now, peer)]  # first its transfers' final events
 
     def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
         self._over.append(peer)
@@ -533,7 +537,11 @@ class Effects:
 
     def _report_slow(self, now: float) -> None:
         """Logs one line for each transfer that takes long, once: its peer, lane and phase."""
-        slow = {Share(one.transfer_id, one.share): one for one in self.under_way() if _slow(now, one)}
+        slow = {
+            Share(one.transfer_id, one.share): one
+            for one in self.under_way()
+            if one.since is not None and now - one.since >= _SLOW_S
+        }
         for share in slow.keys() - self._reported_slow:
             one = slow[share]
             assert one.since is not None
@@ -549,6 +557,14 @@ class Effects:
                 self._progress(one),
             )
         self._reported_slow = set(slow)
+
+    def _look_at_links(self) -> None:
+        names = {
+            link.engine_peer: PeerName(link.name, link.lane)
+            for link in self._links.values()
+            if link.engine_peer is not None
+        }
+        self.link_watch.look(names)
 
     def _progress(self, one: UnderWay) -> str:
         try:
@@ -593,7 +609,3 @@ class Effects:
         sent = self._sent.pop(Share(ended.transfer_id, ended.share), None)
         opened, pages, nbytes = (ended.seconds, 0, 0) if sent is None else sent
         return Timing(ended.side, lane, ended.seconds, max(0.0, ended.seconds - opened), nbytes, pages)
-
-
-def _slow(now: float, one: UnderWay) -> bool:
-    return one.since is not None and now - one.since >= _SLOW_S

@@ -10,7 +10,8 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from kv_connector.protocol.actions import Ended, Outcome, Reached, State
+from kv_connector.protocol.actions import Ended, Outcome, PrefixAnswered, PrefixRequested, Reached, State
+from kv_connector.protocol.lending import MAX_QUESTIONS
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.sessions import PeerInfo
 
@@ -49,6 +50,8 @@ class AgentStats:
     received_seconds: float
     received_pages: int
     malformed_messages: int
+    links_lost: int  # links that broke while their peer had others
+    links_restored: int
     peers: tuple[PeerInfo, ...]
 
 
@@ -79,6 +82,7 @@ class LiveState:
     commands: int  # handed to the agent, not executed yet
     acting: bool  # the agent's thread is acting on events: a request's end may not be reported yet
     peers: int
+    links_out: int  # links to connected peers that are lost and not restored
 
     @property
     def idle(self) -> bool:
@@ -104,6 +108,10 @@ class Ledger:
         self._news = threading.Condition(self._lock)  # a report, or a reservation
         self._reports = Reports()
         self._reserved: set[str] = set()
+        # An engine that takes no step leaves the questions of borrowers here. Older ones have no answer in
+        # time.
+        self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
+        self._prefix_answers: dict[str, int] = {}
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
         self._disowned: set[str] = set()  # requests in flight whose end the adapter no longer wants
@@ -113,6 +121,25 @@ class Ledger:
         self._before_end = [0, 0, 0]
         self._received_pages = 0
         self._timings: deque[Timing] = deque(maxlen=_TIMINGS)
+
+    def prefix_news(self, news: PrefixRequested | PrefixAnswered) -> None:
+        with self._lock:
+            if isinstance(news, PrefixRequested):
+                self._prefix_requests.append(news)
+            else:
+                self._prefix_answers[news.transfer_id] = news.tokens
+            self._news.notify_all()
+
+    def take_prefix_requests(self) -> list[PrefixRequested]:
+        with self._lock:
+            requests = list(self._prefix_requests)
+            self._prefix_requests.clear()
+            return requests
+
+    def take_prefix_answers(self) -> dict[str, int]:
+        with self._lock:
+            answers, self._prefix_answers = self._prefix_answers, {}
+            return answers
 
     def sent(self, request_id: str) -> None:
         with self._lock:
@@ -227,7 +254,13 @@ class Ledger:
         """Blocks until there is something to take, at most ``timeout`` seconds."""
         with self._news:
             self._news.wait_for(
-                lambda: self._reserved or self._reports.finished_sending or self._reports.finished_recving,
+                lambda: (
+                    self._reserved
+                    or self._reports.finished_sending
+                    or self._reports.finished_recving
+                    or self._prefix_requests
+                    or self._prefix_answers
+                ),
                 timeout,
             )
 
@@ -238,7 +271,9 @@ class Ledger:
                 self._reached.pop(request_id, None)
             return reports
 
-    def stats(self, peers: tuple[PeerInfo, ...], malformed: int) -> AgentStats:
+    def stats(
+        self, peers: tuple[PeerInfo, ...], malformed: int, links_lost: int, links_restored: int
+    ) -> AgentStats:
         with self._lock:
             return AgentStats(
                 pages_pushed=self._pushed[0],
@@ -253,5 +288,7 @@ class Ledger:
                 received_seconds=self._seconds[Role.DECODE],
                 received_pages=self._received_pages,
                 malformed_messages=malformed,
+                links_lost=links_lost,
+                links_restored=links_restored,
                 peers=peers,
             )

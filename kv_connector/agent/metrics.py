@@ -30,6 +30,8 @@ COUNTERS = {
     "send_seconds": "Seconds from a reservation to the end of its transfer, summed over completed transfers",
     "receive_seconds": "Seconds from a reservation to its last page, summed over completed transfers",
     "malformed_messages": "Control messages rejected as malformed",
+    "links_lost": "Links to peers that broke while the peer had other links, which carry its pages since",
+    "links_restored": "Lost links that are up again",
 }
 
 # Gauges. The metric's name is kv_connector_<key>.
@@ -38,6 +40,7 @@ GAUGES = {
     "live_decode_requests": "Requests with an open transfer to this engine",
     "live_transfers": "Native transfers open in the transfer engine",
     "live_counter_sets": "Sets of immediate counters in use",
+    "links_out": "Lost links of connected peers that are not up again. The other links carry their pages",
     "authenticated": "1: only peers with the cluster key may connect. 0: any peer may connect",
 }
 
@@ -178,6 +181,8 @@ def _counters(stats: AgentStats) -> dict[str, int | float]:
         "send_seconds": stats.sent_seconds,
         "receive_seconds": stats.received_seconds,
         "malformed_messages": stats.malformed_messages,
+        "links_lost": stats.links_lost,
+        "links_restored": stats.links_restored,
     }
 
 
@@ -205,5 +210,6 @@ def _gauges(live: LiveState, authenticated: bool) -> dict[str, int]:
         "live_decode_requests": live.decode_requests,
         "live_transfers": live.engine_transfers,
         "live_counter_sets": live.counter_sets,
+        "links_out": live.links_out,
         "authenticated": int(authenticated),
     }

@@ -9,12 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kv_connector.engine import ArmedLayer, CounterSet, Event, Handshake, PagedWrite, TransferProgress
+from kv_connector.engine import (
+    ArmedLayer,
+    CounterSet,
+    EngineStats,
+    Event,
+    Handshake,
+    LostLink,
+    PagedWrite,
+    TransferProgress,
+)
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import AnyMessage
 
 
-class TransferPort(Protocol):
+class LinkPort(Protocol):
+    """The part of TransferEngine that shows lost links. Methods raise TransferError."""
+
+    def stats(self) -> EngineStats: ...
+
+    def lost_links(self) -> list[LostLink]: ...
+
+
+class TransferPort(LinkPort, Protocol):
     """The part of TransferEngine that the agent uses. Methods raise TransferError."""
 
     def offer(self, name: str, without: Sequence[str] = ()) -> Handshake: ...

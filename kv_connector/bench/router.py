@@ -21,7 +21,7 @@ from kv_connector.bench.machine import conditions
 from kv_connector.bench.records import append, percentile
 from kv_connector.bench.tables import print_conditions, print_table
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process, ProcessGroup
+from kv_connector.lab.process import Process, ProcessGroup, starting
 
 _HOST = "127.0.0.1"
 _PROMPT_TOKENS = 512
@@ -81,8 +81,9 @@ class Local(ProcessGroup):
 
     def _start(self, name: str, module: str, *arguments: str, port: int) -> None:
         command = [sys.executable, "-m", module, *arguments]
-        process = Process(name, command, environment={}, log=self._directory / f"{name}.log")
-        self._adopt(process, f"http://{_HOST}:{port}/health")
+        with starting():
+            process = Process(name, command, environment={}, log=self._directory / f"{name}.log")
+            self._adopt(process, f"http://{_HOST}:{port}/health")
 
 
 def run(plan: RouterPlan, console: Console) -> bool:

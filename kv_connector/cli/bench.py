@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_connector.cli.conversations import conversations
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.plot import Plot, check_plot
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kv_connector.bench.lane import Lane
 
 app = typer.Typer(invoke_without_command=True)
+app.command("conversations")(conversations)
 
 _Json = Annotated[
     Path | None,
@@ -98,6 +100,7 @@ def prefill_decode(
     from kv_connector.bench.pd.deployments import DEPLOYMENTS
     from kv_connector.bench.pd.run import PdPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
     check_plot(plot)
     names = _choose(deployments, [deployment.name for deployment in DEPLOYMENTS])
@@ -108,7 +111,8 @@ def prefill_decode(
         json=json,
         plot=plot,
     )
-    _end(run(plan, make_console(json)))
+    with leave_on_signals():
+        _end(run(plan, make_console(json)))
 
 
 @app.command("faults")
@@ -133,6 +137,7 @@ def compare_faults(
     """
     from kv_connector.bench.pd.faults import FAULTS, PAIRS, FaultPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
     pairs = _choose(deployments, [deployment.name for deployment in PAIRS])
     names = _choose(faults, [fault.name for fault in FAULTS])
@@ -141,7 +146,8 @@ def compare_faults(
         faults=tuple(fault for fault in FAULTS if fault.name in names),
         json=json,
     )
-    _end(run(plan, make_console(json)))
+    with leave_on_signals():
+        _end(run(plan, make_console(json)))
 
 
 _Providers = Annotated[
@@ -287,8 +293,10 @@ def share_of_the_router(
     """Measures the router's share of a time to first token, also with open status pages."""
     from kv_connector.bench.router import RouterPlan, run
     from kv_connector.bench.tables import make_console
+    from kv_connector.lab.process import leave_on_signals
 
-    _end(run(RouterPlan(rounds=rounds, requests=requests, json=json), make_console(json)))
+    with leave_on_signals():
+        _end(run(RouterPlan(rounds=rounds, requests=requests, json=json), make_console(json)))
 
 
 @app.command("moe")

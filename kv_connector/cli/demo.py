@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import shutil
-import signal
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -46,7 +45,7 @@ def demo(
     try:
         from kv_connector.lab.completion import CompletionError
         from kv_connector.lab.demonstration import demonstrate
-        from kv_connector.lab.process import StartError
+        from kv_connector.lab.process import StartError, leave_on_signals
         from kv_connector.lab.sites import sglang_site, vllm_site
     except ImportError as error:
         raise typer.BadParameter(f"{error}. Install it: pip install 'kv-connector[demo]'") from None
@@ -56,16 +55,14 @@ def demo(
     if provider is not None:
         _check(provider)
     check_plot(plot)
-    # The default handlers would end this process without ending the engines.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)  # a table in a file is not cut
     directory = Path(tempfile.mkdtemp(prefix="kv-connector-demo-"))
     try:
         start = sglang_site if engine is Framework.SGLANG else vllm_site
-        problems = demonstrate(console, directory, functools.partial(start, provider=provider), plot)
+        with leave_on_signals():
+            problems = demonstrate(console, directory, functools.partial(start, provider=provider), plot)
     except (StartError, CompletionError) as error:
         problems = [str(error)]
     except BaseException:
@@ -102,8 +99,3 @@ def _check(provider: str) -> None:
         )
     if not known[provider].usable:
         raise typer.BadParameter(f"{provider} is not usable here: {known[provider].reason}")
-
-
-def _exit(number: int, _: object) -> None:
-    """Leaves the cluster's block by an exception, which ends its processes."""
-    raise SystemExit(128 + number)

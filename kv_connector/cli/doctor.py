@@ -198,8 +198,15 @@ def lanes(required: Sequence[str]) -> Iterator[Finding]:
         yield Finding("engine", Verdict.FAIL, f"the native engine does not load: {error}")
         return
     found = providers()
+    # bounce opens without a GPU, because it also moves host memory. For GPU memory it needs what nvlink needs
+    # to open: a driver, and GPU kernels in this build.
+    no_gpu = next((reason for name, works, reason in found if name == "nvlink" and not works), "")
     for name, works, reason in found:
         missed = Verdict.FAIL if name in required else Verdict.NOTE
+        if name == "bounce" and works and no_gpu:
+            words = f"usable for host memory only. GPU memory needs what nvlink needs to open: {no_gpu}"
+            yield Finding(f"lane {name}", missed, words)
+            continue
         yield Finding(f"lane {name}", Verdict.OK if works else missed, reason or "usable")
     for name in required:
         if name not in [lane for lane, _, _ in found]:

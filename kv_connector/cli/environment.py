@@ -23,6 +23,7 @@ VARIABLES = {
 """Variables of kv-connector."""
 
 OTHERS = {
+    "OPENAI_API_KEY": "Bearer token that `kv-connector bench conversations` sends to its endpoints.",
     "VLLM_HOST_IP": (
         "vLLM's address of this host. With a cluster key and without `control_host`, the control sockets "
         "bind it."

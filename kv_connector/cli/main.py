@@ -14,6 +14,7 @@ from kv_connector.cli.keygen import keygen
 from kv_connector.cli.router import router
 from kv_connector.cli.topology import topology
 from kv_connector.cli.trace import trace
+from kv_connector.cli.verify.command import verify
 
 app = typer.Typer(name="kv-connector", no_args_is_help=True, pretty_exceptions_show_locals=False)
 app.command()(demo)
@@ -24,6 +25,7 @@ app.command()(keygen)
 app.command()(drain)
 app.command()(undrain)
 app.command()(trace)
+app.command()(verify)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(weights.app, name="weights")

@@ -260,6 +260,18 @@ class EngineStats:
     regions: int
 
 
+class LostLink(NamedTuple):
+    """A lost link of a connected peer: it broke while it was up and the peer had other links."""
+
+    peer: int
+    link: int  # index among the peer's links, the same on both sides
+    links: int  # number of the peer's links, up or not
+    domain: str  # this side's domain, as its provider describes it
+    times_lost: int  # since the peer connected
+    up: bool  # restored since
+    reason: str  # of the last loss
+
+
 class StepKind(Enum):
     """The actions of the transfer thread, for armed writes and counters only."""
 

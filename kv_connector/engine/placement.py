@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from kv_connector.engine import DomainConfig
 from kv_connector.engine.topology import (
     Gpu,
     Location,
@@ -224,13 +225,7 @@ def place(
     """
     machine = read_machine()
     gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
-    chosen = {
-        provider: nics or _nics(machine, gpu, provider) for provider in providers if provider in NIC_PROVIDERS
-    }
-    for provider, names in chosen.items():
-        logger.info(
-            "%s: uses NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
-        )
+    chosen = _chosen_nics(machine, gpu, providers, nics)
     if worker_cpu != "auto":
         return Placement(chosen, None, None if worker_cpu == "none" else worker_cpu)
     choice = _core(machine, gpu, _unbound_threads(device, compute_threads))
@@ -245,6 +240,26 @@ def place(
         return Placement(chosen, None, None)
     logger.info("transfer thread: pinned to core %d, %s", claim.core, choice.reason)
     return Placement(chosen, claim, claim.core)
+
+
+def place_nics(
+    device: Device, *, providers: Sequence[str], nics: tuple[str, ...]
+) -> Mapping[str, tuple[str, ...]]:
+    """Does what ``place`` does for ``nics``. Returns ``Placement.nics``."""
+    gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
+    return _chosen_nics(read_machine(), gpu, providers, nics)
+
+
+def domains_of(
+    providers: Sequence[str], address: str, nics: Mapping[str, tuple[str, ...]]
+) -> tuple[DomainConfig, ...]:
+    """The domains of a transfer engine: one for each NIC of a provider, or one if the provider has none in
+    ``nics``. ``address``: address that the listeners bind."""
+    return tuple(
+        DomainConfig(provider=provider, address=address, device=device)
+        for provider in providers
+        for device in nics.get(provider) or ("",)
+    )
 
 
 def cores_in_use(environment: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> CoresInUse:
@@ -280,6 +295,19 @@ def bound_by_environment(environment: Mapping[str, str]) -> frozenset[int] | Non
     except ValueError:
         return None
     return frozenset(cores)
+
+
+def _chosen_nics(
+    machine: Machine, gpu: str | None, providers: Sequence[str], nics: tuple[str, ...]
+) -> dict[str, tuple[str, ...]]:
+    chosen = {
+        provider: nics or _nics(machine, gpu, provider) for provider in providers if provider in NIC_PROVIDERS
+    }
+    for provider, names in chosen.items():
+        logger.info(
+            "%s: uses NICs %s for %s", provider, ", ".join(names) or "none", gpu or "memory of this node"
+        )
+    return chosen
 
 
 def _nics(machine: Machine, gpu: str | None, provider: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from kv_connector.engine import (
     EngineStats,
     Event,
     Handshake,
+    LostLink,
     MemoryRange,
     Message,
     PagedWrite,
@@ -503,6 +504,11 @@ class TransferEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(*self._native.stats())
+
+    def lost_links(self) -> list[LostLink]:
+        """The links that have been lost, of all connected peers. Losses of peers that are down or fenced are
+        forgotten. Blocks for one turn of the transfer thread."""
+        return [LostLink(*lost) for lost in self._native.lost_links()]
 
     def start_trace(self, steps: int) -> None:
         """Starts recording steps of the transfer thread for armed writes and counters. Costs nothing before

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import POLL_SECONDS, Process, ProcessGroup, StartError
+from kv_connector.lab.process import POLL_SECONDS, Process, ProcessGroup, StartError, starting
 from kv_connector.lab.served import Served
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -144,16 +144,17 @@ class LocalCluster(ProcessGroup):
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         command += self._tracing()
-        engine = Engine(
-            name,
-            command,
-            environment={**_environment(settings), "VLLM_HOST_IP": host, **self.environment},
-            log=self.directory / f"{name}.log",
-            port=port,
-            control_port=control_port,
-            host=host,
-        )
-        self._adopt(engine, f"{engine.url}/health")
+        with starting():
+            engine = Engine(
+                name,
+                command,
+                environment={**_environment(settings), "VLLM_HOST_IP": host, **self.environment},
+                log=self.directory / f"{name}.log",
+                port=port,
+                control_port=control_port,
+                host=host,
+            )
+            self._adopt(engine, f"{engine.url}/health")
         return engine
 
     def restart(self, engine: Engine) -> Engine:
@@ -162,16 +163,17 @@ class LocalCluster(ProcessGroup):
         Remaining processes of the old one are killed first.
         """
         engine.kill()
-        again = Engine(
-            engine.name,
-            engine.command,
-            environment=engine.environment,
-            log=engine.log,
-            port=engine.port,
-            control_port=engine.control_port,
-            host=engine.host,
-        )
-        self._adopt(again, f"{again.url}/health")
+        with starting():
+            again = Engine(
+                engine.name,
+                engine.command,
+                environment=engine.environment,
+                log=engine.log,
+                port=engine.port,
+                control_port=engine.control_port,
+                host=engine.host,
+            )
+            self._adopt(again, f"{again.url}/health")
         return again
 
     def start_router(
@@ -210,10 +212,11 @@ class LocalCluster(ProcessGroup):
         command += self._tracing()
         if registration is not None:
             command += ["--registration", f"{host}:{registration}"]
-        router = Process(name, command, environment=self.environment, log=self.directory / f"{name}.log")
         url = f"http://{host}:{port}"
+        with starting():
+            router = Process(name, command, environment=self.environment, log=self.directory / f"{name}.log")
+            self._adopt(router, f"{url}/health")
         self.routers[url] = router
-        self._adopt(router, f"{url}/health")
         return url
 
     def wait_joined(self, router: str, *engines: Engine, seconds: float = 30.0) -> None:

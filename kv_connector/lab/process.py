@@ -1,17 +1,19 @@
 """One child process with everything it starts: its log, its health, and an end that leaves nothing behind."""
 
+import contextlib
 import http.client
 import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 # An engine shuts its connector and its workers down in a second or two. Processes left after this are killed.
 STOP_SECONDS = 10.0
@@ -24,6 +26,56 @@ ANSWER_SECONDS = 5.0
 
 # Runs behind setpriv. If the parent died before setpriv requested the signal, the signal would never come.
 UNLESS_ORPHANED = '[ "$PPID" = "$0" ] && exec "$@"'
+
+
+# Their default actions end this process without its processes. A busy engine ignores the SIGTERM that it then
+# gets from the kernel.
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def leave_on_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP leave the block by SystemExit, so that process groups in the block end.
+
+    The exit status is 128 plus the signal. Does nothing outside of the main thread, which receives no signal.
+    """
+    with _handlers(_ENDING, _leave):
+        yield
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Delays SIGINT, SIGTERM and SIGHUP to the end of the block, in which a process is started and adopted.
+
+    On a busy machine a start takes a while. A signal in the middle would leave a process that no group knows.
+    """
+    came: list[int] = []
+    # A default action cannot wait.
+    handled = [number for number in (signal.SIGINT, *_ENDING) if callable(signal.getsignal(number))]
+    try:
+        with _handlers(handled, lambda number, _: came.append(number)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def _handlers(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Sets a handler for these signals in the block. Does nothing outside of the main thread."""
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class StartError(RuntimeError):
@@ -170,7 +222,7 @@ def stop(processes: Iterable[Process]) -> None:
 class ProcessGroup:
     """Processes that start side by side (start all, then call `wait_ready`) and end together.
 
-    They end when the `with` block is left in any way.
+    They end when the `with` block is left in any way. In a `leave_on_signals` block, SIGTERM leaves it too.
     """
 
     def __init__(self) -> None:
@@ -206,5 +258,6 @@ class ProcessGroup:
         stop([process])
 
     def _adopt(self, process: Process, health: str) -> None:
+        """Adds a process. Start and add it in one `with starting()` block."""
         self._processes.append(process)
         self._health[process] = health

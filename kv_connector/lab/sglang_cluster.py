@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import Process, ProcessGroup
+from kv_connector.lab.process import Process, ProcessGroup, starting
 from kv_connector.lab.served import Served
 
 Role = Literal["prefill", "decode"]
@@ -158,9 +158,10 @@ class SglangCluster(ProcessGroup):
         for server in decode:
             command += ["--decode", server.url]
         url = f"http://{HOST}:{port}"
-        router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
-        # The larger router is healthy before it has reached a server. Requests get a 503 until then.
-        self._adopt(router, f"{url}/{'health' if mini else 'readiness'}")
+        with starting():
+            router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
+            # The larger router is healthy before it has reached a server. Requests get a 503 until then.
+            self._adopt(router, f"{url}/{'health' if mini else 'readiness'}")
         return url
 
     def _start(
@@ -171,15 +172,16 @@ class SglangCluster(ProcessGroup):
         port: int,
         bootstrap_port: int | None,
     ) -> Server:
-        server = Server(
-            name,
-            command,
-            environment=environment,
-            log=self.directory / f"{name}.log",
-            port=port,
-            bootstrap_port=bootstrap_port,
-        )
-        self._adopt(server, f"{server.url}/health")
+        with starting():
+            server = Server(
+                name,
+                command,
+                environment=environment,
+                log=self.directory / f"{name}.log",
+                port=port,
+                bootstrap_port=bootstrap_port,
+            )
+            self._adopt(server, f"{server.url}/health")
         return server
 
 

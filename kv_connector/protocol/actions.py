@@ -11,13 +11,16 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kv_connector.protocol.content_key import ContentKey
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
     AnyMessage,
+    Borrow,
     Cancel,
     CancelAck,
     Fail,
     Hello,
+    Lent,
     Ping,
     Ranks,
     Release,
@@ -40,6 +43,9 @@ class Address:
 
     host: str
     port: int
+    prefixes: bool = False
+    """Whether this names the sessions for prefixes with that agent. They are apart from those for prompts,
+    because an older engine knows only the latter."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -251,6 +257,28 @@ class FinishedReceiving:
     stale: bool = False
 
 
+# --- Of prefixes
+
+
+@dataclass(frozen=True)
+class PrefixRequested:
+    """A borrower requests a prefix. The engine's scheduler looks it up, and answers with lend()."""
+
+    transfer_id: str
+    content: ContentKey
+    first_token: int  # the borrower has the tokens before this one
+    multiple: int  # the answer must be a multiple of these tokens
+
+
+@dataclass(frozen=True)
+class PrefixAnswered:
+    """The lender holds the pages of the first ``tokens`` tokens for this transfer. 0: the prompt is to be
+    computed."""
+
+    transfer_id: str
+    tokens: int
+
+
 # --- Of sessions
 
 # Names one control connection. The owner of the sockets assigns it. A connection that broke and came back has
@@ -361,9 +389,13 @@ class Distrust:
     reason: str
 
 
+RequestMessage = Reserve | Cancel | Release | Sampled | Fail | CancelAck | Borrow | Lent | Ping
+"""A message about requests, not about the session."""
+
+
 @dataclass(frozen=True)
 class Deliver:
     """Pass a message of a live session to the request machines."""
 
     peer: PeerId
-    message: Reserve | Cancel | Release | Sampled | Fail | CancelAck | Ping
+    message: RequestMessage

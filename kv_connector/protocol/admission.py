@@ -22,6 +22,15 @@ Each step builds only on the steps before it, so there is no circle. One share f
 enough: prompts that fill it at both engines wait for loads that fit at neither. A request larger than a
 share enters when no request of its kind holds blocks. Two such requests may still wait for each other
 until a deadline.
+
+A prefix that one engine lends to another adds no kind, and no wait for blocks of another engine:
+
+- A question holds no blocks.
+- The lender holds blocks of its cache until their pages have arrived, for seconds at most. It needs no
+  further block for that. If the blocks exceed its share, it refuses, and the borrower computes the prefix. A
+  lender that waited for room instead could wait for a borrower that waits for it.
+- The borrower's blocks wait for these pages alone. So the load of a prefix ends by itself, like a step that
+  computes it, and point 1 holds for its prompt. An early prompt is inside its gate from the load on.
 """
 
 from __future__ import annotations
@@ -37,6 +46,17 @@ def gates(role: Role, blocks: int) -> tuple[AdmissionGate, AdmissionGate]:
     if role is Role.BOTH:
         return AdmissionGate(blocks // 3), AdmissionGate(blocks // 3)
     return AdmissionGate(blocks // 2), AdmissionGate(None)
+
+
+# Blocks that an engine holds for borrowers are missing in its cache for seconds. An 8B model on an H200 has
+# room for 568,000 tokens (128 KiB each, 74 GB). A quarter of them is the longest prompt of agents, 142,000.
+_LENT_SHARE = 4
+
+
+def may_lend(held: int, blocks: int, total: int) -> bool:
+    """Whether an engine that holds ``held`` blocks for borrowers may hold ``blocks`` more, in a pool of this
+    many blocks."""
+    return held + blocks <= total // _LENT_SHARE
 
 
 Place = tuple[float | str, ...]

@@ -12,8 +12,10 @@ from kv_connector.protocol.actions import (
     Source,
 )
 from kv_connector.protocol.messages import (
+    PREFIX_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
+    Borrow,
     Cancel,
     Directory,
     Hello,
@@ -76,6 +78,7 @@ class Answering:
                     actions += self._sessions.drop(now, known.peer, "the engine dialled again")
         peer = self._sessions.add(now, name, Role.DECODE)
         peer.source, peer.engine, peer.incarnation, peer.hello = source, engine, hello.incarnation, hello
+        peer.prefixes = hello.protocol == PREFIX_PROTOCOL_VERSION
         self._sessions.by_source[source] = peer.peer
         self._sessions.callers[engine] = caller
         caller.sessions.add(peer.peer)
@@ -109,7 +112,7 @@ class Answering:
         if isinstance(message, Ping):
             actions: list[PeersAction] = [Reply(peer.source, Pong(message.sequence))]
             return [*actions, Deliver(peer.peer, message)] if message.waiting else actions
-        if isinstance(message, Reserve | Cancel | Release):
+        if isinstance(message, Reserve | Cancel | Release) or (isinstance(message, Borrow) and peer.prefixes):
             return [Deliver(peer.peer, message)]
         return self._sessions.violation(peer.last_seen, peer, message)
 
@@ -117,13 +120,14 @@ class Answering:
         us = self._sessions.identity
         if self._sessions.away:
             return NakReason.DRAINING, f"prefill engine {us.engine_id} {self._sessions.away}"
-        if us.role is Role.DECODE:
+        prefixes = hello.protocol == PREFIX_PROTOCOL_VERSION
+        if us.role is Role.DECODE and not prefixes:
             text = f"{us.engine_id} is a decode engine: give the router the address of a prefill engine"
             return NakReason.WRONG_ROLE, text
-        if hello.role is Role.PREFILL:
+        if hello.role is Role.PREFILL and not prefixes:
             text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
             return NakReason.WRONG_ROLE, text
-        if hello.protocol != PROTOCOL_VERSION:
+        if hello.protocol != PROTOCOL_VERSION and not prefixes:
             versions = f"prefill engine has {PROTOCOL_VERSION}, decode engine has {hello.protocol}"
             return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
         problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)

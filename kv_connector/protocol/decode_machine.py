@@ -39,8 +39,9 @@ from kv_connector.protocol.actions import (
     State,
     UnderWay,
 )
+from kv_connector.protocol.borrowing import Borrowing
 from kv_connector.protocol.layout import KvLayout, layout_problem
-from kv_connector.protocol.legs import Leg, LegPhase, Phase, Reception
+from kv_connector.protocol.legs import DecodeAction, Leg, LegPhase, Phase, Reception
 from kv_connector.protocol.messages import (
     MAX_REGIONS,
     Cancel,
@@ -61,10 +62,6 @@ from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import Draw, draws, scattered
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers
-
-DecodeAction = (
-    Send | Fence | Ended | Reached | Log | FindEngine | Dial | OpenCounter | CloseCounter | FinishedReceiving
-)
 
 # Seconds that a load waits for the abort of D's request after P's request was aborted. A client leaves both
 # engines. Their API servers notice it within milliseconds. D's workers notice it with D's next step, of 10 to
@@ -98,6 +95,8 @@ class DecodeMachine:
         self._timers: Timers[str] = Timers()
         self._next_attempt = 1
         self._weights = ""
+        self.borrowing = Borrowing(timeouts, self._engines, self._sessions, self._find)
+        """The questions that precede transfers of prefixes."""
 
     def __len__(self) -> int:
         """Number of transfers that are not over."""
@@ -108,14 +107,15 @@ class DecodeMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        return self._timers.next()
+        deadlines = self._timers.next(), self.borrowing.next_deadline()
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""
         found = []
         for transfer in list(self._transfers.values()):  # copied in one step, because other threads change it
             peer, phase = transfer.shown
-            request, since = transfer.request, transfer.deadline - self._timeouts.transfer
+            request, since = transfer.request, transfer.deadline - self._limit(transfer.request)
             ids = request.transfer_id, request.request_id
             found.append(UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since))
         return found
@@ -125,7 +125,7 @@ class DecodeMachine:
     def set_weights(self, version: str) -> None:
         """D serves this version from now on, and requests pages of it. The framework must cancel earlier
         requests."""
-        self._weights = version
+        self._weights = self.borrowing.weights = version
 
     def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
         """Sets all workers of this engine. This worker has number ``rank``. Without a call it is the only
@@ -136,7 +136,7 @@ class DecodeMachine:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
-        transfer = Reception(request, self._next_attempt, now + self._timeouts.transfer)
+        transfer = Reception(request, self._next_attempt, now + self._limit(request))
         # The number has 32 bits on the wire. By the time it repeats, the old attempt was fenced long ago.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
@@ -190,7 +190,7 @@ class DecodeMachine:
         engine = self._engines.setdefault(address, _Engine())  # queued requests look for it as well
         if engine.workers is not None:
             return []
-        where = [address, *(Address(rank.host, rank.port) for rank in ranks[1:])]
+        where = [address, *(Address(rank.host, rank.port, address.prefixes) for rank in ranks[1:])]
         try:
             if len(set(where)) < len(where):
                 raise Misfit("two of its workers listen at one address")
@@ -211,6 +211,7 @@ class DecodeMachine:
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)
         engine.releases.clear()
+        actions += self.borrowing.engine_found(now, address, engine.workers)
         for transfer in self._unstaged(address):
             actions += self._stage(now, transfer, engine.workers)
         return actions
@@ -218,7 +219,7 @@ class DecodeMachine:
     def engine_not_found(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
         """No engine answered at this address, it refused this engine, or its layout does not fit."""
         self._engines.pop(address, None)
-        actions: list[DecodeAction] = []
+        actions = self.borrowing.engine_not_found(now, address)
         for transfer in self._unstaged(address):
             actions += self._give_up(now, transfer, reason)
         return actions
@@ -227,6 +228,7 @@ class DecodeMachine:
         """A session with the worker at this address is up."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
+        actions += self.borrowing.peer_up(now, address, peer)
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
             actions += self._open(transfer)
@@ -236,7 +238,7 @@ class DecodeMachine:
         """No session will be made: the worker refused or did not answer."""
         self._releases.pop(address, None)
         self._forget(address)
-        actions: list[DecodeAction] = []
+        actions = self.borrowing.dial_failed(now, address)
         for transfer, _ in self._awaiting(address):
             actions += self._give_up(now, transfer, reason)
         return actions
@@ -246,7 +248,7 @@ class DecodeMachine:
         for address in [address for address, known in self._sessions.items() if known == peer]:
             del self._sessions[address]
             self._forget(address)
-        actions: list[DecodeAction] = []
+        actions = self.borrowing.peer_down(now, peer)
         for transfer in list(self._transfers.values()):
             leg = transfer.leg(peer)
             if leg is None or leg.phase in (LegPhase.FENCING, LegPhase.STOPPED):
@@ -336,10 +338,10 @@ class DecodeMachine:
             return self._will_not_say(now, transfer, leg)
         reason = f"{message.code.value}: {message.message}"
         # If the prompts differ, D's prompt is the right one, because the client gets D's answer.
-        other_prompt = message.code is FailCode.PROMPT_MISMATCH
+        other_prompt, prefix = message.code is FailCode.PROMPT_MISMATCH, transfer.request.engine.prefixes
         if other_prompt or message.code is FailCode.STALE:
             transfer.outcome = Outcome.STALE
-        elif message.code is FailCode.PREFILL_ABORTED and not transfer.failure:
+        elif message.code is FailCode.PREFILL_ABORTED and not (transfer.failure or prefix):
             transfer.outcome = Outcome.CANCELLED  # the client left P first
         if not message.quiesced:
             # The fence that follows must not replace the reason.
@@ -367,14 +369,15 @@ class DecodeMachine:
 
     def tick(self, now: float) -> list[DecodeAction]:
         """Acts on every deadline that has passed."""
-        actions: list[DecodeAction] = []
+        actions = self.borrowing.tick(now)
         while (request_id := self._timers.pop_due(now)) is not None:
             transfer = self._transfers[request_id]
             if transfer.phase is Phase.LINGERING:
                 actions += self._end_stopped(now, transfer)
                 continue
             if not transfer.stopping:
-                actions += self._give_up(now, transfer, f"not complete within {self._timeouts.transfer:g} s")
+                limit = self._limit(transfer.request)
+                actions += self._give_up(now, transfer, f"not complete within {limit:g} s")
                 continue
             transfer_id = transfer.request.transfer_id
             text = f"no CANCEL_ACK for transfer {transfer_id} within {self._timeouts.cancel:g} s"
@@ -386,7 +389,7 @@ class DecodeMachine:
 
     def close(self, now: float) -> list[DecodeAction]:
         """Shuts down: every transfer is cancelled, and fails, because pages are missing."""
-        actions: list[DecodeAction] = []
+        actions = self.borrowing.close(now)
         for transfer in list(self._transfers.values()):
             if transfer.phase is Phase.LINGERING:
                 actions += self._end_stopped(now, transfer)
@@ -401,6 +404,9 @@ class DecodeMachine:
         if length != PROMPT_HASH_BYTES:
             return f"the prompt hash has {length} bytes instead of {PROMPT_HASH_BYTES}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
+
+    def _limit(self, request: DecodeRequest) -> float:
+        return self._timeouts.borrow if request.engine.prefixes else self._timeouts.transfer
 
     def _wants_pages(self, request: DecodeRequest) -> bool:
         """Whether the request wants pages, and not only the token that P sampled."""
@@ -576,7 +582,7 @@ class DecodeMachine:
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         failed = not aborted and outcome is not Outcome.COMPLETED
-        stale = outcome is Outcome.STALE
+        stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)
         token = None if transfer.said is None else transfer.said.token
         report = FinishedReceiving(request.request_id, failed, token, stale)
         last: list[DecodeAction] = [ended, _report_status(request, state, reason), report]

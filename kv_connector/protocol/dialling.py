@@ -23,6 +23,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
+    PREFIX_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     Bye,
@@ -32,6 +33,7 @@ from kv_connector.protocol.messages import (
     Hello,
     HelloAck,
     HelloNak,
+    Lent,
     Locate,
     Pong,
     Role,
@@ -61,6 +63,7 @@ class Dialling:
             return [EngineNotFound(engine, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(engine), Role.PREFILL)
         peer.address = peer.of = engine
+        peer.prefixes = engine.prefixes
         peer.finding = True
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.finding[engine] = peer.peer
@@ -68,7 +71,7 @@ class Dialling:
 
     def connected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
         peer, us = self._sessions.peers[peer_id], self._sessions.identity
-        peer.hello = Locate(us.engine_id, us.role, us.rank, PROTOCOL_VERSION, us.fingerprint)
+        peer.hello = Locate(us.engine_id, us.role, us.rank, _version(peer), us.fingerprint)
         return self._introduce(now, peer, source)
 
     def dial(
@@ -87,6 +90,7 @@ class Dialling:
             return [DialFailed(address, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(address), Role.PREFILL)
         peer.address, peer.of, peer.wants, peer.layout = address, engine, wants, layout
+        peer.prefixes = address.prefixes
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -99,7 +103,7 @@ class Dialling:
             incarnation=us.incarnation,
             role=us.role,
             rank=us.rank,
-            protocol=PROTOCOL_VERSION,
+            protocol=_version(peer),
             fingerprint=us.fingerprint,
             layout=us.layout,
             wants=peer.wants,
@@ -122,7 +126,7 @@ class Dialling:
         self._sessions.timers.clear(peer_id)
         again = self._sessions.add(now, str(peer.address), Role.PREFILL)
         again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
-        again.without = (*peer.without, lane)
+        again.prefixes, again.without = peer.prefixes, (*peer.without, lane)
         again.give_up = peer.give_up
         self._sessions.by_address[peer.address] = again.peer
         text = f"prefill peer {peer.name}: lane {lane} is passed over: {reason}"
@@ -186,7 +190,7 @@ class Dialling:
             return []  # the answer to a repeated HELLO
         if peer.state is PeerState.CONNECTING:
             return []
-        if isinstance(message, Sampled | Fail | CancelAck):
+        if isinstance(message, Sampled | Fail | CancelAck) or (isinstance(message, Lent) and peer.prefixes):
             return [Deliver(peer.peer, message)]
         if isinstance(message, Pong):
             return []
@@ -224,3 +228,7 @@ class Dialling:
         reason = f"{message.reason.value}: {message.message}"
         log = self._sessions.log_nak(logging.ERROR, "from", str(peer.address), reason)
         return [*log, *self._sessions.forget(peer, f"{peer.address} refused: {reason}")]
+
+
+def _version(peer: Peer) -> int:
+    return PREFIX_PROTOCOL_VERSION if peer.prefixes else PROTOCOL_VERSION

@@ -30,10 +30,40 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kv_connector.protocol.actions import Address, Outcome, PeerId
+from kv_connector.protocol.actions import (
+    Address,
+    CloseCounter,
+    Dial,
+    Ended,
+    Fence,
+    FindEngine,
+    FinishedReceiving,
+    Log,
+    OpenCounter,
+    Outcome,
+    PeerId,
+    PrefixAnswered,
+    Reached,
+    Send,
+)
 from kv_connector.protocol.messages import Sampled
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.sources import Draw
+
+DecodeAction = (
+    Send
+    | Fence
+    | Ended
+    | Reached
+    | Log
+    | FindEngine
+    | Dial
+    | OpenCounter
+    | CloseCounter
+    | FinishedReceiving
+    | PrefixAnswered
+)
+"""The actions of the decode machine."""
 
 
 class LegPhase(enum.Enum):

@@ -12,6 +12,10 @@ completion message: D counts the pages that have landed.
 A session is one connection with one HELLO. A message over another connection, or after BYE, belongs to no
 session and is answered with BYE.
 
+Any engine may lend the pages of a prefix to any other one, over a session of PREFIX_PROTOCOL_VERSION. The
+borrower connects as D does. It sends BORROW, and the lender answers with LENT. All that follows is an
+ordinary transfer, from RESERVE on, with the lender as P. An older engine refuses such a session.
+
 RECALL and its answer RECALLED belong to no session either: an operator queries a worker of P or D for
 timelines.
 """
@@ -24,11 +28,16 @@ from typing import Annotated
 
 import msgspec
 
+from kv_connector.protocol.content_key import ContentKey
 from kv_connector.protocol.layout import MAX_LAYER_PARTS, MAX_PARTS, GroupTarget, KvLayout
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.timeline import MAX_TIMELINES, Nanoseconds, Receiving, Sending
 
 PROTOCOL_VERSION = 3
+
+# Of sessions for prefixes, in which the engines' roles do not matter. An engine that knows only
+# PROTOCOL_VERSION refuses a LOCATE or HELLO with this number, and learns no message that it cannot decode.
+PREFIX_PROTOCOL_VERSION = 4
 
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -115,7 +124,7 @@ class Locate(Message, frozen=True, tag="locate"):
     engine_id: Id
     role: Role
     rank: Natural
-    protocol: Natural  # PROTOCOL_VERSION
+    protocol: Natural  # PROTOCOL_VERSION, or PREFIX_PROTOCOL_VERSION
     fingerprint: Fingerprint
 
 
@@ -141,7 +150,7 @@ class Hello(Message, frozen=True, tag="hello"):
     incarnation: Id  # new at each boot
     role: Role
     rank: Natural
-    protocol: Natural  # PROTOCOL_VERSION
+    protocol: Natural  # PROTOCOL_VERSION, or PREFIX_PROTOCOL_VERSION
     fingerprint: Fingerprint
     layout: KvLayout
     wants: Wants
@@ -260,6 +269,26 @@ class Release(Message, frozen=True, tag="release"):
     share: ShareNumber = 0
 
 
+class Borrow(Message, frozen=True, tag="borrow"):
+    """The borrower requests the pages of a prompt's leading tokens, under a new transfer id."""
+
+    transfer_id: Id
+    content: ContentKey
+    first_token: Natural  # the borrower has the tokens before this one
+    multiple: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]  # the borrower can use multiples of these tokens
+    deadline_ms: Natural  # from receipt; the borrower waits no longer for LENT
+    weights: Version = ""  # the version that the borrower serves; the pages must have the same one
+
+
+class Lent(Message, frozen=True, tag="lent"):
+    """The lender has the first ``tokens`` tokens, and holds their pages for RESERVE. 0: it lends nothing, for
+    this reason."""
+
+    transfer_id: Id
+    tokens: Natural
+    reason: Text = ""
+
+
 class Ping(Message, frozen=True, tag="ping"):
     """D's heartbeat. It lists the transfers that still wait in D's queue, so that P holds their blocks."""
 
@@ -314,6 +343,8 @@ AnyMessage = (
     | Cancel
     | CancelAck
     | Release
+    | Borrow
+    | Lent
     | Ping
     | Pong
     | Bye

@@ -1,4 +1,9 @@
-"""The parameters of a request, with which a router marks it as one half of a transfer."""
+"""The parameters of a request, with which a router marks it as one half of a transfer.
+
+A router may also propose an engine that has the prompt's leading tokens (``prefix_from``). The engine that
+computes the prompt can then load their pages. The proposal is a hint: if it has no effect, the engine
+computes these tokens, and the transfer goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,9 @@ from typing import Any
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import id_problem
+
+# The longest contexts of models are 10 M tokens.
+MAX_PREFIX_TOKENS = 1 << 24
 
 
 class BadParams(ValueError):
@@ -32,6 +40,36 @@ class DecodeParams:
     peer: Address
     early_token: bool = False
     """Whether the client gets the token that P samples, so that D must continue with it."""
+
+
+@dataclass(frozen=True)
+class PrefixFrom:
+    """The engine ``lender`` is expected to have the prompt's first ``tokens`` tokens."""
+
+    lender: Address
+    tokens: int
+
+
+def parse_prefix(params: Mapping[str, Any]) -> PrefixFrom | None:
+    """The engine from which the prompt's leading tokens may be loaded. None: the router proposes no engine.
+
+    Raises BadParams if the proposal cannot be used. The request then has no prefix, and keeps its transfer.
+    """
+    proposed = params.get("prefix_from")
+    if proposed is None:
+        return None
+    if not isinstance(proposed, Mapping):
+        raise BadParams(f"prefix_from must be an object with host, port and tokens, not {proposed!r:.100}")
+    if params.get("do_remote_prefill"):
+        raise BadParams(
+            "prefix_from is for the engine that computes the prompt, and this request loads it from its "
+            "prefill engine (do_remote_prefill): send prefix_from to the prefill engine"
+        )
+    tokens = proposed.get("tokens")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= MAX_PREFIX_TOKENS:
+        raise BadParams(f"prefix_from.tokens must be 1 to {MAX_PREFIX_TOKENS} tokens, not {tokens!r:.100}")
+    lender = _address(proposed, "prefix_from.host", "prefix_from.port", "lending")
+    return PrefixFrom(lender, tokens)
 
 
 def parse_params(params: Mapping[str, Any]) -> PrefillParams | DecodeParams | None:
@@ -60,9 +98,13 @@ def _checked(transfer_id: object) -> str:
 
 
 def _peer(params: Mapping[str, Any]) -> Address:
-    host, port = params.get("remote_host"), params.get("remote_port")
+    return _address(params, "remote_host", "remote_port", "prefill")
+
+
+def _address(fields: Mapping[str, Any], host_name: str, port_name: str, kind: str) -> Address:
+    host, port = (fields.get(name.rpartition(".")[2]) for name in (host_name, port_name))
     if not isinstance(host, str) or not host:
-        raise BadParams(f"remote_host must be the prefill engine's control_host, not {host!r:.100}")
+        raise BadParams(f"{host_name} must be the {kind} engine's control_host, not {host!r:.100}")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-        raise BadParams(f"remote_port must be the prefill engine's control_port, not {port!r:.100}")
+        raise BadParams(f"{port_name} must be the {kind} engine's control_port, not {port!r:.100}")
     return Address(host, port)

@@ -40,8 +40,11 @@ from kv_connector.protocol.actions import (
     Share,
     UnderWay,
 )
+from kv_connector.protocol.content_key import content_key_problem
 from kv_connector.protocol.layout import KvLayout, layout_problem
+from kv_connector.protocol.lending import Lendings, refusal
 from kv_connector.protocol.messages import (
+    Borrow,
     Cancel,
     CancelAck,
     Fail,
@@ -86,6 +89,7 @@ class _Decode:
 
     layout: KvLayout
     plan: Plan
+    prefixes: bool  # whether the session is one for prefixes
 
 
 class PrefillMachine:
@@ -99,6 +103,7 @@ class PrefillMachine:
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
+        self._lendings = Lendings()
         self._closing = False
         self._weights = ""
 
@@ -113,7 +118,8 @@ class PrefillMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        return self._timers.next()
+        deadlines = self._timers.next(), self._lendings.next_deadline()
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def under_way(self) -> list[UnderWay]:
         """The shares that are not over, and prompts that P's engine still works on. Any thread may call
@@ -284,11 +290,21 @@ class PrefillMachine:
                 actions += self._seal(now, transfer)
         return actions
 
+    def lend(self, now: float, transfer_id: str, tokens: int, reason: str = "") -> list[PrefillAction]:
+        """Answers a borrower: the engine holds the pages of the first ``tokens`` tokens, or 0.
+
+        Before it, a good answer needs the lending itself: expect() with a request that is ``lent``,
+        pages_computed() and request_finished(). The engine's other workers ignore the answer.
+        """
+        return [*self._lendings.answer(transfer_id, tokens, reason)]
+
     # --- D, through messages
 
-    def admit(self, peer: PeerId, layout: KvLayout, wants: Wants, regions: int) -> Plan | str:
+    def admit(
+        self, peer: PeerId, layout: KvLayout, wants: Wants, regions: int, *, prefixes: bool = False
+    ) -> Plan | str:
         """A decode peer introduced itself. Returns the plan for writing to it, or the reason why its pages do
-        not fit."""
+        not fit. ``prefixes``: it borrows prefixes over this session."""
         problem = layout_problem(layout, regions) or wants_problem(self._layout, layout, wants)
         if problem is not None:
             return problem
@@ -296,8 +312,25 @@ class PrefillMachine:
             plan = Plan(self._layout, layout, wants)
         except Misfit as misfit:
             return str(misfit)
-        self._peers[peer] = _Decode(layout, plan)
+        self._peers[peer] = _Decode(layout, plan, prefixes)
         return plan
+
+    def borrow(self, now: float, peer: PeerId, message: Borrow) -> list[PrefillAction]:
+        """Handles BORROW: the scheduler looks the prefix up, and lend() answers."""
+        decode, transfer_id = self._peers.get(peer), message.transfer_id
+        if decode is None or not decode.prefixes:
+            return []
+        if transfer_id in self._prompts or self._tombstones.get(transfer_id) is not None:
+            return []  # it is a repetition, or RELEASE has overtaken it
+        problem = content_key_problem(message.content)
+        if self._closing:
+            problem = "this engine is shutting down"
+        elif message.weights != self._weights:
+            names = shown_apart(self._weights, message.weights)
+            problem = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
+        if problem is not None:
+            return [refusal(peer, message, problem)]
+        return [*self._lendings.borrow(now, peer, message)]
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """Handles RESERVE: D wants the prompt's pages."""
@@ -350,7 +383,10 @@ class PrefillMachine:
         )
         transfer.phase = SharePhase.ACTIVE
         if request is None:
-            until = min(deadline, now + self._timeouts.orphan)
+            # A lender expects a lending before it answers, at most a step later in its other workers. If it
+            # does not, its process has been replaced.
+            limit = self._timeouts.lend if decode.prefixes else self._timeouts.orphan
+            until = min(deadline, now + limit)
             self._timers.set(transfer.share, until)
             for other in prompt.shares:  # shares without a RESERVE wait as long
                 if other.phase is SharePhase.WAITING and self._timers.deadline(other.share) is None:
@@ -396,6 +432,7 @@ class PrefillMachine:
         # transfer.
         text = "a decode engine released the transfer"
         released = Verdict(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
+        self._lendings.drop(message.transfer_id)
         if prompt is None:
             return self._ends.forbid(now, message.transfer_id, released)
         transfer = self._share_of(prompt, message.share)
@@ -405,10 +442,10 @@ class PrefillMachine:
 
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
         """Handles the list of a PING: these transfers still wait in D's queue, so their blocks are held
-        longer."""
+        longer. A prefix is not held for a queue."""
         for transfer_id in transfer_ids:
             prompt = self._prompts.get(transfer_id)
-            for transfer in () if prompt is None else prompt.shares:
+            for transfer in () if prompt is None or prompt.lent else prompt.shares:
                 if transfer.phase is SharePhase.WAITING:
                     transfer.claimed = peer
                     if transfer.prompt.finished:
@@ -418,6 +455,7 @@ class PrefillMachine:
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[PrefillAction]:
         """The session is over and being fenced. ``fenced`` follows."""
         self._peers.pop(peer, None)
+        self._lendings.peer_down(peer)
         actions: list[PrefillAction] = []
         for transfer in self._all():
             if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is SharePhase.WAITING:
@@ -488,13 +526,14 @@ class PrefillMachine:
                 actions += self._ends.end(
                     now, transfer, FailCode.EXPIRED, "the reservation's deadline passed"
                 )
+        self._lendings.tick(now)
         self._tombstones.forget(now)
         return actions
 
     def close(self, now: float) -> list[PrefillAction]:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
-        actions: list[PrefillAction] = []
+        actions: list[PrefillAction] = [*self._lendings.close()]
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"
@@ -542,7 +581,7 @@ class PrefillMachine:
 
     def _hold(self, now: float, transfer: ShareTransfer) -> None:
         """Keeps a finished prompt's blocks for the hold time, until D requests them."""
-        hold = self._timeouts.hold
+        hold = self._timeouts.lend if transfer.prompt.lent else self._timeouts.hold
         if transfer.claimed is not None and transfer.claimed not in self._peers:
             # D had claimed the prompt. It either reconnects and claims it again, or it is dead.
             hold = min(hold, self._timeouts.dead + self._timeouts.connect)

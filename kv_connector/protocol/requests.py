@@ -1,10 +1,12 @@
-"""The requests of an engine to its worker's state machines: a prompt to be sent, a prompt to be received."""
+"""The requests of an engine to its worker's state machines: a prompt to be sent, a prompt to be received, and
+a prefix to be borrowed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.content_key import ContentKey
 from kv_connector.protocol.layout import GroupTarget
 
 
@@ -19,6 +21,9 @@ class PrefillRequest:
     # 16 bytes over the prompt's tokens, by the same function on both sides. None if the transfer id alone
     # identifies the prompt.
     prompt_hash: bytes | None
+    lent: bool = False
+    """Whether it is no request of a client, but a prefix that this engine lends. Its pages are in the cache,
+    and are held for a short time only."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class ComputedPages:
 class DecodeRequest:
     """A request whose prompt pages come from ``engine``, the address of its rank 0.
 
+    With ``engine.prefixes`` they are the pages of a prefix, which the engine has lent under the transfer id.
+    If they do not come, the request computes its prompt, whatever the reason.
+
     ``groups`` has one entry per KV group: logical block ``first + i`` lands in ``blocks[i]``. The blocks
     belong to the transfer until it is reported.
     """
@@ -61,3 +69,18 @@ class DecodeRequest:
     wants_sampled: bool = False
     """Whether the request continues with the token that P samples behind the prompt. The transfer then ends
     only once that token has arrived, or cannot arrive any more."""
+
+
+@dataclass(frozen=True)
+class PrefixRequest:
+    """The question whether the engine ``lender`` (with Address.prefixes) has the leading tokens of a prompt.
+
+    One worker of the engine asks. If the answer is good, each worker sends a DecodeRequest with the same
+    transfer id, or releases it.
+    """
+
+    transfer_id: str
+    lender: Address
+    content: ContentKey
+    first_token: int  # this engine has the tokens before this one
+    multiple: int  # this engine can use multiples of these tokens, as its blocks have

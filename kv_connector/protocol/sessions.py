@@ -131,6 +131,7 @@ class Peer:
     engine: tuple[str, int] | None = None  # engine id and rank, once known
     incarnation: str = ""
     lane: str = ""
+    prefixes: bool = False  # whether it is a session for prefixes
     hello: Hello | Locate | None = None  # sent by D repeatedly until it is answered
     # On P:
     ack: HelloAck | None = None  # the answer to a HELLO, sent again if it is repeated

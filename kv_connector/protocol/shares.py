@@ -14,6 +14,7 @@ from kv_connector.protocol.actions import (
     Log,
     Outcome,
     PeerId,
+    PrefixRequested,
     Push,
     Reached,
     Seal,
@@ -26,7 +27,9 @@ from kv_connector.protocol.plan import Groups
 from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.tombstones import Verdict
 
-PrefillAction = Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending
+PrefillAction = (
+    Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending | PrefixRequested
+)
 """The actions of the prefill machine."""
 
 
@@ -72,6 +75,11 @@ class Prompt:
     shares_known: bool = False  # whether the number of shares is known; until then one share stands for all
     mismatch: str = ""  # why the RESERVE of a worker of D was refused as one for another prompt
     shares: list[ShareTransfer] = field(default_factory=list)
+
+    @property
+    def lent(self) -> bool:
+        """Whether it is a prefix that this engine lends."""
+        return self.request is not None and self.request.lent
 
     @property
     def over(self) -> bool:

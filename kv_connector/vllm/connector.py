@@ -34,13 +34,19 @@ from kv_connector.vllm.internals import (
     KVConnectorTransferResults,
     Request,
     SupportsHMA,
+    release,
 )
 from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
-from kv_connector.vllm.patches import replace_idle_pause, report_preemptions_first, sleep_for_messages
+from kv_connector.vllm.patches import (
+    replace_idle_pause,
+    report_preemptions_first,
+    show_tiers_all_blocks,
+    sleep_for_messages,
+)
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
 from kv_connector.vllm.step_costs import StepCosts, idle_load
@@ -150,11 +156,14 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         With heads first, the part of a page for a rank of another tensor parallelism is one write. The
         variable VLLM_KV_CACHE_LAYOUT takes precedence. vLLM warns if its kernels do not have the layout.
 
+        The name is the full one, not its alias HND: vLLM's MultiConnector compares the names of its
+        connectors as texts, and OffloadingConnector returns LBHNC.
+
         This call also chooses D's scheduler, unless VLLM_KV_CACHE_LAYOUT is set. vLLM makes the call in the
         scheduler's process before it makes the scheduler, and no earlier call shows its configuration there.
         """
         choose_scheduler(vllm_config)
-        return None if vllm_config.model_config.use_mla else "HND"
+        return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -355,6 +364,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
+        if release.TIERS_MISS_BLOCKS:
+            show_tiers_all_blocks()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ours = metadata[0, 0]

@@ -84,7 +84,11 @@ class KvLoad:
     """The token that P sampled, once P has reported it."""
     end: int = 0
     """The end of the load: it loads the tokens before this one."""
+    offered: int = 0
+    """The number of tokens that the load last offered to vLLM."""
     phase: LoadPhase = LoadPhase.WAITING
+    elsewhere: bool = False
+    """Whether vLLM gave the request blocks last without this load. Another connector may write them."""
 
 
 class DecodeScheduler:
@@ -107,6 +111,8 @@ class DecodeScheduler:
         """The number of loads that are TOKEN_LEAVING."""
         self._reported_waiting: tuple[tuple[str, Address], ...] = ()
         self._reported_at = -math.inf
+        self._reported_other = False
+        """Whether it was logged that another connector loads prompts."""
         self.clock: Callable[[], float] = time.monotonic
         self._first_tokens: list[tuple[Request, int]] = []
         self.gives_first_tokens = False
@@ -195,7 +201,8 @@ class DecodeScheduler:
         wants_last = load.wants_sampled and (self.gives_first_tokens or local_tokens >= load.end)
         if wants_last and not self._costs_a_window(load):
             load.end = load.tokens
-        return max(load.end - local_tokens, 0)
+        load.offered = max(load.end - local_tokens, 0)
+        return load.offered
 
     def _costs_a_window(self, load: KvLoad) -> bool:
         assert self.blocks is not None
@@ -210,9 +217,14 @@ class DecodeScheduler:
         vLLM will load ``external_tokens`` tokens. 0: it needs nothing.
         """
         load = self._loads.get(request.request_id)
-        if load is None or load.phase is not LoadPhase.WAITING:
+        if load is None:
+            return
+        load.elsewhere = external_tokens == 0 and load.phase in (LoadPhase.WAITING, LoadPhase.OVER)
+        if load.phase is not LoadPhase.WAITING:
             return
         if external_tokens == 0:
+            if load.wants_sampled and load.offered and not request.skip_reading_prefix_cache:
+                self._report_other_connector(load)
             self._release(load)
             return
         self._enter(load, LoadPhase.RESERVED)
@@ -225,6 +237,16 @@ class DecodeScheduler:
                 "transfer %s: cannot reserve blocks for request %s", load.transfer_id, load.request_id
             )
             self._commands.append(FailLoad(load.request_id))
+
+    def _report_other_connector(self, load: KvLoad) -> None:
+        """Logs, once per engine, that another connector loads a prompt whose client may have P's token."""
+        if not self._reported_other:
+            logger.warning(
+                "transfer %s: another KV connector loads the prompt, so the prefill engine's first token is "
+                "lost. Put WriteImmConnector first in MultiConnector",
+                load.transfer_id,
+            )
+        self._reported_other = True
 
     def _reservation(
         self, load: KvLoad, tables: tuple[list[int], ...], external_tokens: int
@@ -342,12 +364,16 @@ class DecodeScheduler:
         return [load.request_id for load in self._holding()]
 
     def _holding(self) -> list[KvLoad]:
-        # vLLM sets a request whose load is over to WAITING. It may wait there for its next block.
+        # vLLM sets a request whose load is over to WAITING. It may wait there for its next block. Blocks that
+        # another connector of a MultiConnector loads stay with vLLM: that connector may still write there.
         return [
             load
             for load in self._loads.values()
-            if load.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            or (load.request.status is RequestStatus.WAITING and load.request.num_computed_tokens > 0)
+            if not load.elsewhere
+            and (
+                load.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                or (load.request.status is RequestStatus.WAITING and load.request.num_computed_tokens > 0)
+            )
         ]
 
     def after_reset(self) -> None:

@@ -10,6 +10,7 @@ and release_0_33.py, under the same names.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import vllm
@@ -143,6 +144,7 @@ __all__ = [
     "WeightTransferTrainerFactory",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
+    "block_hashing",
     "current_platform",
     "engine_core_module",
     "exchange_module",
@@ -162,6 +164,7 @@ __all__ = [
     "is_quantized_kv_cache",
     "iter_layer_specs",
     "model_runner_class",
+    "offloading_scheduler_class",
     "release",
     "release_of",
     "reload",
@@ -179,11 +182,25 @@ def engine_core_module() -> Any:
     return core
 
 
+def block_hashing() -> tuple[Any, Any]:
+    """Returns vLLM's module of block hashes, which also has their seed, and the module of hash functions."""
+    from vllm.utils import hashing
+    from vllm.v1.core import kv_cache_utils
+
+    return kv_cache_utils, hashing
+
+
 def model_runner_class() -> Any:
     """Returns the class of model runner V2. Only its workers import the module."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return GPUModelRunner
+
+
+def offloading_scheduler_class() -> Any | None:
+    """Returns the class of OffloadingConnector's scheduler side. None: this process has no such connector."""
+    module = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
+    return None if module is None else module.OffloadingConnectorScheduler
 
 
 def exchange_module() -> Any:

@@ -39,6 +39,7 @@ from kv_connector.vllm.internals import (
     Request,
     engine_core_module,
     model_runner_class,
+    offloading_scheduler_class,
     shm_broadcast,
 )
 
@@ -136,6 +137,34 @@ class _Clock:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
+
+
+def show_tiers_all_blocks() -> None:
+    """Has vLLM's OffloadingConnector note also the blocks that other connectors of a MultiConnector load.
+
+    Idempotent. Call it when all connectors of the engine exist. It does nothing without an
+    OffloadingConnector.
+
+    Replaces: ``OffloadingConnectorScheduler.update_state_after_alloc``, for the whole process.
+    Why: a finished request's blocks may be given to a load while the tier still stores them. The tier ends
+    such stores before the step, but only for blocks that it has noted. Otherwise it would store the pages
+    that a peer writes there under the hashes of the earlier blocks (vLLM issue 46951).
+    Until: vLLM 0.33.
+    """
+    tier = offloading_scheduler_class()
+    if tier is None or hasattr(tier.update_state_after_alloc, "__wrapped__"):
+        return
+    update = tier.update_state_after_alloc
+
+    @functools.wraps(update)
+    def note_and_update(self: Any, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        for group in blocks.blocks:
+            self._current_batch_allocated_block_ids.update(
+                block.block_id for block in group if not block.is_null
+            )
+        update(self, request, blocks, num_external_tokens)
+
+    tier.update_state_after_alloc = note_and_update
 
 
 def leave_last_token(request: Request) -> None:

@@ -7,3 +7,6 @@ FOLLOWS_SLEEP = False
 
 PAUSE = "pause_scheduler_async"
 """The method of the engine's core that a user's pause calls."""
+
+TIERS_MISS_BLOCKS = True
+"""OffloadingConnector does not note blocks that another connector of a MultiConnector loads."""

@@ -7,3 +7,6 @@ FOLLOWS_SLEEP = True
 
 PAUSE = "pause_generation_async"
 """The method of the engine's core that a user's pause calls."""
+
+TIERS_MISS_BLOCKS = False
+"""OffloadingConnector notes the blocks of each load."""

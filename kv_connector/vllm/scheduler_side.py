@@ -15,7 +15,13 @@ from kv_connector.agent.commands import Command, SetRanks
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, Place, gates, no_place
 from kv_connector.protocol.messages import Rank, Role
-from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
+from kv_connector.protocol.params import (
+    BadParams,
+    DecodeParams,
+    PrefillParams,
+    parse_params,
+    parse_prefix,
+)
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.decode_scheduler import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
@@ -101,8 +107,9 @@ class SchedulerSide:
         return prefill and decode
 
     def on_new_request(self, request: Request) -> None:
+        said = in_our_words(request.kv_transfer_params or {}, request.request_id)
+        self._refuse_prefix(request, said)
         try:
-            said = in_our_words(request.kv_transfer_params or {}, request.request_id)
             match parse_params(said):
                 case PrefillParams() as params:
                     self._require(Role.PREFILL, "do_remote_decode")
@@ -121,6 +128,18 @@ class SchedulerSide:
                     request.request_id,
                     error,
                 )
+
+    def _refuse_prefix(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Logs that the whole prompt is computed although a router has proposed a prefix."""
+        try:
+            if parse_prefix(params) is None:
+                return
+            reason = "this release does not load prefixes"
+        except BadParams as error:
+            reason = str(error)
+        if not request.abort_immediately:
+            words = "request %s: its prefix is computed, not loaded: kv_transfer_params: %s"
+            logger.warning(words, request.request_id, reason)
 
     def _note_context(self, request: Request) -> None:
         if request.trace_headers:  # vLLM drops them if it sends no spans

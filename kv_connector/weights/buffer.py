@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_connector.engine import MemoryRange
+from kv_connector.engine.placement import Device
 from kv_connector.engine.transfer_engine import SharedMemory
 
 # Alignment of each part of a buffer, in bytes. CUDA aligns its own allocations so, and every kernel accepts
@@ -15,6 +16,13 @@ ALIGNMENT = 256
 def aligned(nbytes: int) -> int:
     """Returns ``nbytes``, rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def device_of(device: torch.device) -> Device:
+    """The device for the choice of NICs."""
+    if device.type != "cuda":
+        return Device("cpu")
+    return Device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def settle(device: torch.device) -> None:

@@ -26,11 +26,13 @@ import msgspec
 
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
-from kv_connector.engine import DomainConfig, EngineConfig
+from kv_connector.engine import EngineConfig
+from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import MAX_NAME, identity, shown
+from kv_connector.weights.buffer import device_of
 from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry
 from kv_connector.weights.joining import Joining, TargetEngine, TargetWorker, workers_of
@@ -67,6 +69,26 @@ class _Awaited:
     late: str  # the error after this time
 
 
+def _check(
+    providers: Sequence[str],
+    nics: Sequence[str],
+    staging_bytes: int,
+    begin_timeout: float | None,
+    timeouts: Timeouts | None,
+) -> None:
+    """Raises ValueError, with the argument's name and a valid value."""
+    for name, names, example in (("providers", providers, "verbs"), ("nics", nics, "mlx5_0")):
+        if isinstance(names, str) or not all(isinstance(one, str) and one for one in names):
+            raise ValueError(f'{name} is {names!r}. Give a sequence of names, such as ["{example}"].')
+    if staging_bytes <= 0:
+        raise ValueError(f"staging_bytes is {staging_bytes!r}. Give a positive number of bytes.")
+    if begin_timeout is not None and not begin_timeout > 0:
+        raise ValueError(f"begin_timeout is {begin_timeout!r}. Give a positive number of seconds, or None.")
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        where = "kv_connector.protocol.timeouts"
+        raise ValueError(f"timeouts is {timeouts!r}. Give Timeouts of {where}, such as Timeouts(dead=5).")
+
+
 class WeightPusher:
     """The pusher of one rank. One thread calls its methods."""
 
@@ -86,10 +108,12 @@ class WeightPusher:
         partial: Sequence[str] = (),
         begin_timeout: float | None = None,
         seeds: bool = False,
+        nics: Sequence[str] = (),
     ) -> None:
         """``engines``: addresses of the controllers, ``host:port``. ``providers``: lanes in order of
         preference. Default: ``nvlink`` for weights in a GPU, else ``host`` and ``tcp``. ``data_host``: this
-        machine's address for them.
+        machine's address for them. ``nics``: NICs of this rank for ``verbs`` or ``libfabric``, such as
+        ``["mlx5_0"]``. Default: the NICs nearest to the weights' GPU.
 
         ``apply``: called by rank 0 with a version's identity, once all engines that are left may be paused
         for it. Its thread must not block. Default: each engine's controller applies the version. ``key``: the
@@ -105,9 +129,10 @@ class WeightPusher:
         ``seeds``: this pusher belongs to an engine that seeds another one. A trainer may join beside it, and
         the seeded engine keeps parameters that it was not sent, as this engine did.
 
-        Raises KeyFileError, ValueError if an address is invalid or given twice, and TransferError if a lane
-        does not open.
+        Raises KeyFileError, ValueError if an argument is invalid or an address is given twice, and
+        TransferError if a lane does not open.
         """
+        _check(providers, nics, staging_bytes, begin_timeout, timeouts)
         key = key or find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
@@ -124,9 +149,8 @@ class WeightPusher:
         self._engines = [TargetEngine(address) for address in addresses]
         self._plan: Plan | None = None
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
-        self._engine = TransferEngine(
-            EngineConfig(self._name, [DomainConfig(provider, address=data_host) for provider in chosen])
-        )
+        placed = place_nics(device_of(source.device), providers=chosen, nics=tuple(nics))
+        self._engine = TransferEngine(EngineConfig(self._name, domains_of(chosen, data_host, placed)))
         self._writer = Writer(self._engine, source, staging_bytes)
         self._news = VersionNews(
             source.rank, self._engines, self._writer, key, self._timeouts, self._name, apply

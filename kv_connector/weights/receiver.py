@@ -18,12 +18,14 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
-from kv_connector.engine import DomainConfig, EngineConfig, ErrorCode, EventKind, TransferError
+from kv_connector.engine import EngineConfig, ErrorCode, EventKind, TransferError
+from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.arena import SLOTS, Arena
+from kv_connector.weights.buffer import device_of
 from kv_connector.weights.geometry import Geometry, Tensor, digest
 from kv_connector.weights.hashes import hashes
 from kv_connector.weights.landing import Landing
@@ -84,6 +86,7 @@ class ReceiverConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the arena
     timeouts: Timeouts = field(default_factory=Timeouts)
     streaming: bool = False
+    nics: tuple[str, ...] = ()  # empty: the NICs nearest to the device
 
 
 class WeightReceiver:
@@ -106,7 +109,8 @@ class WeightReceiver:
         self._config = config
         self._record = record
         self._torn = torn
-        domains = [DomainConfig(p, address=config.data_host or config.address.host) for p in config.providers]
+        placed = place_nics(device_of(config.device), providers=config.providers, nics=config.nics)
+        domains = domains_of(config.providers, config.data_host or config.address.host, placed)
         self._engine = TransferEngine(EngineConfig(config.name, domains))
         self._loop = Loop("kvc-weights", config.key)
         self._recorder = ThreadPoolExecutor(1, "kvc-weights-record")
@@ -366,6 +370,7 @@ class WeightReceiver:
             config.data_host or config.address.host,
             config.key,
             config.timeouts,
+            config.nics,
         )
         self._seeders[source] = Seeder(
             lender,

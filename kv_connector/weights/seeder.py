@@ -46,6 +46,7 @@ class Lender:
     data_host: str
     key: ClusterKey | None
     timeouts: Timeouts
+    nics: tuple[str, ...]
 
 
 class Seeder:
@@ -124,6 +125,7 @@ class Seeder:
             name=f"seeder-{lender.workers[0]}",
             partial=[tensor.name for tensor, _ in not_loaded(lender.tensors, geometries)],
             seeds=True,
+            nics=lender.nics,
         ) as self._pusher:
             if self._cancelled:
                 raise PushError(self._cancelled)

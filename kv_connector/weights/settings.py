@@ -25,6 +25,7 @@ _USED = (
     "allow_unauthenticated",
     "providers",
     "data_host",
+    "nics",
     "timeouts",
 )
 
@@ -38,6 +39,14 @@ class WeightSettings:
     """Whether versions land round by round in a pause, instead of beside the weights in use."""
     seed_from: tuple[Address, ...]
     """Engines that are requested, in this order, to write their version to this engine when it starts."""
+
+    def nics_of(self, rank: int, ranks: int) -> tuple[str, ...]:
+        """The NICs of one of this engine's ranks, if the operator has set them. Raises SettingsError."""
+        try:
+            self.agent.check_ranks(ranks)
+        except SettingsError as error:
+            raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
+        return self.agent.nics_of(rank)
 
 
 def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightSettings:

@@ -263,7 +263,7 @@ Result<Module> Module::load(const Driver& driver) {
   const std::span<const unsigned char> image = kernel_image();
   if (image.empty()) {
     return cuda_refused(
-        "open", "this build holds no GPU kernels: nvcc was not found when it was built (set CUDACXX and rebuild)");
+        "open", "this build holds no GPU kernels: nvcc was not found when it was built. Put nvcc in PATH and rebuild");
   }
   Module module;
   module.driver_ = &driver;

@@ -132,6 +132,22 @@ void LinkKeeper::forgive_own_silence() {
   }
 }
 
+void LinkKeeper::append_lost(const Peer& peer, const std::vector<std::string>& domains, std::vector<LostLink>& lost) {
+  if (ending(peer)) return;
+  for (const Link& link : peer.links) {
+    if (link.repair == nullptr || link.repair->times_lost == 0) continue;
+    Error reason = link.repair->why;
+    if (reason.provider.empty()) reason.provider = peer.provider;
+    lost.push_back({.peer = peer.id,
+                    .link = place_of(peer, link),
+                    .links = static_cast<uint32_t>(peer.links.size()),
+                    .domain = domains[link.domain_place],
+                    .times_lost = link.repair->times_lost,
+                    .up = link.state == Link::State::kUp,
+                    .reason = std::move(reason)});
+  }
+}
+
 std::optional<LinkKeeper::Clock::time_point> LinkKeeper::next_step() const {
   std::optional<Clock::time_point> next;
   if (!wanting_.empty()) next = now_;
@@ -165,6 +181,7 @@ void LinkKeeper::take_out(const Broken& broken) {
   const bool up = link.state == Link::State::kUp;
   repair.was_up |= up;
   if (up) {
+    ++repair.times_lost;
     Stats::add(stats_.links_lost, 1);
     Stats::add(stats_.links, -1);
   }

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/counter_sets.h"
@@ -29,6 +30,7 @@
 #include "engine/peer.h"
 #include "engine/rewriter.h"
 #include "engine/stats.h"
+#include "engine/transfer_engine.h"
 #include "engine/transfer_scheduler.h"
 
 namespace kvc {
@@ -57,6 +59,7 @@ struct LinkRepair {
 
   std::chrono::milliseconds pause{};  // wait before the next offer
   bool was_up = false;                // whether the link has ever been up
+  uint64_t times_lost = 0;            // how often it broke while it was up and the peer had other links
   Clock::time_point up_since{};
 };
 
@@ -110,6 +113,8 @@ class LinkKeeper {
   bool step();
   // The time at which step() has work without any event.
   std::optional<Clock::time_point> next_step() const;
+  // Appends the links of the peer that have been lost. Adds nothing for a peer that is down or ends.
+  static void append_lost(const Peer& peer, const std::vector<std::string>& domains, std::vector<LostLink>& lost);
   // Makes the links of the peer that were not made yet, because they are needed now.
   void make_links(Peer& peer);
   // Ends the keeper's work for the links of this peer, which ends.

@@ -328,6 +328,19 @@ EngineStats TransferEngine::stats() const {
                      .regions = impl_->regions.size()};
 }
 
+Result<std::vector<LostLink>> TransferEngine::lost_links() {
+  std::vector<LostLink> lost;
+  const std::vector<std::shared_ptr<Peer>> peers = impl_->peers.all();
+  const Status status = impl_->worker.call("lost_links", [&]() -> Status {
+    for (const std::shared_ptr<Peer>& peer : peers) {
+      LinkKeeper::append_lost(*peer, impl_->lanes.descriptions(), lost);
+    }
+    return {};
+  });
+  if (!status) return status.error();
+  return lost;
+}
+
 const EngineConfig& TransferEngine::config() const { return impl_->config; }
 const std::vector<std::string>& TransferEngine::domains() const { return impl_->lanes.descriptions(); }
 const std::vector<Error>& TransferEngine::unusable() const { return impl_->lanes.unusable(); }

@@ -226,6 +226,17 @@ struct EngineStats {
   uint64_t regions = 0;
 };
 
+// A lost link of a connected peer: it broke while it was up and the peer had other links.
+struct LostLink {
+  PeerId peer = 0;
+  uint32_t link = 0;        // index among the peer's links, the same on both sides
+  uint32_t links = 0;       // number of the peer's links, up or not
+  std::string domain;       // description of this side's domain
+  uint64_t times_lost = 0;  // since the peer connected
+  bool up = false;          // restored since
+  Error reason;             // of the last loss
+};
+
 // A step of the transfer thread. `request` identifies a request of an arm() call as long as it lives, starting with
 // kReleased.
 struct TraceStep {
@@ -444,6 +455,9 @@ class TransferEngine {
   // Creates a signal that a CUDA stream writes; cuda/stream_signal.h says on which thread to call this.
   Result<std::shared_ptr<cuda::StreamSignal>> create_stream_signal();
   EngineStats stats() const;
+  // Returns the links that have been lost, of all connected peers. Losses of peers that are down or fenced are
+  // forgotten. Blocks for one turn of the transfer thread.
+  Result<std::vector<LostLink>> lost_links();
   // Starts tracing: the transfer thread records what it does with armed requests and counters, up to `steps` steps
   // between two calls of take_trace(). Costs nothing before. Blocks for one turn of the transfer thread.
   Status start_trace(size_t steps);

@@ -163,6 +163,7 @@ PYBIND11_MODULE(_native, module) {
       .def("create_signal", &E::create_signal)
       .def("create_stream_signal", &E::create_stream_signal)
       .def("stats", [](E& self) { return py::tuple(py::cast(self.stats())); })
+      .def("lost_links", &E::lost_links)
       .def("start_trace", &E::start_trace, py::arg("steps"))
       .def("take_trace", &E::take_trace)
       .def("domains", &E::domains)

@@ -420,6 +420,16 @@ std::vector<uint64_t> PythonEngine::stats() {
           s.transfers_open,   s.counters_allocated, s.peers,          s.regions};
 }
 
+std::vector<LostLinkTuple> PythonEngine::lost_links() {
+  const auto held = engine();
+  std::vector<LostLinkTuple> tuples;
+  for (const LostLink& lost : unwrap(without_gil([&] { return held->lost_links(); }))) {
+    tuples.emplace_back(lost.peer, lost.link, lost.links, lost.domain, lost.times_lost, lost.up,
+                        lost.reason.to_string());
+  }
+  return tuples;
+}
+
 std::vector<std::string> PythonEngine::domains() { return engine()->domains(); }
 
 std::vector<std::string> PythonEngine::unusable() {

@@ -39,6 +39,8 @@ using DomainTuple =
     std::tuple<std::string, std::string, std::string, uint32_t, std::string, uint64_t, uint32_t, uint32_t>;
 using HandshakeTuple = std::tuple<PeerId, pybind11::bytes, std::vector<std::string>>;
 using StepTuple = std::tuple<int, int64_t, uint64_t, TransferId, uint64_t, uint64_t, uint64_t>;
+// peer, link, links, domain, times lost, up, reason
+using LostLinkTuple = std::tuple<PeerId, uint32_t, uint32_t, std::string, uint64_t, bool, std::string>;
 using LayerTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint32_t>;
 using Indices = pybind11::array_t<int64_t, pybind11::array::c_style>;
 using Updates = pybind11::array_t<uint64_t, pybind11::array::c_style>;  // one row of three values per slice
@@ -114,6 +116,7 @@ class PythonEngine {
   std::shared_ptr<LayerSignal> create_signal();
   std::shared_ptr<cuda::StreamSignal> create_stream_signal();
   std::vector<uint64_t> stats();
+  std::vector<LostLinkTuple> lost_links();
   void start_trace(size_t steps);
   std::pair<std::vector<StepTuple>, uint64_t> take_trace();
   std::vector<std::string> domains();

@@ -277,6 +277,13 @@ TEST(Failover, ALinkThatIsRestoredComesBackAndCarriesTraffic) {
           return lost(rig.sender()) == static_cast<uint64_t>(round) && lost(rig.receiver()) == lost(rig.sender());
         },
         "the cut");
+    std::vector<LostLink> links = must(rig.sender().lost_links());
+    ASSERT_EQ(links.size(), 1U);
+    EXPECT_EQ(links[0].peer, pair.to_receiver);
+    EXPECT_EQ(links[0].links, 2U);
+    EXPECT_EQ(links[0].times_lost, static_cast<uint64_t>(round));
+    EXPECT_FALSE(links[0].up);
+    EXPECT_FALSE(links[0].reason.to_string().empty());
     rig.faults.restore("s0");
     const auto restored = [&](TransferEngine& engine) { return engine.stats().links_restored; };
     await(
@@ -285,6 +292,9 @@ TEST(Failover, ALinkThatIsRestoredComesBackAndCarriesTraffic) {
                  restored(rig.receiver()) == restored(rig.sender());
         },
         "the link");
+    links = must(rig.sender().lost_links());
+    ASSERT_EQ(links.size(), 1U);
+    EXPECT_TRUE(links[0].up);
   }
   // Only this link is left now.
   rig.faults.cut("s1");

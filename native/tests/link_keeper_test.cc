@@ -100,6 +100,50 @@ TEST_F(Keeper, BlamesNoPeerForTheTimeInWhichItDidNotRunItself) {
   EXPECT_EQ(link(0).state, Link::State::kOffered);
 }
 
+TEST_F(Keeper, ReportsTheLinksThatWereLostWithTheLastReason) {
+  const std::vector<std::string> names = {"nic 0", "nic 1"};
+  std::vector<LostLink> lost;
+  connect(2);
+  peer->offerer = true;
+  LinkKeeper::append_lost(*peer, names, lost);
+  EXPECT_TRUE(lost.empty());
+
+  keeper.broke(*peer, link(1), link(1).id, kBroken);
+  keeper.step();
+  LinkKeeper::append_lost(*peer, names, lost);
+  ASSERT_EQ(lost.size(), 1U);
+  EXPECT_EQ(lost[0].peer, peer->id);
+  EXPECT_EQ(lost[0].link, 1U);
+  EXPECT_EQ(lost[0].links, 2U);
+  EXPECT_EQ(lost[0].domain, "nic 1");
+  EXPECT_EQ(lost[0].times_lost, 1U);
+  EXPECT_FALSE(lost[0].up);
+  EXPECT_EQ(lost[0].reason.message, kBroken.message);
+
+  // A restored link stays in the list, and its losses add up.
+  link(1).id = 50;
+  link(1).state = Link::State::kUp;
+  lost.clear();
+  LinkKeeper::append_lost(*peer, names, lost);
+  ASSERT_EQ(lost.size(), 1U);
+  EXPECT_TRUE(lost[0].up);
+  keeper.broke(*peer, link(1), 50, kDenied);
+  keeper.step();
+  lost.clear();
+  LinkKeeper::append_lost(*peer, names, lost);
+  ASSERT_EQ(lost.size(), 1U);
+  EXPECT_EQ(lost[0].times_lost, 2U);
+  EXPECT_EQ(lost[0].reason.message, kDenied.message);
+
+  // A peer that is down has no links to lose.
+  keeper.broke(*peer, link(0), link(0).id, kBroken);
+  keeper.step();
+  ASSERT_EQ(owner.lost.size(), 1U);
+  lost.clear();
+  LinkKeeper::append_lost(*peer, names, lost);
+  EXPECT_TRUE(lost.empty());
+}
+
 // Its limit starts again: a silent peer is detected in the end.
 TEST_F(Keeper, LosesAPeerThatIsSilentAfterAStopToo) {
   connect(2);

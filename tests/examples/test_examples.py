@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from kv_connector.lab.free_ports import free_ports
+from kv_connector.lab.process import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -24,6 +26,8 @@ NAMES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
 PAGE_LINES = 60
 # Twice the longest time: failure takes 320 s of two cores, as engines start beside three that answer.
 COMMAND_SECONDS = 640
+# An example ends its engines within STOP_SECONDS. The rest is for a busy machine.
+END_SECONDS = 6 * STOP_SECONDS
 
 
 def command(name: str) -> str:
@@ -38,18 +42,25 @@ def run(line: str, **environment: str) -> str:
     """Runs a page's command in the checkout's active environment and returns its output. The command must
     succeed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
+    with subprocess.Popen(
         shlex.split(line),
         cwd=ROOT,
         env={**os.environ, "PATH": path, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=COMMAND_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    ) as started:
+        try:
+            output, _ = started.communicate(timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            started.terminate()  # so that it ends its engines
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.communicate(timeout=END_SECONDS)
+            raise
+        finally:
+            started.kill()
+    assert started.returncode == 0, output
+    return output
 
 
 @pytest.mark.parametrize("name", NAMES)

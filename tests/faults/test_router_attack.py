@@ -21,7 +21,7 @@ import pytest
 from kv_connector.bench.records import percentile
 from kv_connector.lab.cluster import engine_states
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import ProcessGroup
+from kv_connector.lab.process import ProcessGroup, starting
 from kv_connector.lab.served import Served
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +69,9 @@ class Site(ProcessGroup):
         command = [sys.executable, "-m", *module, "--port", f"{port}"]
         if descriptors is not None:
             command = ["prlimit", f"--nofile={descriptors}", *command]
-        server = Server(name, command, self._directory / f"{name}.log", port)
-        self._adopt(server, f"{server.url}/health")
+        with starting():
+            server = Server(name, command, self._directory / f"{name}.log", port)
+            self._adopt(server, f"{server.url}/health")
         return server
 
     def failures(self, engine: str) -> float:

@@ -31,7 +31,7 @@ from deployment import (
 
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.lab.process import POLL_SECONDS, Process, StartError
+from kv_connector.lab.process import POLL_SECONDS, Process, StartError, starting
 
 PUSHED = "kv_connector_bytes_pushed_total"
 PUSHED_BEFORE_END = "kv_connector_bytes_pushed_before_prefill_end_total"
@@ -53,10 +53,11 @@ class FleetCluster(LocalCluster):
         command += ["--kv-connector", mode, "--host", HOST, "--port", str(port)]
         command += ["--prometheus-port", str(metrics), "--policy", "round_robin", *arguments]
         name = f"vllm-router-{mode}"
-        router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
         url = f"http://{HOST}:{port}"
-        # Its /readiness knows only the engines of its options, not those that announce themselves.
-        self._adopt(router, f"{url}/{'health' if mode == 'moriio' else 'readiness'}")
+        with starting():
+            router = Process(name, command, environment={}, log=self.directory / f"{name}.log")
+            # Its /readiness knows only the engines of its options, not those that announce themselves.
+            self._adopt(router, f"{url}/{'health' if mode == 'moriio' else 'readiness'}")
         return url
 
     def wait_announced(self, url: str, seconds: float = 30.0) -> None:

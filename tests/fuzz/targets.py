@@ -29,6 +29,7 @@ from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol import messages
+from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.geometry import (
     Piece,
@@ -109,6 +110,8 @@ def protocol_messages() -> list[AnyMessage]:
         messages.Cancel("t", 1),
         messages.CancelAck("t", 1, True),
         messages.Release("t"),
+        messages.Borrow("t", chain(range(48), 16), 16, 16, 1000, "7#0011aabb"),
+        messages.Lent("t", 0, "no such prefix"),
         messages.Ping(1, ("t", "u")),
         messages.Pong(1),
         messages.Bye("going"),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -43,12 +44,14 @@ class Case:
     shifted: bool = False  # the single engine's first token becomes part of P's and D's prompt
     models: Mapping[str, Callable[[Path], Path]] = field(default_factory=dict)  # by the names in flags
     environment: Mapping[str, str] = field(default_factory=dict)  # environment of P
+    tier: str = ""  # place of OffloadingConnector in a MultiConnector: "first" or "last"
 
 
 TRITON = "--attention-backend TRITON_ATTN"
 TRITON_MLA = "--attention-backend TRITON_MLA"
 EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'
 MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
+FETCHED = re.compile(r"^vllm:external_prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 FP8 = "--kv-cache-dtype fp8"
 GDN = "--gdn-prefill-backend triton"  # this backend needs no other package
@@ -88,6 +91,8 @@ CASES = (
         models={"eagle3": kinds.make_eagle3},
     ),
     Case("fp8", kinds.KINDS["fp8-scales"], FP8, FP8, dtype="bfloat16", shifted=True),
+    Case("CPU tier last", kinds.make_llama, TRITON, TRITON, tier="last"),
+    Case("CPU tier first", kinds.make_llama, TRITON, TRITON, tier="first"),
 )
 
 
@@ -100,14 +105,19 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
             right = (await stream(client, alone.url, Body(tokens, OUTPUT + case.shifted))).tokens
             if case.shifted:
                 tokens, right = [*tokens, right[0]], right[1:]
-            got = (await direct(client, prefill, decode, Body(tokens, OUTPUT))).tokens
-            if got == right:
-                equal += 1
-            else:
-                wrong.append(f"{length} tokens: {got}, not {right}")
+            # The second time, each engine has the prompt in its tier. These engines have no prefix cache.
+            for again in range(1 + bool(case.tier)):
+                got = (await direct(client, prefill, decode, Body(tokens, OUTPUT))).tokens
+                if got != right:
+                    wrong.append(f"{length} tokens{', again' * again}: {got}, not {right}")
+                elif not again:
+                    equal += 1
+        if case.tier:
+            hits = await counted(client, prefill, FETCHED)
+            wrong += [] if hits else ["the prefill engine's tier has no prompt"]
         for server in (prefill, decode):
             await rests(client, server)
-        drafts = [await accepted(client, server) for server in (alone, decode)]
+        drafts = [await counted(client, server, ACCEPTED) for server in (alone, decode)]
     if wrong:
         raise AssertionError("; ".join(wrong))
     told = f"{equal} of {len(LENGTHS)} answers of {OUTPUT} tokens are one engine's, every block is free"
@@ -118,10 +128,21 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
     )
 
 
-async def accepted(client: httpx.AsyncClient, server: Server) -> float:
-    """Returns the number of a drafter's tokens that its engine has accepted."""
-    found = ACCEPTED.findall((await client.get(f"{server.url}/metrics")).text)
+async def counted(client: httpx.AsyncClient, server: Server, metric: re.Pattern[str]) -> float:
+    found = metric.findall((await client.get(f"{server.url}/metrics")).text)
     return sum(float(value) for value in found)
+
+
+def beside_tier(settings: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the settings of a MultiConnector with this connector and a tier in CPU memory."""
+    tier: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    tier["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 30}
+    connectors = [tier, settings] if place == "first" else [settings, tier]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": settings["kv_role"],
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
 
 
 def write_models(case: Case, directory: Path) -> None:
@@ -138,6 +159,9 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
         control = port + 10 + number
         url, registration = f"http://{HOST}:{port + number}", port + 20  # no router listens there
+        transfer = None if role is None else ours(role, control, provider, url, registration)
+        if transfer is not None and case.tier:
+            transfer = beside_tier(transfer, case.tier)
         return Server(
             f"{case.name.replace(' ', '-')}-{side}",
             [gpu],
@@ -145,7 +169,7 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
             models / "model",
             [*base, *re.sub(r"@([\w-]+)", lambda name: str(models / name[1]), flags).split()],
             work,
-            None if role is None else ours(role, control, provider, url, registration),
+            transfer,
             control,
             case.environment if side == "prefill" else {},
         )

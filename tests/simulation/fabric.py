@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, cast
 from kv_connector.engine import (
     ArmedLayer,
     CounterSet,
+    EngineStats,
     ErrorCode,
     Event,
     EventKind,
     Handshake,
+    LostLink,
     PagedWrite,
     TransferError,
     TransferProgress,
@@ -37,6 +39,10 @@ from .shape import CELL
 if TYPE_CHECKING:
     from .actor import Actor
     from .process import Process
+
+
+# A simulated link has one NIC, so no link is lost while its peer has others.
+_NO_STATS = EngineStats(*[0] * 16)
 
 
 class Phase(enum.Enum):
@@ -275,6 +281,12 @@ class SimEngine:
     def poll_events(self, limit: int) -> list[Event]:
         events, self._events = self._events[:limit], self._events[limit:]
         return events
+
+    def stats(self) -> EngineStats:
+        return _NO_STATS
+
+    def lost_links(self) -> list[LostLink]:
+        return []
 
     # --- Queries of the engine process's model
 

@@ -33,6 +33,9 @@ BLOCK = 32
 # comes. An engine that gets no CPU time on a busy machine must not count as dead.
 TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
+HOST_TIER = {"spec_name": "HostTierSpec", "spec_module_path": "host_tier", "cpu_bytes_to_use": 64 << 20}
+"""Settings of vLLM's OffloadingConnector on a CPU."""
+
 # Only the data plane listens at this address.
 DATA_HOST = "127.0.0.2"
 
@@ -88,6 +91,8 @@ class Deployment:
     """Second registration address of P and D, where a test may listen."""
     spans: "Receiver"
     """Receiver of the spans of Gemma's engines and routers."""
+    events: Mapping[str, Path]
+    """Sockets from which KV cache events are read, by engine ("plain", "decode")."""
 
 
 def prompt(seed: float | str, tokens: int) -> list[int]:
@@ -356,6 +361,17 @@ def engine_settings(*arguments: str, blocks: int = 400) -> EngineSettings:
         arguments=arguments,
         environment={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(path)},
     )
+
+
+def publishing_events(socket: Path) -> tuple[str, str]:
+    """Returns the arguments of an engine whose KV cache events can be read from this socket."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{socket}.live",
+        "replay_endpoint": f"ipc://{socket}",
+    }
+    return "--kv-events-config", json.dumps(events)
 
 
 def prefill_settings(blocks: int) -> EngineSettings:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kv_connector.agent.ledger import Reports
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 
 PEER = Address("10.0.0.1", 5600)
@@ -24,6 +24,8 @@ class RecordingAgent:
         self.held: int | None = None  # calls before the step's launch began, until its end
         self.by_layer = True
         self.reports = Reports()
+        self.prefix_requests: list[PrefixRequested] = []
+        self.prefix_answers: dict[str, int] = {}
         self.refused: set[str] = set()
         self.signal = self
 
@@ -50,6 +52,14 @@ class RecordingAgent:
     def take_reports(self) -> Reports:
         reports, self.reports = self.reports, Reports()
         return reports
+
+    def take_prefix_requests(self) -> list[PrefixRequested]:
+        requests, self.prefix_requests = self.prefix_requests, []
+        return requests
+
+    def take_prefix_answers(self) -> dict[str, int]:
+        answers, self.prefix_answers = self.prefix_answers, {}
+        return answers
 
     def take_calls(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []

@@ -172,9 +172,16 @@ class Stage:
 
     def schedule(self) -> tuple[SchedulerOutput, StepMetadata]:
         output = self.scheduler.schedule()
-        metadata = output.kv_connector_metadata
+        return output, self.step_metadata(output.kv_connector_metadata)
+
+    def step_metadata(self, metadata: Any) -> StepMetadata:
+        """Returns this connector's part of a step's metadata."""
         assert isinstance(metadata, StepMetadata)
-        return output, metadata
+        return metadata
+
+    def worker_metadata(self, news: News) -> Any:
+        """Returns the workers' metadata with the news of this connector's workers."""
+        return None if news == News() else news
 
     def update(
         self,
@@ -203,7 +210,7 @@ class Stage:
                     finished_sending=set(sent),
                     finished_recving=set(received),
                     failed_recving=set(failed),
-                    kv_connector_worker_meta=None if news == News() else news,
+                    kv_connector_worker_meta=self.worker_metadata(news),
                 ),
             ),
         )

@@ -12,6 +12,8 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_connector.engine import TransferError
+from kv_connector.vllm.connector import WriteImmConnector
+from kv_connector.vllm.process import worker_connectors
 
 # Seconds. A test that dies must not leave a stopped engine behind.
 LONGEST_HOLD_SECONDS = 120.0
@@ -81,9 +83,10 @@ class WorkerProbe:
 
 
 def _agent() -> Any:
-    group = get_kv_transfer_group()
-    # With a MultiConnector, the first of its connectors.
-    return getattr(group, "sub_connectors", [group])[0].worker.agent
+    ours = (one for one in worker_connectors() if isinstance(one, WriteImmConnector))
+    worker = next(ours).worker
+    assert worker is not None
+    return worker.agent
 
 
 def _hold(directory: Path) -> None:

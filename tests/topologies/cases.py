@@ -50,6 +50,10 @@ class Case:
     crowd: tuple[Mapping[str, Any], ...] = ({},)
     """Fields of these requests, in turn."""
     connector: str = "WriteImmConnector"
+    tier: str = "ExampleConnector"
+    """The other connector, if ``connector`` is MultiConnector."""
+    tier_first: bool = False
+    """Whether MultiConnector has the tier as its first connector."""
     shortest: int = 1
     """Tokens of the shortest prompt that a single engine supports."""
     torchvision: bool = False
@@ -144,8 +148,12 @@ def states(model: str, prefill: str = "", decode: str = "", **more: Any) -> dict
 
 # In bfloat16 a delta net decodes differently than it prefills.
 DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "shifted": True}
+# Hits of the prefix cache may end inside a block.
+UNIT = "--prefix-match-unit 8"
 # With this layout, a slice of a convolution's channels is one run.
 CHANNELS_FIRST: dict[str, Any] = {"environment": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}
+
+OFFLOADING: dict[str, Any] = {"connector": "MultiConnector", "tier": "OffloadingConnector"}
 
 CASES = (
     Case("llama", "llama", more=(SAMPLES, *STRUCTURES), pool=36),
@@ -165,6 +173,11 @@ CASES = (
     Case("kv-both", "llama", **flags("", role="kv_both"), alone=""),
     # ExampleConnector saves the first chunk of a prompt and takes it for the whole.
     Case("multi-connector", "llama", **whole(), connector="MultiConnector"),
+    Case("example-first", "llama", **whole(), connector="MultiConnector", tier_first=True),
+    # vLLM's CPU tier, with a worker that copies on a CPU: host_tier.py.
+    Case("offloading", "llama", **OFFLOADING, pool=36),
+    Case("offloading-first", "llama", **OFFLOADING, tier_first=True, pool=36),
+    Case("offloading-gemma3", "gemma3", **OFFLOADING),
     Case("dp2-decode", "llama", decode=Side(DP2), alone=""),
     Case("priority", "llama", **flags(PRIORITY), pool=36, crowd=PRIORITIES),
     Case("ngram", "llama", **flags(NGRAM), alone=""),
@@ -206,6 +219,7 @@ CASES = (
     Case("qwen3-next", **states("qwen3-next", **DELTA_NET)),
     # Not with another tensor parallelism: sums in bfloat16 then differ, on one engine too.
     Case("qwen3-next-caching", **states("qwen3-next", **DELTA_NET | {"caching": True})),
+    Case("qwen3-next-match-unit", **states("qwen3-next", UNIT, UNIT, **DELTA_NET | {"caching": True})),
     Case("mamba2", **states("mamba2")),
     # On a CPU it decodes differently than it prefills, and differently with another tensor parallelism.
     Case("lfm2", **states("lfm2", shifted=True)),

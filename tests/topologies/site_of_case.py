@@ -11,7 +11,7 @@ from typing import Any
 
 import no_torchvision
 from cases import Case, Side
-from deployment import TIMEOUTS, engine_settings
+from deployment import HOST_TIER, TIMEOUTS, engine_settings
 from kinds import KINDS
 
 from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role
@@ -123,18 +123,15 @@ class CaseCluster:
         )
 
     def _two_connectors(self, name: str, role: str, ours: dict[str, Any]) -> dict[str, Any]:
-        """Returns a MultiConnector's settings: this connector, and one that saves to a directory per
-        engine."""
-        path = str(self._cluster.directory / f"{name}-saved")
+        """Returns a MultiConnector's settings: this connector, and a tier of each engine."""
+        tier: dict[str, Any] = HOST_TIER
+        if self._case.tier == "ExampleConnector":
+            tier = {"shared_storage_path": str(self._cluster.directory / f"{name}-saved")}
         connectors = [
             {"kv_connector": "WriteImmConnector", "kv_role": role, "kv_connector_extra_config": ours},
-            {
-                "kv_connector": "ExampleConnector",
-                "kv_role": role,
-                "kv_connector_extra_config": {"shared_storage_path": path},
-            },
+            {"kv_connector": self._case.tier, "kv_role": "kv_both", "kv_connector_extra_config": tier},
         ]
-        return {"connectors": connectors}
+        return {"connectors": connectors[::-1] if self._case.tier_first else connectors}
 
     def _settings(self, side: Side, blocks: int) -> EngineSettings:
         words = [self._resolve(word) for word in side.words()]

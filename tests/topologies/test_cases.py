@@ -12,10 +12,13 @@ import httpx
 import pytest
 from cases import CASES, Case, left_out
 from deployment import (
+    BLOCK,
     PATIENCE_SECONDS,
     Client,
     assert_quiescent,
     completion_body,
+    decode_params,
+    prefill_params,
     prompt,
     wait_idle,
     wait_until,
@@ -78,6 +81,7 @@ async def test_tokens_are_one_engines(
         steps = Steps(client, site, case, known)
         await steps.all_lengths()
         await steps.prefix_hits()
+        await steps.tier_hits()
         await steps.further_requests()
         await steps.aborts()
         await steps.preemptions()
@@ -147,6 +151,49 @@ class Steps:
                 # Another data-parallel rank may have got the repetition.
                 assert hit == sides or "--data-parallel-size" in self.case.decode.flags
             await self.rest()
+
+    async def tier_hits(self) -> None:
+        """Repeats prompts that both engines' tiers hold and their prefix caches do not."""
+        if self.case.tier != "OffloadingConnector":
+            return
+        asks = [ask for ask in lengths(self.case) if len(ask.prompt) in REPEATED]
+        for ask in asks:
+            await self.check(ask)
+        engines = (self.site.prefill, self.site.decode)
+        for engine in engines:
+            await wait_until(partial(self._unforgotten, engine))
+        before = [engine.metric(FETCHED) for engine in engines]
+        for ask in asks:
+            await self.check(ask)
+        fetched = [engine.metric(FETCHED) - n for engine, n in zip(engines, before, strict=True)]
+        whole = sum(len(ask.prompt) // BLOCK * BLOCK for ask in asks)
+        loaded = sum(len(ask.prompt) - 1 for ask in asks)
+        if self.case.model == "llama":
+            assert fetched == [whole, whole if self.case.tier_first else loaded]
+        else:  # the tier has only the last blocks of windows
+            assert all(fetched)
+        await wait_until(partial(self._unforgotten, self.site.prefill))
+        await self.cached_tokens(asks[-1])
+        await self.rest()
+
+    async def _unforgotten(self, engine: Engine) -> str:
+        """Empties the engine's prefix cache, but not its tier. Returns why that failed."""
+        answer = await self.client.post(f"{engine.url}/reset_prefix_cache")
+        return "" if answer["success"] else f"{engine.name} has not freed all its KV blocks"
+
+    async def cached_tokens(self, ask: Ask) -> None:
+        """Checks that the prefill engine's answer counts the tokens from its tier as cached."""
+        prompt_ids, prefill = list(ask.prompt), self.site.prefill
+        first = completion_body(prompt_ids, 1, kv_transfer_params=prefill_params("cached"))
+        second = completion_body(
+            prompt_ids, ask.length, kv_transfer_params=decode_params("cached", prefill), **ask.body
+        )
+        prefilled, _ = await asyncio.gather(
+            self.client.post(f"{prefill.url}/v1/completions", first),
+            self.client.post(f"{self.site.decode.url}/v1/completions", second),
+        )
+        cached = prefilled["kv_transfer_params"]["remote_prefill_cached_tokens"]
+        assert 0 < cached <= len(prompt_ids) // BLOCK * BLOCK
 
     async def further_requests(self) -> None:
         for ask in more(self.case):

@@ -1,7 +1,8 @@
 """Shared engines for the tests. Each set starts once per session."""
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deployment import (
     engine_settings,
     make_small_llama,
     prefill_settings,
+    publishing_events,
 )
 from otlp import ENVIRONMENT, Receiver
 
@@ -54,6 +56,7 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 def _start(
     cluster: LocalCluster,
+    events: Mapping[str, Path],
     shape: Shape,
     providers: tuple[str, ...],
     spans: Receiver,
@@ -72,6 +75,7 @@ def _start(
     }
     registration, listener = free_ports(2)
     routers = [f"{HOST}:{port}" for port in (registration, listener)]
+    publishing = {name: publishing_events(path) for name, path in events.items()}
     prefill = cluster.start_engine(
         "prefill",
         role="kv_producer",
@@ -84,9 +88,9 @@ def _start(
         role="kv_consumer",
         routers=routers,
         extra=extra,
-        settings=engine_settings(blocks=decode_blocks),
+        settings=engine_settings(*publishing["decode"], blocks=decode_blocks),
     )
-    plain = cluster.start_engine("plain")
+    plain = cluster.start_engine("plain", settings=engine_settings(*publishing["plain"]))
     engines: dict[str, Any] = {"prefill": [prefill], "decode": [decode]}
     return Deployment(
         shape=shape,
@@ -99,6 +103,7 @@ def _start(
         early=cluster.start_router("router-early", registration=registration),
         listener=Address(HOST, listener),
         spans=spans,
+        events=events,
     )
 
 
@@ -119,11 +124,16 @@ def deployment(
     directory = tmp_path_factory.mktemp(name)
     with (
         Receiver().serving() as spans,
+        # The path of a socket has at most 107 bytes.
+        tempfile.TemporaryDirectory(prefix="kvc-") as sockets,
         LocalCluster(directory, model_directories[name], engine_settings()) as cluster,
     ):
+        events = {engine: Path(sockets) / engine for engine in ("plain", "decode")}
         cluster.interpreter = interpreter
         if name == "llama":
-            deployment = _start(cluster, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120)
+            deployment = _start(
+                cluster, events, LLAMA, ("host", "tcp"), spans, prefill_blocks=64, decode_blocks=120
+            )
         else:
             # This model's engines use a cluster key, keep timelines and send spans. The others do none of
             # this.
@@ -133,6 +143,7 @@ def deployment(
             cluster.otlp_traces_endpoint = spans.endpoint
             deployment = _start(
                 cluster,
+                events,
                 GEMMA3,
                 ("tcp",),
                 spans,

@@ -240,7 +240,7 @@ async def test_another_prompt_under_the_same_transfer(deployment: Deployment, cl
 
 # --- Bodies that the prefill engine accepts and the decode engine refuses
 
-# Requests per body and router. The long run of CONTRIBUTING.md sends 40.
+# Requests per body and router. Set KVC_REFUSED_BODIES=40 for a long run.
 REFUSED_OF_EACH = int(os.environ.get("KVC_REFUSED_BODIES", "3"))
 # Seconds that a prefill engine holds an unrequested prompt. The suite's setting is the default.
 HOLD_SECONDS = 20.0

@@ -98,15 +98,20 @@ def _same(one: str | None, other: str | None) -> bool:
 
 
 def _roles(engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
+    """One file may be that of a host whose engines all have one role. Several files are a deployment."""
     roles = {engine.engine.role for engine in engines}
     if len(engines) > 1 and len(roles) == 1 and roles < {"prefill", "decode"}:
         (role,) = roles
-        other = "kv_consumer" if role == "prefill" else "kv_producer"
-        words = (
-            f"all are {role} engines. Set kv_role {other} (or kv_both) for one of them; in SGLang "
-            "the other mode"
-        )
-        yield Finding(" and ".join(engine.where for engine in engines), Verdict.FAIL, words)
+        other, kv_role = ("decode", "kv_consumer") if role == "prefill" else ("prefill", "kv_producer")
+        remedy = f"kv_role {kv_role} (or kv_both) for one of them; in SGLang the other mode"
+        verdict, words = Verdict.FAIL, f"all are {role} engines. Set {remedy}"
+        if len({engine.where.partition(": ")[0] for engine in engines}) == 1:
+            verdict = Verdict.NOTE
+            words = (
+                f"all are {role} engines. If the {other} engines have files of their own, check all files "
+                f"together. Otherwise set {remedy}"
+            )
+        yield Finding(" and ".join(engine.where for engine in engines), verdict, words)
 
 
 def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:

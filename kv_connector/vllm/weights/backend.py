@@ -72,6 +72,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 device,
                 settings.agent_timeouts(),
                 given.streaming,
+                given.nics_of(rank, parallel.world_size),
             ),
             self._model.record,
             self._torn,

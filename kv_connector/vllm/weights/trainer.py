@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.vllm.internals import (
     ModuleSource,
     TrainerInitInfo,
@@ -28,11 +29,13 @@ from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource, module_source
 from kv_connector.weights.update import PushError
+from kv_connector.weights.writer import STAGING_BYTES
 
 
 @dataclass
 class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """``engines``: addresses of their first workers (``control_port`` + 1), as ``host:port``.
+    """``engines``: addresses of their first workers (``control_port`` + 1), as ``host:port``. ``timeout``:
+    seconds in which a version must be applied. Raises ValueError if one of the two is invalid.
 
     The other fields are those of WeightPusher.
     """
@@ -45,6 +48,18 @@ class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     data_host: str = "127.0.0.1"
     timeout: float = 300.0
     partial: Sequence[str] = ()
+    nics: Sequence[str] = ()
+    begin_timeout: float | None = None
+    timeouts: Timeouts | None = None
+    staging_bytes: int = STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engines, str) or not self.engines:
+            raise ValueError(
+                f'engines is {self.engines!r}. Give a sequence of addresses, such as ["10.0.0.5:5801"].'
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout!r}. Give a positive number of seconds.")
 
 
 class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -63,6 +78,10 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             providers=info.providers,
             data_host=info.data_host,
             partial=info.partial,
+            nics=info.nics,
+            begin_timeout=info.begin_timeout,
+            timeouts=info.timeouts,
+            staging_bytes=info.staging_bytes,
             apply=self._ready,
         )
         try:

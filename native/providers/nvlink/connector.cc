@@ -45,8 +45,9 @@ Status NvlinkConnector::open() {
   if (!driver) return kLane.named(driver.error());
   driver_ = driver.value();
   if (cuda::kernel_image().empty()) {
-    return kLane.error(ErrorCode::kRefused, "open",
-                       "this build holds no GPU kernels: nvcc was not found when it was built");
+    return kLane.error(
+        ErrorCode::kRefused, "open",
+        "this build holds no GPU kernels: nvcc was not found when it was built. Put nvcc in PATH and rebuild");
   }
   if (Status opened = rendezvous_.open(); !opened) return opened;
   board().process = process_;

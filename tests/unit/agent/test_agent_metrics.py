@@ -31,6 +31,8 @@ NO_STATS = AgentStats(
     received_seconds=0.0,
     received_pages=0,
     malformed_messages=0,
+    links_lost=0,
+    links_restored=0,
     peers=(),
 )
 IDLE = LiveState(
@@ -42,6 +44,7 @@ IDLE = LiveState(
     commands=0,
     acting=False,
     peers=0,
+    links_out=0,
 )
 
 
@@ -184,10 +187,13 @@ def test_names_and_labels_are_an_interface(
         "kv_connector_send_seconds counter": [],
         "kv_connector_receive_seconds counter": [],
         "kv_connector_malformed_messages counter": [],
+        "kv_connector_links_lost counter": [],
+        "kv_connector_links_restored counter": [],
         "kv_connector_live_prefill_requests gauge": ["rank"],
         "kv_connector_live_decode_requests gauge": ["rank"],
         "kv_connector_live_transfers gauge": ["rank"],
         "kv_connector_live_counter_sets gauge": ["rank"],
+        "kv_connector_links_out gauge": ["rank"],
         "kv_connector_authenticated gauge": ["rank"],
         "kv_connector_peers gauge": ["lane", "rank"],
         "kv_connector_transfers_under_way gauge": ["phase", "rank", "role"],

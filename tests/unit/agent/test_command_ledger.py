@@ -1,5 +1,6 @@
 """A worker's CommandLedger over an agent that only records its calls."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.command_ledger import CommandLedger
 from kv_connector.agent.commands import (
+    AnswerPrefix,
     CacheCleared,
     Cancel,
     Command,
@@ -19,11 +21,16 @@ from kv_connector.agent.commands import (
     NewPages,
     Release,
     SetRanks,
+    WithdrawPrefix,
 )
 from kv_connector.agent.ledger import Reports
-from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest
+from kv_connector.protocol.content_key import chain
+from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
 
 __all__ = ["agent"]
+
+
+PREFIX = PrefixRequest("x", PEER, chain(range(32), 16), 0, 16)
 
 
 @pytest.fixture
@@ -42,6 +49,9 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
             Release("r", PEER),
             FinishPrefill("p", "t", False, "client left", aborted=True),
             CacheCleared(),
+            PREFIX,
+            WithdrawPrefix("x"),
+            AnswerPrefix("y", 32),
         )
     )
     assert agent.take_calls() == [
@@ -52,7 +62,32 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("release", "r", PEER),
         ("request_finished", "t", False, "client left", None, True),
         ("cache_cleared",),
+        ("request_prefix", PREFIX),
+        ("withdraw_prefix", "x"),
+        ("answer_prefix", "y", 32, ""),
     ]
+
+
+def test_prefix_that_cannot_be_requested_is_answered_once(
+    agent: RecordingAgent, ledger: CommandLedger
+) -> None:
+    agent.refused = {"request_prefix"}
+    agent.prefix_answers = {"z": 48}
+    ledger.execute((PREFIX,))
+    assert ledger.take_prefix_answers() == {"x": 0, "z": 48}
+    assert ledger.take_prefix_answers() == {}
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["by the agent", "by the scheduler"])
+def test_prefix_whose_load_cannot_begin_is_stale(
+    agent: RecordingAgent, ledger: CommandLedger, refused: bool
+) -> None:
+    load = replace(RESERVE, request_id="x", engine=replace(PEER, prefixes=True))
+    agent.refused = {"reserve"}
+    ledger.execute((load if refused else FailLoad("x", stale=True), FailLoad("d")))
+    reports = ledger.take_reports()
+    assert reports.finished_recving == reports.failed_recving == {"x", "d"}
+    assert reports.stale == {"x"}
 
 
 def test_engines_of_waiting_transfers_are_looked_for(agent: RecordingAgent, ledger: CommandLedger) -> None:

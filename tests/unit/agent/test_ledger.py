@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from kv_connector.agent.ledger import Ledger, Reports
-from kv_connector.protocol.actions import Reached, State
+from kv_connector.protocol.actions import PrefixAnswered, PrefixRequested, Reached, State
+from kv_connector.protocol.content_key import chain
+from kv_connector.protocol.lending import MAX_QUESTIONS
 from kv_connector.protocol.messages import Role
 
 LIMIT = 30.0
@@ -95,3 +97,16 @@ def test_what_is_forgotten_before_its_end_stays_until_then_and_is_not_told(side:
     assert (ledger.states, ledger.take_reports(), ledger.take_reserved()) == (0, Reports(), set())
     ledger.load_ended("r", failed=True)  # a new request with the same name
     assert ledger.take_reports().finished_recving == {"r"}
+
+
+def test_ledger_keeps_news_of_prefixes_until_they_are_taken() -> None:
+    ledger = Ledger()
+    key = chain(range(32), 16)
+    requests = [PrefixRequested(f"t{number}", key, 0, 16) for number in range(MAX_QUESTIONS + 1)]
+    for request in requests:
+        ledger.prefix_news(request)
+    ledger.prefix_news(PrefixAnswered("u", 32))
+    ledger.await_news(60.0)  # returns at once
+    assert ledger.take_prefix_requests() == requests[1:]  # the first one has no answer in time
+    assert ledger.take_prefix_answers() == {"u": 32}
+    assert (ledger.take_prefix_requests(), ledger.take_prefix_answers()) == ([], {})

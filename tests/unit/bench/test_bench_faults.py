@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -170,11 +170,21 @@ async def test_a_kill_that_nobody_notices_ends_the_load_too(monkeypatch: pytest.
 
 @pytest.mark.anyio
 async def test_without_service_there_is_nothing_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "BEFORE_SECONDS", 0.1)
     async with serving_pair() as (pair, one):
         pair.kill()
-        with pytest.raises(LoadError, match="no engine is ready"):
-            await one.lose(pytest.fail, engines(Pool(0.0)), LIMIT)
+
+        async def out_of_time(steady: Coroutine[Any, Any, Any], _: float) -> None:
+            """Stands in for asyncio.wait_for: the time is over once a client has its answer."""
+            steady.close()
+            async with asyncio.timeout(LIMIT):
+                while not one.requests:
+                    await asyncio.sleep(0.001)
+            raise TimeoutError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "wait_for", out_of_time)
+            with pytest.raises(LoadError, match="no engine is ready"):
+                await one.lose(pytest.fail, engines(Pool(0.0)), LIMIT)
 
 
 def test_requests_count_by_when_they_began_and_ended() -> None:

@@ -29,7 +29,7 @@ run = partial(invoke, app)
 def test_help_names_the_commands() -> None:
     status, output = run("--help")
     assert status == 0
-    for command in ("bench", "config", "demo", "doctor", "router", "topology"):
+    for command in ("bench", "config", "demo", "doctor", "router", "topology", "verify"):
         assert command in output
 
 

@@ -316,7 +316,6 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
         (vllm("kv_producer", 8100, "-tp 2") + vllm("kv_consumer", 8200, control_port=5601), "port 5601"),
         (P + vllm("kv_consumer", 8100, control_port=5700), "port 8100 is used twice"),
         (P + D + ROUTER + " --port 8200", "port 8200 is used twice, by the API server and the router"),
-        (P + P.replace("8100", "8101").replace("5600", "5800"), "all are prefill engines"),
         (P + D.replace("MODEL", "OTHER"), "model is MODEL at the prefill engine and OTHER"),
         (P + vllm("kv_consumer", 8200, "--kv-cache-dtype fp8", control_port=5700), "not set at the prefill"),
         (
@@ -374,6 +373,18 @@ def test_p_and_d_may_be_two_files(check: Check) -> None:
     )
     (words,) = check(p_json=p, d_json=transfer(control_port=5700))
     assert "all are prefill engines" in words
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_engines_of_one_role_in_one_file_get_a_note(check: Check, role: str, other: str) -> None:
+    kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+    first, second = vllm(kv_role, 8100, control_port=5600), vllm(kv_role, 8101, control_port=5601)
+    findings = check.findings(start_sh=first + second)
+    (note,) = [finding for finding in findings if f"all are {role} engines" in finding["words"]]
+    assert note["verdict"] == "note"
+    assert f"If the {other} engines have files of their own" in note["words"]
+    (words,) = check(first_sh=first, second_sh=second)
+    assert f"all are {role} engines" in words
 
 
 def test_containers_have_ports_and_loopback_to_themselves(check: Check) -> None:

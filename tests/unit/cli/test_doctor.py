@@ -121,6 +121,25 @@ def test_a_required_lane_that_is_unknown_fails_with_the_known_ones(monkeypatch: 
     assert "no such lane. Choose one of tcp" in output
 
 
+@pytest.mark.parametrize("reason", ["this build holds no GPU kernels", "no CUDA driver: it is missing"])
+def test_bounce_without_gpu_kernels_or_driver_is_not_usable_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    set_lanes(monkeypatch, [("nvlink", False, reason), ("tcp", True, ""), ("bounce", True, "")])
+    finding = {found.subject: found for found in doctor.lanes(())}["lane bounce"]
+    assert finding.verdict is Verdict.NOTE
+    assert "usable for host memory only" in finding.words
+    assert reason in finding.words
+    assert [found.verdict for found in doctor.lanes(("bounce",)) if found.subject == "lane bounce"] == [
+        Verdict.FAIL
+    ]
+
+
+def test_bounce_with_gpu_kernels_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_lanes(monkeypatch, [("nvlink", True, ""), ("bounce", True, "")])
+    assert {found.verdict for found in doctor.lanes(("bounce",))} == {Verdict.OK}
+
+
 # --- Experts
 
 

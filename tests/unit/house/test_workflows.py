@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,34 @@ def test_each_target_of_make_exists(workflow: Path) -> None:
 
 def test_the_gate_is_ci_run_and_nothing_else() -> None:
     assert [step.get("run") for step in steps(ROOT / ".github/workflows/tests.yml")][-1:] == ["bash .ci/run"]
+
+
+def test_a_release_has_a_python_for_each_wheel_that_its_machine_can_test() -> None:
+    (made,) = re.findall(r"PYTHONS:-([\d. ]+)", (ROOT / "scripts/wheels").read_text())
+    build = steps(ROOT / ".github/workflows/wheels.yml")
+    (installed,) = re.findall(
+        r"uv python install ([\d. ]+)", "\n".join(step.get("run", "") for step in build)
+    )
+    assert sorted(["3.11", *installed.split()]) == made.split()  # Debian 12 has Python 3.11
+    (test,) = [step for step in build if step.get("run") == "make test-wheels"]
+    assert test["env"] == {"REQUIRED": "x86_64"}
+
+
+@pytest.mark.parametrize(("required", "status"), [("", 0), ("aarch64", 0), ("x86_64", 1)])
+def test_a_wheel_that_is_left_out_fails_the_test_of_wheels_if_required(
+    tmp_path: Path, required: str, status: int
+) -> None:
+    script = tmp_path / "integration/wheels/test"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "integration/wheels/test", script)
+    (tmp_path / "dist").mkdir()
+    # CPython 3.99 is on no machine.
+    (tmp_path / "dist/kv_connector-1.0-cp399-cp399-manylinux_2_28_x86_64.whl").touch()
+    done = subprocess.run(
+        [script], env={**os.environ, "REQUIRED": required}, capture_output=True, text=True, check=False
+    )
+    assert "left out: no CPython 3.99 for x86_64" in done.stdout
+    assert done.returncode == status, done.stderr
 
 
 def test_each_nightly_suite_exists() -> None:

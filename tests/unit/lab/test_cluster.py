@@ -1,5 +1,6 @@
 """Parts of the local cluster, with small processes instead of engines. tests/with_vllm uses real engines."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -20,7 +22,13 @@ from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.demonstration import Pushed, Row, _problems
 from kv_connector.lab.free_ports import HIGHEST, LOWEST, STEP, free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
-from kv_connector.lab.process import Process, StartError, stop, wait_healthy
+from kv_connector.lab.process import (
+    Process,
+    StartError,
+    leave_on_signals,
+    stop,
+    wait_healthy,
+)
 
 PATIENCE = 10.0
 
@@ -89,6 +97,67 @@ def test_stop_interrupted_still_leaves_nothing(start: Start, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         stop(processes)
     assert [process.members() for process in processes] == [[], []]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_program_ends_its_group_even_if_it_ignores_signals(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """A busy engine ignores the SIGTERM that the kernel sends it when its parent is gone."""
+    log = tmp_path / "child.log"
+    family = textwrap.dedent(FAMILY.format(leader="SIG_IGN"))
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        from kv_connector.lab import process
+        process.STOP_SECONDS = 0.2
+        with process.leave_on_signals(), process.ProcessGroup() as group:
+            command = [sys.executable, "-c", {family!r}]
+            child = process.Process("child", command, environment={{}}, log=Path({str(log)!r}))
+            group._adopt(child, "")
+            print(child.pid, flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        leader = int(parent.stdout.readline())
+        try:
+            until(lambda: "up" in log.read_text())
+            parent.send_signal(number)
+            assert parent.wait(PATIENCE) == 128 + number
+            assert not alive(leader)
+        finally:
+            parent.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+
+
+def test_a_signal_during_a_start_comes_after_the_process_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.lab.process.STOP_SECONDS", 0.2)
+    started: list[int] = []
+
+    class Signalled(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)
+
+    def program() -> None:
+        with leave_on_signals(), LocalCluster(tmp_path, tmp_path) as cluster:
+            cluster.interpreter = ("sh", "-c", "trap '' TERM; sleep 600")
+            cluster.start_engine("engine")
+
+    monkeypatch.setattr("kv_connector.lab.process.subprocess.Popen", Signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        program()
+    (pid,) = started
+    assert not alive(pid)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def orphan(log: Path, environment: Mapping[str, str] | None = None) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sample
 
-from kv_connector.protocol.admission import AdmissionGate, gates
+from kv_connector.protocol.admission import AdmissionGate, gates, may_lend
 from kv_connector.protocol.messages import Role
 
 POOL = 30
@@ -67,23 +67,34 @@ class Transfer:
     p: Engine
     d: Engine
     blocks: int
+    lender: Engine | None = None  # has some of the prompt's blocks, which P borrows
+    prefix: int = 0  # number of them
     reserved: bool = False  # D has room for it
     computed: bool = False
 
 
 class Engine:
     """A pool and a queue. A request held by its gate delays no other, but a request without free blocks
-    delays all behind it."""
+    delays all behind it. ``patient``: as a lender it waits for room where it should refuse."""
 
-    def __init__(self, prompts: AdmissionGate, loads: AdmissionGate) -> None:
+    def __init__(self, prompts: AdmissionGate, loads: AdmissionGate, *, patient: bool = False) -> None:
         self.free = POOL
         self.prompts, self.loads = prompts, loads
         self.queue: list[Transfer] = []
         self.holding: list[Transfer] = []
+        self.lent: list[Transfer] = []
+        self.patient, self.asked = patient, list[Transfer]()
 
     def step(self) -> bool:
         """Frees the blocks of ended requests, then visits the queue. Returns whether anything has changed."""
-        over = [t for t in self.holding if (t.reserved if t.p is self else t.computed)]
+        arrived, self.lent = self.lent, []
+        for transfer in arrived:
+            self.free += transfer.prefix
+            transfer.computed = True
+        asked, self.asked = self.asked, []
+        for transfer in asked:
+            self._hold(transfer)
+        over = [t for t in self.holding if t.computed and (t.reserved or t.d is self)]
         for transfer in over:
             self.holding.remove(transfer)
             self._gate(transfer).leave(transfer.name)
@@ -102,13 +113,28 @@ class Engine:
             self._begin(transfer)
             begun.append(transfer)
         self.queue = [transfer for transfer in self.queue if transfer not in begun]
-        return bool(over or begun)
+        return bool(over or begun or arrived or len(asked) > len(self.asked))
+
+    def lend(self, transfer: Transfer) -> bool:
+        """Holds the prefix of a prompt until the next step. Returns False if it refuses."""
+        held = sum(other.prefix for other in self.lent)
+        if not self.patient and not (may_lend(held, transfer.prefix, POOL) and transfer.prefix <= self.free):
+            return False
+        self._hold(transfer)
+        return True
+
+    def _hold(self, transfer: Transfer) -> None:
+        if transfer.prefix > self.free:
+            self.asked.append(transfer)
+        else:
+            self.free -= transfer.prefix
+            self.lent.append(transfer)
 
     def _begin(self, transfer: Transfer) -> None:
         self.free -= transfer.blocks
         self.holding.append(transfer)
         if transfer.p is self:
-            transfer.computed = True
+            transfer.computed = transfer.lender is None or not transfer.lender.lend(transfer)
         else:
             transfer.reserved = True
             transfer.p.prompts.leave(transfer.name)
@@ -121,7 +147,7 @@ def run(*engines: Engine) -> bool:
     """Runs the engines until nothing changes. Returns whether all requests have ended."""
     while any(engine.step() for engine in engines):
         pass
-    return not any(engine.queue or engine.holding for engine in engines)
+    return not any(engine.queue or engine.holding or engine.lent for engine in engines)
 
 
 def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
@@ -142,18 +168,48 @@ def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
 def test_any_order_of_arrival_comes_to_its_end(role: Role, random: Random, transfers: int) -> None:
     other = Role.BOTH if role is Role.BOTH else Role.DECODE
     engines = Engine(*gates(role, POOL)), Engine(*gates(other, POOL))
+    third = Engine(*gates(other, POOL))
     share = POOL // (3 if role is Role.BOTH else 2)
     halves = []
     for number in range(transfers):
         p, d = random.sample(engines, 2) if role is Role.BOTH else engines
         transfer = Transfer(str(number), p, d, random.randint(1, share))
+        if random.random() < 0.5:
+            transfer.lender = d if random.random() < 0.5 else third
+            transfer.prefix = random.randint(1, transfer.blocks)
         halves += [(p, transfer), (d, transfer)]
     random.shuffle(halves)
     for engine, transfer in halves:
         engine.queue.append(transfer)
         random.choice(engines).step()
-    assert run(*engines)
-    assert [engine.free for engine in engines] == [POOL, POOL]
+    assert run(*engines, third)
+    assert [engine.free for engine in (*engines, third)] == [POOL, POOL, POOL]
+
+
+def test_lenders_that_wait_for_room_wait_for_each_other() -> None:
+    """The deadlock that a refusal prevents."""
+    for patient in (True, False):
+        one, two = (Engine(*gates(Role.BOTH, POOL), patient=patient) for _ in range(2))
+        away = Engine(*gates(Role.DECODE, POOL))  # their D, which has room for both
+        prompts = [
+            Transfer(name, p, away, POOL, lender, prefix=7, reserved=True)
+            for name, p, lender in (("first", one, two), ("second", two, one))
+        ]
+        for prompt in prompts:
+            prompt.p.free -= prompt.blocks
+            prompt.p.holding.append(prompt)
+        for prompt in prompts:
+            assert prompt.lender is not None
+            prompt.computed = not prompt.lender.lend(prompt)
+        assert run(one, two) is not patient
+        assert [one.free, two.free] == ([0, 0] if patient else [POOL, POOL])
+
+
+def test_lender_refuses_more_than_a_quarter_of_its_pool() -> None:
+    assert may_lend(0, 7, POOL)
+    assert may_lend(3, 4, POOL)
+    assert not may_lend(0, 8, POOL)
+    assert not may_lend(4, 4, POOL)
 
 
 def test_gate_lets_an_earlier_place_pass_who_waits_first() -> None:

@@ -9,12 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from protocol_setup import ADVICE, HASH, all_of, layout, pairs, recalled, reserve, worker
 
+from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.messages import (
     MAX_ID,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
     PROTOCOL_VERSION,
     AnyMessage,
+    Borrow,
     Bye,
     Cancel,
     CancelAck,
@@ -24,6 +26,7 @@ from kv_connector.protocol.messages import (
     Hello,
     HelloAck,
     HelloNak,
+    Lent,
     Locate,
     MalformedMessage,
     NakReason,
@@ -63,6 +66,9 @@ MESSAGES: list[AnyMessage] = [
     Cancel("t", 7),
     CancelAck("t", 7, drained=True),
     Release("t"),
+    Borrow("t", chain(range(48), 16), 16, 16, 1000, "7#0011aabb"),
+    Lent("t", 32),
+    Lent("t", 0, "no such prefix"),
     Ping(5, ("t", "u")),
     Pong(5),
     Bye("shutting down"),

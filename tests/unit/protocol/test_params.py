@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import id_problem
-from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
+from kv_connector.protocol.params import (
+    MAX_PREFIX_TOKENS,
+    BadParams,
+    DecodeParams,
+    PrefillParams,
+    PrefixFrom,
+    parse_params,
+    parse_prefix,
+)
 
 OF_P = {"do_remote_decode": True, "transfer_id": "t"}
 OF_D = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 5600}
@@ -66,6 +74,51 @@ def test_unusable_parameters_are_named(params: dict[str, Any], problem: str) -> 
         parse_params(params)
 
 
+PREFIX = {"host": "10.0.0.2", "port": 5700, "tokens": 4096}
+
+
+@pytest.mark.parametrize("half", [{}, OF_P], ids=["alone", "for a decode engine"])
+def test_parse_prefix_returns_the_lender_beside_either_half(half: dict[str, Any]) -> None:
+    params = {**half, "prefix_from": PREFIX}
+    assert parse_prefix(params) == PrefixFrom(Address("10.0.0.2", 5700), 4096)
+    assert parse_params(params) == parse_params(half)
+
+
+@pytest.mark.parametrize("params", [{}, OF_P, OF_D, {"prefix_from": None}, {**OF_D, "prefix_from": None}])
+def test_parse_prefix_returns_none_without_a_proposal(params: dict[str, Any]) -> None:
+    assert parse_prefix(params) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"prefix_from": "10.0.0.2:5700"}, "must be an object with host, port and tokens"),
+        (
+            {"prefix_from": {**PREFIX, "host": ""}},
+            "prefix_from.host must be the lending engine's control_host",
+        ),
+        ({"prefix_from": {**PREFIX, "host": 7}}, "prefix_from.host must be"),
+        (
+            {"prefix_from": {**PREFIX, "port": 0}},
+            "prefix_from.port must be the lending engine's control_port",
+        ),
+        ({"prefix_from": {**PREFIX, "port": True}}, "prefix_from.port must be"),
+        (
+            {"prefix_from": {"host": "x", "port": 1}},
+            "prefix_from.tokens must be 1 to 16777216 tokens, not None",
+        ),
+        ({"prefix_from": {**PREFIX, "tokens": 0}}, "prefix_from.tokens must be"),
+        ({"prefix_from": {**PREFIX, "tokens": True}}, "prefix_from.tokens must be"),
+        ({"prefix_from": {**PREFIX, "tokens": 4096.0}}, "prefix_from.tokens must be"),
+        ({"prefix_from": {**PREFIX, "tokens": MAX_PREFIX_TOKENS + 1}}, "prefix_from.tokens must be"),
+        ({**OF_D, "prefix_from": PREFIX}, "send prefix_from to the prefill engine"),
+    ],
+)
+def test_parse_prefix_names_the_field_that_cannot_be_used(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadParams, match=problem):
+        parse_prefix(params)
+
+
 anything = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers(), max_size=2)
 )
@@ -83,3 +136,16 @@ def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any]) -> N
         assert 0 < parsed.peer.port < 65536
     if parsed is not None and parsed.transfer_id is not None:
         assert id_problem(parsed.transfer_id) is None
+
+
+@settings(deadline=None)
+@given(st.one_of(anything, st.dictionaries(st.sampled_from(sorted(PREFIX)), anything)))
+def test_parse_prefix_refuses_or_returns_whatever_clients_send(proposed: Any) -> None:
+    try:
+        found = parse_prefix({"prefix_from": proposed})
+    except BadParams:
+        return
+    if found is not None:
+        assert found.lender.host
+        assert 0 < found.lender.port < 65536
+        assert 0 < found.tokens <= MAX_PREFIX_TOKENS

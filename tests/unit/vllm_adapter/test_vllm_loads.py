@@ -194,7 +194,9 @@ def test_each_event_has_its_outcome_in_each_phase(
     assert (load.phase if len(made) else FORGOTTEN) == after
     assert [type(command) for command in made._commands] == commands
     assert blocks.freed == freed
-    assert (made.loading() == ["d"]) == (phase in HOLDING and after is not FORGOTTEN)
+    # With blocks again, the request runs, or another connector loads.
+    holding = phase in HOLDING and after is not FORGOTTEN and (phase, event) != (LOADED, "allocated 0")
+    assert (made.loading() == ["d"]) == holding
 
 
 def test_reset_must_wait_for_pages_of_a_finished_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -730,3 +730,19 @@ def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:
     both.step()
     both.step()
     both.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("proposed", "problem"),
+    [
+        ({"host": "10.0.0.2", "port": 5600, "tokens": 64}, "this release does not load prefixes"),
+        ({"host": "10.0.0.2", "port": 5600, "tokens": 0}, "prefix_from.tokens must be 1 to"),
+    ],
+)
+def test_prefill_request_keeps_its_transfer_when_its_prefix_is_not_loaded(
+    prefill: Stage, proposed: dict[str, Any], problem: str, log: pytest.LogCaptureFixture
+) -> None:
+    prefill.add("p", prompt(100), {**PARAMS_OF_P, "prefix_from": proposed})
+    assert "request p: its prefix is computed, not loaded" in log.text
+    assert problem in log.text
+    assert any(isinstance(command, PrefillRequest) for command in prefill.step().commands)

@@ -371,3 +371,91 @@ class TestDecode:
 
 def hashes(stage: Stage, text: list[int]) -> list[Any]:
     return Request("h", text, SamplingParams(), None, block_hasher=stage._hasher).block_hashes
+
+
+class TestHitsInsideBlocks:
+    """``--prefix-match-unit``: hits of vLLM's prefix cache may end inside a block.
+
+    vLLM gives a connector the hit up to the beginning of that block, and drops the rest of the hit if the
+    connector has more.
+    """
+
+    UNIT = 8
+
+    @pytest.fixture
+    def engine(self, model: Path) -> Callable[[str], Stage]:
+        def make(role: str) -> Stage:
+            config = vllm_config(model, role)
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.prefix_match_unit = self.UNIT
+            made = Stage(config, (FULL, CACHED))
+            assert made.scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits
+            return made
+
+        return make
+
+    @pytest.mark.parametrize("tail", [2 * UNIT, 3 * UNIT + 5], ids=["state too", "no state"])
+    def test_load_begins_with_the_block_in_which_the_local_hit_ends(
+        self, engine: Callable[[str], Stage], tail: int
+    ) -> None:
+        """The first prompt ends inside the fourth block. Its state is cached if it ends at a unit's end."""
+        decode = engine("kv_consumer")
+        begin = prompt(3 * BLOCK + tail + 1)
+        load(decode, begin, "first")
+        text = [*begin, *prompt(50, seed=9)]
+        find = decode.scheduler.kv_cache_manager.get_computed_blocks_for_connector
+        _, local, _, diverged = find(Request("h", text, SamplingParams(), None, block_hasher=decode._hasher))
+        assert (local, diverged) == (3 * BLOCK + tail // self.UNIT * self.UNIT, tail % self.UNIT > 0)
+        asked = load(decode, text)
+        assert (asked.first_token, asked.groups[0].first) == (3 * BLOCK, 3)
+        assert len(asked.groups[0].blocks) == -(-(len(text) - 1) // BLOCK) - 3
+        assert len(asked.groups[1].blocks) == 1
+        decode.assert_idle()
+
+    def test_prompt_that_is_here_up_to_its_last_token_is_not_loaded(
+        self, engine: Callable[[str], Stage]
+    ) -> None:
+        decode = engine("kv_consumer")
+        text = prompt(3 * BLOCK + 2 * self.UNIT + 1)
+        load(decode, text, "first")
+        decode.add("d", text, dict(PARAMS_OF_D))
+        output, metadata = decode.schedule()
+        assert [type(command) for command in metadata.commands] == [Release]
+        assert output.num_scheduled_tokens == {"d": 1}
+        decode.update(output)
+        decode.step()
+        decode.assert_idle()
+
+    def test_prefill_engine_sends_its_copy_of_the_block_in_which_its_hit_ends(
+        self, engine: Callable[[str], Stage]
+    ) -> None:
+        """vLLM copies that block at the beginning of the step, because the prompt goes on in it.
+
+        The prefill engine computes all but the last token, and vLLM caches the last unit before that end.
+        """
+        prefill = engine("kv_producer")
+        begin = prompt(3 * BLOCK + 2 * self.UNIT + 1)
+        prefill.add("p", begin, dict(PARAMS_OF_P))
+        run(prefill, "p")
+        prefill.step()
+        prefill.step(sent=["p"])
+        text = [*begin, *prompt(50, seed=9)]
+        prefill.add("q", text, dict(PARAMS_OF_P, transfer_id="q"))
+        output, metadata = prefill.schedule()
+        computed = output.scheduled_new_reqs[0].num_computed_tokens
+        assert computed == 3 * BLOCK + self.UNIT
+        copies = {copy.dst_block_id for copy in output.kv_cache_block_copies}
+        assert prefill.tables("q")[0][3] in copies
+        steps = [metadata]
+        while not steps[-1].new_pages[0].last:
+            prefill.update(output)
+            output, metadata = prefill.schedule()
+            steps.append(metadata)
+        full, states = prefill.tables("q")
+        prefill.update(output)
+        named, state = named_blocks(*steps)
+        assert named == dict(enumerate(full))
+        assert list(state.values()) == [states[(len(text) - 2) // BLOCK]]
+        prefill.step()
+        prefill.step(sent=["q"])
+        prefill.assert_idle()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from agent_setup import until
 from weight_engines import Engine, drawn
 
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.vllm.weights.trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
@@ -43,6 +45,46 @@ def engine() -> Iterator[Engine]:
 
 def info(engine: Engine) -> WriteImmTrainerInitInfo:
     return WriteImmTrainerInitInfo([str(engine.workers[0]._address)], rank=0, providers=("tcp",), timeout=2)
+
+
+def test_init_info_passes_the_pusher_its_arguments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {
+        "nics": ("mlx5_0",),
+        "begin_timeout": 3.0,
+        "timeouts": Timeouts(dead=7),
+        "staging_bytes": 1 << 20,
+    }
+    seen: dict[str, object] = {}
+
+    class Pusher:
+        def __init__(self, *_: object, **named: object) -> None:
+            seen.update(named)
+
+        def connect(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("kv_connector.vllm.weights.trainer.WeightPusher", Pusher)
+    trainer = WriteImmTrainerEngine.trainer_init(
+        replace(info(engine), **given), client=Client(engine), source=TensorSource(drawn(1))
+    )
+    trainer.shutdown()
+    assert given.items() <= seen.items()
+
+
+@pytest.mark.parametrize(
+    ("engines", "timeout", "words"),
+    [
+        ("10.0.0.5:5801", 1.0, "engines is '10.0.0.5:5801'. Give a sequence of addresses"),
+        ([], 1.0, "engines is"),
+        (["10.0.0.5:5801"], 0.0, "timeout is 0.0. Give a positive number of seconds"),
+    ],
+)
+def test_init_info_refuses_an_invalid_value(engines: object, timeout: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        WriteImmTrainerInitInfo(engines, rank=0, timeout=timeout)  # type: ignore[arg-type]
 
 
 def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: Engine) -> None:

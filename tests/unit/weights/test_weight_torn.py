@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from agent_setup import until
 from weight_engines import Engine, drawn
 
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.messages import Begin, Ping
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
@@ -19,7 +21,8 @@ PATIENCE_S = 30
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(2)
+    # No test here is about silence: a process that gets no time for seconds must not lose a version.
+    engine = Engine(2, timeouts=Timeouts(dead=PATIENCE_S, heartbeat=0.5))
     try:
         push(engine, "v0", 0)
         yield engine
@@ -119,9 +122,9 @@ def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
         assert [worker._landing.state().landed for worker in engine.workers] == [first.identity] * 2
         pusher.cancel("the trainer dies")
         ends.join(PATIENCE_S)
+        assert not ends.is_alive()
         go_on.set()
-        while engine.state().served != first.identity or engine.model.paused:
-            pass
+        until(lambda: engine.state().served == first.identity and not engine.model.paused)
     assert engine.model.serves(1)
     assert all(pings), "it is held by who is there"
 

@@ -179,11 +179,10 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
 
     A worker to which the lost rank had nothing to write may have all.
     """
+    workers = [worker for engine in engines for worker in engine.workers]
+    # The first worker that notices the loss reports it to the trainer.
+    until(lambda: not any(worker.state().landing for worker in workers))
     for engine in engines:
-        for worker in engine.workers:
-            # The first worker that notices the loss reports it to the trainer.
-            while worker.state().landing:
-                pass
         states = [worker.state() for worker in engine.workers]
         (missing, *_) = [n for n, state in enumerate(states) if shown(state.landed) != version]
         assert "rank" in states[missing].problem

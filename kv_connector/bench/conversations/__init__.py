@@ -1,0 +1,1 @@
+"""`kv-connector bench conversations`: load of conversations for the user's own endpoints."""

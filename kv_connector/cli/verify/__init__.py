@@ -1,0 +1,1 @@
+"""kv-connector verify: canary prompts to a deployment, compared with a reference engine's answers."""

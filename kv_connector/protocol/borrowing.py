@@ -1,0 +1,210 @@
+"""The borrower's questions for prefixes, sans-IO: whether another engine has the leading tokens of a prompt.
+
+A question goes through these phases:
+
+    phase    waits for                                            next
+    LOOKING  the lender's directory, or a session with a worker   ASKED, over
+    ASKED    LENT                                                 over
+
+It ends in one PrefixAnswered, unless it is withdrawn. A lender may hold pages for a question that ends
+without its answer. Such a question ends in a RELEASE, unless the session is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_connector.protocol.actions import Address, Dial, Log, PeerId, PrefixAnswered, Send
+from kv_connector.protocol.content_key import content_key_problem
+from kv_connector.protocol.legs import DecodeAction
+from kv_connector.protocol.messages import Borrow, Lent, Release, id_problem
+from kv_connector.protocol.requests import PrefixRequest
+from kv_connector.protocol.sources import Draw
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import Timers
+
+
+class LocatedEngine(Protocol):
+    """An engine that is known, or is being located."""
+
+    @property
+    def workers(self) -> Mapping[Address, Draw] | None: ...
+
+
+@dataclass
+class _Question:
+    request: PrefixRequest
+    deadline: float
+    worker: Address | None = None
+    """The lender's worker that gets BORROW. None: the lender is not located yet."""
+    peer: PeerId | None = None
+    """The session over which BORROW was sent. None: LOOKING."""
+
+
+class Borrowing:
+    """All questions of one worker. Every method returns the actions to execute, in order."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        engines: Mapping[Address, LocatedEngine],
+        sessions: Mapping[Address, PeerId],
+        find: Callable[[Address], list[DecodeAction]],
+    ) -> None:
+        """``engines``, ``sessions``: the decode machine's tables. ``find``: begins to locate an engine."""
+        self._timeouts = timeouts
+        self._engines = engines
+        self._sessions = sessions
+        self._find = find
+        self._questions: dict[str, _Question] = {}  # by transfer id
+        self._timers: Timers[str] = Timers()
+        self.weights = ""
+        """The version of the weights that this engine serves."""
+
+    def __len__(self) -> int:
+        """Number of questions without an answer."""
+        return len(self._questions)
+
+    def next_deadline(self) -> float | None:
+        """The time at which tick() is due if nothing happens before."""
+        return self._timers.next()
+
+    # --- The engine
+
+    def ask(self, now: float, request: PrefixRequest) -> list[DecodeAction]:
+        """Requests a prefix."""
+        transfer_id = request.transfer_id
+        if transfer_id in self._questions:
+            return [Log(logging.ERROR, f"prefix {transfer_id} is already being requested")]
+        problem = id_problem(transfer_id) or content_key_problem(request.content)
+        if problem is not None:
+            text = f"prefix {transfer_id} is not requested: {problem}"
+            return [Log(logging.WARNING, text), PrefixAnswered(transfer_id, 0)]
+        question = _Question(request, now + self._timeouts.ask)
+        self._questions[transfer_id] = question
+        self._timers.set(transfer_id, question.deadline)
+        engine = self._engines.get(request.lender)
+        if engine is None:
+            return self._find(request.lender)
+        return [] if engine.workers is None else self._send(now, question, engine.workers)
+
+    def withdraw(self, now: float, transfer_id: str) -> list[DecodeAction]:
+        """The engine needs the answer no more. There will be none."""
+        question = self._questions.get(transfer_id)
+        return [] if question is None else self._end(question)
+
+    def close(self, now: float) -> list[DecodeAction]:
+        """Shuts down: nothing is lent to this engine any more."""
+        return [action for question in list(self._questions.values()) for action in self._give_up(question)]
+
+    # --- The lender
+
+    def engine_found(
+        self, now: float, lender: Address, workers: Mapping[Address, Draw]
+    ) -> list[DecodeAction]:
+        """The lender at this address has these workers."""
+        actions: list[DecodeAction] = []
+        for question in self._looking():
+            if question.request.lender == lender and question.worker is None:
+                actions += self._send(now, question, workers)
+        return actions
+
+    def engine_not_found(self, now: float, lender: Address) -> list[DecodeAction]:
+        """No engine answered at this address, it lends nothing, or its layout does not fit."""
+        lost = [q for q in self._looking() if q.request.lender == lender and q.worker is None]
+        return [action for question in lost for action in self._give_up(question)]
+
+    def peer_up(self, now: float, worker: Address, peer: PeerId) -> list[DecodeAction]:
+        """A session with this worker is up."""
+        waiting = [question for question in self._looking() if question.worker == worker]
+        return [self._borrow(now, question, peer) for question in waiting]
+
+    def dial_failed(self, now: float, worker: Address) -> list[DecodeAction]:
+        """No session with this worker will be made."""
+        lost = [question for question in self._looking() if question.worker == worker]
+        return [action for question in lost for action in self._give_up(question)]
+
+    def peer_down(self, now: float, peer: PeerId) -> list[DecodeAction]:
+        """The session is over. The lender frees what it holds for these questions by itself."""
+        lost = [question for question in self._questions.values() if question.peer == peer]
+        for question in lost:
+            self._forget(question)
+        return [PrefixAnswered(question.request.transfer_id, 0) for question in lost]
+
+    def lent(self, now: float, peer: PeerId, message: Lent) -> list[DecodeAction]:
+        """Handles LENT."""
+        question = self._questions.get(message.transfer_id)
+        if question is None or question.peer != peer:
+            return []  # a question that has ended has sent RELEASE
+        request, tokens = question.request, message.tokens
+        if tokens == 0:
+            self._forget(question)
+            text = f"prefix {request.transfer_id} is not lent by {request.lender}: {message.reason}"
+            return [Log(logging.DEBUG, text), PrefixAnswered(request.transfer_id, 0)]
+        content = request.content
+        fits = tokens % content.tokens == 0 == tokens % request.multiple
+        if not (request.first_token < tokens <= content.covered and fits):
+            text = f"prefix {request.transfer_id}: {request.lender} lends {tokens} tokens, which do not fit"
+            return [Log(logging.WARNING, text), *self._give_up(question)]
+        self._forget(question)
+        return [PrefixAnswered(request.transfer_id, tokens)]
+
+    # --- Time
+
+    def tick(self, now: float) -> list[DecodeAction]:
+        """Acts on every deadline that has passed."""
+        actions: list[DecodeAction] = []
+        while (transfer_id := self._timers.pop_due(now)) is not None:
+            actions += self._give_up(self._questions[transfer_id])
+        return actions
+
+    # --- Steps
+
+    def _looking(self) -> list[_Question]:
+        return [question for question in self._questions.values() if question.peer is None]
+
+    def _send(self, now: float, question: _Question, workers: Mapping[Address, Draw]) -> list[DecodeAction]:
+        """Sends BORROW to one of the workers from which this one draws, now or once there is a session."""
+        worker = next((address for address, draw in workers.items() if draw.plan is not None), None)
+        if worker is None:
+            return self._give_up(question)
+        question.worker = worker
+        peer = self._sessions.get(worker)
+        if peer is not None:
+            return [self._borrow(now, question, peer)]
+        draw = workers[worker]
+        return [Dial(question.request.lender, worker, draw.wants, draw.layout)]
+
+    def _borrow(self, now: float, question: _Question, peer: PeerId) -> Send:
+        question.peer = peer
+        request = question.request
+        left = max(0, round((question.deadline - now) * 1000))
+        return Send(
+            peer,
+            Borrow(
+                request.transfer_id,
+                request.content,
+                request.first_token,
+                request.multiple,
+                left,
+                self.weights,
+            ),
+        )
+
+    def _give_up(self, question: _Question) -> list[DecodeAction]:
+        return [*self._end(question), PrefixAnswered(question.request.transfer_id, 0)]
+
+    def _end(self, question: _Question) -> list[DecodeAction]:
+        """Ends a question without its answer."""
+        self._forget(question)
+        if question.peer is None:
+            return []
+        return [Send(question.peer, Release(question.request.transfer_id))]
+
+    def _forget(self, question: _Question) -> None:
+        transfer_id = question.request.transfer_id
+        del self._questions[transfer_id]
+        self._timers.clear(transfer_id)

@@ -1,0 +1,70 @@
+"""The lender's open questions for prefixes, sans-IO: from BORROW to the answer of its engine's scheduler.
+
+All that follows a good answer is a transfer of the prefill machine. Its request is the lending itself.
+"""
+
+from __future__ import annotations
+
+from kv_connector.protocol.actions import PeerId, PrefixRequested, Send
+from kv_connector.protocol.messages import Borrow, Lent, clip
+from kv_connector.protocol.timers import Timers
+
+# Questions that a worker keeps. Each has a content key of up to 2 MiB until the scheduler takes it, and a
+# question ends after a second.
+MAX_QUESTIONS = 64
+
+
+class Lendings:
+    """The questions of borrowers that have no answer yet. Methods return the actions to execute, in order."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, PeerId] = {}  # by transfer id
+        self._timers: Timers[str] = Timers()
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def next_deadline(self) -> float | None:
+        """The time at which tick() is due if nothing happens before."""
+        return self._timers.next()
+
+    def borrow(self, now: float, peer: PeerId, message: Borrow) -> list[Send | PrefixRequested]:
+        """Passes a question to the scheduler, unless there are too many."""
+        if message.transfer_id in self._asked:
+            return []
+        if len(self._asked) >= MAX_QUESTIONS:
+            return [refusal(peer, message, f"{MAX_QUESTIONS} other prefixes are requested")]
+        self._asked[message.transfer_id] = peer
+        self._timers.set(message.transfer_id, now + message.deadline_ms / 1000)
+        return [PrefixRequested(message.transfer_id, message.content, message.first_token, message.multiple)]
+
+    def answer(self, transfer_id: str, tokens: int, reason: str) -> list[Send]:
+        """Sends the scheduler's answer, if this worker has the question."""
+        peer = self._asked.get(transfer_id)
+        self.drop(transfer_id)
+        return [] if peer is None else [Send(peer, Lent(transfer_id, tokens, clip(reason)))]
+
+    def drop(self, transfer_id: str) -> None:
+        """Forgets a question. Its borrower expects no answer."""
+        self._asked.pop(transfer_id, None)
+        self._timers.clear(transfer_id)
+
+    def peer_down(self, peer: PeerId) -> None:
+        """Forgets the questions of this peer."""
+        for transfer_id in [one for one, asked_by in self._asked.items() if asked_by == peer]:
+            self.drop(transfer_id)
+
+    def tick(self, now: float) -> None:
+        """Forgets the questions whose borrowers wait no longer."""
+        while (transfer_id := self._timers.pop_due(now)) is not None:
+            self._asked.pop(transfer_id, None)
+
+    def close(self) -> list[Send]:
+        """Refuses all questions."""
+        text = "this engine is shutting down"
+        return [send for transfer_id in list(self._asked) for send in self.answer(transfer_id, 0, text)]
+
+
+def refusal(peer: PeerId, message: Borrow, reason: str) -> Send:
+    """LENT for a question that the scheduler does not get."""
+    return Send(peer, Lent(message.transfer_id, 0, clip(reason)))

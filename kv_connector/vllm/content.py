@@ -1,0 +1,31 @@
+"""A request's content key: vLLM's own block hashes, with the proof that another engine computes the same."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kv_connector.protocol.content_key import BASIS_BYTES, ContentKey, content_key
+from kv_connector.vllm.internals import Request, block_hashing
+
+# One of each kind of fact that vLLM's hash of a block covers beside the tokens.
+_FACTS = (("lora", "adapter", "/path"), ("mm", "picture", 0), ("cache_salt", "salt"))
+
+
+def hash_basis(algorithm: str, block_tokens: int) -> bytes:
+    """Returns what this engine's block hashes depend on, as a digest that peers compare.
+
+    ``algorithm``: vLLM's ``--prefix-caching-hash-algo``. ``block_tokens``: tokens of a hashed block.
+
+    It is made of the hash of a fixed block. So it differs if the function, its serialization or its seed
+    differs. Call it in the scheduler's process once vLLM has set the seed, which precedes the scheduler. With
+    the xxhash algorithms every process has its own seed, unless PYTHONHASHSEED is set.
+    """
+    caches, hashing = block_hashing()
+    function = hashing.get_hash_fn_by_name(algorithm)
+    block: bytes = caches.hash_block_tokens(function, None, range(block_tokens), _FACTS)
+    return hashlib.blake2b(block, digest_size=BASIS_BYTES).digest()
+
+
+def content_key_of(request: Request, basis: bytes, block_tokens: int) -> ContentKey:
+    """Returns the key of a request's prompt, as far as it fills hashed blocks."""
+    return content_key(basis, block_tokens, [bytes(digest) for digest in request.block_hashes])

@@ -1,0 +1,148 @@
+"""Agents that lend and borrow prefixes over real sockets and a real transfer engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from agent_pairs import SOURCE, TARGET, every_lane, sim
+from agent_setup import TIMES, Side, Stage, content, until
+from protocol_setup import BLOCK, layout
+
+from kv_connector.protocol.actions import Address, PrefixRequested
+from kv_connector.protocol.content_key import chain
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.requests import (
+    ComputedPages,
+    DecodeRequest,
+    GroupPages,
+    PrefillRequest,
+    PrefixRequest,
+)
+
+__all__ = ["every_lane", "sim"]
+
+KEY = chain(range(4 * BLOCK), BLOCK)
+TOKENS = 3 * BLOCK
+
+
+def prefixes(side: Side) -> Address:
+    return replace(side.address, prefixes=True)
+
+
+def ask(borrower: Side, lender: Side, name: str = "x") -> PrefixRequested:
+    """Returns the question as the lender's scheduler gets it."""
+    borrower.agent.request_prefix(PrefixRequest(name, prefixes(lender), KEY, 0, BLOCK))
+    found: list[PrefixRequested] = []
+    until(lambda: found.extend(lender.agent.take_prefix_requests()) or found, "the question")
+    (request,) = found
+    assert request == PrefixRequested(name, KEY, 0, BLOCK)
+    return request
+
+
+def lend(lender: Side, name: str = "x") -> None:
+    """Lends the tokens of three blocks, as the lender's scheduler does."""
+    for ordinal in range(len(lender.layout.layers)):
+        for block in SOURCE:
+            lender.pages[ordinal, block] = content(name, ordinal, block)
+    agent = lender.agent
+    agent.expect(PrefillRequest(name, name, TOKENS, KEY.prompt_hash(TOKENS), lent=True))
+    agent.pages_computed(ComputedPages(name, None, (GroupPages(0, SOURCE),)))
+    agent.request_finished(name, ok=True)
+    agent.answer_prefix(name, TOKENS)
+
+
+def answer(borrower: Side) -> dict[str, int]:
+    found: dict[str, int] = {}
+    until(lambda: found.update(borrower.agent.take_prefix_answers()) or found, "the answer")
+    return found
+
+
+def load(borrower: Side, lender: Side, name: str = "x") -> None:
+    groups = (GroupTarget(0, TARGET),)
+    borrower.agent.reserve(
+        DecodeRequest(name, name, prefixes(lender), TOKENS, 0, KEY.prompt_hash(TOKENS), groups)
+    )
+
+
+@pytest.mark.parametrize(
+    ("borrows", "lends"),
+    [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.DECODE), (Role.PREFILL, Role.PREFILL)],
+)
+def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows: Role, lends: Role) -> None:
+    shape = layout(num_blocks=32)
+    borrower = every_lane.side(borrows, "borrower", pages=shape)
+    lender = every_lane.side(lends, "lender", pages=shape)
+    ask(borrower, lender)
+    lend(lender)
+    assert answer(borrower) == {"x": TOKENS}
+    load(borrower, lender)
+    borrower.wait(received=["x"])
+    lender.wait(sent=["x"])
+    assert borrower.failed == []
+    assert borrower.holds("x", SOURCE, TARGET)
+    borrower.idle()
+    lender.idle()
+
+
+def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) -> None:
+    """One agent, one request, both halves: its pages [0, 3) come from the lender and go on to D."""
+    prefill, decode = sim.pair()
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    prefill.expect("t", tokens=4 * BLOCK)
+    decode.reserve(prefill.address, (21, 22, 23, 24), tokens=4 * BLOCK)
+    ask(prefill, lender)
+    lend(lender)
+    assert answer(prefill) == {"x": TOKENS}
+    load(prefill, lender)
+    prefill.wait(received=["x"])
+    assert prefill.holds("x", SOURCE, TARGET)
+    prefill.compute((14,), first=3)
+    prefill.agent.pages_computed(ComputedPages("t", None, (GroupPages(0, TARGET),)))
+    prefill.agent.request_finished("t", ok=True)
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.holds("x", SOURCE, (21, 22, 23))
+    assert decode.holds("t", (14,), (24,))
+    for side in (prefill, decode, lender):
+        side.idle()
+
+
+def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> None:
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32))
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    request = ask(borrower, lender)
+    lender.agent.answer_prefix(request.transfer_id, 0, "it is not cached")
+    assert answer(borrower) == {"x": 0}
+    borrower.idle()
+    lender.idle()
+
+
+def test_lender_frees_a_prefix_that_its_borrower_releases(sim: Stage) -> None:
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32))
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    ask(borrower, lender)
+    lend(lender)
+    assert answer(borrower) == {"x": TOKENS}
+    borrower.agent.release("x", prefixes(lender))
+    lender.wait(sent=["x"])
+
+
+def test_only_the_first_rank_asks(sim: Stage) -> None:
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), rank=1, ranks=2)
+    borrower.agent.request_prefix(PrefixRequest("x", Address("127.0.0.1", 1, prefixes=True), KEY, 0, BLOCK))
+    assert borrower.agent.catch_up(20.0)
+    assert borrower.agent.live().peers == 0
+
+
+def test_stopped_lender_costs_the_time_limit_of_a_question(sim: Stage) -> None:
+    quick = replace(TIMES, ask=0.2)
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=quick)
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    ask(borrower, lender)  # its scheduler takes the question, and does not answer
+    assert answer(borrower) == {"x": 0}
+    lend(lender)  # too late
+    lender.wait(sent=["x"])
+    borrower.idle()
+    lender.idle()
