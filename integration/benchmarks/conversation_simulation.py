@@ -375,9 +375,14 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=1 << 20, help="tokens that a prefix cache has room for")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--recent", type=float, help="weight of the last minute's work (cache_aware._RECENT)")
+    parser.add_argument("--queued", type=float, help="weight of queued tokens (_QUEUED)")
     parser.add_argument("--context", type=float, help="weight of a decode engine's contexts (_CONTEXT)")
     plan = parser.parse_args()
-    for name, value in (("_RECENT", plan.recent), ("_CONTEXT", plan.context)):
+    for name, value in (
+        ("_RECENT", plan.recent),
+        ("_QUEUED", plan.queued),
+        ("_CONTEXT", plan.context),
+    ):
         if value is not None:
             setattr(cache_aware, name, value)
     shape = Workshape(

@@ -15,6 +15,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
@@ -93,9 +94,9 @@ def main() -> None:
     prompts = [turn.prompt(PATH) for turn in turns]
     gc.disable()
     print("us, p50 / p99")
-    print("hash the prompt:", timed([lambda turn=turn: turn.prompt(PATH) for turn in turns]))
-    print("look into the index:", timed([lambda one=one: index.matches(one) for one in prompts]))
-    placed = [lambda turn=turn: policy.place(turn, PATH, (), session=1) for turn in turns]
+    print("hash the prompt:", timed([partial(turn.prompt, PATH) for turn in turns]))
+    print("look into the index:", timed([partial(index.matches, one) for one in prompts]))
+    placed = [partial(policy.place, turn, PATH, (), session=1) for turn in turns]
     print("place, with the hash:", timed(placed))
     print(f"transcript: {_transcript():.2f} us for an event of a chat")
 

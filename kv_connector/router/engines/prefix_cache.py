@@ -14,8 +14,8 @@ from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOK
 _USUAL_ROOM = 400_000
 _LARGEST_ROOM = 1 << 24
 
-# Prefixes of all engines together. Each takes 210 bytes of the router's memory (integration/benchmarks/
-# router_decision.py, 64 engines, 2026-11-29), so the index takes 110 MB at most. 64 engines of _USUAL_ROOM
+# Prefixes of all engines together. Each takes 190 bytes of the router's memory (integration/benchmarks/
+# router_decision.py, 64 engines, 2026-11-29), so the index takes 100 MB at most. 64 engines of _USUAL_ROOM
 # have 100,000, at 1 KiB each.
 MOST_PREFIXES = 1 << 19
 
@@ -170,14 +170,23 @@ class PrefixCache:
             self._weigh(prompt, prompt.tokens)
         self._use(prompt, self._leading(prompt.prefixes), reported=False)
 
-    def corrected(self, prompt: Prompt, cached: int, tokens: int) -> None:
-        """Notes that the engine has computed the prompt, and had ``cached`` of its tokens before."""
+    def confirmed(self, prompt: Prompt) -> int:
+        """Returns how many bytes of the prompt the engine has, as an answer has confirmed."""
+        return prompt.bytes_of(self._confirmed(prompt))
+
+    def corrected(self, prompt: Prompt, cached: int, tokens: int, confirmed: int | None = None) -> None:
+        """Notes that the engine has computed the prompt, and had ``cached`` of its tokens before.
+
+        ``confirmed``: confirmed() when the prompt was sent. None: nothing was sent since then.
+        """
         if tokens <= 0:
             return
-        # A prefix that was sent and has no answer yet may be computed beside this prompt: it does not count
-        # as missed.
-        confirmed = bisect_left(prompt.prefixes, True, key=lambda prefix: self._held.get(prefix, 0) <= 0)
-        reported = prompt.bytes_of(confirmed)
+        # A prefix that was sent and had no answer yet may have been computed beside this prompt: it does not
+        # count as missed.
+        known = self._confirmed(prompt)
+        reported = prompt.bytes_of(known)
+        if confirmed is not None:
+            reported = min(reported, confirmed)
         had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
         if _CLEARLY * had < reported and reported - had >= _BLOCK_BYTES:
             # The engine keeps less than is held here now, by the bytes that it did not have.
@@ -186,7 +195,7 @@ class PrefixCache:
             self._taken = max(0, self._taken - (had - reported))
         self._weigh(prompt, tokens)
         # By now the engine has all prefixes, whatever it had before.
-        self._use(prompt, confirmed, reported=True)
+        self._use(prompt, known, reported=True)
 
     def drop_oldest(self, count: int) -> None:
         """Forgets so many prefixes, the least recently used."""
@@ -197,6 +206,10 @@ class PrefixCache:
             gone.append(prefix)
         if self.index is not None:
             self.index.dropped(self.bit, gone)
+
+    def _confirmed(self, prompt: Prompt) -> int:
+        """Returns how many prefixes of the prompt an answer has confirmed."""
+        return bisect_left(prompt.prefixes, True, key=lambda prefix: self._held.get(prefix, 0) <= 0)
 
     def _leading(self, prefixes: Sequence[int]) -> int:
         """Returns how many of these prefixes the engine has."""

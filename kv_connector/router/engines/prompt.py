@@ -79,7 +79,7 @@ class Tail(NamedTuple):
 class _Chain:
     """Hashes of a prompt that grows.
 
-    Python's hash() is keyed by this process, and takes 0.45 us for 1 KiB (AMD EPYC, 2026-11-29).
+    Python's hash() is keyed by this process, and takes 0.45 us for 1 KiB (Intel Xeon, 2026-11-29).
     """
 
     def __init__(self, last: int, size: int = 0) -> None:
@@ -144,7 +144,7 @@ class Prompt:
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
         """Reads a request's prompt. ``body``: the prompt in it is a msgspec.Raw. ``shapes``: the shapes of
-        its values. 128 KiB of messages take 0.12 ms (AMD EPYC, 2026-11-29)."""
+        its values. 25 KiB in 18 messages take 0.09 ms (Intel Xeon, busy, 2026-11-29)."""
         name = _FIELD.get(path, "prompt")
         raw = body.get(name, msgspec.Raw())
         before = [body[key] for key in _BEFORE if body.get(key)]

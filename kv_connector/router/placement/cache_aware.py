@@ -38,6 +38,8 @@ _CONTEXT = 1 / 4
 # of H tokens is preferred until it has had H / _RECENT tokens more. See the sweep of
 # integration/benchmarks/conversation_simulation.py in docs/decisions/012-cache-aware-placement.md.
 _RECENT = 1 / 8
+# Work of the last minute is even up to this factor. Sides are to differ by a factor of 1.5 at most.
+_EVEN = 1.25
 # Half-life of this work, in seconds: about the time that a person takes between two turns.
 _HALF_LIFE_S = 60.0
 # A decode engine with _TIMES as many streams as another, and _MORE more, is not chosen by its cache. It
@@ -62,7 +64,7 @@ class RecentWork:
         self._given: dict[Member, float] = {}
 
     def excess(self, engines: Sequence[Member]) -> list[float]:
-        """Returns the tokens of each engine beyond those of the engine with the least.
+        """Returns the tokens of each engine beyond _EVEN times those of the engine with the least.
 
         An engine that is not known yet counts as the engine with the least: it has an empty cache, and should
         get no more than its part.
@@ -77,7 +79,8 @@ class RecentWork:
                 given.clear()
             given.update(zip(engines, known, strict=True))
             found = [*known]
-        return [(tokens - least) / scale for tokens in found if tokens is not None]
+        even = _EVEN * least
+        return [max(0.0, tokens - even) / scale for tokens in found if tokens is not None]
 
     def add(self, engine: Member, tokens: int) -> None:
         scale = self._now()

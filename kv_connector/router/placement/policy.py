@@ -24,6 +24,8 @@ class Hits:
     tokens: int
     of: int
     """Tokens of the whole prompt, by the same forecast."""
+    confirmed: int
+    """Bytes of the prompt that answers had confirmed as cached when the prompt was sent."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ class CacheRecords:
         for side, engine in ((Side.PREFILL, placement.prefill), (Side.DECODE, placement.decode)):
             workload = None if engine is None else self._pools[side].workload(engine)
             if workload is not None:
-                hit = prompt.tokens_of(workload.cache.cached(prompt), tokens)
-                placement.hits[side] = Hits(workload, hit, tokens)
+                cache = workload.cache
+                hit = prompt.tokens_of(cache.cached(prompt), tokens)
+                placement.hits[side] = Hits(workload, hit, tokens, cache.confirmed(prompt))
         for hits in placement.hits.values():
             hits.workload.cache.prompt_computed(prompt, _room(hits.workload))
 
@@ -87,7 +88,7 @@ class CacheRecords:
         hits = placement.hits.get(side)
         if cached is None or hits is None:
             return
-        hits.workload.cache.corrected(prompt, cached, tokens)
+        hits.workload.cache.corrected(prompt, cached, tokens, hits.confirmed)
         self._count(side, hits.tokens * tokens // hits.of if hits.of else 0, cached)
 
 

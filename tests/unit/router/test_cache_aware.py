@@ -281,9 +281,8 @@ def test_picture_brings_the_next_turn_to_the_same_engines(fleet: Fleet) -> None:
 
 def test_other_adapters_and_tenants_share_no_prefix(fleet: Fleet) -> None:
     fleet.serve(user(LONG))
-    for body in ({"model": "adapter"}, {"cache_salt": "tenant"}):
-        placement = fleet.place(user(LONG), **body)
-        assert placement.reason == "least_work"
+    assert fleet.place(user(LONG), model="adapter").reason == "least_work"
+    assert fleet.place(user(LONG), cache_salt="tenant").reason == "least_work"
 
 
 def test_records_count_predicted_and_actual_hits(fleet: Fleet) -> None:
@@ -293,6 +292,18 @@ def test_records_count_predicted_and_actual_hits(fleet: Fleet) -> None:
     assert fleet.hits == [(Side.PREFILL, 0, 0), (Side.PREFILL, 2000, 1984)]
     fleet.caches.prompt_computed(second, Computed(tokens=2000))
     assert len(fleet.hits) == 2, "an engine that reports no hits is not counted"
+
+
+def test_prompts_in_one_step_do_not_make_the_cache_smaller() -> None:
+    """The second prompt could not find the prefix that the first one computed in the same step."""
+    fleet = Fleet(1, 1)
+    both = [fleet.serve(user(f"{LONG} {number}")) for number in range(2)]
+    for placement in both:
+        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
+    others = [fleet.serve(user(f"{number} {LONG}")) for number in range(5)]
+    for placement in others:
+        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
+    assert fleet.place(user(f"{LONG} 0")).reason == "cached"
 
 
 def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
@@ -352,8 +363,10 @@ def test_recent_work_halves_each_minute_and_never_overflows() -> None:
     now = 60.0
     assert recent.excess([a, b]) == pytest.approx([500, 0])
     recent.add(b, 2000)
-    assert recent.excess([a, b]) == pytest.approx([0, 1500])
-    assert recent.excess([a, b, c]) == pytest.approx([0, 1500, 0]), "a new engine counts as the least"
+    assert recent.excess([a, b]) == pytest.approx([0, 2000 - 1.25 * 500])
+    assert recent.excess([a, b, c]) == pytest.approx([0, 1375, 0]), "a new engine counts as the least"
+    recent.add(a, 1200)
+    assert recent.excess([a, b]) == [0, 0], "1,700 and 2,000 are about even"
     for _ in range(100):
         now += 3600.0
         recent.add(a, 10)

@@ -260,13 +260,14 @@ def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
     router = Router(tbt=1 * MS)  # no decode engine is that fast
     prefill, decode = router.pair()
     router.pools[Side.DECODE].acquire(decode)
-    first, again = router.place(6000), router.place(6000)
-    for placement, tokens in ((first, 6000), (again, 1000)):
+    # The second prompt is sent after the first one's answer. Of two prompts side by side, neither finds the
+    # other's prefixes.
+    for expected in (6000, 1000):
+        placement = router.place(6000)
         assert placement.prefill == prefill
         assert placement.work is not None
-        assert placement.work.tokens <= tokens
-    router.caches.prompt_computed(first, Computed(tokens=6000, cached=0))
-    router.caches.prompt_computed(again, Computed(tokens=6000, cached=0))
+        assert placement.work.tokens <= expected
+        router.caches.prompt_computed(placement, Computed(tokens=6000, cached=0))
     third = router.place(6000)
     assert third.work is not None
     assert third.work.tokens == 6000, "it does not keep such prompts"

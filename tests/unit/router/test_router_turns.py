@@ -61,13 +61,13 @@ def test_prompt_followed_by_its_answer_is_the_beginning_of_the_next_turn(
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 @pytest.mark.parametrize("kind", ["text", "output_text"])
 def test_prompt_of_other_apis_continues_with_the_text_of_an_answers_parts(path: str, kind: str) -> None:
-    field = "messages" if path == MESSAGES else "input"
-    before = prompt(path, **{field: [user("Why?")]}).followed_by(
-        Message(role="assistant", content="Because.")
-    )
+    def seen(*messages: dict[str, Any]) -> Prompt:
+        return prompt(path, messages=messages) if path == MESSAGES else prompt(path, input=messages)
+
+    before = seen(user("Why?")).followed_by(Message(role="assistant", content="Because."))
     part = {"type": kind, "text": "Because.", "cache_control": {"type": "ephemeral"}}
     parts = {"id": "msg_1", "status": "completed", "role": "assistant", "content": [part]}
-    assert whole(before, prompt(path, **{field: [user("Why?"), parts, user("And?")]}))
+    assert whole(before, seen(user("Why?"), parts, user("And?")))
 
 
 def test_prompt_of_responses_may_be_a_text() -> None:
