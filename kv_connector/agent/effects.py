@@ -15,6 +15,7 @@ from typing import Any
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.agent.ports import Received, Sockets, TransferPort
+from kv_connector.agent.slow_transfers import SLOW_S, SlowTransfers
 from kv_connector.agent.timeline import Timelines
 from kv_connector.agent.writes import BURSTS, Target, Writes
 from kv_connector.engine import ErrorCode, Event, EventKind, TransferError
@@ -96,9 +97,6 @@ _FENCE_RETRY_S = 0.02
 _FENCE_LONGEST_RETRY_S = 1.0
 # Interval of the log lines about a fence that does not succeed. The blocks behind the fence stay reserved.
 _FENCE_LOG_S = 10.0
-# A transfer that is not over after this time gets a line in the log. That is far longer than the pages of a
-# prefill of 100,000 tokens take on a working lane, and shorter than any deadline.
-_SLOW_S = 10.0
 # Events taken from the transfer engine at once.
 _EVENTS = 256
 
@@ -175,7 +173,7 @@ class Effects:
         wants them. None: no peer has connected yet. Any thread may read it."""
         self.link_watch = LinkWatch(engine)
         self._next_look = 0.0
-        self._reported_slow: set[Share] = set()
+        self._slow = SlowTransfers(self._name_of, self._progress)
 
     @property
     def fences(self) -> int:
@@ -233,8 +231,8 @@ class Effects:
         if self._trace is not None:
             self._trace.look()
         if now >= self._next_look:
-            self._next_look = now + _SLOW_S / 2
-            self._report_slow(now)
+            self._next_look = now + SLOW_S / 2
+            self._slow.report(now, self.under_way())
             self._look_at_links()
 
     def under_way(self) -> list[UnderWay]:
@@ -535,28 +533,9 @@ class Effects:
             self._ledger.pushed(event.pages, event.nbytes, 0, (0, 0, 0))
         return self.prefill.writes_ended(now, share, _WRITES_END[event.kind], event.quiesced, reason)
 
-    def _report_slow(self, now: float) -> None:
-        """Logs one line for each transfer that takes long, once: its peer, lane and phase."""
-        slow = {
-            Share(one.transfer_id, one.share): one
-            for one in self.under_way()
-            if one.since is not None and now - one.since >= _SLOW_S
-        }
-        for share in slow.keys() - self._reported_slow:
-            one = slow[share]
-            assert one.since is not None
-            link = None if one.peer is None else self._links.get(one.peer)
-            logger.warning(
-                "SLOW: transfer %s %s %s, lane %s: %s for %.0f s, %s",
-                share,
-                "to" if one.side is Role.PREFILL else "from",
-                "no peer yet" if link is None else link.name,
-                "-" if link is None else link.lane,
-                one.phase,
-                now - one.since,
-                self._progress(one),
-            )
-        self._reported_slow = set(slow)
+    def _name_of(self, peer: PeerId | None) -> PeerName:
+        link = None if peer is None else self._links.get(peer)
+        return PeerName("no peer yet", "-") if link is None else PeerName(link.name, link.lane)
 
     def _look_at_links(self) -> None:
         names = {

@@ -131,7 +131,7 @@ def test_link_watch_bounds_the_lines_when_a_nic_dies(
 def test_agent_names_the_peer_that_lost_a_link_and_counts_it(
     tcp: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kv_connector.agent.effects._SLOW_S", 0.1)
+    monkeypatch.setattr("kv_connector.agent.effects.SLOW_S", 0.1)
     caplog.set_level("INFO", "kv_connector")
     times = replace(TIMES, heartbeat=0.05)
     nics = (DomainConfig("tcp", address="127.0.0.1"),) * 2

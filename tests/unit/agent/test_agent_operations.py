@@ -67,7 +67,8 @@ def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
 def test_a_transfer_that_takes_long_is_named_once(
     agents: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kv_connector.agent.effects._SLOW_S", 0.1)
+    for module in ("effects", "slow_transfers"):
+        monkeypatch.setattr(f"kv_connector.agent.{module}.SLOW_S", 0.1)
     prefill, decode = agents.pair(replace(TIMES, heartbeat=0.05))
     decode.reserve(prefill.address)
     prefill.expect()
