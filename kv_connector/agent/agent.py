@@ -349,6 +349,11 @@ class Agent:
         scheduler's answer."""
         return self._ledger.take_prefix_requests()
 
+    def report_prefix_requests(self, requested: Callable[[], None]) -> None:
+        """Registers a callback for each question of another engine, for adapters that poll only in steps. It
+        runs on the agent's thread, once take_prefix_requests() has the question."""
+        self._ledger.on_prefix_request = requested
+
     def answer_prefix(self, transfer_id: str, tokens: int, reason: str = "") -> None:
         """Lends the first ``tokens`` tokens, or none. Before a good answer come expect() with a request that
         is ``lent``, pages_computed() and request_finished(). The lending ends as a prompt does, in one

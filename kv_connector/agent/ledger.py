@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Ended, Outcome, PrefixAnswered, PrefixRequested, Reached, State
@@ -112,6 +113,7 @@ class Ledger:
         # time.
         self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
         self._prefix_answers: dict[str, int] = {}
+        self.on_prefix_request: Callable[[], None] = lambda: None
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
         self._disowned: set[str] = set()  # requests in flight whose end the adapter no longer wants
@@ -129,6 +131,8 @@ class Ledger:
             else:
                 self._prefix_answers[news.transfer_id] = news.tokens
             self._news.notify_all()
+        if isinstance(news, PrefixRequested):
+            self.on_prefix_request()
 
     def take_prefix_requests(self) -> list[PrefixRequested]:
         with self._lock:

@@ -46,10 +46,12 @@ from kv_connector.vllm.patches import (
     report_preemptions_first,
     show_tiers_all_blocks,
     sleep_for_messages,
+    wake_idle_engine,
 )
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
 from kv_connector.vllm.step_costs import StepCosts, idle_load
+from kv_connector.vllm.step_requests import StepRequests
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
 if TYPE_CHECKING:
@@ -139,6 +141,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 no_prefixes=_no_prefixes(vllm_config, self._transfer_role),
                 lend_s=self._settings.agent_timeouts().lend,
             )
+            if vllm_config.cache_config.enable_prefix_caching:
+                self.scheduler.step_requests = StepRequests()
+                wake_idle_engine(self.scheduler.step_requests)
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
                 self._step_costs = StepCosts(self._idle, steps, self.scheduler.expects_prompt)
@@ -151,6 +156,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def shutdown(self) -> None:
         if self._running is not None:
             self._running.close()
+        if self.scheduler is not None and self.scheduler.step_requests is not None:
+            self.scheduler.step_requests.close()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -29,6 +29,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     """Transfers whose requests still queue at D, with their P. None: no change."""
     contexts: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Headers of the trace context of each new traced request, by request id."""
+    step_requests: str = ""
+    """Name of the socket for requests of a step, in the first step. Empty: no change."""
     computes: bool = True
     """Whether a request has tokens to compute in this step. False: the engine only waits for transfers."""
     load: WorkloadReport | None = None

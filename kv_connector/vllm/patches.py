@@ -44,6 +44,7 @@ from kv_connector.vllm.internals import (
     offloading_scheduler_class,
     shm_broadcast,
 )
+from kv_connector.vllm.step_requests import StepRequests
 
 # Divisor for the pause between two looks at a message queue. The pause is an eighth of the wait so far, so a
 # message is late by at most an eighth of its duration. The bounds are the resolution of kernel timers (50 us)
@@ -167,6 +168,30 @@ def show_tiers_all_blocks() -> None:
         update(self, request, blocks, num_external_tokens)
 
     tier.update_state_after_alloc = note_and_update
+
+
+def wake_idle_engine(requests: StepRequests) -> None:
+    """Has this process's engine loop take a step whenever ``requests`` gets a request, also without a client.
+
+    An engine that is made anew in this process replaces the ``requests`` of the previous engine.
+
+    Replaces: ``EngineCoreProc._process_input_queue``, for the whole process.
+    Why: an engine without requests waits there, where no hook of a connector runs. Its workers' news, such as
+    a prefix that another engine requests, would wait as long.
+    Until: connectors can request a step. In 0.32 and 0.33 they cannot.
+    """
+    core = engine_core_module()
+    wrapped = getattr(core.EngineCoreProc._process_input_queue, "__wrapped__", None)
+    process = wrapped or core.EngineCoreProc._process_input_queue
+
+    @functools.wraps(process)
+    def process_input_queue(engine: Any) -> Any:
+        wakeup = core.EngineCoreRequestType.WAKEUP, None
+        requests.wake = lambda: engine.input_queue.put_nowait(wakeup)
+        requests.start()
+        return process(engine)
+
+    core.EngineCoreProc._process_input_queue = process_input_queue
 
 
 def leave_last_token(request: Request) -> None:

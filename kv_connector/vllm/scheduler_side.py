@@ -33,6 +33,7 @@ from kv_connector.vllm.patches import around_reset, let_states_load
 from kv_connector.vllm.prefill_scheduler import PrefillScheduler
 from kv_connector.vllm.prefix_borrower import PrefixBorrower
 from kv_connector.vllm.prefix_lender import PrefixLender
+from kv_connector.vllm.step_requests import StepRequests
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class SchedulerSide:
         self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
         self._borrower = PrefixBorrower(block_sizes, self._commands, hash_algorithm, lend_s)
         self._no_prefixes = no_prefixes
+        self.step_requests: StepRequests | None = None
+        """The workers' requests for steps. None: only steps for other reasons carry their news."""
+        self._announced = False
         self._prefill.place = self._decode.place = place
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
@@ -212,6 +216,12 @@ class SchedulerSide:
         commands = tuple(self._commands)
         self._commands.clear()
         contexts, self._contexts = self._contexts, {}
+        step_requests = ""
+        if self.step_requests is not None and self.step_requests.started:
+            # This step's news has what a worker has requested it for.
+            self.step_requests.pending = False
+            step_requests = "" if self._announced else self.step_requests.name
+            self._announced = True
         return StepMetadata(
             preempted,
             commands,
@@ -219,16 +229,18 @@ class SchedulerSide:
             after_pages,
             self._decode.waiting(),
             contexts,
+            step_requests,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
 
     def has_unsent_commands(self) -> bool:
         """Returns whether the engine must take another step for the connector.
 
-        It must if the workers have not received a command yet, or have still to report on a request that vLLM
-        does not know.
+        It must if the workers have not received a command yet, have still to report on a request that vLLM
+        does not know, or have requested a step.
         """
-        return bool(self._commands or self._decode.has_unreported_ends or self._lender.busy)
+        requested = self.step_requests is not None and self.step_requests.pending
+        return bool(requested or self._commands or self._decode.has_unreported_ends or self._lender.busy)
 
     def reported(self, output: Any) -> None:
         """Handles the workers' reports at the end of a step, in vLLM's KVConnectorOutput.

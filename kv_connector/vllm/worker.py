@@ -6,6 +6,7 @@ nothing reads the blocks. A step that computes nothing waits a moment for the tr
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
 from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
+from kv_connector.vllm.step_requests import request_step
 
 if TYPE_CHECKING:
     from kv_connector.vllm.spans import TransferSpans
@@ -115,6 +117,8 @@ class WorkerSide:
         by_layer = bool(new) and self.agent.leaves_by_layer(new)
         if self._spans is not None:
             self._spans.remember(metadata.contexts)
+        if metadata.step_requests:
+            self.agent.report_prefix_requests(functools.partial(request_step, metadata.step_requests))
         self._ledger.execute(map(self._cleared, metadata.commands))
         if metadata.waiting is not None:
             self._ledger.waiting(metadata.waiting)

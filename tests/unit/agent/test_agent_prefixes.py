@@ -25,6 +25,8 @@ __all__ = ["every_lane", "sim"]
 
 KEY = chain(range(4 * BLOCK), BLOCK)
 TOKENS = 3 * BLOCK
+# Long enough for a machine that is busy with other tests.
+PATIENT = replace(TIMES, ask=60.0, lend=60.0)
 
 
 def prefixes(side: Side) -> Address:
@@ -72,8 +74,8 @@ def load(borrower: Side, lender: Side, name: str = "x") -> None:
 )
 def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows: Role, lends: Role) -> None:
     shape = layout(num_blocks=32)
-    borrower = every_lane.side(borrows, "borrower", pages=shape)
-    lender = every_lane.side(lends, "lender", pages=shape)
+    borrower = every_lane.side(borrows, "borrower", pages=shape, timeouts=PATIENT)
+    lender = every_lane.side(lends, "lender", pages=shape, timeouts=PATIENT)
     ask(borrower, lender)
     lend(lender)
     assert answer(borrower) == {"x": TOKENS}
@@ -88,8 +90,8 @@ def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows:
 
 def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) -> None:
     """One agent, one request, both halves: its pages [0, 3) come from the lender and go on to D."""
-    prefill, decode = sim.pair()
-    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    prefill, decode = sim.pair(PATIENT)
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     prefill.expect("t", tokens=4 * BLOCK)
     decode.reserve(prefill.address, (21, 22, 23, 24), tokens=4 * BLOCK)
     ask(prefill, lender)
@@ -110,8 +112,8 @@ def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) ->
 
 
 def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> None:
-    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32))
-    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     request = ask(borrower, lender)
     lender.agent.answer_prefix(request.transfer_id, 0, "it is not cached")
     assert answer(borrower) == {"x": 0}
@@ -120,8 +122,8 @@ def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> N
 
 
 def test_lender_frees_a_prefix_that_its_borrower_releases(sim: Stage) -> None:
-    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32))
-    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     ask(borrower, lender)
     lend(lender)
     assert answer(borrower) == {"x": TOKENS}
@@ -137,9 +139,9 @@ def test_only_the_first_rank_asks(sim: Stage) -> None:
 
 
 def test_stopped_lender_costs_the_time_limit_of_a_question(sim: Stage) -> None:
-    quick = replace(TIMES, ask=0.2)
+    quick = replace(PATIENT, ask=5.0)
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=quick)
-    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32))
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     ask(borrower, lender)  # its scheduler takes the question, and does not answer
     assert answer(borrower) == {"x": 0}
     lend(lender)  # too late
