@@ -135,6 +135,9 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 block_sizes,
                 early_tokens=self._early_tokens,
                 place=by_priority if vllm_config.scheduler_config.policy == "priority" else no_place,
+                hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+                no_prefixes=_no_prefixes(vllm_config, self._transfer_role),
+                lend_s=self._settings.agent_timeouts().lend,
             )
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
@@ -450,6 +453,17 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         The connector itself caches nothing.
         """
         return self._scheduler.reset()
+
+
+def _no_prefixes(vllm_config: Any, role: Role) -> str:
+    """Returns the reason why this engine borrows no prefixes, or ""."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off: start this engine with --enable-prefix-caching"
+    # vLLM frees blocks that a step in flight may still write, unless the engine is a consumer. Pages of a
+    # prefix may be written into such blocks.
+    if role is Role.PREFILL and vllm_config.max_concurrent_batches > 1:
+        return "several steps are in flight: start this prefill engine with kv_role kv_both"
+    return ""
 
 
 def transfer_role(kv_role: str | None) -> Role:

@@ -17,8 +17,10 @@ def hash_basis(algorithm: str, block_tokens: int) -> bytes:
     ``algorithm``: vLLM's ``--prefix-caching-hash-algo``. ``block_tokens``: tokens of a hashed block.
 
     It is made of the hash of a fixed block. So it differs if the function, its serialization or its seed
-    differs. Call it in the scheduler's process once vLLM has set the seed, which precedes the scheduler. With
-    the xxhash algorithms every process has its own seed, unless PYTHONHASHSEED is set.
+    differs. With the xxhash algorithms every process has its own seed, unless PYTHONHASHSEED is set.
+
+    Call it in the scheduler's process, and not before the first request: vLLM sets the seed once it has made
+    the scheduler.
     """
     caches, hashing = block_hashing()
     function = hashing.get_hash_fn_by_name(algorithm)

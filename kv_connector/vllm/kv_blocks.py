@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from kv_connector.vllm.internals import KVCacheManager, Request
@@ -16,6 +17,8 @@ class KvBlocks:
         self._pool = kv_cache_manager.block_pool
         self.total: int = self._pool.num_gpu_blocks
         """Blocks of the pool, used or not."""
+        self.hash_block_tokens: int = self._pool.hash_block_size
+        """Tokens of a block that vLLM hashes."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def first_attended(self, group: int, computed_tokens: int) -> int:
@@ -65,8 +68,28 @@ class KvBlocks:
         self._pool.touch(held)
         return held
 
+    def cached_prefix(
+        self, digests: list[bytes], tokens: int, multiple: int
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """Returns the cached blocks of a prefix, per group, and the number of its tokens.
+
+        It has at most ``tokens`` tokens, a multiple of ``multiple`` and of each group's block. A window has
+        null blocks in place of those that it has left behind. ``digests``: of the prompt's hashed blocks.
+        """
+        multiple = lcm(multiple, *(int(manager.block_size) for manager in self._managers))
+        while (tokens := tokens // multiple * multiple) > 0:
+            found, hit, _ = self._manager.coordinator.find_longest_cache_hit(digests, tokens)
+            if hit % multiple == 0:
+                return found, int(hit)
+            tokens = int(hit)
+        return (), 0
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Takes a reference on cached blocks."""
+        self._pool.touch(blocks)
+
     def give_back(self, held: list[Any]) -> None:
-        """Ends the references that ``hold_windows`` took."""
+        """Ends the references that ``hold_windows`` or ``hold`` took."""
         self._pool.free_blocks(reversed(held))
 
     def free(self, request: Request) -> None:

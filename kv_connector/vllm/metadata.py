@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.agent.commands import Command, NewPages
 from kv_connector.control.membership import WorkloadReport
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.protocol.messages import Rank
 from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
@@ -23,6 +23,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     commands: tuple[Command, ...] = ()
     """Commands in the order in which the scheduler saw the events."""
     new_pages: tuple[NewPages, ...] = ()
+    after_pages: tuple[Command, ...] = ()
+    """Commands that follow ``new_pages``."""
     waiting: tuple[tuple[str, Address], ...] | None = None
     """Transfers whose requests still queue at D, with their P. None: no change."""
     contexts: dict[str, Mapping[str, str]] = field(default_factory=dict)
@@ -50,8 +52,16 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
     """On D: the token that P sampled behind the prompt, by request id."""
     discarded: set[str] = field(default_factory=set)
     """On D: requests whose pages, if any arrived, must not be used. They compute their prompts locally."""
+    requested: list[PrefixRequested] = field(default_factory=list)
+    """Prefixes that other engines want to borrow."""
+    answers: dict[str, int] = field(default_factory=dict)
+    """Number of tokens that other engines lend, or 0, by the transfer id of the question."""
 
     def aggregate(self, other: News) -> News:
         return News(
-            self.reserved | other.reserved, self.sampled | other.sampled, self.discarded | other.discarded
+            self.reserved | other.reserved,
+            self.sampled | other.sampled,
+            self.discarded | other.discarded,
+            self.requested + other.requested,
+            self.answers | other.answers,
         )

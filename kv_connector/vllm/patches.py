@@ -9,11 +9,13 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
                                                                   cost no look. Until a hook schedules.
     forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
                                                                   a request can begin with one.
-    scheduler           KVConnectorOutput.finished_recving        vLLM knows no load without pages. Until it
-                        (SchedulerSide.reported)                  lets such a request wait.
-    kv_blocks           references of blocks (hold_windows, free) A window's blocks stay until they are sent,
-                                                                  and a discarded load begins again. Until
-                                                                  vLLM keeps them itself.
+    scheduler           KVConnectorOutput.finished_recving and    vLLM knows no load without pages, and no
+                        finished_sending                          prefix that is lent. Until it lets such
+                        (SchedulerSide.reported)                  requests wait.
+    kv_blocks           references of blocks (hold_windows, hold, A window's blocks stay until they are sent,
+                        free)                                     as those of lent prefixes do, and a
+                                                                  discarded load begins again. Until vLLM
+                                                                  keeps them itself.
     metrics             prometheus_client.REGISTRY: metrics of    An engine that is made anew registers the
                         an earlier engine are removed             same names. Until vLLM removes them.
     plugin              KV_CONNECTOR_PROTOCOLS of Dynamo's        Dynamo refuses connectors that it does not
@@ -219,14 +221,19 @@ def let_states_load(kv_cache_manager: KVCacheManager) -> None:
 
 
 def around_reset(
-    kv_cache_manager: KVCacheManager, before: Callable[[], Collection[str]], after: Callable[[], None]
+    kv_cache_manager: KVCacheManager,
+    before: Callable[[], Collection[str]],
+    after: Callable[[], None],
+    lent: Callable[[], list[Any]] = list,
 ) -> None:
     """Has vLLM empty its prefix cache although the requests that ``before()`` names hold blocks.
 
-    These requests keep their blocks. ``after()`` is called after a successful reset.
+    These requests keep their blocks, and so do the borrowers of the blocks ``lent()``. ``after()`` is called
+    after a successful reset.
 
     Replaces: ``reset_prefix_cache`` of the engine's manager.
-    Why: vLLM resets only a pool without users, and cannot preempt a request that waits for a load.
+    Why: vLLM resets only a pool without users, and cannot preempt a request that waits for a load. It knows
+    no borrowers.
     Until: vLLM preempts such requests at a reset. 0.32 and 0.33 do not.
     """
     reset = kv_cache_manager.reset_prefix_cache
@@ -241,6 +248,7 @@ def around_reset(
             for block in manager.req_to_blocks.get(request_id, ())
             if not block.is_null
         ]
+        blocks += lent()
         # No other code of the scheduler runs in between.
         pool.free_blocks(blocks)
         try:

@@ -22,6 +22,7 @@ from kv_connector.protocol.params import (
     parse_params,
     parse_prefix,
 )
+from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.decode_scheduler import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
@@ -30,6 +31,8 @@ from kv_connector.vllm.kv_blocks import KvBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.patches import around_reset, let_states_load
 from kv_connector.vllm.prefill_scheduler import PrefillScheduler
+from kv_connector.vllm.prefix_borrower import PrefixBorrower
+from kv_connector.vllm.prefix_lender import PrefixLender
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +53,14 @@ class SchedulerSide:
         *,
         early_tokens: bool = False,
         place: Callable[[Request], Place] = no_place,
+        hash_algorithm: str = "sha256",
+        no_prefixes: str = "",
+        lend_s: float = Timeouts.lend,
     ) -> None:
         """``block_sizes``: tokens a block, per KV cache group. 0: the blocks are recurrent states.
         ``early_tokens``: as of DecodeScheduler. ``place``: returns a request's place in the policy's order.
+        ``hash_algorithm``: of vLLM's block hashes. ``no_prefixes``: the reason why this engine borrows no
+        prefixes. ``lend_s``: how long a lender holds one, in seconds.
         """
         self._role = role
         self._block_sizes = block_sizes
@@ -63,6 +71,9 @@ class SchedulerSide:
         """Whether vLLM has just emptied its prefix cache."""
         self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
+        self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
+        self._borrower = PrefixBorrower(block_sizes, self._commands, hash_algorithm, lend_s)
+        self._no_prefixes = no_prefixes
         self._prefill.place = self._decode.place = place
 
     def set_ranks(self, ranks: tuple[Rank, ...]) -> None:
@@ -70,7 +81,7 @@ class SchedulerSide:
 
         Routers know only the first one's address.
         """
-        self._prefill.address = Address(ranks[0].host, ranks[0].port)
+        self._prefill.address = self._borrower.address = Address(ranks[0].host, ranks[0].port)
         if len(ranks) > 1:
             self._commands.append(SetRanks(ranks))
 
@@ -80,20 +91,23 @@ class SchedulerSide:
         It changes two methods of vLLM's manager (patches.py).
         """
         blocks = KvBlocks(kv_cache_manager)
-        self._prefill.blocks = self._decode.blocks = blocks
+        self._prefill.blocks = self._decode.blocks = self._borrower.blocks = blocks
+        self._borrower.hash_block_tokens = blocks.hash_block_tokens
+        self._lender.cache = blocks
         self._prefill.gate, self._decode.gate = gates(self._role, blocks.total)
         if has_states(self._block_sizes):
             let_states_load(kv_cache_manager)
-        around_reset(kv_cache_manager, self._before_reset, self._after_reset)
+        around_reset(kv_cache_manager, self._before_reset, self._after_reset, lambda: self._lender.held)
 
     def _before_reset(self) -> Collection[str]:
         self._emptied = False
         self._prefill.before_reset()
-        return self._decode.loading()
+        return [*self._decode.loading(), *self._borrower.loading()]
 
     def _after_reset(self) -> None:
         self._emptied = True
         self._decode.after_reset()
+        self._borrower.after_reset()
 
     def reset(self) -> bool:
         """Ends transfers after vLLM has tried to empty its prefix cache: KV elsewhere is stale, too.
@@ -104,11 +118,11 @@ class SchedulerSide:
         if not emptied:
             return False
         prefill, decode = self._prefill.reset(), self._decode.reset()
-        return prefill and decode
+        return prefill and decode and not self._borrower.leaving
 
     def on_new_request(self, request: Request) -> None:
         said = in_our_words(request.kv_transfer_params or {}, request.request_id)
-        self._refuse_prefix(request, said)
+        self._note_prefix(request, said)
         try:
             match parse_params(said):
                 case PrefillParams() as params:
@@ -129,17 +143,17 @@ class SchedulerSide:
                     error,
                 )
 
-    def _refuse_prefix(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Logs that the whole prompt is computed although a router has proposed a prefix."""
+    def _note_prefix(self, request: Request, params: Mapping[str, Any]) -> None:
         try:
-            if parse_prefix(params) is None:
+            prefix = parse_prefix(params)
+            if prefix is None or request.abort_immediately:
                 return
-            reason = "this release does not load prefixes"
+            if self._no_prefixes:
+                raise BadParams(f"prefix_from: {self._no_prefixes}")
+            self._borrower.add(request, prefix)
         except BadParams as error:
-            reason = str(error)
-        if not request.abort_immediately:
             words = "request %s: its prefix is computed, not loaded: kv_transfer_params: %s"
-            logger.warning(words, request.request_id, reason)
+            logger.warning(words, request.request_id, error)
 
     def _note_context(self, request: Request) -> None:
         if request.trace_headers:  # vLLM drops them if it sends no spans
@@ -169,7 +183,10 @@ class SchedulerSide:
         """
         if self._prefill.must_wait(request) or self._decode.must_wait(request):
             return None
-        return self._decode.tokens_to_load(request, local_tokens)
+        if self._borrower.must_wait(request, local_tokens):
+            return None
+        borrowed = self._borrower.tokens_to_load(request, local_tokens)
+        return borrowed or self._decode.tokens_to_load(request, local_tokens)
 
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
         """Notes that vLLM has given the request blocks.
@@ -178,6 +195,7 @@ class SchedulerSide:
         """
         self._prefill.allocated(request)
         self._decode.allocated(request, blocks, external_tokens)
+        self._borrower.allocated(request, blocks, external_tokens)
 
     def held(self, request: Request) -> bool:
         """Returns whether a gate holds the request: it must not take blocks yet."""
@@ -190,13 +208,15 @@ class SchedulerSide:
         pages = self._prefill.new_pages(
             scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         )
+        lent, after_pages = self._lender.take_pages()
         commands = tuple(self._commands)
         self._commands.clear()
         contexts, self._contexts = self._contexts, {}
         return StepMetadata(
             preempted,
             commands,
-            pages,
+            pages + lent,
+            after_pages,
             self._decode.waiting(),
             contexts,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
@@ -206,24 +226,34 @@ class SchedulerSide:
         """Returns whether the engine must take another step for the connector.
 
         It must if the workers have not received a command yet, or have still to report on a request that vLLM
-        has forgotten.
+        does not know.
         """
-        return bool(self._commands or self._decode.has_unreported_ends)
+        return bool(self._commands or self._decode.has_unreported_ends or self._lender.busy)
 
     def reported(self, output: Any) -> None:
         """Handles the workers' reports at the end of a step, in vLLM's KVConnectorOutput.
 
-        Removes loads of tokens alone from its ``finished_recving``, because vLLM does not know them.
+        Removes loads of tokens alone and lent prefixes, because vLLM does not know them. The load of a prefix
+        becomes that of its request.
         """
-        received = output.finished_recving or set()
-        if token_only := self._decode.token_only(received):
-            output.finished_recving = received - token_only  # vLLM reads it after this
         news = output.kv_connector_worker_meta or News()
+        received = output.finished_recving or set()
+        prefixes, borrowers = self._borrower.load_ended(received, output.failed_recving or (), news.discarded)
+        if prefixes:
+            received = received - prefixes
+            output.finished_recving = received | borrowers  # vLLM reads it after this
+        if token_only := self._decode.token_only(received):
+            output.finished_recving = (received - token_only) | borrowers
+        self._borrower.answered(news.answers)
         if news.reserved:
             self._prefill.reserved(news.reserved)
         self._decode.sampled(news.sampled)
         self._decode.discard(news.discarded)
-        self._prefill.sent(output.finished_sending or ())
+        sent = output.finished_sending or set()
+        if hidden := self._lender.sent(sent) | self._borrower.sent(sent):
+            output.finished_sending = sent - hidden
+        self._lender.requested(news.requested)
+        self._prefill.sent(sent)
         self._decode.load_ended(received, output.failed_recving or ())
 
     def give_first_tokens(self) -> None:
@@ -236,4 +266,6 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._decode.request_finished(request)
-        return self._prefill.request_finished(request)
+        kept, params = self._prefill.request_finished(request)
+        self._borrower.request_finished(request, computes_for_decode=kept)
+        return kept, params

@@ -129,6 +129,7 @@ class WorkerSide:
         if metadata.new_pages and not ending:
             self.agent.no_prompt_ends(self._progress.base)
         self._ledger.pages_computed(metadata.new_pages, self._progress.base)
+        self._ledger.execute(metadata.after_pages)
         self._computes, self.pushes = metadata.computes, bool(metadata.new_pages)
         if metadata.computes:
             # Requests that end with this step's tokens are reported with the step after the next. A pause
@@ -142,7 +143,7 @@ class WorkerSide:
                 self._last_blocks.clear(command)
             except Exception:
                 logger.exception("transfer %s: cannot clear the blocks of its KV load", command.transfer_id)
-                return FailLoad(command.request_id)
+                return FailLoad(command.request_id, stale=command.engine.prefixes)
         return command
 
     def layer_computed(self, name: str) -> None:
@@ -192,6 +193,12 @@ class WorkerSide:
 
     def news(self) -> News | None:
         """Returns the news since the last call. None: there is none. Call it after ``transfer_results``."""
-        news = News(self.agent.take_reserved(), self._sampled, self._discarded)
+        news = News(
+            self.agent.take_reserved(),
+            self._sampled,
+            self._discarded,
+            self.agent.take_prefix_requests(),
+            self._ledger.take_prefix_answers(),
+        )
         self._sampled, self._discarded = {}, set()
-        return news if news.reserved or news.sampled or news.discarded else None
+        return None if news == News() else news

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from . import prefixes
 from . import scenario as requests
 from .books import Violation
 from .surroundings import Surroundings
@@ -18,7 +19,11 @@ from .world import World
 
 Scenario = requests.Scenario | weights.Scenario
 
-DRAWS: dict[str, Callable[[int], Scenario]] = {"requests": requests.draw, "weights": weights.draw}
+DRAWS: dict[str, Callable[[int], Scenario]] = {
+    "requests": requests.draw,
+    "prefixes": prefixes.draw,
+    "weights": weights.draw,
+}
 """Function that draws a seed's scenario, by the name of the simulated protocol."""
 
 _CHUNK = 100  # seeds that one worker runs before it reports

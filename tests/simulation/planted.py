@@ -270,6 +270,51 @@ BUGS = (
     ),
 )
 
+# Bugs of prefixes, which the worlds of prefixes must find.
+PREFIX_BUGS = (
+    # A borrower that loses power leaves pages in the lender's cache that are never evicted.
+    Bug(
+        "a prefix is held for ever",
+        "protocol/prefill_machine.py",
+        "hold = self._timeouts.lend if transfer.prompt.lent else self._timeouts.hold",
+        "hold = 1000.0 if transfer.prompt.lent else self._timeouts.hold",
+    ),
+    # The lender evicts pages that are still being read. LMCache and NIXL count leases for the same reason.
+    Bug(
+        "a prefix is given back when its writes are posted",
+        "protocol/prefill_machine.py",
+        """\
+        if reservation.writing:
+            return [Seal(transfer.share)]
+""",
+        """\
+        if reservation.writing and not transfer.prompt.lent:
+            return [Seal(transfer.share)]
+""",
+    ),
+    # vLLM's default policy for failed loads ends the request with an error.
+    Bug(
+        "a prefix that does not come fails its request",
+        "protocol/decode_machine.py",
+        "stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)",
+        "stale = outcome is Outcome.STALE",
+    ),
+    # A lender that is a decode engine refuses the borrower at all workers but the first.
+    Bug(
+        "the lender's other workers are dialled for prompts",
+        "protocol/decode_machine.py",
+        "Address(rank.host, rank.port, address.prefixes)",
+        "Address(rank.host, rank.port)",
+    ),
+    # The prompt waits for an answer that a stopped lender never gives.
+    Bug(
+        "a question has no time limit",
+        "protocol/borrowing.py",
+        "            actions += self._give_up(self._questions[transfer_id])\n",
+        "            pass\n",
+    ),
+)
+
 
 def plant(bug: Bug, where: Path) -> None:
     """Copies the package with the bug in it, and the simulator beside it."""

@@ -24,6 +24,7 @@ from kv_connector.protocol.sessions import Identity
 from .actor import Actor
 from .books import Violation
 from .fabric import SimEngine
+from .lending import LendingSide, prefix_id
 from .network import Port
 from .pool import Pool
 from .receiving import DecodeSide
@@ -71,6 +72,7 @@ class Process(Actor):
         self.effects.decode.set_ranks(rank, ranks)
         self.prefill = PrefillSide(self)
         self.decode = DecodeSide(self)
+        self.lending = LendingSide(self)
         self._commands: deque[Callable[[float], Sequence[Action]]] = deque()
         self._states: Mapping[str, State | None] = {}  # states of its requests after the last turn
         self._leave_by = 0.0
@@ -107,7 +109,7 @@ class Process(Actor):
     def has_session_with(self, process: Process) -> bool:
         """Returns whether it has a session with this very process, not with an earlier one at its address."""
         for session in self.effects.peers._sessions.peers.values():
-            if session.address == process.world.address(process.name):
+            if session.address is not None and self.world.name_at(session.address) == process.name:
                 return True
             if session.engine == process.place and session.incarnation == process.incarnation:
                 return True
@@ -125,6 +127,8 @@ class Process(Actor):
             "commands": len(self._commands),
             "prompts": len(self.prefill),
             "loads": len(self.decode),
+            "lent": len(self.lending),
+            "questions": len(effects.decode.borrowing),
         }
         return {what: count for what, count in counts.items() if count}
 
@@ -149,6 +153,9 @@ class Process(Actor):
             "timers of prefill": len(prefill._timers),
             "timers of decode": len(decode._timers),
             "attempts": len(decode._attempts),
+            "timers of questions": len(decode.borrowing._timers),
+            "questions of borrowers": len(prefill._lendings),
+            "timers of lendings": len(prefill._lendings._timers),
             "releases": len(decode._releases),
             "engines looked for": len(peers._sessions.finding),
             "prefill's peers": len(prefill._peers) - callers,
@@ -168,7 +175,10 @@ class Process(Actor):
     def _take_reports(self) -> None:
         ledger, check = self.ledger, self.world.books.check
         ledger.take_reserved()
-        prompts, loads = self.prefill.requests(), self.decode.requests()
+        for request in ledger.take_prefix_requests():
+            self.lending.requested(request)
+        prompts = [*self.prefill.requests(), *self.lending.requests()]
+        loads = [*self.decode.requests(), *self.prefill.loads()]
         states = {request: ledger.state(request) for request in (*prompts, *loads)}
         reports = ledger.take_reports()
         for request, state in states.items():
@@ -178,19 +188,28 @@ class Process(Actor):
         for request in loads:
             told, state = request in reports.finished_recving, states[request]
             check((state in _OVER) == told, "%s: %s is %s, reported: %s", self, request, state, told)
+        lent = self.lending.requests()
         for request in prompts:
             told, state = request in reports.finished_sending, states[request]
-            busy = state is State.FAILED and self.engine.reading(set(self.prefill.blocks(request)))
+            side = self.lending if request in lent else self.prefill
+            busy = state is State.FAILED and self.engine.reading(set(side.blocks(request)))
             check(not busy, "%s: %s has failed, and its blocks may be read", self, request)
             # A failure is known before the engine is done with the request.
             check(told or state is not State.DONE, "%s: %s is done, and not reported", self, request)
             check(state in _OVER or not told, "%s: %s is reported, and %s", self, request, state)
         self._states = states
         for request in sorted(reports.finished_sending):
-            self.prefill.sent(request, states.get(request))
+            (self.lending if request in lent else self.prefill).sent(request, states.get(request))
         for request in sorted(reports.finished_recving):
             failed, stale = request in reports.failed_recving, request in reports.stale
+            if request in self.prefill.loads():
+                self.prefill.loaded(request, failed, stale)
+                continue
             self.decode.received(request, failed, stale, states.get(request), reports.sampled.get(request))
+        answers = ledger.take_prefix_answers()
+        for plan in self.world.scenario.plans if answers else ():
+            if prefix_id(plan) in answers:
+                self.world.prefix_answered(plan, answers[prefix_id(plan)])
 
     # --- Its end
 

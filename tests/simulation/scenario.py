@@ -42,6 +42,11 @@ class Plan:
     other_prompt: bool = False  # P and D got different prompts
     hashed: bool = True  # both sides have a hash of their prompt; without it a difference is not detected
     truncated: bool = False  # P reports the prompt as finished, and never names its last page
+    lender: str = ""  # the engine from which P borrows the prefix
+    prefix: int = 0  # tokens that the lender has
+    diverges: int = 1 << 20  # number of them that are the prompt's
+    own: int = 0  # first tokens in P's cache, as far as they fill blocks
+    evicted: float | None = None  # when the lender evicts them
 
     @property
     def transfer_id(self) -> str:
@@ -122,8 +127,19 @@ class Scenario:
         return faultless and claimed == 1 and plan.scheduled_after < _LONG
 
     def innocent(self, plan: Plan) -> bool:
-        """Returns whether neither a fault nor an abort justifies a failure of this request."""
-        return plan.plain and self.undisturbed(plan)
+        """Returns whether neither a fault nor an abort justifies a failure of this request.
+
+        A fault of the lender does not. But where no receiver can revoke a lane alone, P's fence, and so the
+        request, may have to wait for the lender.
+        """
+        waits = self.lease and bool(plan.lender) and bool(self.faults)
+        return plan.plain and self.undisturbed(plan) and not waits
+
+    def lends(self, plan: Plan) -> bool:
+        """Returns whether the prefix of this request must be borrowed if it was cached."""
+        calm = not self.faults and not self.chaos and self.jitter <= 0.01
+        alone = self.undisturbed(plan) and plan.plain  # no other request has its content
+        return calm and alone and bool(plan.lender) and plan.evicted is None
 
 
 def workers(engine: str, side: Side) -> tuple[str, ...]:

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Share, State
-from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.requests import (
+    ComputedPages,
+    DecodeRequest,
+    GroupPages,
+    PrefillRequest,
+    PrefixRequest,
+)
 
+from .lending import content_of, lender_address, prefix_id
 from .scenario import Plan
 from .shape import GROUP_OF_LAYER, GROUPS, ROWS, STEP
 
@@ -20,6 +28,18 @@ if TYPE_CHECKING:
 
 _RETRY_S = 0.05
 _BATCH = 3  # requests of one step
+
+
+@dataclass(eq=False)
+class _PrefixLoad:
+    """P's load of a prefix. The prompt's blocks come back once both its report and the load's are there."""
+
+    prompt: _Prompt
+    tokens: int  # end of the prefix
+    begun: float
+    wanted: list[tuple[int, int, int]] = field(default_factory=list)  # layer, step of the prompt, block
+    cancelled: bool = False
+    sent: bool = False  # the prompt is reported as sent
 
 
 @dataclass(eq=False)
@@ -32,6 +52,9 @@ class _Prompt:
     aborted: bool = False
     preempt: bool = False
     ready_at: float = 0.0  # not scheduled again before this time
+    named: int = 0  # tokens whose pages are named, since the blocks were taken
+    asked_at: float | None = None  # when the question for its prefix was sent; None: it waits for no answer
+    load: _PrefixLoad | None = None  # the load of its prefix, until it is reported
 
     @property
     def blocks(self) -> list[int]:
@@ -43,12 +66,17 @@ class PrefillSide:
         self._process = process
         self._world = process.world
         self._prompts: dict[str, _Prompt] = {}  # by request id, until reported as sent
+        self._prefix_loads: dict[str, _PrefixLoad] = {}  # by transfer id
         self._base = 0  # first signal value of the next step
         self._stepping = False
         self._stuck_steps: list[Callable[[], None]] = []  # steps of a stopped process
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._prompts) + len(self._prefix_loads)
+
+    def loads(self) -> list[str]:
+        """Returns the transfers of prefixes that are loaded."""
+        return list(self._prefix_loads)
 
     def requests(self) -> list[str]:
         return list(self._prompts)
@@ -70,6 +98,8 @@ class PrefillSide:
             self._later(plan.prefill_abort, lambda: self._abort(prompt))
         for delay in plan.preempted:
             self._later(delay, lambda: setattr(prompt, "preempt", True))
+        if plan.lender:
+            self._ask(prompt)
         self._kick()
 
     def sent(self, request_id: str, state: State | None) -> None:
@@ -90,7 +120,10 @@ class PrefillSide:
         if self._world.scenario.undisturbed(plan) and not plan.unknown_to_decode and not plan.other_prompt:
             limit = self._world.prompt_s
         books.check(waited < limit, "%s was reported as sent after %.1f s", request_id, waited)
-        self._give(prompt)
+        if prompt.load is not None:
+            prompt.load.sent = True
+        else:
+            self._give(prompt)
 
     def resume(self) -> None:
         steps, self._stuck_steps = self._stuck_steps, []
@@ -127,14 +160,17 @@ class PrefillSide:
         for prompt in list(self._prompts.values()):
             if prompt.aborted and not prompt.finished:
                 self._finish(prompt, ok=False)
-        preempted = [p for p in self._prompts.values() if p.preempt and p.tables and not p.finished]
+        preempted = [
+            p for p in self._prompts.values() if p.preempt and p.tables and not p.finished and not p.load
+        ]
         for prompt in self._prompts.values():
             prompt.preempt = False
         if preempted:
             self._preempt(preempted)
             return
         waiting = [p for p in self._prompts.values() if not p.finished]
-        batch = [p for p in waiting if p.ready_at <= now and self._allocate(p)][:_BATCH]
+        free = [p for p in waiting if p.asked_at is None and p.load is None]
+        batch = [p for p in free if p.ready_at <= now and self._allocate(p)][:_BATCH]
         if batch:
             self._forward(batch)
         elif waiting:
@@ -150,6 +186,11 @@ class PrefillSide:
                 return False
             counts = [1 if group == ROWS else filled for group in range(len(GROUPS))]
             prompt.tables = [pool.take(plan.name, count) for count in counts]
+            prompt.computed = self._own(plan)
+            for layer in self._process.worker.layers if prompt.computed else ():
+                if (group := GROUP_OF_LAYER[layer]) != ROWS:
+                    steps = range(prompt.computed // STEP)
+                    pool.compute(layer, plan.computed_prompt, steps, prompt.tables[group])
         return True
 
     def _forward(self, batch: Sequence[_Prompt]) -> None:
@@ -163,7 +204,8 @@ class PrefillSide:
             begin, end = prompt.computed, min(prompt.computed + plan.chunk, plan.tokens)
             prompt.computed, over = end, end == plan.tokens
             # Blocks that become complete in this step.
-            first, after = begin // size, -(-end // size) if over else end // size
+            first, after = prompt.named // size, -(-end // size) if over else end // size
+            prompt.named = end
             named = after - 1 if plan.truncated and over else after
             *tables, row = prompt.tables
             pages_of = [GroupPages(first, tuple(table[first:named])) for table in tables]
@@ -212,6 +254,7 @@ class PrefillSide:
     def _finish(self, prompt: _Prompt, ok: bool) -> None:
         process, plan = self._process, prompt.plan
         prompt.finished, prompt.since = True, self._world.clock.now
+        self._leave_prefix(prompt)
         self._world.computed(plan)
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
         reason = "" if ok else "aborted"
@@ -222,6 +265,139 @@ class PrefillSide:
     def _abort(self, prompt: _Prompt) -> None:
         prompt.aborted = True
         self._kick()
+
+    # --- The prefix
+
+    def _own(self, plan: Plan) -> int:
+        """Returns the tokens that P has in its own cache."""
+        size = self._process.worker.block
+        return plan.own // size * size
+
+    def _ask(self, prompt: _Prompt) -> None:
+        """Asks for the prefix. The first worker does so for all, which wait for the answer."""
+        process, plan, world = self._process, prompt.plan, self._world
+        content = content_of(plan.computed_prompt, plan.tokens - 1)
+        if not content.digests:
+            return
+        prompt.asked_at = world.clock.now
+        borrowing, first = process.effects.decode.borrowing, process.place[1] == 0
+        if first:
+            lender = lender_address(world.address(plan.lender))
+            multiple = process.worker.block
+            request = PrefixRequest(prefix_id(plan), lender, content, self._own(plan), multiple)
+            process.submit(lambda now: borrowing.ask(now, request))
+
+        def too_late() -> None:
+            if prompt.asked_at is not None:
+                world.books.check(not first, "%s has no answer for its prefix", plan.name)
+                self.answered(plan, 0)  # the first worker is dead
+
+        self._later(world.ask_bound(), too_late)
+
+    def answered(self, plan: Plan, tokens: int) -> None:
+        """Handles the answer to the question for a prefix."""
+        process, world = self._process, self._world
+        if process.stopped:
+            self._stuck_steps.append(lambda: self.answered(plan, tokens))
+            return
+        prompt = self._prompts.get(plan.name)
+        if process.leaving:
+            return
+        if prompt is None or prompt.asked_at is None:
+            if tokens:
+                self._release(plan)
+            return
+        prompt.asked_at = None
+        own = self._own(plan)
+        if world.scenario.lends(plan):
+            expected = world.cached_tokens(plan)
+            expected = expected if expected > own else 0
+            text = "%s may borrow %d tokens, not %d"
+            world.books.check(tokens == expected, text, plan.name, tokens, expected)
+        world.books.ended["lent to a prompt" if tokens else "not lent"] += 1
+        if tokens and (prompt.finished or prompt.tables or not self._allocate(prompt)):
+            self._release(plan)
+        elif tokens:
+            self._load(prompt, tokens)
+        self._kick()
+
+    def _release(self, plan: Plan) -> None:
+        process, lender = self._process, lender_address(self._world.address(plan.lender))
+        process.submit(lambda now: process.effects.decode.release(now, prefix_id(plan), lender))
+
+    def _load(self, prompt: _Prompt, tokens: int) -> None:
+        process, plan, pool = self._process, prompt.plan, self._process.pool
+        size, own, name = process.worker.block, prompt.computed, prefix_id(prompt.plan)
+        load = _PrefixLoad(prompt, tokens, self._world.clock.now)
+        prompt.load = self._prefix_loads[name] = load
+        # A window that begins in a granule needs all of it. Granules have at most 32 tokens.
+        window = max(0, tokens - plan.window) // 32 * 32
+        groups = []
+        for group, needed in enumerate((own, max(own, window))):
+            first, end = needed // size, tokens // size
+            table = prompt.tables[group]
+            for layer in process.worker.layers:
+                if GROUP_OF_LAYER[layer] == group:
+                    for logical in range(first, end):
+                        pool.wait_for(layer, plan.computed_prompt, tokens, logical, table[logical])
+                    steps = range(first * size // STEP, tokens // STEP)
+                    load.wanted += [(layer, step, table[pool.logical(layer, step)]) for step in steps]
+            groups.append(GroupTarget(first, tuple(table[first:end]), needed))
+        content = content_of(plan.computed_prompt, plan.tokens - 1)
+        request = DecodeRequest(
+            request_id=name,
+            transfer_id=name,
+            engine=lender_address(self._world.address(plan.lender)),
+            prompt_tokens=tokens,
+            first_token=own,
+            prompt_hash=content.prompt_hash(tokens),
+            groups=(*groups, GroupTarget(0, ())),
+        )
+        self._world.books.note("%s borrows %s, tokens [%d, %d)", process, name, own, tokens)
+        process.submit(lambda now: process.effects.decode.reserve(now, request))
+
+    def loaded(self, transfer_id: str, failed: bool, stale: bool) -> None:
+        """Handles the agent's report on a prefix."""
+        process, world = self._process, self._world
+        books, load = world.books, self._prefix_loads.pop(transfer_id)
+        prompt = load.prompt
+        prompt.load = None
+        books.note("%s: %s is reported as received, failed=%s", process, transfer_id, failed)
+        busy = process.engine.awaiting(set(prompt.blocks))
+        books.check(not busy, "%s: pages may land in the blocks of %s", process, transfer_id)
+        books.check(failed == stale, "%s failed, and is not to be computed", transfer_id)
+        waited = world.clock.now - load.begun
+        books.check(waited < world.load_bound(), "%s was received after %.1f s", transfer_id, waited)
+        kind = "prefix failed" if failed else "prefix cancelled" if load.cancelled else "prefix received"
+        books.ended[kind] += 1
+        if world.scenario.lends(prompt.plan):
+            books.check(not failed, "%s failed for no reason", transfer_id)
+        missing = [one for wanted in load.wanted for one in process.pool.missing(*wanted)]
+        for block in prompt.blocks:
+            process.pool.awaited.pop(block, None)
+        if prompt.finished:
+            if load.sent and not process.leaving:
+                self._give(prompt)
+            return
+        if failed:
+            self._give(prompt)
+            prompt.tables, prompt.computed = [], 0
+        else:
+            books.check(not missing, "%s was received and lacks %s", transfer_id, missing)
+            prompt.computed = load.tokens
+        self._kick()
+
+    def _leave_prefix(self, prompt: _Prompt) -> None:
+        """Ends the question and the load of a prompt that is left."""
+        process, name = self._process, prefix_id(prompt.plan)
+        decode = process.effects.decode
+        if prompt.asked_at is not None:
+            prompt.asked_at = None
+            if process.place[1] == 0:
+                process.submit(lambda now: decode.borrowing.withdraw(now, name))
+        if prompt.load is not None:
+            prompt.load.cancelled = True
+            process.submit(lambda now: decode.cancel(now, name))
 
     # --- Preemption
 
@@ -268,7 +444,7 @@ class PrefillSide:
             world.books.check(waited < limit, "%s was kept from its step for %.1f s", process, waited)
             for prompt in prompts:
                 self._give(prompt)
-                prompt.tables, prompt.computed = [], 0
+                prompt.tables, prompt.computed, prompt.named = [], 0, 0
                 prompt.ready_at = world.clock.now + process.rng.uniform(0, 0.3)
             self._step()
 

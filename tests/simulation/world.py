@@ -4,7 +4,9 @@ faults."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timeouts import Timeouts
 
@@ -17,6 +19,9 @@ from .surroundings import Surroundings
 # The defaults of production, except those that would only make a run longer: the holds of a minute and the
 # deadline of five.
 TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
+# A prefix that is not lent, or not loaded, delays the prompt by up to 20 s: question, load, cancel and fence.
+# The question may take a handshake of slow messages.
+PREFIX_TIMES = replace(TIMES, transfer=45.0, ask=4.0, lend=4.0, borrow=8.0)
 
 # The longest fence in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
@@ -29,7 +34,8 @@ class World(Surroundings):
     processes: dict[str, Process]
 
     def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
-        super().__init__(scenario, TIMES, tracing)
+        self._borrows = any(plan.lender for plan in scenario.plans)
+        super().__init__(scenario, PREFIX_TIMES if self._borrows else TIMES, tracing)
         self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
         # Within this time a request without obstacles is served: a fault of a third party must not cost it
         # more. It covers a handshake and a RESERVE of the slowest messages, and writes, a few of which may
@@ -40,12 +46,15 @@ class World(Surroundings):
         self._words: dict[str, float] = {}
         self._computed: dict[str, list[float]] = {}
         self._pauses = sum(fault.lasting for fault in scenario.faults)
+        self._filled: set[str] = set()  # requests whose prefix was cached
 
     def _run(self) -> None:
         for engine in self.scenario.engines:
             self.start_engine(engine)
         last = 0.0
         for plan in self.scenario.plans:
+            if plan.lender:
+                last = max(last, self._cache(plan))
             if not plan.unknown_to_prefill:
                 self.clock.at(plan.prefill_at, functools.partial(self._arrive, plan, plan.prefill))
             if not plan.unknown_to_decode:
@@ -54,9 +63,10 @@ class World(Surroundings):
         for fault in self.scenario.faults:
             self.clock.at(fault.at, functools.partial(faults.strike, self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
-        self.clock.at(last, lambda: None)
+        self.clock.at(last, self._evict_all)
         self.until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
-        self.until(last + self.decode_bound() + self.prefill_bound(), self._busy)
+        delay = self.load_bound() + self.ask_bound() if self._borrows else 0.0
+        self.until(last + delay + self.decode_bound() + self.prefill_bound(), self._busy)
         self.until(self.clock.now + 3 * self.times.dead + self._pauses + _FENCE_S, self._leftovers)
         for process in list(self.processes.values()):
             process.leave()
@@ -127,11 +137,74 @@ class World(Surroundings):
         times = self.times
         return 1.02 * (times.hold + times.transfer + times.drain + times.dead) + _FENCE_S + self._pauses
 
+    def ask_bound(self) -> float:
+        """Returns the time within which a borrower has an answer, good or bad. Its turns may be slow."""
+        return 1.02 * self.times.ask + 3.0 + self._pauses
+
+    def load_bound(self) -> float:
+        """Returns the time within which a borrowed prefix has arrived or has not."""
+        times = self.times
+        return 1.02 * (times.borrow + times.cancel + times.drain + 2 * times.dead) + _FENCE_S + self._pauses
+
+    def lending_bound(self) -> float:
+        """Returns the time within which a lender may use its blocks again."""
+        times = self.times
+        return 1.02 * (times.lend + times.borrow + times.drain + times.dead) + _FENCE_S + self._pauses
+
+    def lend(self, asked: Process, request: PrefixRequested) -> None:
+        """The scheduler of the lender decides. One of its workers got the question."""
+        engine, _ = asked.place
+        found, tokens = asked.lending.look_up(request.content)
+        multiple = max(request.multiple, asked.worker.block)
+        tokens = tokens // multiple * multiple
+        workers = [self.processes.get(name) for name in self.workers(engine)]
+        ready = [one for one in workers if one is not None and not one.leaving and one.lending.has(found)]
+        if tokens <= request.first_token or len(ready) < len(workers):
+            asked.lending.refuse(request.transfer_id)
+            return
+        self.books.note("%s lends %d tokens as %s", engine, tokens, request.transfer_id)
+        prompt_hash = request.content.prompt_hash(tokens)
+        for process in ready:
+            process.lending.hold(request.transfer_id, found)
+            carry_out = functools.partial(process.lending.lend, request.transfer_id, tokens, prompt_hash)
+            process.lending.later(carry_out)
+
+    def prefix_answered(self, plan: Plan, tokens: int) -> None:
+        """The scheduler of the borrower has the answer, and passes it to its workers."""
+        for name in self.workers(plan.prefill):
+            process = self.processes.get(name)
+            if process is not None:
+                process.prefill.answered(plan, tokens)
+
+    def cached_tokens(self, plan: Plan) -> int:
+        """Returns the tokens that the borrower can have of the lender, if nothing is evicted."""
+        lender, borrower = self.sides[plan.lender], self.sides[plan.prefill]
+        multiple = max(lender.block, borrower.block)
+        has = plan.prefix // lender.block * lender.block if plan.name in self._filled else 0
+        return min(has, plan.diverges, plan.tokens - 1) // multiple * multiple
+
     def preemption_bound(self) -> float:
         """Returns the time within which P's engine continues its step."""
         return 1.02 * self.times.drain + 0.5 + self._pauses
 
     # --- Steps
+
+    def _cache(self, plan: Plan) -> float:
+        """Puts the prefix of a request into its lender's cache. Returns when the last part of its life
+        begins."""
+        workers = [self.processes[name] for name in self.workers(plan.lender)]
+        filled = [process.lending.fill(plan) for process in workers]
+        if all(filled):
+            self._filled.add(plan.name)
+        if plan.evicted is None:
+            return plan.prefill_at + self.times.ask
+        for process in workers:
+            self.clock.at(plan.evicted, functools.partial(process.lending.evict, plan.name))
+        return plan.evicted
+
+    def _evict_all(self) -> None:
+        for process in self.processes.values():
+            process.lending.evict_all()
 
     def _arrive(self, plan: Plan, engine: str) -> None:
         for name in self.workers(engine):

@@ -126,8 +126,8 @@ class FakeModelServer:
             row = {"top_logprobs": [{"logprob": one} for one in candidates]}
             choice["logprobs"] = {"content": [row for _ in tokens]}
         elif body.get("logprobs"):
-            row = {str(number): one for number, one in enumerate(candidates)}
-            choice["logprobs"] = {"top_logprobs": [row for _ in tokens]}
+            by_text = {str(number): one for number, one in enumerate(candidates)}
+            choice["logprobs"] = {"top_logprobs": [by_text for _ in tokens]}
         return choice
 
 

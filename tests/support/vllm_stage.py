@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_connector.lab.model import make_llama
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.scheduler_side import SchedulerSide
@@ -193,12 +193,14 @@ class Stage:
         failed: Iterable[str] = (),
         sampled: Mapping[str, int] | None = None,
         discarded: Iterable[str] = (),
+        requested: Iterable[PrefixRequested] = (),
+        answers: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Runs a step. The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        news = News(set(reserved), dict(sampled or {}), set(discarded))
+        news = News(set(reserved), dict(sampled or {}), set(discarded), list(requested), dict(answers or {}))
         tokens = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         outputs = self.scheduler.update_from_output(
             output,
@@ -257,7 +259,8 @@ class Stage:
         assert self.blocks_in_use == 0
         side = self.side
         assert not side.has_unsent_commands()
-        assert len(side._prefill) == len(side._decode) == 0
+        assert len(side._prefill) == len(side._decode) == len(side._borrower) == len(side._lender) == 0
+        assert not side._borrower._by_transfer
         assert not side._prefill._transfers
         assert not side._decode._transfers
 

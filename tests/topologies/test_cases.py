@@ -188,11 +188,11 @@ class Steps:
         second = completion_body(
             prompt_ids, ask.length, kv_transfer_params=decode_params("cached", prefill), **ask.body
         )
-        prefilled, _ = await asyncio.gather(
+        answers = await asyncio.gather(
             self.client.post(f"{prefill.url}/v1/completions", first),
             self.client.post(f"{self.site.decode.url}/v1/completions", second),
         )
-        cached = prefilled["kv_transfer_params"]["remote_prefill_cached_tokens"]
+        cached = answers[0]["kv_transfer_params"]["remote_prefill_cached_tokens"]
         assert 0 < cached <= len(prompt_ids) // BLOCK * BLOCK
 
     async def further_requests(self) -> None:

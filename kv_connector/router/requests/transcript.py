@@ -91,7 +91,7 @@ class _Item(msgspec.Struct):
     content: list[_Text] | None = None
 
 
-class _Event(msgspec.Struct):
+class _StreamEvent(msgspec.Struct):
     """An event of a stream, or a whole answer, of any API."""
 
     type: str = ""
@@ -104,7 +104,7 @@ class _Event(msgspec.Struct):
     output: list[_Item] | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_StreamEvent)
 # Blocks and items whose text is kept; of others the next turn's form is not known.
 _KNOWN_BLOCKS = ("", "text", "output_text", "text_delta", "thinking", "thinking_delta", "signature_delta")
 _KNOWN_ITEMS = ("message", "reasoning")
@@ -234,7 +234,7 @@ class Transcript:
         return text
 
 
-def _parts(event: _Event) -> Iterator[_Text]:
+def _parts(event: _StreamEvent) -> Iterator[_Text]:
     """Yields the parts with text of an event of Anthropic's API, or of a whole answer."""
     if isinstance(event.delta, _Text):
         yield event.delta

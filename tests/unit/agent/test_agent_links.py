@@ -10,6 +10,7 @@ import pytest
 from agent_pairs import transfer
 from agent_setup import TIMES, Stage, stage, until
 
+from kv_connector.agent.agent import Agent
 from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.engine import DomainConfig, EngineConfig, EngineStats, LostLink
 from kv_connector.engine.transfer_engine import TransferEngine
@@ -143,11 +144,15 @@ def test_agent_names_the_peer_that_lost_a_link_and_counts_it(
     assert "LINK LOST" not in caplog.text
     _cut(int(engines[0].domains()[1].rpartition(":")[2]), int(engines[1].domains()[1].rpartition(":")[2]))
     for side, peer in ((prefill, "decode/0"), (decode, "prefill/0")):
-        until(lambda side=side: side.agent.stats().links_lost == 1, "the lost link")
-        until(lambda peer=peer: f"LINK LOST: peer {peer}" in caplog.text)
-        until(lambda side=side: side.agent.stats().links_restored == 1, "the restored link")
-        until(lambda side=side: side.agent.live().links_out == 0)
+        lost_and_restored(side.agent, peer, caplog)
     transfer(prefill, decode, "again")
+
+
+def lost_and_restored(agent: Agent, peer: str, caplog: pytest.LogCaptureFixture) -> None:
+    until(lambda: agent.stats().links_lost == 1, "the lost link")
+    until(lambda: f"LINK LOST: peer {peer}" in caplog.text)
+    until(lambda: agent.stats().links_restored == 1, "the restored link")
+    until(lambda: agent.live().links_out == 0)
 
 
 def _cut(*ports: int) -> None:

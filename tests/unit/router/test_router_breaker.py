@@ -5,6 +5,7 @@ alone.
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -74,11 +75,13 @@ async def break_if_poisoned(request: Request, body: dict[str, Any]) -> Response:
 
 async def test_an_engine_that_fails_at_once_gets_two_percent_of_the_requests() -> None:
     async with routed([answer_ok], [refuse(500, "broken"), *[answer_ok] * 3]) as (_, d, client):
+        began = time.monotonic()
         for _ in range(20):
             assert await asyncio.gather(*(ask(client) for _ in range(10))) == [200] * 10
-        # The three failures, or as many of the first ten requests as came before them, and trials after 2 and
-        # 6 s.
-        assert asked(d[0]) <= 5
+        # The three failures, or as many of the first ten requests as came before them, and the trials. A busy
+        # machine has time for more of these.
+        trials = sum(time.monotonic() - began >= after for after in (2, 6, 14, 30))
+        assert asked(d[0]) <= 3 + max(2, trials)
         assert (await states(client))["decode"][d[0].url] == "failing"
 
 

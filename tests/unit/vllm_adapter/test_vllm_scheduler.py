@@ -735,7 +735,7 @@ def test_an_engine_may_play_both_roles(stage: MakeStage) -> None:
 @pytest.mark.parametrize(
     ("proposed", "problem"),
     [
-        ({"host": "10.0.0.2", "port": 5600, "tokens": 64}, "this release does not load prefixes"),
+        ({"host": ADDRESS.host, "port": ADDRESS.port, "tokens": 64}, "names this engine itself"),
         ({"host": "10.0.0.2", "port": 5600, "tokens": 0}, "prefix_from.tokens must be 1 to"),
     ],
 )

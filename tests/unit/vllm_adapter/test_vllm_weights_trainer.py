@@ -48,7 +48,7 @@ def info(engine: Engine) -> WriteImmTrainerInitInfo:
 
 
 def test_init_info_passes_the_pusher_its_arguments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, object] = {
+    given: dict[str, Any] = {
         "nics": ("mlx5_0",),
         "begin_timeout": 3.0,
         "timeouts": Timeouts(dead=7),

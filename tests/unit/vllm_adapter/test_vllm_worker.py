@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
-from kv_connector.agent.commands import CacheCleared, Command, FailLoad, FinishPrefill, NewPages
+from kv_connector.agent.commands import AnswerPrefix, CacheCleared, Command, FailLoad, FinishPrefill, NewPages
 from kv_connector.agent.ledger import Reports
+from kv_connector.protocol.actions import PrefixRequested
+from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import News, StepMetadata
@@ -218,6 +220,23 @@ def test_reservations_are_passed_on_where_there_are_any(worker: WorkerSide, agen
     assert first == News({"a", "b"})
     assert first.aggregate(News({"c"}, {"d": 7})) == News({"a", "b", "c"}, {"d": 7})
     assert worker.news() is None
+
+
+def test_worker_passes_questions_of_borrowers_on_once(worker: WorkerSide, agent: RecordingAgent) -> None:
+    agent.take_reserved = set  # type: ignore[attr-defined]
+    requests = [PrefixRequested(name, chain(range(32), 16), 0, 16) for name in ("x", "y")]
+    agent.prefix_requests = requests[:1]
+    news = worker.news()
+    assert news == News(requested=requests[:1])
+    assert news.aggregate(News(requested=requests[1:])).requested == requests
+    assert worker.news() is None
+
+
+def test_commands_that_follow_pages_come_after_them(worker: WorkerSide, agent: RecordingAgent) -> None:
+    step(worker, EXPECT, new_pages=(NewPages("t", PAGES, True),), after_pages=(AnswerPrefix("t", 32),))
+    names = [call[0] for call in agent.take_calls()]
+    order = [names.index(name) for name in ("expect", "pages_computed", "answer_prefix")]
+    assert order == sorted(order)
 
 
 def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(

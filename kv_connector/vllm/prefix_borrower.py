@@ -1,0 +1,329 @@
+"""PrefixBorrower: requests whose leading tokens come from another engine, in vLLM's scheduler.
+
+No call blocks.
+
+A request's prefix goes through these phases:
+
+    phase     blocks   meaning                                                next
+    WANTED    none     vLLM has not looked at the request yet                 ASKED, OVER
+    ASKED     none     the lender is to answer                                HELD, OVER
+    HELD      none     the lender holds the pages, for a short time           LOADING, ASKED, OVER
+    LOADING   its own  the workers load the pages                             LOADED, LEAVING, OVER
+    LOADED    its own  the pages are here, and are vLLM's like a prefix hit   OVER
+    LEAVING   vLLM's   the request is finished, and pages may still land      OVER
+    OVER      -        the request computes what it lacks                     -
+
+The workers know the load by the lending's transfer id alone. A prompt that this engine computes for a D has
+its own id there.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from kv_connector.agent.commands import Cancel, Command, FailLoad, Release, WithdrawPrefix
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.content_key import ContentKey
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.params import BadParams, PrefixFrom
+from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
+from kv_connector.vllm.blocks import Blocks, has_states
+from kv_connector.vllm.content import content_key_of, hash_basis
+from kv_connector.vllm.internals import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+# An H200 computes 1,024 tokens of an 8B model in 27 ms (2026-11). A question and its answer take up to two
+# steps of the lender, 10 to 30 ms each, before the first page moves.
+LEAST_TOKENS = 1024
+
+# Questions that were withdrawn when their answer may have been in flight already.
+_REMEMBERED = 1024
+
+
+class PrefixPhase(enum.Enum):
+    """The phases of a prefix. The module's docstring describes them in a table."""
+
+    WANTED = enum.auto()
+    ASKED = enum.auto()
+    HELD = enum.auto()
+    LOADING = enum.auto()
+    LOADED = enum.auto()
+    LEAVING = enum.auto()
+    OVER = enum.auto()
+
+
+_NEXT = {
+    PrefixPhase.WANTED: {PrefixPhase.ASKED, PrefixPhase.OVER},
+    PrefixPhase.ASKED: {PrefixPhase.HELD, PrefixPhase.OVER},
+    PrefixPhase.HELD: {PrefixPhase.LOADING, PrefixPhase.ASKED, PrefixPhase.OVER},
+    PrefixPhase.LOADING: {PrefixPhase.LOADED, PrefixPhase.LEAVING, PrefixPhase.OVER},
+    PrefixPhase.LOADED: {PrefixPhase.OVER},
+    PrefixPhase.LEAVING: {PrefixPhase.OVER},
+    PrefixPhase.OVER: set(),
+}
+"""The legal transitions of a prefix's phase."""
+
+
+@dataclass
+class _Prefix:
+    request: Request
+    lender: Address
+    expected: int
+    """Tokens that the router expects the lender to have."""
+    content: ContentKey | None = None
+    transfer_id: str = ""
+    """Transfer id of the lending. Each question has a new one."""
+    tokens: int = 0
+    """The end of the prefix that the lender holds."""
+    until: float = 0.0
+    """Time from which on the lender may have freed it."""
+    phase: PrefixPhase = PrefixPhase.WANTED
+    discarded: bool = False
+    """Whether its pages must not be used."""
+    sent: bool = False
+    """In LEAVING: the prompt of the same request is reported as sent."""
+
+    def enter(self, phase: PrefixPhase) -> None:
+        """Changes the phase of a prefix. No other code does."""
+        assert phase in _NEXT[self.phase], f"prefix of {self.request.request_id}: {self.phase} -> {phase}"
+        self.phase = phase
+
+
+class PrefixBorrower:
+    """The borrowed prefixes, from a request's arrival until it has left the scheduler and nothing is written
+    for it."""
+
+    def __init__(
+        self, block_sizes: tuple[int, ...], commands: list[Command], algorithm: str, hold_s: float
+    ) -> None:
+        """``algorithm``: of vLLM's block hashes. ``hold_s``: how long a lender holds a prefix, in seconds."""
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._algorithm = algorithm
+        self._hold_s = hold_s
+        self._basis: bytes | None = None
+        self._prefixes: dict[str, _Prefix] = {}
+        """Prefixes of live requests, by request id."""
+        self._by_transfer: dict[str, _Prefix] = {}
+        """Prefixes whose question or load the workers have, by transfer id."""
+        self._withdrawn: dict[str, Address] = {}
+        self.least_tokens = LEAST_TOKENS
+        """Fewer tokens are computed."""
+        self.clock: Callable[[], float] = time.monotonic
+        self.address: Address | None = None
+        """This engine's own address."""
+        self.blocks: Blocks | None = None
+        """Set before the first request, as the next field."""
+        self.hash_block_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def add(self, request: Request, prefix: PrefixFrom) -> None:
+        """Notes a proposal. Raises BadParams if it cannot be used."""
+        if has_states(self._block_sizes):
+            raise BadParams("prefix_from: the model has recurrent states, which are not lent")
+        if prefix.lender == self.address:
+            raise BadParams(f"prefix_from names this engine itself, {prefix.lender}")
+        if request.skip_reading_prefix_cache:
+            raise BadParams("prefix_from: the request reads no cached tokens")
+        lender = replace(prefix.lender, prefixes=True)
+        self._prefixes[request.request_id] = _Prefix(request, lender, prefix.tokens)
+
+    def must_wait(self, request: Request, local_tokens: int) -> bool:
+        """Returns whether the request waits for a lender's answer. vLLM may call this every step."""
+        prefix = self._prefixes.get(request.request_id)
+        if prefix is None:
+            return False
+        match prefix.phase:
+            case PrefixPhase.WANTED:
+                self._ask(prefix, local_tokens)
+            case PrefixPhase.HELD if prefix.tokens <= local_tokens:
+                self._release(prefix)
+                prefix.enter(PrefixPhase.OVER)
+            case PrefixPhase.HELD if self.clock() >= prefix.until:
+                self._release(prefix)
+                self._ask(prefix, local_tokens)
+        return prefix.phase is PrefixPhase.ASKED
+
+    def _ask(self, prefix: _Prefix, local_tokens: int) -> None:
+        request = prefix.request
+        most = request.num_prompt_tokens - 1
+        if min(prefix.expected, most) - local_tokens < self.least_tokens:
+            prefix.enter(PrefixPhase.OVER)
+            return
+        if self._basis is None:
+            self._basis = hash_basis(self._algorithm, self.hash_block_tokens)
+        content = content_key_of(request, self._basis, self.hash_block_tokens).up_to(most)
+        prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
+        prefix.enter(PrefixPhase.ASKED)
+        self._by_transfer[prefix.transfer_id] = prefix
+        multiple = lcm(self.hash_block_tokens, *self._block_sizes)
+        self._commands.append(
+            PrefixRequest(prefix.transfer_id, prefix.lender, content, local_tokens, multiple)
+        )
+
+    def answered(self, answers: Mapping[str, int]) -> None:
+        """Handles lenders' answers, by transfer id."""
+        for transfer_id, tokens in answers.items():
+            prefix = self._by_transfer.get(transfer_id)
+            if prefix is None:
+                lender = self._withdrawn.pop(transfer_id, None)
+                if lender is not None and tokens:
+                    self._commands.append(Release(transfer_id, lender))
+            elif prefix.phase is PrefixPhase.ASKED and tokens:
+                prefix.tokens, prefix.until = tokens, self.clock() + self._hold_s / 2
+                prefix.enter(PrefixPhase.HELD)
+            elif prefix.phase is PrefixPhase.ASKED:
+                del self._by_transfer[transfer_id]
+                prefix.enter(PrefixPhase.OVER)
+
+    def tokens_to_load(self, request: Request, local_tokens: int) -> int:
+        """Returns the number of tokens to load behind the first ``local_tokens``."""
+        prefix = self._prefixes.get(request.request_id)
+        if prefix is None or prefix.phase is not PrefixPhase.HELD:
+            return 0
+        if any(local_tokens % size for size in self._block_sizes):
+            return 0
+        return max(prefix.tokens - local_tokens, 0)
+
+    def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
+        """Notes that vLLM has given the request blocks, and will load ``external_tokens`` tokens."""
+        prefix = self._prefixes.get(request.request_id)
+        if prefix is None or prefix.phase is not PrefixPhase.HELD:
+            return
+        if external_tokens == 0:
+            self._release(prefix)
+            prefix.enter(PrefixPhase.OVER)
+            return
+        prefix.enter(PrefixPhase.LOADING)
+        try:
+            self._commands.append(self._load(prefix, blocks.get_block_ids(), external_tokens))
+        except Exception:
+            logger.exception("prefix %s: cannot reserve blocks for its load", prefix.transfer_id)
+            self._commands.append(FailLoad(prefix.transfer_id, stale=True))
+
+    def _load(self, prefix: _Prefix, tables: tuple[list[int], ...], external_tokens: int) -> DecodeRequest:
+        assert self.blocks is not None
+        assert prefix.content is not None
+        first_token = prefix.tokens - external_tokens
+        groups = []
+        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            first = first_token // size
+            needed = self.blocks.first_attended_token(group, prefix.tokens)
+            groups.append(GroupTarget(first, tuple(table[first : prefix.tokens // size]), needed))
+        return DecodeRequest(
+            request_id=prefix.transfer_id,
+            transfer_id=prefix.transfer_id,
+            engine=prefix.lender,
+            prompt_tokens=prefix.tokens,
+            first_token=first_token,
+            prompt_hash=prefix.content.prompt_hash(prefix.tokens),
+            groups=tuple(groups),
+        )
+
+    def request_finished(self, request: Request, *, computes_for_decode: bool) -> None:
+        """Handles the end of a request. ``computes_for_decode``: vLLM keeps it until its prompt is reported
+        as sent."""
+        prefix = self._prefixes.pop(request.request_id, None)
+        if prefix is None:
+            return
+        match prefix.phase:
+            case PrefixPhase.ASKED:
+                del self._by_transfer[prefix.transfer_id]
+                self._commands.append(WithdrawPrefix(prefix.transfer_id))
+                if len(self._withdrawn) >= _REMEMBERED:
+                    del self._withdrawn[next(iter(self._withdrawn))]
+                self._withdrawn[prefix.transfer_id] = prefix.lender
+            case PrefixPhase.HELD:
+                self._release(prefix)
+            case PrefixPhase.LOADING:
+                self._commands.append(Cancel(prefix.transfer_id))
+                prefix.sent = not computes_for_decode
+                prefix.enter(PrefixPhase.LEAVING)
+
+    def sent(self, request_ids: Collection[str]) -> set[str]:
+        """Returns the requests that are reported as sent while pages may still land in their blocks.
+
+        vLLM gets the end of their loads in place of that report.
+        """
+        leaving = {
+            prefix.request.request_id: prefix
+            for prefix in self._by_transfer.values()
+            if prefix.phase is PrefixPhase.LEAVING
+        }
+        early = {request_id for request_id in request_ids if request_id in leaving}
+        for request_id in early:
+            leaving[request_id].sent = True
+        return early
+
+    def load_ended(
+        self, ids: Iterable[str], failed: Collection[str], discarded: Collection[str]
+    ) -> tuple[set[str], set[str]]:
+        """Handles the ends of loads, successful or not. Returns those of ``ids`` that are prefixes, and the
+        requests for which vLLM gets the report."""
+        over, reported = set(), set()
+        for transfer_id in ids:
+            prefix = self._by_transfer.pop(transfer_id, None)
+            if prefix is None:
+                continue
+            over.add(transfer_id)
+            request = prefix.request
+            if prefix.phase is PrefixPhase.LEAVING:
+                prefix.enter(PrefixPhase.OVER)
+                # EngineCore ends if a request is reported twice. The prompt's report follows.
+                if prefix.sent:
+                    reported.add(request.request_id)
+                continue
+            reported.add(request.request_id)
+            if prefix.discarded or transfer_id in failed or transfer_id in discarded:
+                prefix.enter(PrefixPhase.OVER)
+                self._begin_anew(request)
+            else:
+                prefix.enter(PrefixPhase.LOADED)
+        return over, reported
+
+    def _begin_anew(self, request: Request) -> None:
+        assert self.blocks is not None
+        self.blocks.free(request)
+
+    def loading(self) -> list[str]:
+        """Returns the requests that hold blocks of a load and have not run. vLLM cannot preempt them."""
+        return [prefix.request.request_id for prefix in self._holding()]
+
+    def _holding(self) -> list[_Prefix]:
+        # vLLM sets a request whose load is over to WAITING, with the next step.
+        waits = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING
+        return [
+            prefix
+            for prefix in self._prefixes.values()
+            if prefix.phase is PrefixPhase.LOADING
+            or (prefix.phase is PrefixPhase.LOADED and prefix.request.status in waits)
+        ]
+
+    @property
+    def leaving(self) -> bool:
+        """Returns whether pages may still land in the blocks of a finished request."""
+        return any(prefix.phase is PrefixPhase.LEAVING for prefix in self._by_transfer.values())
+
+    def after_reset(self) -> None:
+        """Discards all loads, running and complete, after vLLM has emptied its prefix cache."""
+        for prefix in self._holding():
+            if prefix.phase is PrefixPhase.LOADING:
+                prefix.discarded = True
+                self._commands.append(Cancel(prefix.transfer_id))
+            else:
+                prefix.enter(PrefixPhase.OVER)
+                self._begin_anew(prefix.request)
+
+    def _release(self, prefix: _Prefix) -> None:
+        del self._by_transfer[prefix.transfer_id]
+        self._commands.append(Release(prefix.transfer_id, prefix.lender))

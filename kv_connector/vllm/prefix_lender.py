@@ -1,0 +1,143 @@
+"""PrefixLender: the prefixes that this engine lends to other engines, in vLLM's scheduler. No call blocks.
+
+It finds a prefix in vLLM's prefix cache by its content, so no forward pass is needed. A lent prefix has
+references on its blocks until the workers report it as sent. It is no request of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
+
+from kv_connector.agent.commands import AnswerPrefix, Command, FinishPrefill, NewPages
+from kv_connector.protocol.actions import PrefixRequested
+from kv_connector.protocol.admission import may_lend
+from kv_connector.protocol.requests import GroupPages, PrefillRequest
+from kv_connector.vllm.blocks import has_states
+from kv_connector.vllm.content import hash_basis
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixCache(Protocol):
+    """The part of kv_blocks.KvBlocks that a lender uses."""
+
+    total: int
+    hash_block_tokens: int
+
+    def cached_prefix(
+        self, digests: list[bytes], tokens: int, multiple: int
+    ) -> tuple[tuple[list[Any], ...], int]: ...
+    def hold(self, blocks: list[Any]) -> None: ...
+    def give_back(self, held: list[Any]) -> None: ...
+
+
+class PrefixLender:
+    """The lent prefixes, from a borrower's question until nothing reads their blocks."""
+
+    def __init__(self, block_sizes: tuple[int, ...], commands: list[Command], algorithm: str) -> None:
+        """``algorithm``: of vLLM's block hashes."""
+        self._block_sizes = block_sizes
+        self._commands = commands
+        self._algorithm = algorithm
+        self._basis: bytes | None = None
+        self._lent: dict[str, list[Any]] = {}
+        """The blocks of each lent prefix, by transfer id."""
+        self._pages: list[NewPages] = []
+        self._after_pages: list[Command] = []
+        self._logged = ""
+        self.cache: PrefixCache | None = None
+        """Set before the first question."""
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    @property
+    def held(self) -> list[Any]:
+        """The blocks of all lent prefixes. A block is in the list as often as it is held."""
+        return [block for blocks in self._lent.values() for block in blocks]
+
+    def requested(self, requests: Iterable[PrefixRequested]) -> None:
+        """Answers questions of borrowers. Call it at the end of a step, once vLLM has its output."""
+        for request in requests:
+            try:
+                reason = self._lend(request)
+            except Exception:
+                logger.exception("prefix %s cannot be lent", request.transfer_id)
+                reason = "its look-up failed"
+            if reason:
+                self._after_pages.append(AnswerPrefix(request.transfer_id, 0, reason))
+
+    def _lend(self, request: PrefixRequested) -> str:
+        """Lends a prefix. Returns the reason why not, or ""."""
+        assert self.cache is not None
+        content, transfer_id = request.content, request.transfer_id
+        if transfer_id in self._lent:
+            return "it is lent already"
+        if has_states(self._block_sizes):
+            return "the model has recurrent states, which are not lent"
+        if self._basis is None:
+            self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens)
+        if (content.basis, content.tokens) != (self._basis, self.cache.hash_block_tokens):
+            return self._other_hashes(content.tokens)
+        tables, tokens = self.cache.cached_prefix(content.each(), content.covered, request.multiple)
+        if tokens <= request.first_token:
+            return f"{tokens} of its tokens are cached"
+        groups = []
+        blocks: list[Any] = []
+        for table, size in zip(tables, self._block_sizes, strict=True):
+            first = request.first_token // size
+            groups.append(GroupPages(first, tuple(block.block_id for block in table[first:])))
+            blocks += [block for block in table[first:] if not block.is_null]
+        if not may_lend(len(self.held), len(blocks), self.cache.total):
+            return "too many blocks are lent"
+        self.cache.hold(blocks)
+        self._lent[transfer_id] = blocks
+        prompt_hash = content.prompt_hash(tokens)
+        self._commands.append(PrefillRequest(transfer_id, transfer_id, tokens, prompt_hash, lent=True))
+        self._pages.append(NewPages(transfer_id, tuple(groups), last=True))
+        self._after_pages += [
+            FinishPrefill(transfer_id, transfer_id, ok=True, reason=""),
+            AnswerPrefix(transfer_id, tokens),
+        ]
+        return ""
+
+    def _other_hashes(self, block_tokens: int) -> str:
+        assert self.cache is not None
+        if block_tokens != self.cache.hash_block_tokens:
+            reason = f"this engine hashes blocks of {self.cache.hash_block_tokens} tokens, not {block_tokens}"
+        else:
+            reason = (
+                "the engines compute different block hashes: start both with the same "
+                "--prefix-caching-hash-algo, block size and PYTHONHASHSEED"
+            )
+        if self._logged != reason:
+            logger.warning("prefixes are not lent to some engine: %s", reason)
+            self._logged = reason
+        return reason
+
+    def take_pages(self) -> tuple[tuple[NewPages, ...], tuple[Command, ...]]:
+        """Returns the pages of prefixes lent since the last call, and the commands that follow them.
+
+        vLLM may compute some of these blocks in a step that is in flight. So their pages leave with the
+        layers of the next step.
+        """
+        taken = tuple(self._pages), tuple(self._after_pages)
+        self._pages.clear()
+        self._after_pages.clear()
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """Returns whether the engine must take steps for a borrower."""
+        return bool(self._lent or self._after_pages)
+
+    def sent(self, request_ids: Collection[str]) -> set[str]:
+        """Gives back the blocks of prefixes that nothing reads any more. Returns these prefixes, which vLLM
+        does not know."""
+        over = {request_id for request_id in request_ids if request_id in self._lent}
+        for transfer_id in over:
+            assert self.cache is not None
+            self.cache.give_back(self._lent.pop(transfer_id))
+        return over

@@ -1,0 +1,49 @@
+"""Scenarios in which prefill engines borrow prefixes: those of requests, with a lender for most of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from . import scenario as requests
+from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario
+
+
+def draw(seed: int) -> Scenario:
+    """Draws the scenario of a seed. Engines, requests and their faults are those of the same seed of
+    requests."""
+    scenario = requests.draw(seed)
+    rng = random.Random(f"{seed} prefixes")
+    plans = tuple(_with_lender(rng, scenario, plan) for plan in scenario.plans)
+    lent = [plan for plan in plans if plan.lender]
+    faults = list(scenario.faults)
+    if lent and rng.random() < 0.5:
+        faults += [_fault(rng, scenario, rng.choice(lent)) for _ in range(rng.choice((1, 1, 2)))]
+    return replace(scenario, plans=plans, faults=tuple(faults))
+
+
+def _with_lender(rng: random.Random, scenario: Scenario, plan: Plan) -> Plan:
+    if rng.random() < 0.15:
+        return plan
+    return replace(
+        plan,
+        lender=rng.choice([engine for engine in scenario.engines if engine != plan.prefill]),
+        prefix=16 * rng.randint(1, 7),
+        own=rng.choice((0, 0, 0, rng.randrange(plan.tokens))),
+        diverges=rng.choice((1 << 20, 1 << 20, 1 << 20, 16 * rng.randint(0, 5))),
+        evicted=rng.choice(
+            (None, None, plan.prefill_at + rng.choice((0.01, 0.1, 1.0)) * rng.expovariate(1.0))
+        ),
+    )
+
+
+def _fault(rng: random.Random, scenario: Scenario, plan: Plan) -> Fault:
+    """Draws a fault of the lender, or of its connection with the borrower, while it lends."""
+    at = max(0.0, plan.prefill_at + rng.choice((-1.0, 1.0, 1.0)) * rng.expovariate(3.0))
+    coin = rng.randrange(1 << 16)
+    lasting = rng.choice((0.05, 0.5, 2.0, 4.0)) * rng.uniform(0.5, 1.5)
+    lenders, borrowers = scenario.workers(plan.lender), scenario.workers(plan.prefill)
+    lender, borrower = lenders[coin % len(lenders)], borrowers[coin // 2 % len(borrowers)]
+    if rng.random() < 0.6:
+        return Fault(rng.choice(LONELY), at, (lender,), lasting, coin)
+    return Fault(rng.choice(MUTUAL), at, (lender, borrower), lasting, coin)

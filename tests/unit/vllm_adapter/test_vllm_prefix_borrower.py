@@ -1,0 +1,278 @@
+"""Prefixes that an engine borrows, under vLLM's real scheduler and block pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+from vllm_stage import BLOCK, FULL, PARAMS_OF_P, SLIDING, MakeStage, Stage, model, prompt, stage
+
+from kv_connector.agent.commands import Cancel, Command, FinishPrefill, Release, WithdrawPrefix
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, PrefixRequest
+from kv_connector.vllm.content import content_key_of, hash_basis
+from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.prefix_borrower import LEAST_TOKENS, PrefixBorrower
+
+__all__ = ["model", "stage"]
+
+LENDER = Address("10.0.0.2", 5700, prefixes=True)
+TOKENS = 6 * BLOCK + 5
+LENT = 4 * BLOCK
+PREFIX = {"prefix_from": {"host": LENDER.host, "port": LENDER.port, "tokens": LENT}}
+# The request's role beside its prefix: for a decode engine, or for its own client.
+HALVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "for a decode engine": ("kv_producer", PARAMS_OF_P),
+    "alone": ("kv_consumer", {}),
+}
+T = TypeVar("T")
+
+
+def borrower(engine: Stage) -> PrefixBorrower:
+    return engine.side._borrower
+
+
+def only(commands: tuple[Command, ...], kind: type[T]) -> T:
+    (found,) = (command for command in commands if isinstance(command, kind))
+    return found
+
+
+def asked(
+    stage: MakeStage, half: str = "for a decode engine", *specs: Any, **options: Any
+) -> tuple[Stage, PrefixRequest, Any]:
+    """Brings an engine to a request "r" whose question the workers have."""
+    role, params = HALVES[half]
+    engine = stage(role, *specs, **options)
+    borrower(engine).least_tokens = BLOCK
+    request = engine.add("r", prompt(TOKENS), {**params, **PREFIX})
+    metadata = engine.step()
+    assert metadata.new_pages == ()
+    return engine, only(metadata.commands, PrefixRequest), request
+
+
+def held(stage: MakeStage, half: str = "for a decode engine", **options: Any) -> tuple[Stage, str]:
+    """Brings an engine to a request whose prefix a lender holds. Returns the lending's transfer id."""
+    engine, question, _ = asked(stage, half, **options)
+    output, _ = engine.schedule()
+    assert output.total_num_scheduled_tokens == 0
+    engine.update(output, answers={question.transfer_id: LENT})
+    return engine, question.transfer_id
+
+
+def loading(stage: MakeStage, half: str = "for a decode engine", **options: Any) -> tuple[Stage, str]:
+    engine, transfer_id = held(stage, half, **options)
+    load = only(engine.step().commands, DecodeRequest)
+    assert (load.request_id, load.transfer_id, load.engine) == (transfer_id, transfer_id, LENDER)
+    assert (load.prompt_tokens, load.first_token) == (LENT, 0)
+    return engine, transfer_id
+
+
+def finish(engine: Stage, half: str) -> None:
+    """Runs a request to its end, and reports its prompt as sent."""
+    for _ in range(3):
+        engine.step()
+    engine.step(sent=["r"] if half == "for a decode engine" else [])
+    engine.step()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_engine_loads_the_prefix_and_computes_the_rest(stage: MakeStage, half: str) -> None:
+    engine, question, request = asked(stage, half)
+    content = content_key_of(request, hash_basis("sha256", BLOCK), BLOCK)
+    assert question == PrefixRequest(question.transfer_id, LENDER, content, 0, BLOCK)
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    load = only(engine.step().commands, DecodeRequest)
+    (group,) = load.groups
+    assert load.prompt_hash == content.prompt_hash(LENT)
+    assert (group.first, len(group.blocks)) == (0, 4)
+    assert group.blocks == tuple(engine.tables("r")[0])
+    engine.step(received=[question.transfer_id])
+    output, metadata = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS - LENT}
+    if half == "for a decode engine":
+        (pages,) = metadata.new_pages  # those that came and those that are computed
+        assert (pages.groups[0].first, len(pages.groups[0].blocks), pages.last) == (0, 7, True)
+        assert pages.groups[0].blocks[:4] == group.blocks
+    engine.update(output)
+    finish(engine, half)
+
+
+def test_loaded_prefix_serves_later_requests(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    engine.step(received=[transfer_id])
+    finish(engine, "alone")
+    engine.add("later", prompt(TOKENS))
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"later": 5}
+    engine.update(output)
+
+
+def test_engine_loads_only_what_it_lacks(stage: MakeStage) -> None:
+    engine = stage("kv_producer")
+    borrower(engine).least_tokens = BLOCK
+    engine.add("before", [*prompt(2 * BLOCK), *[9] * 10])
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.add("r", prompt(TOKENS), {**PARAMS_OF_P, **PREFIX})
+    question = only(engine.step().commands, PrefixRequest)
+    assert question.first_token == 2 * BLOCK
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    load = only(engine.step().commands, DecodeRequest)
+    assert load.first_token == 2 * BLOCK
+    assert load.groups[0].first == 2
+    assert load.groups[0].blocks == tuple(engine.tables("r")[0][2:4])
+    engine.step(received=[question.transfer_id])
+    finish(engine, "for a decode engine")
+
+
+def test_window_loads_only_the_blocks_that_the_next_token_needs(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone", FULL, SLIDING)
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    load = only(engine.step().commands, DecodeRequest)
+    full, sliding = load.groups
+    assert all(full.blocks)
+    assert len(sliding.blocks) == 4
+    assert sliding.blocks[-1]
+    assert sliding.needed > full.needed == 0
+    engine.step(received=[question.transfer_id])
+    finish(engine, "alone")
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_prompt_is_computed_when_nothing_is_lent(stage: MakeStage, half: str) -> None:
+    engine, question, _ = asked(stage, half)
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: 0})
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, half)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("half", HALVES)
+def test_prompt_is_computed_when_its_prefix_does_not_come(stage: MakeStage, half: str, policy: str) -> None:
+    engine, transfer_id = loading(stage, half, policy=policy)
+    engine.step(received=[transfer_id], discarded=[transfer_id])
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, half)
+
+
+def test_short_prefix_is_computed_without_a_question(stage: MakeStage) -> None:
+    engine = stage("kv_producer")
+    assert borrower(engine).least_tokens == LEAST_TOKENS > LENT
+    engine.add("r", prompt(TOKENS), {**PARAMS_OF_P, **PREFIX})
+    output, metadata = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    assert [type(command) for command in metadata.commands] == [PrefillRequest]
+    engine.update(output)
+    finish(engine, "for a decode engine")
+
+
+def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone")
+    now = [100.0]
+    borrower(engine).clock = lambda: now[0]
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    now[0] += 1.5  # half of the time for which it is held
+    commands = engine.step().commands
+    assert only(commands, Release) == Release(question.transfer_id, LENDER)
+    again = only(commands, PrefixRequest)
+    assert again == replace(question, transfer_id=again.transfer_id)
+    output, _ = engine.schedule()
+    engine.update(output, answers={again.transfer_id: LENT})
+    assert only(engine.step().commands, DecodeRequest).transfer_id == again.transfer_id
+    engine.step(received=[again.transfer_id])
+    finish(engine, "alone")
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_request_that_is_left_before_its_answer_withdraws_the_question(stage: MakeStage, half: str) -> None:
+    engine, question, _ = asked(stage, half)
+    engine.abort("r")
+    output, metadata = engine.schedule()
+    assert only(metadata.commands, WithdrawPrefix) == WithdrawPrefix(question.transfer_id)
+    engine.update(output, answers={question.transfer_id: LENT})  # it was on its way
+    assert only(engine.step().commands, Release) == Release(question.transfer_id, LENDER)
+    finish_left(engine, half)
+
+
+def finish_left(engine: Stage, half: str) -> None:
+    engine.step(sent=["r"] if half == "for a decode engine" else [])
+    engine.step()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_request_that_is_left_before_its_load_releases_the_prefix(stage: MakeStage, half: str) -> None:
+    engine, transfer_id = held(stage, half)
+    engine.abort("r")
+    assert only(engine.step().commands, Release) == Release(transfer_id, LENDER)
+    finish_left(engine, half)
+
+
+@pytest.mark.parametrize("order", ["received first", "sent first", "both at once"])
+def test_prompt_that_is_left_during_its_load_is_reported_to_vllm_once(stage: MakeStage, order: str) -> None:
+    """EngineCore ends with a second report. With the first of two, its blocks would be free too early."""
+    engine, transfer_id = loading(stage)
+    engine.abort("r")
+    commands = engine.step().commands
+    assert only(commands, Cancel) == Cancel(transfer_id)
+    assert only(commands, FinishPrefill).aborted
+    assert engine.blocks_in_use == 4
+    if order == "both at once":
+        engine.step(received=[transfer_id], sent=["r"])
+    else:
+        first, second = {"received": [transfer_id]}, {"sent": ["r"]}
+        if order == "sent first":
+            first, second = second, first
+        engine.step(**first)
+        assert engine.blocks_in_use == 4
+        assert "r" in engine.scheduler.requests
+        engine.step(**second)
+    engine.step()
+    engine.assert_idle()
+
+
+def test_request_alone_that_is_left_during_its_load_is_free_with_its_end(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    engine.abort("r")
+    assert only(engine.step().commands, Cancel) == Cancel(transfer_id)
+    assert engine.blocks_in_use == 4
+    engine.step(received=[transfer_id])
+    engine.step()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_prefix_of_before_a_reset_is_computed(stage: MakeStage, loaded: bool) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    if loaded:
+        engine.step(received=[transfer_id])
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    if not loaded:
+        metadata = engine.step()
+        assert only(metadata.commands, Cancel) == Cancel(transfer_id)
+        engine.step(received=[transfer_id])
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, "alone")
+
+
+def test_preempted_request_does_not_borrow_again(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    engine.step(received=[transfer_id])
+    output, _ = engine.schedule()
+    engine.update(output)
+    metadata: StepMetadata = engine.step()
+    assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
+    finish(engine, "alone")
