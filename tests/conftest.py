@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING
 import needs
 import pytest
 
+try:
+    from hypothesis import settings
+except ImportError:  # some environments run tests without properties
+    settings = None  # type: ignore[assignment, misc]
+
 if TYPE_CHECKING:
     from deployment import Client
+
+
+# No test has a limit of time for an example: a busy machine would make it fail.
+if settings is not None:
+    settings.register_profile("busy", deadline=None)
+    settings.load_profile("busy")
 
 
 def pytest_report_header() -> list[str]:

@@ -59,6 +59,10 @@ class Router:
         endpoint = self.members.register(0.0, message)
         for joining in self.members.to_probe():
             self.members.answered(joining)
+        workload = self.pools[Side.PREFILL if role is Role.PREFILL else Side.DECODE].workload(endpoint)
+        if workload is not None:
+            # Time stands still: on a busy machine, prompts would be computed between two lines of a test.
+            workload._clock = workload.backlog._clock = lambda: 0.0
         return endpoint
 
     def pair(self, decode: WorkloadReport | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
