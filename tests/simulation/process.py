@@ -175,8 +175,8 @@ class Process(Actor):
     def _take_reports(self) -> None:
         ledger, check = self.ledger, self.world.books.check
         ledger.take_reserved()
-        for request in ledger.take_prefix_requests():
-            self.lending.requested(request)
+        for requested in ledger.take_prefix_requests():
+            self.lending.requested(requested)
         prompts = [*self.prefill.requests(), *self.lending.requests()]
         loads = [*self.decode.requests(), *self.prefill.loads()]
         states = {request: ledger.state(request) for request in (*prompts, *loads)}

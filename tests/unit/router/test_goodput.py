@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ class Router:
         workload = self.pools[Side.PREFILL if role is Role.PREFILL else Side.DECODE].workload(endpoint)
         if workload is not None:
             # Time stands still: on a busy machine, prompts would be computed between two lines of a test.
-            workload._clock = workload.backlog._clock = lambda: 0.0
+            now = time.monotonic()
+            workload._clock = workload.backlog._clock = lambda: now
         return endpoint
 
     def pair(self, decode: WorkloadReport | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
