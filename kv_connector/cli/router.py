@@ -118,7 +118,7 @@ def router(
         typer.Option(
             help="How engines are chosen. cache_aware: least work, given what engines have cached. "
             "fewest_outstanding: fewest requests. goodput: by --ttft-ms and --tbt-ms, its default.",
-            show_default="cache_aware",
+            show_default="fewest_outstanding",
         ),
     ] = None,
     ttft_ms: Annotated[

@@ -32,6 +32,7 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -52,6 +53,8 @@ from kv_connector.vllm.step_requests import StepRequests
 _LOOKS = 8
 _SHORTEST_LOOK_SECONDS = 50e-6
 _LONGEST_LOOK_SECONDS = 1e-3
+
+logger = logging.getLogger(__name__)
 
 
 def report_preemptions_first(kind: type, report: Callable[[Any], None]) -> None:
@@ -188,7 +191,12 @@ def wake_idle_engine(requests: StepRequests) -> None:
     def process_input_queue(engine: Any) -> Any:
         wakeup = core.EngineCoreRequestType.WAKEUP, None
         requests.wake = lambda: engine.input_queue.put_nowait(wakeup)
-        requests.start()
+        try:
+            requests.start()
+        except OSError:
+            logger.exception(
+                "cannot wake the idle engine for other engines: it answers them with its next step"
+            )
         return process(engine)
 
     core.EngineCoreProc._process_input_queue = process_input_queue

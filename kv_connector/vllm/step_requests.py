@@ -30,6 +30,7 @@ class StepRequests:
         """Whether a step has been requested since the last one began."""
         self.wake: Callable[[], None] = lambda: None
         """Ends the wait of vLLM's loop."""
+        self._closing = False
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
 
@@ -52,6 +53,7 @@ class StepRequests:
         """Ends the thread. A second call does nothing."""
         if self._socket is None or self._thread is None:
             return
+        self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -61,10 +63,13 @@ class StepRequests:
     def _serve(self, taking: socket.socket) -> None:
         while True:
             try:
-                if not taking.recv(1):
-                    return
+                request = taking.recv(1)
             except OSError:
                 return
+            if self._closing:
+                return
+            if not request:
+                continue  # any process of this machine may send an empty one
             self.pending = True
             try:
                 self.wake()

@@ -35,6 +35,8 @@ class Components:
     members: Members
     calls: Calls
     policy: Policy
+    learns: bool
+    """Whether prompts and answers are recorded in the index: only if the policy looks there."""
     index: PrefixIndex
     caches: CacheRecords
     holds: PrefillHolds
@@ -68,15 +70,16 @@ class Components:
         policy: Policy
         if settings.objectives is not None:
             policy = Goodput(settings.objectives, pools, sizes)
-        elif settings.policy == "fewest_outstanding":
-            policy = FewestOutstanding(pools)
-        else:
+        elif settings.policy == "cache_aware":
             policy = CacheAware(pools, index, sizes)
+        else:
+            policy = FewestOutstanding(pools)
         return cls(
             pools=pools,
             members=members,
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
+            learns=not isinstance(policy, FewestOutstanding),
             index=index,
             caches=CacheRecords(pools, sizes, metrics.hit),
             holds=PrefillHolds(pools, client, settings.patience),

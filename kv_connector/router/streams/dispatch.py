@@ -87,6 +87,9 @@ class Dispatcher:
             stack, answer = await self._try(completion, request.call)
             stream = Stream(self.moves, request, stack, answer)
             ours.push_async_exit(stream.end)
+            if not self.parts.learns:
+                yield stream.answer
+                return
             echo = bool(completion.body.get("echo"))
             transcript = Transcript(call.path, self._transcripts, echo=echo)
             ours.callback(transcript.close)
@@ -198,7 +201,7 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        if placement.prompt is None:
+        if placement.prompt is None and self.parts.learns:
             placement = replace(placement, prompt=completion.prompt(call.path))
         call.running.placement = placement
         self.parts.metrics.placed(

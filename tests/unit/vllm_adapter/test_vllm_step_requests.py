@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,33 @@ def test_thread_survives_an_engine_that_cannot_be_woken() -> None:
             assert calls.get(timeout=LIMIT) == 1
     finally:
         requests.close()
+
+
+def test_thread_survives_an_empty_message() -> None:
+    """Any process of the machine may send one."""
+    requests, woken = StepRequests(), threading.Event()
+    requests.wake = woken.set
+    requests.start()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"", f"\0{requests.name}")
+        request_step(requests.name)
+        assert woken.wait(LIMIT)
+    finally:
+        requests.close()
+
+
+def test_engine_goes_on_without_a_socket_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCoreProc, "_process_input_queue", lambda engine: "taken")
+    requests = StepRequests()
+
+    def fails() -> None:
+        raise OSError("no more descriptors")
+
+    monkeypatch.setattr(requests, "start", fails)
+    patches.wake_idle_engine(requests)
+    engine: Any = SimpleNamespace(input_queue=queue.Queue())
+    assert EngineCoreProc._process_input_queue(engine) == "taken"
 
 
 def test_idle_loop_of_vllm_ends_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
