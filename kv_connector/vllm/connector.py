@@ -464,10 +464,6 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
 def _no_prefixes(vllm_config: Any, role: Role) -> str:
     """Returns the reason why this engine borrows no prefixes, or ""."""
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        # A load that fails at one worker is reported in another step than the end of the load at all workers.
-        return f"this engine has {parallel.world_size} workers: only engines with one worker borrow prefixes"
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off: start this engine with --enable-prefix-caching"
     # vLLM frees blocks that a step in flight may still write, unless the engine is a consumer. Pages of a

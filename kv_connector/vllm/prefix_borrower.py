@@ -265,9 +265,17 @@ class PrefixBorrower:
             leaving[request_id].sent = True
         return early
 
-    def load_ended(
-        self, ids: Iterable[str], failed: Collection[str], discarded: Collection[str]
-    ) -> tuple[set[str], set[str]]:
+    def discard(self, ids: Iterable[str]) -> None:
+        """Marks the loads of ``ids`` that are prefixes as discarded: their pages will not be used.
+
+        A worker reports it no later than its end of the load. That may be steps before the load ends at all
+        workers.
+        """
+        for transfer_id in ids:
+            if prefix := self._by_transfer.get(transfer_id):
+                prefix.discarded = True
+
+    def load_ended(self, ids: Iterable[str], failed: Collection[str]) -> tuple[set[str], set[str]]:
         """Handles the ends of loads, successful or not. Returns those of ``ids`` that are prefixes, and the
         requests for which vLLM gets the report."""
         over, reported = set(), set()
@@ -284,7 +292,7 @@ class PrefixBorrower:
                     reported.add(request.request_id)
                 continue
             reported.add(request.request_id)
-            if prefix.discarded or transfer_id in failed or transfer_id in discarded:
+            if prefix.discarded or transfer_id in failed:
                 prefix.enter(PrefixPhase.OVER)
                 self._begin_anew(request)
             else:

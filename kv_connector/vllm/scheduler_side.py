@@ -250,7 +250,8 @@ class SchedulerSide:
         """
         news = output.kv_connector_worker_meta or News()
         received = output.finished_recving or set()
-        prefixes, borrowers = self._borrower.load_ended(received, output.failed_recving or (), news.discarded)
+        self._borrower.discard(news.discarded)
+        prefixes, borrowers = self._borrower.load_ended(received, output.failed_recving or ())
         if prefixes:
             received = received - prefixes
             output.finished_recving = received | borrowers  # vLLM reads it after this

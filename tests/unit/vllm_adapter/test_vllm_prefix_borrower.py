@@ -165,6 +165,23 @@ def test_prompt_is_computed_when_its_prefix_does_not_come(stage: MakeStage, half
     finish(engine, half)
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("half", HALVES)
+def test_prompt_is_computed_when_its_prefix_fails_at_one_of_several_workers(
+    stage: MakeStage, half: str, policy: str
+) -> None:
+    """One worker reports the failure at once. vLLM gets the end of the load from the last worker, later."""
+    engine, transfer_id = loading(stage, half, policy=policy)
+    for ended in ({"discarded": [transfer_id]}, {}, {"received": [transfer_id]}):
+        output, _ = engine.schedule()
+        assert output.total_num_scheduled_tokens == 0
+        engine.update(output, **ended)
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, half)
+
+
 def test_short_prefix_is_computed_without_a_question(stage: MakeStage) -> None:
     engine = stage("kv_producer")
     assert borrower(engine).least_tokens == LEAST_TOKENS > LENT

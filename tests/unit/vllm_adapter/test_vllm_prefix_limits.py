@@ -24,8 +24,8 @@ def config(*, workers: int = 1, caching: bool = True, batches: int = 1) -> Any:
     [
         ({}, Role.PREFILL, ""),
         ({"batches": 2}, Role.DECODE, ""),
-        ({"workers": 2}, Role.PREFILL, "2 workers"),
-        ({"workers": 2}, Role.DECODE, "2 workers"),
+        ({"workers": 2}, Role.PREFILL, ""),
+        ({"workers": 2}, Role.DECODE, ""),
         ({"caching": False}, Role.DECODE, "--enable-prefix-caching"),
         ({"batches": 2}, Role.PREFILL, "kv_role kv_both"),
     ],
