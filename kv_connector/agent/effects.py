@@ -81,6 +81,7 @@ from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 from kv_connector.protocol.sessions import PeersAction
 from kv_connector.protocol.shares import PrefillAction
+from kv_connector.protocol.timers import earliest
 
 logger = logging.getLogger("kv_connector")
 
@@ -247,7 +248,7 @@ class Effects:
         """The time at which tick() is due if nothing happens before."""
         deadlines = [machine.next_deadline() for machine in (self.peers, self.prefill, self.decode)]
         deadlines += [fencing.retry for fencing in self._fencing.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(deadlines)
 
     def when_fenced(self, done: Callable[[], None]) -> None:
         """Calls ``done`` once no session that is over can write or read this memory any more."""

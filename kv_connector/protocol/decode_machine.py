@@ -61,7 +61,7 @@ from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Misfit
 from kv_connector.protocol.sources import Draw, draws, scattered
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.timers import Timers
+from kv_connector.protocol.timers import Timers, earliest
 
 # Seconds that a load waits for the abort of D's request after P's request was aborted. A client leaves both
 # engines. Their API servers notice it within milliseconds. D's workers notice it with D's next step, of 10 to
@@ -107,8 +107,7 @@ class DecodeMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        deadlines = self._timers.next(), self.borrowing.next_deadline()
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest((self._timers.next(), self.borrowing.next_deadline()))
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""

@@ -44,6 +44,7 @@ from kv_connector.protocol.sessions import (
     Sessions,
 )
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.timers import earliest
 
 
 class PeerTable:
@@ -80,8 +81,7 @@ class PeerTable:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        deadlines = [timers.next() for timers in (self._sessions.timers, self._sessions.redial)]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest((self._sessions.timers.next(), self._sessions.redial.next()))
 
     # --- Dialling (D)
 

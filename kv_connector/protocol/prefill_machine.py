@@ -70,7 +70,7 @@ from kv_connector.protocol.shares import (
     under_way,
 )
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.timers import Timers
+from kv_connector.protocol.timers import Timers, earliest
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 from kv_connector.protocol.version import shown_apart
 
@@ -118,8 +118,7 @@ class PrefillMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        deadlines = self._timers.next(), self._lendings.next_deadline()
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest((self._timers.next(), self._lendings.next_deadline()))
 
     def under_way(self) -> list[UnderWay]:
         """The shares that are not over, and prompts that P's engine still works on. Any thread may call

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+def earliest(deadlines: Iterable[float | None]) -> float | None:
+    """The earliest of these deadlines, or None. None among them is no deadline."""
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
 class Timers(Generic[Key]):
