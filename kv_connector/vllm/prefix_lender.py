@@ -90,7 +90,8 @@ class PrefixLender:
             first = request.first_token // size
             groups.append(GroupPages(first, tuple(block.block_id for block in table[first:])))
             blocks += [block for block in table[first:] if not block.is_null]
-        if not may_lend(len(self.held), len(blocks), self.cache.total):
+        held = sum(map(len, self._lent.values()))
+        if not may_lend(held, len(blocks), self.cache.total):
             return "too many blocks are lent"
         self.cache.hold(blocks)
         self._lent[transfer_id] = blocks
