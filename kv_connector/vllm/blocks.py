@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kv_connector.protocol.layout import GroupTarget
 from kv_connector.vllm.internals import Request
 
 
@@ -40,6 +41,32 @@ def blocks_of(blocks: Blocks, block_sizes: tuple[int, ...], tokens: int) -> int:
         -(-tokens // size) - first if size else blocks.of_state(group)
         for group, (size, first) in enumerate(zip(block_sizes, firsts, strict=True))
     )
+
+
+def load_targets(
+    blocks: Blocks,
+    block_sizes: tuple[int, ...],
+    request_id: str,
+    tables: tuple[list[int], ...],
+    first_token: int,
+    end: int,
+) -> tuple[GroupTarget, ...]:
+    """Returns, per group, the blocks into which a load of the tokens [``first_token``, ``end``) goes.
+
+    ``tables``: the blocks that vLLM has given the request. Call it when the load is about to begin.
+    """
+    targets: list[GroupTarget] = []
+    for group, (table, size) in enumerate(zip(tables, block_sizes, strict=True)):
+        if not size:
+            targets.append(GroupTarget(first=0, blocks=state_after(blocks, group, table, end)))
+            continue
+        first = first_token // size
+        if has_states(block_sizes):
+            # The prefix hit is that of full attention. Another group may have less of it.
+            first = min(first, blocks.first_loaded(request_id, group))
+        needed = blocks.first_attended_token(group, end)
+        targets.append(GroupTarget(first, tuple(table[first : -(-end // size)]), needed))
+    return tuple(targets)
 
 
 def has_states(block_sizes: tuple[int, ...]) -> bool:

@@ -31,7 +31,7 @@ from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, has_states, state_after
+from kv_connector.vllm.blocks import Blocks, attended_from, blocks_of, load_targets
 from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.prompt import prompt_of
@@ -252,19 +252,8 @@ class DecodeScheduler:
         self, load: KvLoad, tables: tuple[list[int], ...], external_tokens: int
     ) -> DecodeRequest:
         assert self.blocks is not None
-        loaded = load.end
-        first_token = loaded - external_tokens
-        groups: list[GroupTarget] = []
-        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
-            if not size:
-                groups.append(GroupTarget(first=0, blocks=state_after(self.blocks, group, table, loaded)))
-                continue
-            first, end = first_token // size, -(-loaded // size)
-            if has_states(self._block_sizes):
-                # The prefix hit is that of full attention. Another group may have less of it.
-                first = min(first, self.blocks.first_loaded(load.request_id, group))
-            needed = self.blocks.first_attended_token(group, loaded)
-            groups.append(GroupTarget(first, tuple(table[first:end]), needed))
+        first_token = load.end - external_tokens
+        groups = load_targets(self.blocks, self._block_sizes, load.request_id, tables, first_token, load.end)
         return self._request(load, first_token, groups)
 
     def _request(self, load: KvLoad, first_token: int, groups: Iterable[GroupTarget]) -> DecodeRequest:

@@ -31,10 +31,9 @@ from typing import Any
 from kv_connector.agent.commands import Cancel, Command, FailLoad, Release, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.content_key import ContentKey
-from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.params import BadParams, PrefixFrom
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
-from kv_connector.vllm.blocks import Blocks, has_states
+from kv_connector.vllm.blocks import Blocks, has_states, load_targets
 from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.internals import Request, RequestStatus
 
@@ -215,11 +214,8 @@ class PrefixBorrower:
         assert self.blocks is not None
         assert prefix.content is not None
         first_token = prefix.tokens - external_tokens
-        groups = []
-        for group, (table, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
-            first = first_token // size
-            needed = self.blocks.first_attended_token(group, prefix.tokens)
-            groups.append(GroupTarget(first, tuple(table[first : prefix.tokens // size]), needed))
+        request_id = prefix.request.request_id
+        groups = load_targets(self.blocks, self._block_sizes, request_id, tables, first_token, prefix.tokens)
         return DecodeRequest(
             request_id=prefix.transfer_id,
             transfer_id=prefix.transfer_id,
@@ -227,7 +223,7 @@ class PrefixBorrower:
             prompt_tokens=prefix.tokens,
             first_token=first_token,
             prompt_hash=prefix.content.prompt_hash(prefix.tokens),
-            groups=tuple(groups),
+            groups=groups,
         )
 
     def request_finished(self, request: Request, *, computes_for_decode: bool) -> None:
