@@ -252,11 +252,10 @@ class SchedulerSide:
         received = output.finished_recving or set()
         self._borrower.discard(news.discarded)
         prefixes, borrowers = self._borrower.load_ended(received, output.failed_recving or ())
-        if prefixes:
-            received = received - prefixes
-            output.finished_recving = received | borrowers  # vLLM reads it after this
-        if token_only := self._decode.token_only(received):
-            output.finished_recving = (received - token_only) | borrowers
+        received = received - prefixes
+        token_only = self._decode.token_only(received)
+        if prefixes or token_only:
+            output.finished_recving = (received - token_only) | borrowers  # vLLM reads it after this
         self._borrower.answered(news.answers)
         if news.reserved:
             self._prefill.reserved(news.reserved)
