@@ -13,6 +13,7 @@ class Blocks(Protocol):
     """The interface of kv_blocks.KvBlocks."""
 
     total: int
+    hash_block_tokens: int
 
     def first_attended(self, group: int, computed_tokens: int) -> int: ...
     def first_attended_token(self, group: int, computed_tokens: int) -> int: ...

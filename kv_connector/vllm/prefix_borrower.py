@@ -120,8 +120,7 @@ class PrefixBorrower:
         self.address: Address | None = None
         """This engine's own address."""
         self.blocks: Blocks | None = None
-        """Set before the first request, as the next field."""
-        self.hash_block_tokens = 0
+        """Set before the first request."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -159,13 +158,15 @@ class PrefixBorrower:
         if min(prefix.expected, most) - local_tokens < self.least_tokens:
             prefix.enter(PrefixPhase.OVER)
             return
+        assert self.blocks is not None
+        hashed = self.blocks.hash_block_tokens
         if self._basis is None:
-            self._basis = hash_basis(self._algorithm, self.hash_block_tokens)
-        content = content_key_of(request, self._basis, self.hash_block_tokens).up_to(most)
+            self._basis = hash_basis(self._algorithm, hashed)
+        content = content_key_of(request, self._basis, hashed).up_to(most)
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
         self._by_transfer[prefix.transfer_id] = prefix
-        multiple = lcm(self.hash_block_tokens, *self._block_sizes)
+        multiple = lcm(hashed, *self._block_sizes)
         self._commands.append(
             PrefixRequest(prefix.transfer_id, prefix.lender, content, local_tokens, multiple)
         )

@@ -96,7 +96,6 @@ class SchedulerSide:
         """
         blocks = KvBlocks(kv_cache_manager)
         self._prefill.blocks = self._decode.blocks = self._borrower.blocks = blocks
-        self._borrower.hash_block_tokens = blocks.hash_block_tokens
         self._lender.cache = blocks
         self._prefill.gate, self._decode.gate = gates(self._role, blocks.total)
         if has_states(self._block_sizes):
