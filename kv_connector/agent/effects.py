@@ -59,7 +59,6 @@ from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.legs import DecodeAction
 from kv_connector.protocol.messages import (
-    PREFIX_PROTOCOL_VERSION,
     Borrow,
     Cancel,
     CancelAck,
@@ -76,6 +75,7 @@ from kv_connector.protocol.messages import (
     Role,
     Sampled,
     clip,
+    for_prefixes,
 )
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
@@ -399,8 +399,9 @@ class Effects:
         link.lane = self._engine.lane(handshake.peer)
         for lane in handshake.passed_over:
             logger.info("decode peer %s: uses lane %s, passed over lane %s", action.name, link.lane, lane)
-        prefixes, regions_of = hello.protocol == PREFIX_PROTOCOL_VERSION, len(hello.regions)
-        plan = self.prefill.admit(action.peer, hello.layout, hello.wants, regions_of, prefixes=prefixes)
+        plan = self.prefill.admit(
+            action.peer, hello.layout, hello.wants, len(hello.regions), prefixes=for_prefixes(hello)
+        )
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
         link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))

@@ -12,7 +12,6 @@ from kv_connector.protocol.actions import (
     Source,
 )
 from kv_connector.protocol.messages import (
-    PREFIX_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     Borrow,
@@ -29,6 +28,7 @@ from kv_connector.protocol.messages import (
     Reserve,
     Role,
     clip,
+    for_prefixes,
 )
 from kv_connector.protocol.mismatch import SAME_RELEASE, mismatch
 from kv_connector.protocol.sessions import (
@@ -78,7 +78,6 @@ class Answering:
                     actions += self._sessions.drop(now, known.peer, "the engine dialled again")
         peer = self._sessions.add(now, name, Role.DECODE)
         peer.source, peer.engine, peer.incarnation, peer.hello = source, engine, hello.incarnation, hello
-        peer.prefixes = hello.protocol == PREFIX_PROTOCOL_VERSION
         self._sessions.by_source[source] = peer.peer
         self._sessions.callers[engine] = caller
         caller.sessions.add(peer.peer)
@@ -120,7 +119,7 @@ class Answering:
         us = self._sessions.identity
         if self._sessions.away:
             return NakReason.DRAINING, f"prefill engine {us.engine_id} {self._sessions.away}"
-        prefixes = hello.protocol == PREFIX_PROTOCOL_VERSION
+        prefixes = for_prefixes(hello)
         if us.role is Role.DECODE and not prefixes:
             text = f"{us.engine_id} is a decode engine: give the router the address of a prefill engine"
             return NakReason.WRONG_ROLE, text

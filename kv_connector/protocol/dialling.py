@@ -63,7 +63,6 @@ class Dialling:
             return [EngineNotFound(engine, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(engine), Role.PREFILL)
         peer.address = peer.of = engine
-        peer.prefixes = engine.prefixes
         peer.finding = True
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.finding[engine] = peer.peer
@@ -90,7 +89,6 @@ class Dialling:
             return [DialFailed(address, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(address), Role.PREFILL)
         peer.address, peer.of, peer.wants, peer.layout = address, engine, wants, layout
-        peer.prefixes = address.prefixes
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -126,7 +124,7 @@ class Dialling:
         self._sessions.timers.clear(peer_id)
         again = self._sessions.add(now, str(peer.address), Role.PREFILL)
         again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
-        again.prefixes, again.without = peer.prefixes, (*peer.without, lane)
+        again.without = (*peer.without, lane)
         again.give_up = peer.give_up
         self._sessions.by_address[peer.address] = again.peer
         text = f"prefill peer {peer.name}: lane {lane} is passed over: {reason}"

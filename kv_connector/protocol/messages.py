@@ -158,6 +158,11 @@ class Hello(Message, frozen=True, tag="hello"):
     offer: Blob
 
 
+def for_prefixes(introduction: Locate | Hello) -> bool:
+    """Whether a worker introduces itself for a session for prefixes."""
+    return introduction.protocol == PREFIX_PROTOCOL_VERSION
+
+
 class HelloAck(Message, frozen=True, tag="hello_ack"):
     """P accepts, with the bytes of TransferEngine.accept(). ``lane``: the provider that its writes will use.
 

@@ -45,6 +45,7 @@ from kv_connector.protocol.messages import (
     Role,
     Wants,
     clip,
+    for_prefixes,
 )
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers
@@ -131,7 +132,6 @@ class Peer:
     engine: tuple[str, int] | None = None  # engine id and rank, once known
     incarnation: str = ""
     lane: str = ""
-    prefixes: bool = False  # whether it is a session for prefixes
     hello: Hello | Locate | None = None  # sent by D repeatedly until it is answered
     # On P:
     ack: HelloAck | None = None  # the answer to a HELLO, sent again if it is repeated
@@ -140,6 +140,13 @@ class Peer:
     retry: float = 0.0
     backoff: float = 0.0
     next_ping: float = 0.0  # at once
+
+    @property
+    def prefixes(self) -> bool:
+        """Whether it is a session for prefixes. On P, the first HELLO shows it."""
+        if self.address is not None:
+            return self.address.prefixes
+        return self.hello is not None and for_prefixes(self.hello)
 
 
 @dataclass
