@@ -33,7 +33,7 @@ from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.policy import NO_PREFILL, Placement
+from kv_connector.router.placement.policy import NO_PREFILL, Placement, PlacementRequest
 from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
@@ -233,7 +233,7 @@ class Dispatcher:
         def place() -> Placement:
             model, policy = self._known(call), self.parts.policy
             choose = policy.alone if self._no_prefill(model) else policy.place
-            return choose(completion, call.path, avoid, model, session)
+            return choose(PlacementRequest(completion, call.path, avoid, model, session))
 
         placement = await self._wait_for_choice(place)
         if placement.reason == NO_PREFILL:
