@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke
-from router_setup import FakeEngine, nobody, refuse, serve_engine, within
+from router_setup import FakeEngine, no_answer, nobody, refuse, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -48,8 +48,7 @@ class Speaker:
         number, self.answers = self.answers, self.answers + 1
         if 0 <= self.stop_after <= number:
             self.hanging.set()
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            await no_answer(request)
             return
         tokens = prompt_tokens(body)
         self.computed += tokens

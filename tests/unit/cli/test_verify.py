@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from canary_servers import Asked, Change, FakeModelServer, answer_of, events, running
 from command_line import invoke
-from router_setup import nobody
+from router_setup import no_answer, nobody
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kv_connector.cli.exit_status import ExitStatus
@@ -310,9 +310,7 @@ def test_an_empty_answer_fails() -> None:
 def test_an_answer_that_takes_longer_than_the_time_limit_fails() -> None:
     class Late(FakeModelServer):
         async def _complete(self, request: Any) -> Response:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            return Response()
+            return await no_answer(request)
 
     status, output = check(Late(), FakeModelServer(), *FEW, "--timeout", "0.2")
     assert status == ExitStatus.FAILURE
@@ -452,10 +450,9 @@ def test_an_interrupted_run_says_so_and_aborts_its_requests() -> None:
         async def _complete(self, request: Any) -> Response:
             await request.json()
             arrived.set()
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            answer = await no_answer(request)
             gone.set()
-            return Response()
+            return answer
 
     target, reference = Silent(), FakeModelServer()
     with running(target, reference):
