@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from router_prompts import TOKENS, prompt
 
@@ -74,7 +74,6 @@ def test_of_an_engine_whose_room_is_known_all_is_known(asked: list[Prompt], room
         assert router.forecast(probe) == router.engine.leading(probe)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(0, 20), st.integers(0, 20))
 def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginnings_last(
     data: st.DataObject, room: int, keeps: int
