@@ -201,13 +201,14 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        if placement.prompt is None and self.parts.learns:
-            placement = replace(placement, prompt=completion.prompt(call.path))
+        if self.parts.learns:
+            if placement.prompt is None:
+                placement = replace(placement, prompt=completion.prompt(call.path))
+            asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
         call.running.placement = placement
         self.parts.metrics.placed(
             local=placement.prefill is None, reason=placement.reason, late=placement.late
         )
-        asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
         if placement.prefill is None:
             pool = self.parts.pools[Side.DECODE]
             lease = pool.lease(placement.decode, placement.work, placement.tokens)

@@ -22,7 +22,7 @@ from kv_connector.router.placement.policy import FewestOutstanding, Placement, P
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.streams.calls import _prompt_tokens
+from kv_connector.router.requests.token_counts import prompt_tokens
 
 PATH = "/v1/completions"
 # 25 us a token, and 5 ms a step of any size: a model of 8 billion parameters on a large GPU.
@@ -333,7 +333,7 @@ def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) ->
     ],
 )
 def test_what_an_engine_says_of_a_prompts_length(usage: object, tokens: int | None) -> None:
-    assert _prompt_tokens(usage) == tokens
+    assert prompt_tokens(usage) == tokens
 
 
 def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
