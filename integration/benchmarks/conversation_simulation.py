@@ -38,7 +38,7 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement import cache_aware
 from kv_connector.router.placement.cache_aware import CacheAware
-from kv_connector.router.placement.policy import FewestOutstanding, Placement
+from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
@@ -138,15 +138,8 @@ class Thresholds:
         self._sent: dict[tuple[Side, Endpoint], list[str]] = {}
         self._sizes: dict[tuple[Side, Endpoint], int] = {}
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: None = None,
-        session: int | None = None,
-    ) -> Placement:
-        text = bytes(completion.body["messages"]).decode()
+    def place(self, request: PlacementRequest) -> Placement:
+        text = bytes(request.completion.body["messages"]).decode()
         prefill, decode = (self._choose(side, text) for side in (Side.PREFILL, Side.DECODE))
         return Placement(prefill, decode, "thresholds")
 
@@ -189,17 +182,10 @@ class Affinity:
         self._first = FewestOutstanding(pools)
         self._places: dict[int | None, Placement] = {}
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: None = None,
-        session: int | None = None,
-    ) -> Placement:
-        if session not in self._places:
-            self._places[session] = self._first.place(completion, path, avoid)
-        return self._places[session]
+    def place(self, request: PlacementRequest) -> Placement:
+        if request.session not in self._places:
+            self._places[request.session] = self._first.place(request)
+        return self._places[request.session]
 
 
 class Fleet:
@@ -235,7 +221,7 @@ class Fleet:
         """Serves a turn; ``then`` is called at its end."""
         raw = json.dumps({"model": "m", "messages": one.messages, "stream": True}).encode()
         completion = Completion.decode(raw)
-        placement = self.policy.place(completion, PATH, (), session=one.number)
+        placement = self.policy.place(PlacementRequest(completion, PATH, session=one.number))
         if placement.prompt is None:
             placement = Placement(placement.prefill, placement.decode, "", prompt=completion.prompt(PATH))
         p, d, tokens = placement.prefill, placement.decode, one.tokens()

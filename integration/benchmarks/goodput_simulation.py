@@ -29,7 +29,7 @@ from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.settings import Objectives as RouterObjectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.goodput import Goodput
-from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.completion import Completion
 
@@ -201,7 +201,7 @@ class Pair:
                 self._workload(side).hear(engine.load)
         ids = [next(self._numbers), *([7] * (request.tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True}).encode()
-        placement = self._policy.place(Completion.decode(raw), _PATH, ())
+        placement = self._policy.place(PlacementRequest(Completion.decode(raw), _PATH))
         self._caches.sent(placement)
         self.reasons[placement.reason] += 1
         (self._at_decode if placement.prefill is None else self._at_both)(request, placement)

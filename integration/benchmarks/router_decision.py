@@ -24,6 +24,7 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import CacheAware
+from kv_connector.router.placement.policy import PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.transcript import Budget, Transcript
@@ -96,7 +97,7 @@ def main() -> None:
     print("us, p50 / p99")
     print("hash the prompt:", timed([partial(turn.prompt, PATH) for turn in turns]))
     print("look into the index:", timed([partial(index.matches, one) for one in prompts]))
-    placed = [partial(policy.place, turn, PATH, (), session=1) for turn in turns]
+    placed = [partial(policy.place, PlacementRequest(turn, PATH, session=1)) for turn in turns]
     print("place, with the hash:", timed(placed))
     print(f"transcript: {_transcript():.2f} us for an event of a chat")
 

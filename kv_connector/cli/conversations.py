@@ -1,5 +1,6 @@
 """kv-connector bench conversations: measures the user's own endpoints with conversations."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +9,7 @@ from urllib.parse import urlsplit
 import typer
 
 from kv_connector.bench.conversations.prompts import Api
-from kv_connector.bench.conversations.workload import PRESETS, Pace, Shape
+from kv_connector.bench.conversations.workload import PRESETS, Pace
 from kv_connector.cli.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def conversations(
             rate=rate or 0.0,
             think_seconds=think_time,
         )
-        work = Generated(_shape(preset, given), pace)
+        work = Generated(replace(PRESETS[preset], **given), pace)
     plan = ConversationsPlan(
         urls=tuple(_base("--url", one) for one in url),
         work=work,
@@ -229,12 +230,6 @@ def conversations(
         raise typer.Exit(ExitStatus.INTERRUPTED) from None
     if not good:
         raise typer.Exit(ExitStatus.FAILURE)
-
-
-def _shape(preset: Preset, given: dict[str, int]) -> Shape:
-    from dataclasses import replace
-
-    return replace(PRESETS[preset.value], **given)
 
 
 def _traced(file: Path, lines: int | None, speed: float) -> "Traced":

@@ -1,7 +1,6 @@
 """kv-connector router: OpenAI's routes in front of prefill and decode engines."""
 
 import contextlib
-import enum
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -12,20 +11,12 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, Settings
+from kv_connector.router.engines.settings import Objectives, PolicyName, Settings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
 # not repeat a POST that meets the end of its connection.
 KEEP_ALIVE_S = 75
-
-
-class Policies(enum.Enum):
-    """The policies by name, for typer."""
-
-    CACHE_AWARE = "cache_aware"
-    FEWEST_OUTSTANDING = "fewest_outstanding"
-    GOODPUT = "goodput"
 
 
 STARTUP_FAILURE = 3  # uvicorn's exit status
@@ -114,7 +105,7 @@ def router(
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
     ] = False,
     policy: Annotated[
-        Policies | None,
+        PolicyName | None,
         typer.Option(
             help="How engines are chosen. cache_aware: least work, given what engines have cached. "
             "fewest_outstanding: fewest requests. goodput: by --ttft-ms and --tbt-ms, its default.",
@@ -229,7 +220,7 @@ def router(
             registration=registration,
             key=key,
             require_prefill=require_prefill,
-            policy=None if policy is None else policy.value,
+            policy=policy,
             objectives=objectives(ttft_ms, tbt_ms),
             rebalance=rebalance,
             status_details=status_details,

@@ -13,5 +13,6 @@ class Events:
     def feed(self, chunk: bytes) -> list[bytes]:
         """Returns the JSON of the events that are complete by now, without vLLM's final "[DONE]"."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        events = (line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: "))
+        # A proxy or another server may end lines with CR LF.
+        events = (line.removeprefix(b"data: ").strip() for line in lines if line.startswith(b"data: "))
         return [event for event in events if event != b"[DONE]"]

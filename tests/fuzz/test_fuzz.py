@@ -28,7 +28,7 @@ def test_decoders_take_or_refuse_whatever_comes(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", PYTHON_TARGETS, ids=lambda target: target.name)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(data=b"")
 @given(data=st.binary(max_size=500))
 def test_decoders_take_or_refuse_any_bytes(target: Target, data: bytes) -> None:

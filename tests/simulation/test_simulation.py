@@ -211,7 +211,6 @@ scenarios = st.builds(
 # derandomize: the same scenarios in each run. The campaign's seeds provide new ones.
 @settings(
     max_examples=300,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

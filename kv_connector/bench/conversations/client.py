@@ -176,8 +176,6 @@ class _Stream:
                 "malformed answer", f"{self._url}: the answer exceeds {_MAX_ANSWER_BYTES >> 20} MiB"
             )
         for event in self._events.feed(some):
-            if event.strip() == b"[DONE]":  # a line that ends with CR LF
-                continue
             chunk = msgspec.json.decode(event, type=_Chunk)
             if bytes(chunk.error) not in (b"", b"null"):
                 text = bytes(chunk.error).decode(errors="replace")[:_QUOTED]

@@ -17,6 +17,7 @@ _READ_SECONDS = 10.0
 _MAX_BYTES = 32 << 20
 # Labels that vLLM 0.32 and 0.33 give to the sources of prompt tokens.
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+_USED = "vllm:prompt_tokens", "vllm:request_success", "vllm:generation_tokens", "kv_connector_"
 _PREDICTIONS = re.compile(r"predicted|actual")
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -65,8 +66,7 @@ def _counters(reading: Reading) -> Samples:
     return {
         key: value
         for key, value in reading.samples.items()
-        if key[0].startswith(("vllm:prompt_tokens", "vllm:request_success", "kv_connector_"))
-        and key[0].endswith("_total")
+        if key[0].startswith(_USED) and key[0].endswith("_total")
     }
 
 

@@ -14,6 +14,7 @@ from kv_connector.bench.conversations.prompts import Api, Dialogue, Piece, Scale
 from kv_connector.bench.conversations.results import Turn
 from kv_connector.bench.conversations.trace import BLOCK_TOKENS, Request
 from kv_connector.bench.conversations.workload import Pace, Shape
+from kv_connector.lab.comparison import common
 
 # Words of the requests that measure tokens per word. A byte-level tokenizer makes 1,280 tokens of the
 # longest.
@@ -228,17 +229,16 @@ def first_difference(api: Api, answer: Answer, expected: Answer) -> str:
     """Returns the first position at which two answers differ, with what is there; empty: they are equal."""
     if api is Api.TOKENS:
         ours, theirs = answer.token_ids, expected.token_ids
-        for position, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            if one != other:
-                return f"token {position}: {one} instead of {other}"
-        if len(ours) != len(theirs):
-            return f"token {min(len(ours), len(theirs))}: {len(ours)} tokens instead of {len(theirs)}"
-        return ""
+        if ours == theirs:
+            return ""
+        at = common(ours, theirs)
+        if at == min(len(ours), len(theirs)):
+            return f"token {at}: {len(ours)} tokens instead of {len(theirs)}"
+        return f"token {at}: {ours[at]} instead of {theirs[at]}"
     said, right = answer.said, expected.said
     if said == right:
         return ""
-    pairs = enumerate(zip(said, right, strict=False))
-    at = next((position for position, (one, other) in pairs if one != other), min(len(said), len(right)))
+    at = common(said, right)
     return f"character {at}: {said[at : at + _SHOWN]!r} instead of {right[at : at + _SHOWN]!r}"
 
 

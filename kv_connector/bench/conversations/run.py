@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -129,8 +130,9 @@ class _Measurement:
         key = os.environ.get(KEY_VARIABLE, "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with _http() as http:
-            endpoints = [Endpoint(http, url, timeout=plan.timeout, headers=headers) for url in plan.urls]
-            compare = Endpoint(http, plan.compare, timeout=plan.timeout, headers=headers)
+            endpoint = partial(Endpoint, http, timeout=plan.timeout, headers=headers)
+            endpoints = [endpoint(url) for url in plan.urls]
+            compare = endpoint(plan.compare) if plan.compare else None
             manner = Manner(
                 api=plan.api,
                 model=plan.model or await endpoints[0].model(),
@@ -146,7 +148,7 @@ class _Measurement:
                 append(plan.json, turn)
                 status.update(f"{len(self._turns)} turns ended")
 
-            load = Load(endpoints, manner, scale, record, compare if plan.compare else None)
+            load = Load(endpoints, manner, scale, record, compare)
             self.began = time.perf_counter()
             if isinstance(plan.work, Generated):
                 await load.converse(plan.work.shape, plan.work.pace)

@@ -15,11 +15,12 @@ from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsErr
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.router import Policies, objectives, refuse_strangers, router
+from kv_connector.cli.router import objectives, refuse_strangers, router
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import PolicyName
 from kv_connector.router.engines.settings import Settings as RouterSettings
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -104,7 +105,7 @@ def _parsed(written: Router) -> CheckedRouter:
             prefill,
             decode,
             registration=registration,
-            policy=Policies(given["policy"]).value if given["policy"] else None,
+            policy=PolicyName(given["policy"]) if given["policy"] else None,
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
             body_limit=given["body_limit"] << 20,
             body_budget=given["body_budget"] << 20,

@@ -145,21 +145,21 @@ def verify(
     if json is not None and json != STANDARD_OUTPUT and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"{json.absolute().parent} is no folder", param_hint="--json")
     wanted = Wanted(
-        target.url,
-        None if reference is None else reference.url,
-        model,
-        tuple(dict.fromkeys(route or ())),
-        load,
-        rounds,
-        longest,
-        max_tokens,
-        block_size,
-        tie,
-        require_transfer,
-        keep_going,
-        timeout,
-        salt or secrets.token_hex(4),
-        _api_key(api_key_file),
+        target=target.url,
+        reference=None if reference is None else reference.url,
+        model=model,
+        routes=tuple(dict.fromkeys(route or ())),
+        load=load,
+        rounds=rounds,
+        longest=longest,
+        max_tokens=max_tokens,
+        block=block_size,
+        tie=tie,
+        require_transfer=require_transfer,
+        keep_going=keep_going,
+        timeout=timeout,
+        salt=salt or secrets.token_hex(4),
+        api_key=_api_key(api_key_file),
     )
     to_errors = json == STANDARD_OUTPUT
     result = asyncio.run(_verify(wanted, lambda line: typer.echo(line, err=to_errors)))
@@ -176,7 +176,7 @@ def verify(
         raise typer.Exit(ExitStatus.FAILURE)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, kw_only=True, frozen=True):
     """The options of a run."""
 
     target: str

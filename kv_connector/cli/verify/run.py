@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -135,17 +136,6 @@ class _Question:
         )
 
 
-@dataclass(frozen=True)
-class _Reference:
-    reply: Reply
-    """The first answer, one at a time."""
-    margins: tuple[float | None, ...]
-
-    @property
-    def output(self) -> Output:
-        return Output(self.reply.output.text, self.reply.output.tokens, self.margins)
-
-
 async def verify(plan: Plan, say: Callable[[str], None]) -> Result:
     """Returns the outcome. `say` gets a line after each pass.
 
@@ -158,7 +148,8 @@ async def verify(plan: Plan, say: Callable[[str], None]) -> Result:
 class _Run:
     plan: Plan
     say: Callable[[str], None]
-    references: dict[int, _Reference] = field(default_factory=dict)
+    references: dict[int, Reply] = field(default_factory=dict)
+    """Stable answers of the reference by canary: the first of each, one at a time."""
     canaries: dict[int, Canary] = field(default_factory=dict)
     requests: int = 0
 
@@ -186,7 +177,7 @@ class _Run:
             await self._round(f", round {number + 1} of {plan.rounds}" if plan.rounds > 1 else "")
             if self._done:
                 break
-        result.alike = _alike({number: one.output for number, one in self.references.items()})
+        result.alike = _alike(one.output for one in self.references.values())
         if plan.meter is not None and before is not None and not self._done:
             result.transfers = await plan.meter.settled(before, result.expected_transfers)
             if words := problem(result.transfers, result.expected_transfers):
@@ -261,7 +252,7 @@ class _Run:
             elif difference := first_difference(one.output, two.output):
                 self._leave_out(canary, f"two answers of the reference differ at {_place(difference)}")
             else:
-                self.references[canary.number] = _Reference(one, one.output.margins)
+                self.references[canary.number] = one
 
     def _leave_out(self, canary: Canary, why: str) -> None:
         self.references.pop(canary.number, None)
@@ -353,14 +344,14 @@ class _Run:
             self._fault(question, Kind.ERROR, words, request_id=error.request_id)
             return
         self.result.compared += 1
-        if question.cache is Cache.MISS and (reference.reply.prompt_tokens or 0) > 2 * self.plan.block:
+        if question.cache is Cache.MISS and (reference.prompt_tokens or 0) > 2 * self.plan.block:
             self.result.expected_transfers += 1
         difference = first_difference(reference.output, reply.output)
         if difference is not None:
             await self._differs(question, reference, reply, difference)
 
     async def _differs(
-        self, question: _Question, reference: _Reference, reply: Reply, difference: Difference
+        self, question: _Question, reference: Reply, reply: Reply, difference: Difference
     ) -> None:
         canary, tie = question.canary, self.plan.tie
         if difference.margin is not None and difference.margin <= tie:
@@ -373,7 +364,7 @@ class _Run:
         try:
             third = await self._reference(canary, stream=False, candidates=False)
         except ServerError:
-            third = reference.reply
+            third = reference
         if first_difference(reference.output, third.output) is not None:
             self._leave_out(canary, "a third answer of the reference differs from the first two")
             return
@@ -389,7 +380,7 @@ class _Run:
             Kind.EMPTY if reply.output.empty else Kind.DIFFERENT,
             "the answer is empty" if reply.output.empty else f"the answers differ at {_place(difference)}",
             request_id=reply.request_id,
-            reference_request_id=reference.reply.request_id,
+            reference_request_id=reference.request_id,
             served_by=reply.served_by,
             unit=difference.unit,
             position=difference.position,
@@ -403,7 +394,7 @@ class _Run:
             again=await self._again(question, reference, reply),
         )
 
-    async def _again(self, question: _Question, reference: _Reference, reply: Reply) -> str:
+    async def _again(self, question: _Question, reference: Reply, reply: Reply) -> str:
         """Sends the same request once more, which shows whether the fault persists."""
         try:
             again = await self._ask(self.plan.target, question.canary, stream=question.stream)
@@ -457,11 +448,8 @@ def _not_served(error: ServerError) -> bool:
     return error.status in _NOT_SERVED or error.trouble is Trouble.UNREADABLE
 
 
-def _alike(outputs: Mapping[int, Output]) -> int:
-    counted: dict[object, int] = {}
-    for one in outputs.values():
-        key = one.tokens or one.text
-        counted[key] = counted.get(key, 0) + 1
+def _alike(outputs: Iterable[Output]) -> int:
+    counted = Counter(one.tokens or one.text for one in outputs)
     return sum(count for count in counted.values() if count > 1)
 
 

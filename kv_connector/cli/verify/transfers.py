@@ -106,11 +106,8 @@ class Meter:
                 return None
             if not any(metric.name == _TRANSFERS for metric in found):
                 return None
-            total += sum(
-                count
-                for outcome, count in _samples(found, _TRANSFERS, "outcome", role="decode")
-                if outcome == "completed"
-            )
+            completed = _samples(found, _TRANSFERS, "outcome", role="decode", outcome="completed")
+            total += sum(count for _, count in completed)
         return total
 
 

@@ -199,11 +199,7 @@ class PrefixCache:
 
     def drop_oldest(self, count: int) -> None:
         """Forgets so many prefixes, the least recently used."""
-        gone = []
-        for _ in range(min(count, len(self._held))):
-            prefix, nbytes = self._held.popitem(last=False)
-            self._bytes -= abs(nbytes)
-            gone.append(prefix)
+        gone = [self._pop_oldest() for _ in range(min(count, len(self._held)))]
         if self.index is not None:
             self.index.dropped(self.bit, gone)
 
@@ -235,12 +231,16 @@ class PrefixCache:
         room = max(0, self._whole_room() - self._taken)
         gone = []
         while self._bytes > room:
-            prefix, nbytes = held.popitem(last=False)
-            self._bytes -= abs(nbytes)
-            gone.append(prefix)
+            gone.append(self._pop_oldest())
         if self.index is not None:
             self.index.dropped(self.bit, gone)
             self.index.shrink()
+
+    def _pop_oldest(self) -> int:
+        """Forgets the least recently used prefix, and returns it."""
+        prefix, nbytes = self._held.popitem(last=False)
+        self._bytes -= abs(nbytes)
+        return prefix
 
     def _weigh(self, prompt: Prompt, tokens: int) -> None:
         self._bytes_per_token += (bytes_per_token(prompt, tokens) - self._bytes_per_token) / 8

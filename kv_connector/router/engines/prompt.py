@@ -138,7 +138,7 @@ class Prompt:
     pictures: bool = False
     """Whether the prompt has pictures: its bytes do not indicate its number of tokens."""
     ends: tuple[int, ...] = field(default=(), compare=False)
-    """Bytes of each prefix. Empty: multiples of PREFIX_BYTES."""
+    """Bytes of each prefix."""
     tail: Tail = field(default=Tail(0, b"", ""), compare=False, repr=False)
 
     @classmethod
@@ -189,9 +189,7 @@ class Prompt:
 
     def bytes_of(self, prefixes: int) -> int:
         """Returns the bytes of the first so many prefixes."""
-        if not prefixes:
-            return 0
-        return self.ends[prefixes - 1] if self.ends else prefixes * PREFIX_BYTES
+        return self.ends[prefixes - 1] if prefixes else 0
 
     def tokens_of(self, nbytes: int, tokens: int) -> int:
         """Returns the tokens of so many bytes of the prompt, which has ``tokens`` in all."""
@@ -219,13 +217,12 @@ class Prompt:
                 tokens = self.tokens + answer.count(b",") + 1
             case _:
                 return self
-        ends = self.ends or tuple(map(self.bytes_of, range(1, len(self.prefixes) + 1)))
         return replace(
             self,
             size=chain.size,
             tokens=tokens,
             prefixes=(*self.prefixes, *chain.prefixes),
-            ends=(*ends, *chain.ends),
+            ends=(*self.ends, *chain.ends),
             tail=Tail(chain.last, chain.rest, form),
         )
 

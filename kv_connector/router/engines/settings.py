@@ -1,13 +1,20 @@
 """Settings: the router's configuration, fixed at its start."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
 
-PolicyName = Literal["cache_aware", "fewest_outstanding", "goodput"]
+
+class PolicyName(StrEnum):
+    """The policies that choose engines, by the name of `--policy`."""
+
+    CACHE_AWARE = "cache_aware"
+    FEWEST_OUTSTANDING = "fewest_outstanding"
+    GOODPUT = "goodput"
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,11 @@ class Settings:
             raise ValueError(
                 "--ttft-ms and --tbt-ms need engines that register. Set --registration HOST:PORT"
             )
-        if self.objectives is None and self.policy == "goodput":
+        if self.objectives is None and self.policy is PolicyName.GOODPUT:
             raise ValueError(
                 "--policy goodput needs objectives. Set --ttft-ms and --tbt-ms, for example 400 and 15"
             )
-        if self.objectives is not None and self.policy not in (None, "goodput"):
+        if self.objectives is not None and self.policy not in (None, PolicyName.GOODPUT):
             raise ValueError(
                 f"--policy {self.policy} does not use --ttft-ms and --tbt-ms. Remove them, or set --policy "
                 "goodput"

@@ -14,7 +14,7 @@ docs/decisions/012-cache-aware-placement.md compares both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.endpoint import Endpoint
@@ -22,9 +22,14 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
-from kv_connector.router.placement.policy import NO_PREFILL, Placement
+from kv_connector.router.placement.policy import (
+    NO_PREFILL,
+    Placement,
+    PlacementRequest,
+    choices,
+    shared_weights,
+)
 from kv_connector.router.placement.sessions import Sessions
-from kv_connector.router.requests.completion import Completion
 
 # Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the
 # same speed, one after the other, so both delay the first token alike.
@@ -114,74 +119,59 @@ class CacheAware:
         self._recent = {side: RecentWork(clock) for side in Side}
         self._typical = 0.0  # tokens of recent prompts, on average
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        prefills, decodes = (
-            self._pools[side].choices(avoid, model=model) for side in (Side.PREFILL, Side.DECODE)
-        )
-        # An engine cannot use pages that were computed with another weight version.
-        shared = {one.weights for one in prefills} & {one.weights for one in decodes}
-        request = self._look(completion, path, session)
+    def place(self, request: PlacementRequest) -> Placement:
+        prefills, decodes = choices(self._pools, request)
+        shared = shared_weights(prefills, decodes)
+        wanted = self._look(request)
         if not shared:
-            return self._local(request, decodes, "other_weights")
-        decode = self._decode(request, [one for one in decodes if one.weights in shared])
-        prefill = self._prefill(request, [one for one in prefills if one.weights == decode.weights])
+            return self._local(wanted, decodes, "other_weights")
+        decode = self._decode(wanted, [one for one in decodes if one.weights in shared])
+        prefill = self._prefill(wanted, [one for one in prefills if one.weights == decode.weights])
         if decode.endpoint == prefill.endpoint:
             others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
             if not others:
-                return self._local(request, [decode], "one_engine")
-            decode = self._decode(request, others)
-        at_decode = request.cached(decode)
-        work = request.work(prefill, reported=True)
+                return self._local(wanted, [decode], "one_engine")
+            decode = self._decode(wanted, others)
+        at_decode = wanted.cached(decode)
+        work = wanted.work(prefill, reported=True)
         self._recent[Side.PREFILL].add(prefill, work.tokens)
-        self._given(request, prefill.endpoint, decode)
+        self._given(wanted, prefill.endpoint, decode)
         reason = "cached" if work.cached or at_decode else "least_work"
         return Placement(
             prefill.endpoint,
             decode.endpoint,
             reason,
             work,
-            prompt=request.prompt,
-            tokens=request.tokens,
+            prompt=wanted.prompt,
+            tokens=wanted.tokens,
             decode_cached=at_decode,
         )
 
-    def alone(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        decodes = self._pools[Side.DECODE].choices(avoid, model=model)
-        return self._local(self._look(completion, path, session), decodes, NO_PREFILL)
+    def alone(self, request: PlacementRequest) -> Placement:
+        decodes = self._pools[Side.DECODE].choices(request.avoid, model=request.model)
+        return self._local(self._look(request), decodes, NO_PREFILL)
 
-    def _look(self, completion: Completion, path: str, session: int | None) -> _Request:
-        prompt = completion.prompt(path)
+    def _look(self, request: PlacementRequest) -> _Wanted:
+        completion = request.completion
+        prompt = completion.prompt(request.path)
         tokens = self._sizes.tokens(prompt)
         self._typical += (tokens - self._typical) / 8
-        return _Request(prompt, tokens, self._index.matches(prompt), session, completion.streamed)
+        matches = self._index.matches(prompt)
+        return _Wanted(prompt, tokens, matches, request.session, completion.streamed)
 
-    def _prefill(self, request: _Request, engines: Sequence[Member]) -> Member:
+    def _prefill(self, wanted: _Wanted, engines: Sequence[Member]) -> Member:
         """Returns the cheapest prefill engine."""
-        hinted, _ = self._sessions.engines(request.session)
+        hinted, _ = self._sessions.engines(wanted.session)
         recent = self._recent[Side.PREFILL].excess(engines)
         costs = [
-            request.tokens - request.cached(one) + _QUEUED * one.workload.queued() + _RECENT * more
+            wanted.tokens - wanted.cached(one) + _QUEUED * one.workload.queued() + _RECENT * more
             for one, more in zip(engines, recent, strict=True)
         ]
         return _cheapest(engines, costs, hinted)
 
-    def _decode(self, request: _Request, engines: Sequence[Member], *, computes: bool = False) -> Member:
+    def _decode(self, wanted: _Wanted, engines: Sequence[Member], *, computes: bool = False) -> Member:
         """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
-        _, hinted = self._sessions.engines(request.session)
+        _, hinted = self._sessions.engines(wanted.session)
         streams = [_streams(one) for one in engines]
         fewest = min(streams)
         most = max(_TIMES * fewest, fewest + _MORE)
@@ -190,29 +180,29 @@ class CacheAware:
         costs = []
         for (one, count), more in zip(near, recent, strict=True):
             context = one.context + (count - one.outstanding) * self._typical
-            cost = request.tokens - request.cached(one) + _CONTEXT * context + _RECENT * more
+            cost = wanted.tokens - wanted.cached(one) + _CONTEXT * context + _RECENT * more
             costs.append(cost + _QUEUED * one.workload.queued() if computes else cost)
         return _cheapest([one for one, _ in near], costs, hinted)
 
-    def _local(self, request: _Request, engines: Sequence[Member], reason: str) -> Placement:
+    def _local(self, wanted: _Wanted, engines: Sequence[Member], reason: str) -> Placement:
         """Places a prompt that a decode engine computes itself."""
-        decode = self._decode(request, engines, computes=True)
-        self._given(request, None, decode)
+        decode = self._decode(wanted, engines, computes=True)
+        self._given(wanted, None, decode)
         return Placement(
             None,
             decode.endpoint,
             reason,
-            request.work(decode, reported=request.streamed),
-            prompt=request.prompt,
-            tokens=request.tokens,
+            wanted.work(decode, reported=wanted.streamed),
+            prompt=wanted.prompt,
+            tokens=wanted.tokens,
         )
 
-    def _given(self, request: _Request, prefill: Endpoint | None, decode: Member) -> None:
-        self._recent[Side.DECODE].add(decode, request.tokens)
-        self._sessions.placed(request.session, prefill, decode.endpoint)
+    def _given(self, wanted: _Wanted, prefill: Endpoint | None, decode: Member) -> None:
+        self._recent[Side.DECODE].add(decode, wanted.tokens)
+        self._sessions.placed(wanted.session, prefill, decode.endpoint)
 
 
-class _Request:
+class _Wanted:
     """A request, as far as it decides its place."""
 
     def __init__(

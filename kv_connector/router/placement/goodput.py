@@ -16,19 +16,24 @@ The policy uses these facts:
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from kv_connector.router.engines.backlog import Work
-from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
-from kv_connector.router.placement.policy import NO_PREFILL, Placement, shared_weights, split
-from kv_connector.router.requests.completion import Completion
+from kv_connector.router.placement.policy import (
+    Placement,
+    PlacementRequest,
+    choices,
+    shared_weights,
+    split,
+    without_prefill,
+)
 
 # A prompt that is late anyway is computed by a decode engine if that takes at most _LATE_STRETCH times as
 # long. Measured by integration/benchmarks/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024,
@@ -60,37 +65,22 @@ class Goodput:
         self._pools = pools
         self._sizes = sizes or TokenSizes()
 
-    def alone(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), NO_PREFILL)
+    def alone(self, request: PlacementRequest) -> Placement:
+        return without_prefill(self._pools, request)
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        prompt = completion.prompt(path)
+    def place(self, request: PlacementRequest) -> Placement:
+        completion = request.completion
+        prompt = completion.prompt(request.path)
         if prompt.pictures:
-            return replace(split(self._pools, avoid, "pictures", model), prompt=prompt)
-        prefills, decodes = (
-            self._pools[side].choices(avoid, model=model) for side in (Side.PREFILL, Side.DECODE)
-        )
-        shared = shared_weights(self._pools, avoid, model)
+            return replace(split(self._pools, request, "pictures"), prompt=prompt)
+        prefills, decodes = choices(self._pools, request)
+        shared = shared_weights(prefills, decodes)
         if not shared:
-            return replace(split(self._pools, avoid, "", model), prompt=prompt)
+            return replace(split(self._pools, request, ""), prompt=prompt)
         prefills = [one for one in prefills if one.weights in shared]
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
-            return replace(split(self._pools, avoid, "unmeasured", model), prompt=prompt)
+            return replace(split(self._pools, request, "unmeasured"), prompt=prompt)
         tokens = self._sizes.tokens(prompt)
         prefill = min((self._prefill(one, typical, prompt, tokens) for one in prefills), key=_seconds)
         computing = [self._decode(one, typical, prompt, tokens) for one in decodes]
@@ -100,7 +90,9 @@ class Goodput:
         receiver = decode.engine.endpoint
         if not local:
             engine = prefill.engine
-            receiver = self._pools[Side.DECODE].fewest({*avoid, engine.endpoint}, engine.weights, model)
+            receiver = self._pools[Side.DECODE].fewest(
+                {*request.avoid, engine.endpoint}, engine.weights, request.model
+            )
             if receiver == engine.endpoint:
                 local, reason, receiver = True, "one_engine", decode.engine.endpoint
         chosen = decode if local else prefill

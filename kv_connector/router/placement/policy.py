@@ -1,13 +1,13 @@
 """Policy: the choice of engines for a completion."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.pool import Pool, least
+from kv_connector.router.engines.pool import Member, Pool, least
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.requests.completion import Completion
@@ -49,35 +49,31 @@ class Placement:
     """Whether the first token is forecast to come later than the objective."""
 
 
+@dataclass(frozen=True)
+class PlacementRequest:
+    """An attempt of a completion that needs engines."""
+
+    completion: Completion
+    path: str
+    avoid: Collection[Endpoint] = ()
+    """Engines that are chosen only if no others take requests."""
+    model: str | None = None
+    """Only engines that serve this model; None: any."""
+    session: int | None = None
+    """Key of the client's conversation (sessions.py)."""
+
+
 class Policy(Protocol):
     """Chooses engines for each attempt of a request that a prefill and a decode engine can share.
 
     Called in the event loop: each call returns within 200 us. A policy keeps nothing that only it could free.
     """
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        """Chooses among engines that take requests; NoEngine if there are none.
-
-        ``avoid``: engines that are chosen only if no others take requests. ``model``: only engines that serve
-        it. ``session``: key of the client's conversation (sessions.py).
-        """
+    def place(self, request: PlacementRequest) -> Placement:
+        """Chooses among engines that take requests; NoEngine if there are none."""
         ...
 
-    def alone(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
+    def alone(self, request: PlacementRequest) -> Placement:
         """Chooses a decode engine that computes the prompt itself, because no prefill engine can. NoEngine if
         there is none."""
         ...
@@ -90,54 +86,47 @@ class FewestOutstanding:
     def __init__(self, pools: Mapping[Side, Pool]) -> None:
         self._pools = pools
 
-    def place(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        return split(self._pools, avoid, "fewest_outstanding", model)
+    def place(self, request: PlacementRequest) -> Placement:
+        return split(self._pools, request, "fewest_outstanding")
 
-    def alone(
-        self,
-        completion: Completion,
-        path: str,
-        avoid: Collection[Endpoint],
-        model: str | None = None,
-        session: int | None = None,
-    ) -> Placement:
-        return Placement(None, self._pools[Side.DECODE].fewest(avoid, model=model), NO_PREFILL)
+    def alone(self, request: PlacementRequest) -> Placement:
+        return without_prefill(self._pools, request)
 
 
-def split(
-    pools: Mapping[Side, Pool], avoid: Collection[Endpoint], reason: str, model: str | None
-) -> Placement:
+def split(pools: Mapping[Side, Pool], request: PlacementRequest, reason: str) -> Placement:
     """Chooses a prefill and a decode engine of the same weight version by the fewest requests.
 
     The decode engine computes the prompt if the only engine has both roles, or if no two engines share a
     version.
     """
-    shared = shared_weights(pools, avoid, model)
+    prefills, decodes = choices(pools, request)
+    shared = shared_weights(prefills, decodes)
     if not shared:
-        return Placement(None, pools[Side.DECODE].fewest(avoid, model=model), "other_weights")
+        return Placement(None, least(decodes).endpoint, "other_weights")
     # If several versions are possible, the decode engines' streams decide: streams last longer than prompts.
-    weights = least(
-        [one for one in pools[Side.DECODE].choices(avoid, model=model) if one.weights in shared]
-    ).weights
-    prefill = pools[Side.PREFILL].fewest(avoid, weights, model)
-    decode = pools[Side.DECODE].fewest({*avoid, prefill}, weights, model)
+    weights = least([one for one in decodes if one.weights in shared]).weights
+    prefill = pools[Side.PREFILL].fewest(request.avoid, weights, request.model)
+    decode = pools[Side.DECODE].fewest({*request.avoid, prefill}, weights, request.model)
     if decode == prefill:
         return Placement(None, decode, "one_engine")
     return Placement(prefill, decode, reason)
 
 
-def shared_weights(pools: Mapping[Side, Pool], avoid: Collection[Endpoint], model: str | None) -> set[str]:
-    """Returns the weight versions that both a prefill and a decode engine serve; NoEngine if a side has no
-    engine.
+def without_prefill(pools: Mapping[Side, Pool], request: PlacementRequest) -> Placement:
+    """Chooses the decode engine with the fewest requests, which computes the prompt itself."""
+    decode = pools[Side.DECODE].fewest(request.avoid, model=request.model)
+    return Placement(None, decode, NO_PREFILL)
+
+
+def choices(pools: Mapping[Side, Pool], request: PlacementRequest) -> tuple[list[Member], list[Member]]:
+    """Returns the prefill and the decode engines to choose from; NoEngine if a side has no engine."""
+    prefills = pools[Side.PREFILL].choices(request.avoid, model=request.model)
+    return prefills, pools[Side.DECODE].choices(request.avoid, model=request.model)
+
+
+def shared_weights(prefills: Iterable[Member], decodes: Iterable[Member]) -> set[str]:
+    """Returns the weight versions that both a prefill and a decode engine serve.
 
     An engine cannot use pages that were computed with another version.
     """
-    prefill, decode = ({one.weights for one in pools[side].choices(avoid, model=model)} for side in Side)
-    return prefill & decode
+    return {one.weights for one in prefills} & {one.weights for one in decodes}

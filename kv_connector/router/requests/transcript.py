@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from kv_connector.router.engines.messages import Function, Message, ToolCall
 from kv_connector.router.failure import UNREADABLE
 from kv_connector.router.requests.events import END, data_of
+from kv_connector.router.requests.token_counts import cached_tokens, prompt_tokens
 
 # Bytes of events that are kept until they are read: about 16 events of a chat, read together in 30 us.
 _AT_ONCE = 4 << 10
@@ -41,17 +43,6 @@ class Budget:
 
     def __init__(self, left: int = MOST_IN_ALL) -> None:
         self.left = left
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
 
 
 class _FunctionDelta(msgspec.Struct):
@@ -96,7 +87,7 @@ class _StreamEvent(msgspec.Struct):
 
     type: str = ""
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
     delta: str | _Text | None = None
     item: _Item | None = None
     content_block: _Text | None = None
@@ -130,7 +121,7 @@ class Transcript:
         self._reasoning: list[str] = []
         self._calls: dict[int, list[str]] = {}  # {index: [name, arguments, ...]}
         self._ids = bytearray()
-        self._usage: _Usage | None = None
+        self._usage: dict[str, Any] | None = None
 
     def add(self, chunk: bytes) -> None:
         """Adds whole events of a stream."""
@@ -147,10 +138,8 @@ class Transcript:
     def said(self) -> Said:
         """Returns what the answer has shown, after its end."""
         self._read()
-        usage = self._usage or _Usage()
-        details = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
-        tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return Said(self._answer(), bytes(self._ids), tokens, details.cached_tokens)
+        tokens, cached = prompt_tokens(self._usage), cached_tokens(self._usage)
+        return Said(self._answer(), bytes(self._ids), tokens, cached)
 
     def close(self) -> None:
         """Gives back the part of the budget. To be called once, at the end."""

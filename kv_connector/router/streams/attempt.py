@@ -15,7 +15,7 @@ from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import TokenSizes
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.cache_aware import CacheAware
@@ -37,7 +37,6 @@ class Components:
     policy: Policy
     learns: bool
     """Whether prompts and answers are recorded in the index: only if the policy looks there."""
-    index: PrefixIndex
     caches: CacheRecords
     holds: PrefillHolds
     metrics: Metrics
@@ -70,7 +69,7 @@ class Components:
         policy: Policy
         if settings.objectives is not None:
             policy = Goodput(settings.objectives, pools, sizes)
-        elif settings.policy == "cache_aware":
+        elif settings.policy is PolicyName.CACHE_AWARE:
             policy = CacheAware(pools, index, sizes)
         else:
             policy = FewestOutstanding(pools)
@@ -80,7 +79,6 @@ class Components:
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
             learns=not isinstance(policy, FewestOutstanding),
-            index=index,
             caches=CacheRecords(pools, sizes, metrics.hit),
             holds=PrefillHolds(pools, client, settings.patience),
             metrics=metrics,

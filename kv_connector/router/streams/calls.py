@@ -32,6 +32,7 @@ from kv_connector.router.observe.spans import Spans
 from kv_connector.router.requests.answers import Answer, Computed
 from kv_connector.router.requests.early_token import EarlyToken, PrefillStream
 from kv_connector.router.requests.events import CutOffError, EventStream, has_end, split_at_error
+from kv_connector.router.requests.token_counts import prompt_tokens, written_tokens
 from kv_connector.router.streams.running import Running
 
 logger = logging.getLogger(__name__)
@@ -399,27 +400,10 @@ class _PrefillAnswer(msgspec.Struct):
         cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
         return Computed(
             self.kv_transfer_params,
-            _prompt_tokens(self.usage),
+            prompt_tokens(self.usage),
             cached if isinstance(cached, int) else None,
-            _written_tokens(self.usage),
+            written_tokens(self.usage),
         )
-
-
-def _prompt_tokens(usage: Any) -> int | None:
-    """Returns the prompt's tokens by the usage of any API. Anthropic's API counts cached tokens apart."""
-    if not isinstance(usage, dict):
-        return None
-    total = usage.get("prompt_tokens", usage.get("input_tokens"))
-    apart = (usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
-    return sum(apart, total) if isinstance(total, int) else None
-
-
-def _written_tokens(usage: Any) -> int | None:
-    """Returns the tokens that were written into the prefix cache, by the usage of an answer of
-    /v1/responses."""
-    details = usage.get("input_tokens_details") if isinstance(usage, dict) else None
-    written = details.get("cache_write_tokens") if isinstance(details, dict) else None
-    return written if isinstance(written, int) else None
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Failure:

@@ -33,7 +33,7 @@ from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.policy import NO_PREFILL, Placement
+from kv_connector.router.placement.policy import NO_PREFILL, Placement, PlacementRequest
 from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
@@ -201,13 +201,14 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        if placement.prompt is None and self.parts.learns:
-            placement = replace(placement, prompt=completion.prompt(call.path))
+        if self.parts.learns:
+            if placement.prompt is None:
+                placement = replace(placement, prompt=completion.prompt(call.path))
+            asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
         call.running.placement = placement
         self.parts.metrics.placed(
             local=placement.prefill is None, reason=placement.reason, late=placement.late
         )
-        asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
         if placement.prefill is None:
             pool = self.parts.pools[Side.DECODE]
             lease = pool.lease(placement.decode, placement.work, placement.tokens)
@@ -233,7 +234,7 @@ class Dispatcher:
         def place() -> Placement:
             model, policy = self._known(call), self.parts.policy
             choose = policy.alone if self._no_prefill(model) else policy.place
-            return choose(completion, call.path, avoid, model, session)
+            return choose(PlacementRequest(completion, call.path, avoid, model, session))
 
         placement = await self._wait_for_choice(place)
         if placement.reason == NO_PREFILL:

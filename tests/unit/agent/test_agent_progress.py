@@ -3,7 +3,7 @@
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.agent.progress import LayerProgress, signal_writer
@@ -103,7 +103,6 @@ def test_a_layer_without_a_hook_is_signalled_when_the_step_is_over(steps: int) -
         assert progress.order == (1, 3, 0, 2, 4), "and holds up no other"
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=6))
 def test_no_layer_is_signalled_before_its_hook_or_the_steps_end(steps: list[list[int]]) -> None:
     stored = [0]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from protocol_setup import layout
 from protocol_setup import worker as worker_of
@@ -189,7 +189,6 @@ class FickleAgent:
         return reports
 
 
-@settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
 def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, requests: int) -> None:
     agent = FickleAgent()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import invoke
-from router_setup import FakeEngine, nobody, refuse, serve_engine, within
+from command_line import invoke, one_line
+from router_setup import FakeEngine, no_answer, nobody, refuse, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -48,8 +48,7 @@ class Speaker:
         number, self.answers = self.answers, self.answers + 1
         if 0 <= self.stop_after <= number:
             self.hanging.set()
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            await no_answer(request)
             return
         tokens = prompt_tokens(body)
         self.computed += tokens
@@ -99,7 +98,7 @@ SMALL = ("--preset", "small", "--conversations", "3", "--turns", "3", "--answer-
 
 async def bench(*words: str) -> tuple[int, str]:
     status, output = await within(asyncio.to_thread(partial(invoke, app, "conversations", *words)))
-    return status, " ".join(output.replace("│", " ").split())
+    return status, one_line(output)
 
 
 @pytest.fixture(autouse=True)
@@ -439,7 +438,7 @@ async def test_interrupt_prints_the_turns_that_ended(tmp_path: Path) -> None:
 def test_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
     status, output = invoke(app, "conversations", *arguments)
     assert status == 2
-    assert words in " ".join(output.replace("│", " ").split())
+    assert words in one_line(output)
 
 
 def test_trace_with_a_bad_line_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
@@ -447,4 +446,4 @@ def test_trace_with_a_bad_line_is_refused_before_anything_is_sent(tmp_path: Path
     file.write_text('{"timestamp": 0}\n')
     status, output = invoke(app, "conversations", "--url", "http://a", "--trace", str(file))
     assert status == 2
-    assert "line 1: Object missing required field" in " ".join(output.replace("│", " ").split())
+    assert "line 1: Object missing required field" in one_line(output)

@@ -52,6 +52,12 @@ def test_engine_that_restarted_has_no_numbers() -> None:
     assert got.prompt_tokens is None
 
 
+def test_engine_whose_answer_tokens_fell_restarted() -> None:
+    text = "vllm:prompt_tokens_total 10\nvllm:generation_tokens_total {}\n"
+    assert engine(PREFILL, page(text.format(5)), page(text.format(7))).answer_tokens == 2
+    assert "restarted during the run" in engine(PREFILL, page(text.format(5)), page(text.format(4))).problem
+
+
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_engine_has_the_problem_of_a_reading(side: str) -> None:
     good, bad = vllm(1, 1, 0, 0, 0), Reading({}, "http://p/metrics answered 404")

@@ -7,7 +7,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from command_line import invoke
+from command_line import invoke, one_line
 
 from kv_connector.bench import moe
 from kv_connector.bench.moe import OURS, ExpertsPlan, ExpertsWorkload, Shape
@@ -59,11 +59,11 @@ def test_bench_moe_reports_a_rank_that_fails(capsys: pytest.CaptureFixture[str])
 def test_bench_moe_refuses_options_by_name(no_gpus: None, arguments: tuple[str, ...], words: str) -> None:
     status, output = invoke(app, "moe", *arguments)
     assert status == 2
-    assert words in " ".join(output.replace("│", " ").split())
+    assert words in one_line(output)
 
 
 def test_bench_moe_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: Gpus(2, (), ()))
     status, output = invoke(app, "moe", "--ranks", "4")
     assert status == 2
-    assert "each of 4 ranks needs a GPU" in " ".join(output.replace("│", " ").split())
+    assert "each of 4 ranks needs a GPU" in one_line(output)

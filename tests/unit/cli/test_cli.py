@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 import uvicorn
-from command_line import invoke
+from command_line import invoke, one_line
 
 from kv_connector import __version__
 from kv_connector.cli.exit_status import ExitStatus
@@ -79,7 +79,7 @@ def test_the_router_refuses_objectives_that_are_none(options: list[str], why: st
     engines = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200"]
     status, output = run("router", *engines, *options)
     assert status == 2
-    assert why in " ".join(output.replace("│", " ").split())
+    assert why in one_line(output)
 
 
 @pytest.mark.parametrize("missing", ["uvloop", "httptools"])
@@ -103,7 +103,7 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
     monkeypatch.setitem(sys.modules, missing, None)
     status, output = run(*words)
     assert status == ExitStatus.USAGE
-    assert "pip install 'kv-connector[router]'" in " ".join(output.replace("│", " ").split())
+    assert "pip install 'kv-connector[router]'" in one_line(output)
 
 
 @pytest.mark.needs_vllm

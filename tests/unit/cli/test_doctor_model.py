@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import invoke
+from command_line import invoke, one_line
 from model_configs import CONFIGS, LLAMA, write
 
 from kv_connector.cli.fit import pair
@@ -356,8 +356,3 @@ def test_help_names_every_key() -> None:
     _, output = run("doctor", "--help")
     for key in KEYS:
         assert f"{key}:" in output
-
-
-def one_line(output: str) -> str:
-    """Removes the frame from a message."""
-    return " ".join(output.replace("│", " ").split())

@@ -216,7 +216,7 @@ def two_sockets(tmp_path: Path) -> Machine:
 
 
 # All examples may use one machine: nothing changes it.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(
     allowed=st.frozensets(st.integers(0, 223)),
     bound=st.frozensets(st.integers(0, 223)),

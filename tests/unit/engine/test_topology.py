@@ -84,7 +84,7 @@ def test_a_machine_survives_json(tmp_path: Path) -> None:
 
 
 # Reading continues, whatever a driver writes into a file.
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     garbage=st.binary(max_size=40),
     file=st.sampled_from(["state", "rate", "link_layer", "gids/0", "numa_node"]),

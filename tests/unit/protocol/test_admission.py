@@ -163,7 +163,7 @@ def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
     assert [engine.free for engine in engines] == [0, 0]
 
 
-@settings(deadline=None, max_examples=sample(300))
+@settings(max_examples=sample(300))
 @given(st.sampled_from([Role.BOTH, Role.PREFILL]), st.randoms(use_true_random=False), st.integers(1, 16))
 def test_any_order_of_arrival_comes_to_its_end(role: Role, random: Random, transfers: int) -> None:
     other = Role.BOTH if role is Role.BOTH else Role.DECODE

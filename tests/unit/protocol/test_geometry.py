@@ -179,7 +179,7 @@ def test_each_byte_arrives_once_and_in_its_place() -> None:
     """Covers at least PAIRS pairs of ranks, of random models, engines and requests."""
     pairs = 0
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=EXAMPLES, database=None, derandomize=True)
     @given(st.integers(0, 1 << 64))
     def check(seed: int) -> None:
         nonlocal pairs
@@ -208,7 +208,7 @@ def small_parts(draw: st.DrawFn) -> tuple[Part, ...]:
     )
 
 
-@settings(max_examples=sample(500), deadline=None, database=None, derandomize=True)
+@settings(max_examples=sample(500), database=None, derandomize=True)
 @given(small_parts(), st.integers(1, 3))
 def test_what_is_taken_overlaps_nowhere(parts: tuple[Part, ...], blocks: int) -> None:
     layout = KvLayout((GroupLayout(blocks, 1, "full"),), (LayerLayout("layer", 0, "", parts),))

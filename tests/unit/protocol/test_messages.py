@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from protocol_setup import ADVICE, HASH, all_of, layout, pairs, recalled, reserve, worker
 
@@ -120,7 +120,6 @@ def test_a_frame_of_another_implementation_is_read() -> None:
     assert decode(frame) == CancelAck("t", 3, drained=False)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=512))
 @example(b"")
 @example(b"\x81\xa1t\xa5hello")
@@ -140,7 +139,6 @@ def test_random_bytes_are_malformed_and_nothing_worse(frame: bytes) -> None:
         decode(frame)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_a_damaged_message_is_read_or_malformed(message: AnyMessage, data: st.DataObject) -> None:
     frame = bytearray(encode(message))
@@ -167,7 +165,6 @@ def test_the_largest_reserve_fits_the_limit() -> None:
     decode(frame)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=2000))
 @example("\ud800")
 def test_clipped_text_can_be_sent(text: str) -> None:
@@ -176,7 +173,6 @@ def test_clipped_text_can_be_sent(text: str) -> None:
     assert len(message.reason) <= MAX_TEXT
 
 
-@settings(deadline=None)
 @given(st.text(max_size=400))
 @example("\udfff")
 def test_an_accepted_id_can_be_sent_and_a_refused_one_cannot(identifier: str) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
@@ -124,7 +124,6 @@ anything = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted({*OF_P, *OF_D, "serial"})), anything))
 def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any]) -> None:
     try:
@@ -138,7 +137,6 @@ def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any]) -> N
         assert id_problem(parsed.transfer_id) is None
 
 
-@settings(deadline=None)
 @given(st.one_of(anything, st.dictionaries(st.sampled_from(sorted(PREFIX)), anything)))
 def test_parse_prefix_refuses_or_returns_whatever_clients_send(proposed: Any) -> None:
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.protocol.timers import Timers
@@ -17,7 +17,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_deadlines_come_in_order_of_time_and_then_of_setting(steps: list[tuple[str, int, int]]) -> None:
     timers: Timers[int] = Timers()

@@ -19,7 +19,7 @@ from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import CacheAware, RecentWork
-from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.placement.sessions import Sessions, session_of
 from kv_connector.router.requests.answers import Computed
@@ -74,7 +74,7 @@ class Fleet:
     ) -> Placement:
         raw = json.dumps({"model": "m", "messages": messages, "stream": True, **body}).encode()
         away = [self.engine(name) for name in avoid]
-        placement = self.policy.place(Completion.decode(raw), CHAT, away, session=session)
+        placement = self.policy.place(PlacementRequest(Completion.decode(raw), CHAT, away, session=session))
         self.caches.sent(placement)
         return placement
 
@@ -259,7 +259,7 @@ def test_prompt_without_prefill_engines_goes_where_its_prefix_is() -> None:
     raw = json.dumps({"model": "m", "messages": [user(LONG)], "stream": True}).encode()
     places = []
     for _ in range(3):
-        placement = fleet.policy.alone(Completion.decode(raw), CHAT, ())
+        placement = fleet.policy.alone(PlacementRequest(Completion.decode(raw), CHAT))
         fleet.caches.sent(placement)
         places.append(names(placement))
         assert placement.reason == "no_prefill"
@@ -310,7 +310,7 @@ def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
     fleet = Fleet(0, 1)
     raw = json.dumps({"model": "m", "messages": [user(LONG)]}).encode()
     for cached in (0, 1900):
-        placement = fleet.policy.alone(Completion.decode(raw), CHAT, ())
+        placement = fleet.policy.alone(PlacementRequest(Completion.decode(raw), CHAT))
         fleet.caches.sent(placement)
         said = Said(Message(role="assistant", content="x"), prompt_tokens=2000, cached_tokens=cached)
         fleet.caches.answered(placement, placement.decode, said)

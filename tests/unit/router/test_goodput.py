@@ -18,11 +18,11 @@ from kv_connector.router.engines.pool import NoEngine, Pool
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost
 from kv_connector.router.placement.goodput import Goodput
-from kv_connector.router.placement.policy import FewestOutstanding, Placement
+from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.streams.calls import _prompt_tokens
+from kv_connector.router.requests.token_counts import prompt_tokens
 
 PATH = "/v1/completions"
 # 25 us a token, and 5 ms a step of any size: a model of 8 billion parameters on a large GPU.
@@ -74,7 +74,7 @@ class Router:
         """Places a prompt of so many token ids. ``first`` is its first id, which makes prompts differ."""
         ids = [first, *([7] * (tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True, **body}).encode()
-        placement = self.policy.place(Completion.decode(raw), PATH, ())
+        placement = self.policy.place(PlacementRequest(Completion.decode(raw), PATH))
         self.caches.sent(placement)
         return placement
 
@@ -333,7 +333,7 @@ def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) ->
     ],
 )
 def test_what_an_engine_says_of_a_prompts_length(usage: object, tokens: int | None) -> None:
-    assert _prompt_tokens(usage) == tokens
+    assert prompt_tokens(usage) == tokens
 
 
 def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
@@ -341,12 +341,12 @@ def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     body = {"model": "m", "messages": [{"role": "user", "content": [picture]}]}
     chat = Completion.decode(json.dumps(body).encode())
-    placement = router.policy.place(chat, "/v1/chat/completions", ())
+    placement = router.policy.place(PlacementRequest(chat, "/v1/chat/completions"))
     assert (placement.prefill, placement.reason, placement.work) == (prefill, "pictures", None)
     router.caches.sent(placement)
     router.caches.prompt_computed(placement, Computed(tokens=1000, cached=0))
     text = Completion.decode(json.dumps({"model": "m", "prompt": "x" * 3998}).encode())
-    learned = router.policy.place(text, PATH, ())
+    learned = router.policy.place(PlacementRequest(text, PATH))
     assert learned.work is not None
     assert learned.work.tokens == 1000, "nothing is learned of it"
 
@@ -358,6 +358,6 @@ def test_without_objectives_the_fewest_requests_decide() -> None:
     policy = FewestOutstanding(router.pools)
     completion = Completion.decode(b'{"prompt": [1, 2]}')
     with router.pools[Side.PREFILL].lease(prefill):
-        placement = policy.place(completion, PATH, ())
+        placement = policy.place(PlacementRequest(completion, PATH))
     assert (placement.prefill, placement.decode, placement.reason) == (other, decode, "fewest_outstanding")
     assert placement.work is None

@@ -21,7 +21,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.completion import Completion
@@ -551,7 +551,7 @@ async def test_a_stream_stays_where_the_engine_that_is_chosen_for_it_goes(
 
     begun = Moves.__init__
     monkeypatch.setattr(Moves, "__init__", remembered)
-    async with site(policy="fewest_outstanding") as s:
+    async with site(policy=PolicyName.FEWEST_OUTSTANDING) as s:
         s.first.limits, s.second.limits = (8, LENGTH), (LENGTH, LENGTH)
         readings = []
         for number in range(12):

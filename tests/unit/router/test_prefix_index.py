@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_prompts import TOKENS, prompt
 
 from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.messages import Role
@@ -16,14 +17,6 @@ from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixCache, PrefixIndex
 from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
-
-# Tokens of a prefix, at the bytes per token that are assumed at first.
-TOKENS = PREFIX_BYTES // 4
-
-
-def prompt(pieces: Sequence[object]) -> Prompt:
-    prefixes = tuple(hash((*pieces[:length], "end")) for length in range(1, len(pieces) + 1))
-    return Prompt("m", len(pieces) * PREFIX_BYTES, None, prefixes)
 
 
 def engine(number: int) -> Endpoint:

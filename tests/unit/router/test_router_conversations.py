@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -79,7 +79,7 @@ async def site(prefills: int = 2, decodes: int = 2, **settings: Any) -> AsyncIte
         p = [await stack.enter_async_context(serve_engine(prefill)) for _ in range(prefills)]
         d = [await stack.enter_async_context(serve_engine(decode)) for _ in range(decodes)]
         places = tuple(Endpoint.parse(f"{one.url}@10.0.0.1:{5601 + n}") for n, one in enumerate(p))
-        settings = {"policy": "cache_aware", **settings}
+        settings = {"policy": PolicyName.CACHE_AWARE, **settings}
         chosen = Settings(places, tuple(Endpoint.parse(one.url) for one in d), **settings)
         url = await stack.enter_async_context(serve(create_app(chosen)))
         yield Site(p, d, await stack.enter_async_context(client_of(url)))

@@ -1,23 +1,15 @@
 """The router's forecast of the prefixes that each engine has cached."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from router_prompts import TOKENS, prompt
 
 from kv_connector.router.engines.prefix_cache import PrefixCache
 from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
-
-# Tokens of a prefix, at the bytes per token that are assumed at first.
-TOKENS = PREFIX_BYTES // 4
-
-
-def prompt(pieces: Sequence[object]) -> Prompt:
-    prefixes = tuple(hash((*pieces[:length], "end")) for length in range(1, len(pieces) + 1))
-    return Prompt("m", len(pieces) * PREFIX_BYTES, None, prefixes)
 
 
 class Engine:
@@ -82,7 +74,6 @@ def test_of_an_engine_whose_room_is_known_all_is_known(asked: list[Prompt], room
         assert router.forecast(probe) == router.engine.leading(probe)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(0, 20), st.integers(0, 20))
 def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginnings_last(
     data: st.DataObject, room: int, keeps: int
@@ -101,7 +92,11 @@ def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginn
         held = {prefix for each in seen for prefix in each.prefixes[: router.forecast(each)]}
         assert len(held) <= room
         every = {prefix for each in seen for prefix in each.prefixes}
-        single = {prefix for prefix in every if router.forecast(Prompt("m", 0, None, (prefix,)))}
+        single = {
+            prefix
+            for prefix in every
+            if router.forecast(Prompt("m", 0, None, (prefix,), ends=(PREFIX_BYTES,)))
+        }
         assert single == held  # no prefix is held without the prefixes before it
 
 
@@ -196,7 +191,7 @@ def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(1000)]
     for one in pieces:
-        cache.prompt_computed(Prompt("m", one.size, one.size // 8, one.prefixes), 100 * TOKENS)
+        cache.prompt_computed(replace(one, tokens=one.size // 8), 100 * TOKENS)
     assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 

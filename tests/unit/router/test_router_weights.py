@@ -17,7 +17,7 @@ from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.placement.goodput import Goodput
-from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
+from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest, Policy
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.moves import Moves
 
@@ -52,7 +52,7 @@ class Router:
 
     def place(self, avoid: tuple[Endpoint, ...] = ()) -> Placement:
         raw = b'{"model": "m", "prompt": [' + b"7," * 999 + b'7], "stream": true}'
-        return self.policy.place(Completion.decode(raw), "/v1/completions", avoid)
+        return self.policy.place(PlacementRequest(Completion.decode(raw), "/v1/completions", avoid))
 
     def pairs(self, requests: int = 12) -> set[tuple[str, str]]:
         """Returns which pairs serve so many requests whose streams do not end: a prefill engine or "-", and a

@@ -104,6 +104,9 @@ def test_transcript_of_anthropics_api_has_text_and_thinking() -> None:
     assert said(MESSAGES, *stream).answer == answer("Because.", reasoning="Hm")
     content = [{"type": "text", "text": "Because."}]
     assert said(MESSAGES, whole={"role": "assistant", "content": content}).answer == answer("Because.")
+    usage = {"input_tokens": 300, "cache_read_input_tokens": 7700, "output_tokens": 2}
+    result = said(MESSAGES, whole={"role": "assistant", "content": content, "usage": usage})
+    assert (result.prompt_tokens, result.cached_tokens) == (8000, 7700), "this API counts cached tokens apart"
     tool = event({"type": "content_block_start", "content_block": {"type": "tool_use", "id": "t"}}, "x")
     assert said(MESSAGES, *stream, tool).answer is None, "its form in the next turn is not known"
 

@@ -7,7 +7,7 @@ to real engines.
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
@@ -194,7 +194,6 @@ ids = st.text() | st.builds(
 )
 
 
-@settings(deadline=None)
 @given(whatever, ids)
 def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any], request_id: str) -> None:
     before = repr(params)
@@ -210,7 +209,6 @@ def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any], requ
         assert id_problem(parsed.transfer_id) is None
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(words), anything), ids)
 @example({**ANSWER_OF_P}, MORIIO_ID)
 def test_what_our_router_sends_stays_as_it_is(params: dict[str, Any], request_id: str) -> None:

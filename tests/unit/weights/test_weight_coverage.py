@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
@@ -249,7 +249,6 @@ def test_routers_biases_of_glm_are_sent() -> None:
 # --- What is covered
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_not_loaded_counts_each_element_once(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))

@@ -167,7 +167,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_matrix_that_is_cut_anywhere_is_what_vllm_makes_of_it(data: st.DataObject) -> None:
     whole = data.draw(matrices())
     dimension = data.draw(st.sampled_from([0, 0, 0, 1]), label="dimension")

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
@@ -63,7 +63,6 @@ def load(write: Write, tensor: np.ndarray, parameter: np.ndarray) -> None:
         parameter[write.offset + sum(a * s for a, s in zip(at, write.strides, strict=True))] = tensor[source]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
     shape_of = data.draw(st.lists(shapes(), min_size=1, max_size=3))
@@ -179,7 +178,6 @@ def test_a_transposed_part_is_packed() -> None:
     assert (laid.elements, laid.order, laid.target.tolist()) == (12, (1, 0), [0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_rounds_are_few_and_none_is_larger_than_the_largest(sizes: list[int]) -> None:
     """Rounds of one parameter each or two, in any order, and with gaps in their numbers."""

@@ -137,7 +137,7 @@ def places(draw: st.DrawFn, shape: torch.Size) -> tuple[torch.Size, View]:
     return torch.Size(whole[dimension] for dimension in order), view
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_is_recorded_is_what_the_loader_does(data: st.DataObject) -> None:
     sizes = st.lists(st.integers(1, 6), max_size=4)
