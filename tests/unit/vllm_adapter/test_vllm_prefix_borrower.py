@@ -172,10 +172,11 @@ def test_prompt_is_computed_when_its_prefix_fails_at_one_of_several_workers(
 ) -> None:
     """One worker reports the failure at once. vLLM gets the end of the load from the last worker, later."""
     engine, transfer_id = loading(stage, half, policy=policy)
-    for ended in ({"discarded": [transfer_id]}, {}, {"received": [transfer_id]}):
+    steps: list[tuple[list[str], list[str]]] = [([transfer_id], []), ([], []), ([], [transfer_id])]
+    for discarded, received in steps:
         output, _ = engine.schedule()
         assert output.total_num_scheduled_tokens == 0
-        engine.update(output, **ended)
+        engine.update(output, discarded=discarded, received=received)
     output, _ = engine.schedule()
     assert output.num_scheduled_tokens == {"r": TOKENS}
     engine.update(output)
