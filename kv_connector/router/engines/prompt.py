@@ -47,8 +47,6 @@ _ELSE = (
     "model",
     "cache_salt",
     "add_special_tokens",
-    "truncate_prompt_tokens",
-    "truncation_side",
     "chat_template",
     "chat_template_kwargs",
     "documents",
@@ -137,6 +135,9 @@ class Prompt:
     hashes."""
     pictures: bool = False
     """Whether the prompt has pictures: its bytes do not indicate its number of tokens."""
+    cut: bool = False
+    """Whether the engine may drop a part of the prompt, and compute another beginning. Such a prompt has no
+    prefixes."""
     ends: tuple[int, ...] = field(default=(), compare=False)
     """Bytes of each prefix."""
     tail: Tail = field(default=Tail(0, b"", ""), compare=False, repr=False)
@@ -177,15 +178,23 @@ class Prompt:
             chain.size += len(whole) - len(inside)
             if tokens is not None and len(whole) <= _LOOKED_AT:
                 form = _separator(looked_at)
+        model = model if isinstance(model, str) else ""
+        if _is_cut(path, body):
+            return cls(model, chain.size + unseen, tokens, (), pictures, cut=True)
         return cls(
-            model if isinstance(model, str) else "",
+            model,
             chain.size + unseen,
             tokens,
             tuple(chain.prefixes),
             pictures,
-            tuple(chain.ends),
-            Tail(chain.last, chain.rest if form else b"", form),
+            ends=tuple(chain.ends),
+            tail=Tail(chain.last, chain.rest if form else b"", form),
         )
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the prompt's bytes indicate its number of tokens."""
+        return not (self.pictures or self.cut)
 
     def bytes_of(self, prefixes: int) -> int:
         """Returns the bytes of the first so many prefixes."""
@@ -244,6 +253,13 @@ def _add(chain: _Chain, path: str, raw: bytes) -> str:
     return "messages"
 
 
+def _is_cut(path: str, body: Mapping[str, Any]) -> bool:
+    """Returns whether the request lets vLLM drop a part of the prompt, by default its beginning."""
+    # vLLM takes null of /v1/responses for "auto".
+    responses = path == "/v1/responses" and body.get("truncation", "disabled") != "disabled"
+    return responses or body.get("truncate_prompt_tokens") is not None
+
+
 def _separator(ids: bytes) -> str:
     """Returns the separator of a list of token ids; "" for a list in a list, or if the client wrote it
     otherwise."""
@@ -256,6 +272,8 @@ class TokenSizes:
 
     def __init__(self) -> None:
         self._sizes: dict[str, float] = {}  # in the order in which they were first learned
+        self.typical = 0.0
+        """Tokens of recent prompts, on average."""
 
     def tokens(self, prompt: Prompt) -> int:
         """Returns the prompt's number of tokens: exact for a list of token ids, else a forecast. At
@@ -266,7 +284,10 @@ class TokenSizes:
 
     def learn(self, prompt: Prompt, tokens: int) -> None:
         """Learns from a prompt for which an engine has counted so many tokens."""
-        if prompt.tokens is not None or tokens < 1:
+        if tokens < 1:
+            return
+        self.typical += (tokens - self.typical) / 8
+        if prompt.tokens is not None or not prompt.measurable:
             return
         size = self._sizes.get(prompt.model)
         if size is None:
