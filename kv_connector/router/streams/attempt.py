@@ -70,10 +70,10 @@ class Components:
         policy: Policy
         if settings.objectives is not None:
             policy = Goodput(settings.objectives, pools, sizes)
-        elif settings.policy is PolicyName.CACHE_AWARE:
-            policy = CacheAware(pools, index, sizes, sessions)
-        else:
+        elif settings.policy is PolicyName.FEWEST_OUTSTANDING:
             policy = FewestOutstanding(pools)
+        else:
+            policy = CacheAware(pools, index, sizes, sessions)
         return cls(
             pools=pools,
             members=members,
