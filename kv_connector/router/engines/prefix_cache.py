@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
@@ -107,14 +107,21 @@ class PrefixIndex:
                 del holders[prefix]
         self._entries -= len(prefixes)
 
-    def shrink(self) -> None:
-        """Shrinks the largest cache while there are too many prefixes.
+    def make_room(self, cache: PrefixCache, new: list[int], nbytes: int) -> None:
+        """Drops prefixes while there are too many, after a cache has taken ``new`` ones of so many bytes.
 
-        A cache with at most its part of the prefixes, as many as each of all caches may have, never shrinks.
+        The largest caches lose their oldest prefixes, and never more bytes than the new prefixes have. If
+        that is not enough, the longest new ones go: an engine's own cache drops no more for them either. A
+        cache with at most its part of the prefixes, as many as each of all caches may have, loses nothing.
         """
+        part = self._most // len(self._caches)
         while (over := self._entries - self._most) > 0:
-            largest = max(self._caches.values(), key=len)
-            largest.drop_oldest(min(over, len(largest) - self._most // len(self._caches)))
+            if new and nbytes <= 0:
+                cache.drop(new[-over:])
+                del new[-over:]
+            else:
+                largest = max(self._caches.values(), key=len)
+                nbytes -= largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
 
 
 class PrefixCache:
@@ -190,9 +197,22 @@ class PrefixCache:
             self._taken = max(0, self._taken - (had - believed))
         self._weigh(prompt, tokens)
 
-    def drop_oldest(self, count: int) -> None:
-        """Forgets so many prefixes, the least recently used."""
-        gone = [self._pop_oldest() for _ in range(min(count, len(self._held)))]
+    def drop_oldest(self, count: int, nbytes: int) -> int:
+        """Forgets the least recently used prefixes: at most so many, and no more once they had ``nbytes``.
+        Returns the bytes that they had."""
+        before, gone = self._bytes, []
+        while len(gone) < count and before - self._bytes < nbytes:
+            prefix, size = self._held.popitem(last=False)
+            self._bytes -= size
+            gone.append(prefix)
+        if self.index is not None:
+            self.index.dropped(self.bit, gone)
+        return before - self._bytes
+
+    def drop(self, prefixes: Iterable[int]) -> None:
+        """Forgets these prefixes, as far as they are held."""
+        gone = [prefix for prefix in prefixes if prefix in self._held]
+        self._bytes -= sum(map(self._held.pop, gone))
         if self.index is not None:
             self.index.dropped(self.bit, gone)
 
@@ -213,19 +233,9 @@ class PrefixCache:
         if new and self.index is not None:
             self.index.took(self.bit, new)
         deque(map(held.move_to_end, reversed(prefixes)), maxlen=0)
-        room = max(0, self._whole_room() - self._taken)
-        gone = []
-        while self._bytes > room:
-            gone.append(self._pop_oldest())
+        self.drop_oldest(len(held), self._bytes - max(0, self._whole_room() - self._taken))
         if self.index is not None:
-            self.index.dropped(self.bit, gone)
-            self.index.shrink()
-
-    def _pop_oldest(self) -> int:
-        """Forgets the least recently used prefix, and returns it."""
-        prefix, nbytes = self._held.popitem(last=False)
-        self._bytes -= nbytes
-        return prefix
+            self.index.make_room(self, list(new), last - prompt.bytes_of(before))
 
     def _weigh(self, prompt: Prompt, tokens: int) -> None:
         self._bytes_per_token += (bytes_per_token(prompt, tokens) - self._bytes_per_token) / 8

@@ -15,8 +15,11 @@ from test_dispatch import dispatching, outstanding
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.settings import PolicyName
+from kv_connector.router.engines.settings import Objectives, PolicyName
 from kv_connector.router.failure import Failure
+from kv_connector.router.placement.cache_aware import CacheAware
+from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.policy import FewestOutstanding
 from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import Call
@@ -56,6 +59,21 @@ def recent(dispatcher: Dispatcher, side: Side) -> list[int]:
     """Returns the tokens that each engine of a side was given lately, the least first."""
     members, now = dispatcher.parts.pools[side].choices(), time.monotonic()
     return sorted(0 if one.recent is None else round(one.recent.tokens(now), -1) for one in members)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, CacheAware),
+        ({"policy": PolicyName.FEWEST_OUTSTANDING}, FewestOutstanding),
+        ({"objectives": Objectives(1.0, 1.0)}, Goodput),
+    ],
+)
+async def test_policy_is_cache_aware_unless_another_is_named_or_objectives_are_set(
+    settings: dict[str, Any], policy: type
+) -> None:
+    async with dispatching([], [], **settings) as (dispatcher, _, _):
+        assert type(dispatcher.parts.policy) is policy
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
