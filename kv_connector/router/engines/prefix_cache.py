@@ -200,7 +200,8 @@ class PrefixCache:
     def drop_oldest(self, count: int, nbytes: int) -> int:
         """Forgets the least recently used prefixes: at most so many, and no more once they had ``nbytes``.
         Returns the bytes that they had."""
-        before, gone = self._bytes, []
+        before = self._bytes
+        gone: list[int] = []
         while len(gone) < count and before - self._bytes < nbytes:
             prefix, size = self._held.popitem(last=False)
             self._bytes -= size

@@ -1,5 +1,7 @@
 """RecentWork: the tokens that an engine was given lately, so that work spreads over engines that are idle."""
 
+from math import exp2
+
 # Seconds in which the tokens halve: about the time that a person takes between two turns.
 _HALF_LIFE_S = 60.0
 
@@ -14,9 +16,9 @@ class RecentWork:
 
     def tokens(self, now: float) -> float:
         """Returns the tokens that are left at this time, which is never earlier than that of another call."""
-        return self._tokens * 2.0 ** ((self._at - now) / _HALF_LIFE_S)
+        return self._tokens * exp2((self._at - now) / _HALF_LIFE_S)
 
     def add(self, tokens: float, at: float, now: float) -> None:
         """Adds tokens that were given at the time ``at``. Negative: they were not given after all."""
-        more = tokens * 2.0 ** ((at - now) / _HALF_LIFE_S)
+        more = tokens * exp2((at - now) / _HALF_LIFE_S)
         self._tokens, self._at = max(0.0, self.tokens(now) + more), now
