@@ -135,15 +135,23 @@ class Prompt:
     hashes."""
     pictures: bool = False
     """Whether the prompt has pictures: its bytes do not indicate its number of tokens."""
-    cut: bool = False
-    """Whether the engine may drop a part of the prompt, and compute another beginning. Such a prompt has no
-    prefixes."""
     ends: tuple[int, ...] = field(default=(), compare=False)
     """Bytes of each prefix."""
     tail: Tail = field(default=Tail(0, b"", ""), compare=False, repr=False)
+    cut: bool = False
+    """Whether the engine may drop a part of the prompt, and compute another beginning. Such a prompt has no
+    prefixes."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
+        """Reads a request's prompt, as _read() does. Of a prompt that the engine may cut, only its size."""
+        prompt = cls._read(path, body, shapes)
+        if _is_cut(path, body):
+            return replace(prompt, prefixes=(), ends=(), tail=Tail(0, b"", ""), cut=True)
+        return prompt
+
+    @classmethod
+    def _read(cls, path: str, body: Mapping[str, Any], shapes: Shapes) -> Self:
         """Reads a request's prompt. ``body``: the prompt in it is a msgspec.Raw. ``shapes``: the shapes of
         its values. 25 KiB in 18 messages take 0.09 ms (Intel Xeon, busy, 2026-11-29)."""
         name = _FIELD.get(path, "prompt")
@@ -178,17 +186,14 @@ class Prompt:
             chain.size += len(whole) - len(inside)
             if tokens is not None and len(whole) <= _LOOKED_AT:
                 form = _separator(looked_at)
-        model = model if isinstance(model, str) else ""
-        if _is_cut(path, body):
-            return cls(model, chain.size + unseen, tokens, (), pictures, cut=True)
         return cls(
-            model,
+            model if isinstance(model, str) else "",
             chain.size + unseen,
             tokens,
             tuple(chain.prefixes),
             pictures,
-            ends=tuple(chain.ends),
-            tail=Tail(chain.last, chain.rest if form else b"", form),
+            tuple(chain.ends),
+            Tail(chain.last, chain.rest if form else b"", form),
         )
 
     @property
