@@ -157,8 +157,8 @@ async def test_router_counts_hits_of_prompts_that_decode_engines_compute() -> No
 
 
 @pytest.mark.usefixtures("unwatched")
-async def test_router_without_a_policy_takes_turns_and_records_nothing() -> None:
-    async with site(policy=None) as s:
+async def test_router_with_fewest_outstanding_takes_turns_and_records_nothing() -> None:
+    async with site(policy=PolicyName.FEWEST_OUTSTANDING) as s:
         messages = [{"role": "user", "content": "x" * 4000}]
         places = [await s.ask(CHAT, {"messages": messages}) for _ in range(4)]
         assert places[0] != places[1]
