@@ -196,7 +196,7 @@ class Fleet:
         self.pools = {side: Pool() for side in Side}
         self.index = PrefixIndex()
         self.predicted = self.actual = 0
-        self.caches = CacheRecords(self.pools, count=self._count)
+        self.caches = CacheRecords(count=self._count)
         self.engines: dict[Endpoint, Engine] = {}
         self.kept: dict[Endpoint, Cache] = {}
         self.computed: dict[Endpoint, int] = {}
@@ -226,9 +226,9 @@ class Fleet:
             placement = Placement(placement.prefill, placement.decode, "", prompt=completion.prompt(PATH))
         p, d, tokens = placement.prefill, placement.decode, one.tokens()
         assert p is not None
-        self.caches.sent(placement)
-        prefill = self.pools[Side.PREFILL].acquire(p, placement.work)
-        decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens)
+        prompt = placement.prompt
+        prefill = self.pools[Side.PREFILL].acquire(p, placement.work, prompt=prompt)
+        decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens, prompt=prompt)
         cached = self.kept[p].hit(tokens)
         request = Request(len(tokens), answer, self.clock.now, cached)
         self.computed[p] += len(tokens) - cached
@@ -238,8 +238,9 @@ class Fleet:
             self.engines[p].leave(request)
             self.firsts.append(self.clock.now - request.arrives)
             self.kept[p].add(tokens)
+            self.caches.prefilled(prefill, Computed(tokens=len(tokens), cached=cached))
             prefill.release()
-            self.caches.prompt_computed(placement, Computed(tokens=len(tokens), cached=cached))
+            self.caches.began(decode, placement)
             self.clock.after(LANDING_S, lambda: self.engines[d].add(request))
 
         def end() -> None:
@@ -247,7 +248,8 @@ class Fleet:
             text = one.say("assistant", answer)
             self.generated[d] += answer
             self.kept[d].add(one.tokens()[:-BEHIND])
-            self.caches.answered(placement, d, Said(Message(role="assistant", content=text)))
+            said = Said(Message(role="assistant", content=text))
+            self.caches.answered(decode, said, moved=None, local=False)
             then()
 
         request.on_first, request.on_end = first, end
@@ -301,7 +303,9 @@ def policies() -> dict[str, Callable[[Fleet], Any]]:
         "thresholds 0.3, 64, 1.5": lambda fleet: Thresholds(fleet.pools, 0.3, 64, 1.5),
         "thresholds 0.5, 32, 1.0001": lambda fleet: Thresholds(fleet.pools, 0.5, 32, 1.0001),
         "affinity": lambda fleet: Affinity(fleet.pools),
-        "cache_aware": lambda fleet: CacheAware(fleet.pools, fleet.index, fleet.caches.sizes, fleet.clock),
+        "cache_aware": lambda fleet: CacheAware(
+            fleet.pools, fleet.index, fleet.caches.sizes, fleet.caches.sessions, fleet.clock
+        ),
     }
 
 

@@ -31,6 +31,7 @@ from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
+from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 
 # Cost of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
@@ -181,7 +182,7 @@ class Pair:
         self.reasons: Counter[str] = Counter()
         self._clock = clock
         self.pools = {side: Pool() for side in Side}
-        self._caches = CacheRecords(self.pools)
+        self._caches = CacheRecords()
         self._policy = Goodput(
             RouterObjectives(objectives.ttft * 1e-3, objectives.between * 1e-3),
             self.pools,
@@ -202,25 +203,27 @@ class Pair:
         ids = [next(self._numbers), *([7] * (request.tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True}).encode()
         placement = self._policy.place(PlacementRequest(Completion.decode(raw), _PATH))
-        self._caches.sent(placement)
         self.reasons[placement.reason] += 1
         (self._at_decode if placement.prefill is None else self._at_both)(request, placement)
 
     def _at_decode(self, request: Request, placement: Placement) -> None:
-        lease = self.pools[Side.DECODE].acquire(placement.decode, placement.work)
-        request.on_first, request.on_end = lease.prompt_computed, lease.release
+        lease = self.pools[Side.DECODE].acquire(placement.decode, placement.work, prompt=placement.prompt)
+        request.on_first = lambda: self._caches.began(lease, placement)
+        request.on_end = lease.release
         self.engines[Side.DECODE].add(request)
 
     def _at_both(self, request: Request, placement: Placement) -> None:
         assert placement.prefill is not None
-        prefill = self.pools[Side.PREFILL].acquire(placement.prefill, placement.work)
-        decode = self.pools[Side.DECODE].acquire(placement.decode)
+        prompt = placement.prompt
+        prefill = self.pools[Side.PREFILL].acquire(placement.prefill, placement.work, prompt=prompt)
+        decode = self.pools[Side.DECODE].acquire(placement.decode, prompt=prompt)
         request.on_first = lambda: self._handed_over(request, prefill)
         request.on_end = decode.release
         self.engines[Side.PREFILL].add(request)
 
     def _handed_over(self, request: Request, lease: Lease) -> None:
         self.engines[Side.PREFILL].leave(request)
+        self._caches.prefilled(lease, Computed())
         lease.release()
         if request.answer > 1:
             self._clock.after(LANDING_S, lambda: self.engines[Side.DECODE].add(request))

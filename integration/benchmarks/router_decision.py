@@ -58,7 +58,7 @@ def main() -> None:
     plan = parser.parse_args()
     rng = random.Random(1)
     pools = {side: Pool() for side in Side}
-    index, caches = PrefixIndex(), CacheRecords(pools)
+    index, caches = PrefixIndex(), CacheRecords()
     policy = CacheAware(pools, index, caches.sizes)
     engines: dict[Side, list[Workload]] = {side: [] for side in Side}
     for number in range(plan.engines):

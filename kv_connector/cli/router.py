@@ -108,8 +108,8 @@ def router(
         PolicyName | None,
         typer.Option(
             help="How engines are chosen. cache_aware: least work, given what engines have cached. "
-            "fewest_outstanding: fewest requests. goodput: by --ttft-ms and --tbt-ms, its default.",
-            show_default="fewest_outstanding",
+            "fewest_outstanding: fewest requests. goodput: by --ttft-ms and --tbt-ms, the default with them.",
+            show_default="cache_aware",
         ),
     ] = None,
     ttft_ms: Annotated[

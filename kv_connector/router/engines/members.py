@@ -441,9 +441,11 @@ class Members:
             engine.learn_at = now + _LEARN_S
         return _one_a_server(engine.endpoint for engine in due)
 
-    def learnt(self, endpoint: Endpoint, models: frozenset[str] | None) -> None:
-        """Notes the models that the API server lists; None: unknown."""
+    def learnt(self, endpoint: Endpoint, models: frozenset[str] | None, longest: int | None = None) -> None:
+        """Notes the models that the API server lists; None: unknown. ``longest``: the most tokens that they
+        accept; None: no news."""
         for engine in self._served_with(endpoint):
+            engine.workload.longest = longest or engine.workload.longest
             if models != engine.models:
                 words = "unknown" if models is None else ", ".join(sorted(models))[:_LOGGED]
                 logger.info("MODELS of %s: %s", engine.name, words)

@@ -25,6 +25,14 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Length(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Lengths(msgspec.Struct):
+    data: list[_Length] = []
+
+
 class _Entries(msgspec.Struct):
     data: list[msgspec.Raw]
 
@@ -45,6 +53,18 @@ def names(url: str, reply: Reply) -> frozenset[str] | None:
         )
         return None
     return frozenset(model.id for model in listed) or None
+
+
+def longest(reply: Reply) -> int | None:
+    """Returns the tokens of the longest model that an engine lists; None if it lists no length.
+
+    Adapters are listed without a length.
+    """
+    try:
+        listed = [] if reply.status != 200 else msgspec.json.decode(reply.body, type=_Lengths).data
+    except UNREADABLE:
+        return None
+    return max((model.max_model_len for model in listed if model.max_model_len), default=None)
 
 
 def merged(replies: Sequence[Reply]) -> Reply:

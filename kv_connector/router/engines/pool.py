@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.prompt import Prompt
+from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 
 
@@ -44,11 +46,18 @@ class Member:
     outstanding: int = 0
     context: int = 0
     """Forecast tokens of the prompts of its outstanding requests, where the lease names them."""
+    recent: RecentWork | None = None
+    """Tokens that it was given lately; None: it has come, or come back, and begins at its peers' level."""
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of what waits for the engine, to be ended when it is lost."""
+
+    @property
+    def takes(self) -> bool:
+        """Whether it takes requests, and they do not fail."""
+        return self.usable and not self.breaker.open
 
     @property
     def failing(self) -> bool:
@@ -67,12 +76,28 @@ class Member:
 
 
 class Lease:
-    """The claim of one request on an engine, until it is released."""
+    """The claim of one request on an engine, until it is released.
 
-    def __init__(self, member: Member, work: Work | None, context: int = 0) -> None:
+    The engine's recent work includes the request from the beginning, so that the next placement sees it. It
+    does so no longer if the lease is released before the prompt is computed: the engine has refused the
+    request, or the request was cancelled.
+    """
+
+    def __init__(
+        self, member: Member, work: Work | None, context: int = 0, prompt: Prompt | None = None
+    ) -> None:
         self._member = member
         self._work = work
         self._context = context
+        self.prompt = prompt
+        """The prompt; None: nothing is to be learned from it."""
+        self.expected = 0 if prompt is None else member.workload.cache.cached(prompt)
+        """Bytes of the prompt that the engine was expected to have cached."""
+        self._recent = member.recent
+        self._charged_at = member.workload.clock()
+        self._charge = 0
+        self._set_charge(context or (0 if work is None else work.tokens))
+        self._computed = False
         self._released = False
         self._owing = 0  # number of `owing` blocks
         member.outstanding += 1
@@ -102,10 +127,23 @@ class Lease:
                 raise EngineLost from None
             raise
 
+    @property
+    def workload(self) -> Workload:
+        """The workload of the engine's process."""
+        return self._member.workload
+
     def prompt_computed(self) -> None:
-        """Notes that the engine has computed the prompt."""
-        if self._work is not None:
-            self._member.workload.backlog.remove(self._work)
+        """Notes that the engine has computed the prompt, or has received its KV."""
+        self._computed = True
+        self._leave_queue()
+
+    def counted(self, tokens: int) -> None:
+        """Corrects the forecast of the tokens that the request costs the engine."""
+        if self._context and not self._released:
+            self._member.context += tokens - self._context
+            self._context = tokens
+        if self._computed or not self._released:
+            self._set_charge(tokens)
 
     @contextmanager
     def owing(self) -> Iterator[None]:
@@ -124,11 +162,24 @@ class Lease:
 
     def release(self) -> None:
         """Ends the lease. To be called once."""
-        self.prompt_computed()
+        self._leave_queue()
+        if not self._computed:
+            self._set_charge(0)
         self._released = True
         self._member.outstanding -= 1
         self._member.context -= self._context
         self._member.owes += bool(self._owing)
+
+    def _leave_queue(self) -> None:
+        if self._work is not None:
+            self._member.workload.backlog.remove(self._work)
+
+    def _set_charge(self, tokens: int) -> None:
+        """Makes the request count for so many tokens of the engine's recent work."""
+        if self._recent is not None:
+            more = tokens - self._charge
+            self._recent.add(more, self._charged_at, self._member.workload.clock())
+        self._charge = tokens
 
 
 class Pool:
@@ -167,7 +218,7 @@ class Pool:
     def takes(self, endpoint: Endpoint) -> bool:
         """Returns whether the pool has the engine, and it takes requests that do not fail."""
         member = self._members.get(endpoint)
-        return member is not None and member.usable and not member.breaker.open
+        return member is not None and member.takes
 
     def outstanding(self, endpoint: Endpoint) -> int:
         return self._members[endpoint].outstanding if endpoint in self._members else 0
@@ -209,6 +260,9 @@ class Pool:
             self._members[endpoint] = member
         member.usable, member.reserve, member.weights = usable, reserve, weights
         member.models = models
+        if not member.takes:
+            # Its recent work halves while its peers work. When it comes back, it gets no more than its part.
+            member.recent = None
         self._changed.set()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
@@ -257,20 +311,33 @@ class Pool:
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights == weights] or choices).endpoint
 
-    def acquire(self, endpoint: Endpoint, work: Work | None = None, context: int = 0) -> Lease:
+    def acquire(
+        self,
+        endpoint: Endpoint,
+        work: Work | None = None,
+        context: int = 0,
+        prompt: Prompt | None = None,
+    ) -> Lease:
         """Leases one of the ``choices``; NoEngine if it has been removed.
 
         ``work``: what it is to compute. ``context``: forecast tokens of the prompt that it decodes behind.
+        ``prompt``: the prompt, if the engine's cache is to be learned.
         """
         if endpoint not in self._members:
             raise NoEngine(self)
         member = self._members[endpoint] = self._members.pop(endpoint)
-        return Lease(member, work, context)
+        return Lease(member, work, context, prompt)
 
     @contextmanager
-    def lease(self, endpoint: Endpoint, work: Work | None = None, context: int = 0) -> Iterator[Lease]:
+    def lease(
+        self,
+        endpoint: Endpoint,
+        work: Work | None = None,
+        context: int = 0,
+        prompt: Prompt | None = None,
+    ) -> Iterator[Lease]:
         """Leases an engine for the length of a block."""
-        lease = self.acquire(endpoint, work, context)
+        lease = self.acquire(endpoint, work, context, prompt)
         try:
             yield lease
         finally:

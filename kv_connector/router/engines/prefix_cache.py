@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
@@ -107,20 +107,30 @@ class PrefixIndex:
                 del holders[prefix]
         self._entries -= len(prefixes)
 
-    def shrink(self) -> None:
-        """Shrinks the largest cache while there are too many prefixes."""
-        while self._entries > self._most:
-            largest = max(self._caches.values(), key=len)
-            largest.drop_oldest(self._entries - self._most)
+    def make_room(self, cache: PrefixCache, new: list[int], nbytes: int) -> None:
+        """Drops prefixes while there are too many, after a cache has taken ``new`` ones of so many bytes.
+
+        The largest caches lose their oldest prefixes, and never more bytes than the new prefixes have. If
+        that is not enough, the longest new ones go: an engine's own cache drops no more for them either. A
+        cache with at most its part of the prefixes, as many as each of all caches may have, loses nothing.
+        """
+        part = self._most // len(self._caches)
+        while (over := self._entries - self._most) > 0:
+            if new and nbytes <= 0:
+                cache.drop(new[-over:])
+                del new[-over:]
+            else:
+                largest = max(self._caches.values(), key=len)
+                nbytes -= largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
 
 
 class PrefixCache:
     """The prefixes that one engine has in its prefix cache.
 
     With a prefix the engine has the shorter prefixes too: they are never older. The engine is assumed to have
-    what it was sent, and to drop what it has not used for longest, as vLLM does. Its answers correct how much
-    it keeps. Part of its room is taken by what this router does not know, such as running requests and the
-    prompts of other routers. An engine that keeps nothing is soon expected to keep nothing.
+    what it has computed or received, and to drop what it has not used for longest, as vLLM does. Its answers
+    correct how much it keeps. Part of its room is taken by what this router does not know, such as running
+    requests and the prompts of other routers. An engine that keeps nothing is soon expected to keep nothing.
     """
 
     def __init__(self) -> None:
@@ -128,8 +138,7 @@ class PrefixCache:
         self.bit = 0
         """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
-        # {prefix: its bytes behind the prefix before, negative until an answer confirms that it was
-        # computed}, the least recently used first.
+        # {prefix: its bytes behind the prefix before}, the least recently used first.
         self._held: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0  # of all prefixes
         self._taken = 0  # bytes of its room that are taken by what this router does not know
@@ -161,86 +170,73 @@ class PrefixCache:
         return prompt.bytes_of(self._leading(prompt.prefixes))
 
     def prompt_computed(self, prompt: Prompt, room: int | None = None) -> None:
-        """Notes that the engine is sent the prompt, or its KV: later prompts find it there.
+        """Notes that the engine has computed the prompt, or has received its KV: later prompts find it there.
 
         ``room``: tokens that the engine can keep in all, if it reports that.
         """
         self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
         if prompt.tokens is not None:
             self._weigh(prompt, prompt.tokens)
-        self._use(prompt, self._leading(prompt.prefixes), reported=False)
+        self._use(prompt)
 
-    def confirmed(self, prompt: Prompt) -> int:
-        """Returns how many bytes of the prompt the engine has, as an answer has confirmed."""
-        return prompt.bytes_of(self._confirmed(prompt))
+    def corrected(self, prompt: Prompt, cached: int, tokens: int, expected: int) -> None:
+        """Notes that the engine had ``cached`` of the prompt's tokens when it computed the prompt.
 
-    def corrected(self, prompt: Prompt, cached: int, tokens: int, confirmed: int | None = None) -> None:
-        """Notes that the engine has computed the prompt, and had ``cached`` of its tokens before.
-
-        ``confirmed``: confirmed() when the prompt was sent. None: nothing was sent since then.
+        ``expected``: cached() when the prompt was sent. The engine has the whole prompt by now, which
+        prompt_computed() notes.
         """
         if tokens <= 0:
             return
-        # A prefix that was sent and had no answer yet may have been computed beside this prompt: it does not
-        # count as missed.
-        known = self._confirmed(prompt)
-        reported = prompt.bytes_of(known)
-        if confirmed is not None:
-            reported = min(reported, confirmed)
+        # A prefix that came or went since then does not count as missed.
+        believed = min(self.cached(prompt), expected)
         had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
-        if _CLEARLY * had < reported and reported - had >= _BLOCK_BYTES:
+        if _CLEARLY * had < believed and believed - had >= _BLOCK_BYTES:
             # The engine keeps less than is held here now, by the bytes that it did not have.
-            self._taken = max(self._taken, self._whole_room() - (self._bytes - (reported - had)))
-        elif had > _CLEARLY * reported:
-            self._taken = max(0, self._taken - (had - reported))
+            self._taken = max(self._taken, self._whole_room() - (self._bytes - (believed - had)))
+        elif had > _CLEARLY * believed:
+            self._taken = max(0, self._taken - (had - believed))
         self._weigh(prompt, tokens)
-        # By now the engine has all prefixes, whatever it had before.
-        self._use(prompt, known, reported=True)
 
-    def drop_oldest(self, count: int) -> None:
-        """Forgets so many prefixes, the least recently used."""
-        gone = [self._pop_oldest() for _ in range(min(count, len(self._held)))]
+    def drop_oldest(self, count: int, nbytes: int) -> int:
+        """Forgets the least recently used prefixes: at most so many, and no more once they had ``nbytes``.
+        Returns the bytes that they had."""
+        before = self._bytes
+        gone: list[int] = []
+        while len(gone) < count and before - self._bytes < nbytes:
+            prefix, size = self._held.popitem(last=False)
+            self._bytes -= size
+            gone.append(prefix)
         if self.index is not None:
             self.index.dropped(self.bit, gone)
+        return before - self._bytes
 
-    def _confirmed(self, prompt: Prompt) -> int:
-        """Returns how many prefixes of the prompt an answer has confirmed."""
-        return bisect_left(prompt.prefixes, True, key=lambda prefix: self._held.get(prefix, 0) <= 0)
+    def drop(self, prefixes: Iterable[int]) -> None:
+        """Forgets these prefixes, as far as they are held."""
+        gone = [prefix for prefix in prefixes if prefix in self._held]
+        self._bytes -= sum(map(self._held.pop, gone))
+        if self.index is not None:
+            self.index.dropped(self.bit, gone)
 
     def _leading(self, prefixes: Sequence[int]) -> int:
         """Returns how many of these prefixes the engine has."""
         return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
 
-    def _use(self, prompt: Prompt, before: int, *, reported: bool) -> None:
-        """Makes the prefixes the most recently used, the first one last.
-
-        ``before``: number of prefixes whose mark stays as it is.
-        """
-        prefixes, held, new = prompt.prefixes, self._held, []
-        last = prompt.bytes_of(before)
-        for number, prefix in enumerate(prefixes[before:], before + 1):
+    def _use(self, prompt: Prompt) -> None:
+        """Makes the prefixes the most recently used, the first one last."""
+        prefixes, held = prompt.prefixes, self._held
+        before = self._leading(prefixes)
+        new, last = prefixes[before:], prompt.bytes_of(before)
+        for number, prefix in enumerate(new, before + 1):
             end = prompt.bytes_of(number)
-            if prefix not in held:
-                new.append(prefix)
-                self._bytes += end - last
-            held[prefix] = end - last if reported else last - end
+            held[prefix] = end - last
             last = end
+        self._bytes += last - prompt.bytes_of(before)
         if new and self.index is not None:
             self.index.took(self.bit, new)
         deque(map(held.move_to_end, reversed(prefixes)), maxlen=0)
-        room = max(0, self._whole_room() - self._taken)
-        gone = []
-        while self._bytes > room:
-            gone.append(self._pop_oldest())
+        self.drop_oldest(len(held), self._bytes - max(0, self._whole_room() - self._taken))
         if self.index is not None:
-            self.index.dropped(self.bit, gone)
-            self.index.shrink()
-
-    def _pop_oldest(self) -> int:
-        """Forgets the least recently used prefix, and returns it."""
-        prefix, nbytes = self._held.popitem(last=False)
-        self._bytes -= abs(nbytes)
-        return prefix
+            self.index.make_room(self, list(new), last - prompt.bytes_of(before))
 
     def _weigh(self, prompt: Prompt, tokens: int) -> None:
         self._bytes_per_token += (bytes_per_token(prompt, tokens) - self._bytes_per_token) / 8

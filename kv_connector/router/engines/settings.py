@@ -65,7 +65,7 @@ class Settings:
     """Requests get 503 while no prefill engine takes requests. Otherwise decode engines compute the prompts
     meanwhile."""
     policy: PolicyName | None = None
-    """Policy that chooses engines; None: goodput with objectives, else fewest_outstanding."""
+    """Policy that chooses engines; None: goodput with objectives, else cache_aware."""
     objectives: Objectives | None = None
     """Objectives by which requests are placed; None: a prefill engine computes every prompt."""
     rebalance: bool = False

@@ -32,7 +32,7 @@ class Workload:
     """The workload of one engine process. Used from the event loop's thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self.backlog = Backlog(clock)
         """Prompts of this router at the engine."""
         self.cache = PrefixCache()
@@ -40,6 +40,8 @@ class Workload:
         """Latest report of the engine, if it reports its workload."""
         self.cost: Cost | None = None
         """Cost of prompts according to that report."""
+        self.longest: int | None = None
+        """Most tokens of a prompt and its answer, as the engine lists it; None: unknown."""
         self._others = 0
         self._said_at = 0.0
 
@@ -48,7 +50,7 @@ class Workload:
         self.load = load
         self.cost = None if load is None or load.prompt is None else Cost.of(load.prompt)
         self._others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
-        self._said_at = self._clock()
+        self._said_at = self.clock()
 
     def wait(self, cost: Cost) -> float:
         """Returns the seconds until the engine has computed its queue, if prompts have this cost."""
@@ -75,4 +77,4 @@ class Workload:
     def _others_left(self, cost: Cost) -> float:
         """Returns the seconds for other routers' prompts that are left. The engine computes them
         meanwhile."""
-        return max(0.0, self._others * cost.token - (self._clock() - self._said_at))
+        return max(0.0, self._others * cost.token - (self.clock() - self._said_at))

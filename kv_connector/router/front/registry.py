@@ -29,7 +29,7 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.client import LOST_SECONDS, EngineClient, HttpError, refused
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError
-from kv_connector.router.engines.models import names
+from kv_connector.router.engines.models import longest, names
 from kv_connector.router.engines.reasons import Reasons
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
@@ -237,7 +237,7 @@ class Registry:
             reply = await _patiently(lambda: self._client.whole("GET", url), _HEALTH_S)
         except (*HttpError, Failure):
             return
-        self._members.learnt(endpoint, names(endpoint.url, reply))
+        self._members.learnt(endpoint, names(endpoint.url, reply), longest(reply))
 
     async def _watch(self, endpoint: Endpoint) -> None:
         for _ in range(_MISSES):

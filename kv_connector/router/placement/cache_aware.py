@@ -22,11 +22,13 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
+from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.placement.policy import (
     NO_PREFILL,
     Placement,
     PlacementRequest,
     choices,
+    forecast_tokens,
     shared_weights,
 )
 from kv_connector.router.placement.sessions import Sessions
@@ -45,61 +47,12 @@ _CONTEXT = 1 / 4
 _RECENT = 1 / 8
 # Work of the last minute is even up to this factor. Sides are to differ by a factor of 1.5 at most.
 _EVEN = 1.25
-# Half-life of this work, in seconds: about the time that a person takes between two turns.
-_HALF_LIFE_S = 60.0
 # A decode engine with _TIMES as many streams as another, and _MORE more, is not chosen by its cache. It
 # is stricter than the rule by which running streams move (balance.py), so a placement causes no move.
 _TIMES = 1.5
 _MORE = 4
 # Costs that differ by less are equal: a prefix has about as many tokens, and an H200 computes them in 6 ms.
 _TIE = 256
-
-# Sums are scaled down before they overflow.
-_LARGEST_SCALE = 1e100
-
-
-class RecentWork:
-    """The tokens that each engine of a side was given lately, with a half-life of _HALF_LIFE_S."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._at = clock()
-        self._scale = 1.0  # of a token that is added now
-        # By member: the hash of an endpoint takes 0.6 us.
-        self._given: dict[Member, float] = {}
-
-    def excess(self, engines: Sequence[Member]) -> list[float]:
-        """Returns the tokens of each engine beyond _EVEN times those of the engine with the least.
-
-        An engine that is not known yet counts as the engine with the least: it has an empty cache, and should
-        get no more than its part.
-        """
-        scale = self._now()
-        given = self._given
-        found = [given.get(engine) for engine in engines]
-        least = min((tokens for tokens in found if tokens is not None), default=0.0)
-        if None in found:
-            known = [least if tokens is None else tokens for tokens in found]
-            if len(given) > 2 * len(engines) + 64:  # most are of engines long gone
-                given.clear()
-            given.update(zip(engines, known, strict=True))
-            found = [*known]
-        even = _EVEN * least
-        return [max(0.0, tokens - even) / scale for tokens in found if tokens is not None]
-
-    def add(self, engine: Member, tokens: int) -> None:
-        scale = self._now()
-        self._given[engine] = self._given.get(engine, 0.0) + tokens * scale
-
-    def _now(self) -> float:
-        """Returns the scale of a token that is added now. Tokens are never reduced: newer ones weigh more."""
-        now = self._clock()
-        self._scale *= 2.0 ** min(100.0, (now - self._at) / _HALF_LIFE_S)
-        self._at = now
-        if self._scale > _LARGEST_SCALE:
-            self._given = {engine: given / self._scale for engine, given in self._given.items()}
-            self._scale = 1.0
-        return self._scale
 
 
 class CacheAware:
@@ -110,19 +63,19 @@ class CacheAware:
         pools: Mapping[Side, Pool],
         index: PrefixIndex,
         sizes: TokenSizes | None = None,
+        sessions: Sessions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = pools
         self._index = index
         self._sizes = sizes or TokenSizes()
-        self._sessions = Sessions()
-        self._recent = {side: RecentWork(clock) for side in Side}
-        self._typical = 0.0  # tokens of recent prompts, on average
+        self._sessions = Sessions() if sessions is None else sessions
+        self._clock = clock
 
     def place(self, request: PlacementRequest) -> Placement:
         prefills, decodes = choices(self._pools, request)
         shared = shared_weights(prefills, decodes)
-        wanted = self._look(request)
+        wanted = self._look(request, decodes)
         if not shared:
             return self._local(wanted, decodes, "other_weights")
         decode = self._decode(wanted, [one for one in decodes if one.weights in shared])
@@ -134,8 +87,6 @@ class CacheAware:
             decode = self._decode(wanted, others)
         at_decode = wanted.cached(decode)
         work = wanted.work(prefill, reported=True)
-        self._recent[Side.PREFILL].add(prefill, work.tokens)
-        self._given(wanted, prefill.endpoint, decode)
         reason = "cached" if work.cached or at_decode else "least_work"
         return Placement(
             prefill.endpoint,
@@ -145,24 +96,24 @@ class CacheAware:
             prompt=wanted.prompt,
             tokens=wanted.tokens,
             decode_cached=at_decode,
+            session=wanted.session,
         )
 
     def alone(self, request: PlacementRequest) -> Placement:
         decodes = self._pools[Side.DECODE].choices(request.avoid, model=request.model)
-        return self._local(self._look(request), decodes, NO_PREFILL)
+        return self._local(self._look(request, decodes), decodes, NO_PREFILL)
 
-    def _look(self, request: PlacementRequest) -> _Wanted:
+    def _look(self, request: PlacementRequest, decodes: Sequence[Member]) -> _Wanted:
         completion = request.completion
         prompt = completion.prompt(request.path)
-        tokens = self._sizes.tokens(prompt)
-        self._typical += (tokens - self._typical) / 8
+        tokens = forecast_tokens(self._sizes, prompt, decodes)
         matches = self._index.matches(prompt)
         return _Wanted(prompt, tokens, matches, request.session, completion.streamed)
 
     def _prefill(self, wanted: _Wanted, engines: Sequence[Member]) -> Member:
         """Returns the cheapest prefill engine."""
         hinted, _ = self._sessions.engines(wanted.session)
-        recent = self._recent[Side.PREFILL].excess(engines)
+        recent = excess(engines, self._clock())
         costs = [
             wanted.tokens - wanted.cached(one) + _QUEUED * one.workload.queued() + _RECENT * more
             for one, more in zip(engines, recent, strict=True)
@@ -176,10 +127,10 @@ class CacheAware:
         fewest = min(streams)
         most = max(_TIMES * fewest, fewest + _MORE)
         near = [(one, count) for one, count in zip(engines, streams, strict=True) if count <= most]
-        recent = self._recent[Side.DECODE].excess([one for one, _ in near])
+        recent = excess([one for one, _ in near], self._clock())
         costs = []
         for (one, count), more in zip(near, recent, strict=True):
-            context = one.context + (count - one.outstanding) * self._typical
+            context = one.context + (count - one.outstanding) * self._sizes.typical
             cost = wanted.tokens - wanted.cached(one) + _CONTEXT * context + _RECENT * more
             costs.append(cost + _QUEUED * one.workload.queued() if computes else cost)
         return _cheapest([one for one, _ in near], costs, hinted)
@@ -187,7 +138,6 @@ class CacheAware:
     def _local(self, wanted: _Wanted, engines: Sequence[Member], reason: str) -> Placement:
         """Places a prompt that a decode engine computes itself."""
         decode = self._decode(wanted, engines, computes=True)
-        self._given(wanted, None, decode)
         return Placement(
             None,
             decode.endpoint,
@@ -195,11 +145,8 @@ class CacheAware:
             wanted.work(decode, reported=wanted.streamed),
             prompt=wanted.prompt,
             tokens=wanted.tokens,
+            session=wanted.session,
         )
-
-    def _given(self, wanted: _Wanted, prefill: Endpoint | None, decode: Member) -> None:
-        self._recent[Side.DECODE].add(decode, wanted.tokens)
-        self._sessions.placed(wanted.session, prefill, decode.endpoint)
 
 
 class _Wanted:
@@ -236,6 +183,21 @@ class _Wanted:
         if cost is not None and load is not None:
             seconds = cost.seconds(rest, cached, load.prompt_tokens)
         return Work(rest, seconds, cached, reported)
+
+
+def excess(engines: Sequence[Member], now: float) -> list[float]:
+    """Returns the recent tokens of each engine beyond _EVEN times those of the engine with the least.
+
+    An engine that has come, or has come back, begins as the engine with the least. It has worked less, and
+    should still get no more than its part.
+    """
+    found = [None if one.recent is None else one.recent.tokens(now) for one in engines]
+    least = min((tokens for tokens in found if tokens is not None), default=0.0)
+    for engine in engines:
+        if engine.recent is None:
+            engine.recent = RecentWork(least, now)
+    even = _EVEN * least
+    return [0.0 if tokens is None else max(0.0, tokens - even) for tokens in found]
 
 
 def _streams(engine: Member) -> int:

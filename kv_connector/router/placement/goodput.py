@@ -30,6 +30,7 @@ from kv_connector.router.placement.policy import (
     Placement,
     PlacementRequest,
     choices,
+    forecast_tokens,
     shared_weights,
     split,
     without_prefill,
@@ -81,7 +82,7 @@ class Goodput:
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
             return replace(split(self._pools, request, "unmeasured"), prompt=prompt)
-        tokens = self._sizes.tokens(prompt)
+        tokens = forecast_tokens(self._sizes, prompt, decodes)
         prefill = min((self._prefill(one, typical, prompt, tokens) for one in prefills), key=_seconds)
         computing = [self._decode(one, typical, prompt, tokens) for one in decodes]
         calm = [one for one in computing if one.between <= self._objectives.tbt]

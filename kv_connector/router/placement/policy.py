@@ -1,31 +1,22 @@
 """Policy: the choice of engines for a completion."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool, least
-from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.engines.workload import Workload
+from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.requests.completion import Completion
 
 # Reason of a placement without a prefill engine.
 NO_PREFILL = "no_prefill"
 
-
-@dataclass(frozen=True)
-class Hits:
-    """The tokens of a prompt that an engine was expected to have cached."""
-
-    workload: Workload
-    tokens: int
-    of: int
-    """Tokens of the whole prompt, by the same forecast."""
-    confirmed: int
-    """Bytes of the prompt that answers had confirmed as cached when the prompt was sent."""
+# Longest prompt in tokens if an engine does not list the length of its model: the longest context of models
+# of 2026. Engines refuse longer prompts, so no forecast is higher.
+_LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,8 +34,8 @@ class Placement:
     """Forecast tokens of the prompt, for the load of the decode engine; 0: no forecast."""
     decode_cached: int = 0
     """Tokens of the prompt for which the decode engine was chosen."""
-    hits: dict[Side, Hits] = field(default_factory=dict, compare=False, repr=False)
-    """Expected hits of both engines, filled by CacheRecords.sent()."""
+    session: int | None = None
+    """Key of the client's conversation, if the policy looks at it."""
     late: bool = False
     """Whether the first token is forecast to come later than the objective."""
 
@@ -122,6 +113,11 @@ def choices(pools: Mapping[Side, Pool], request: PlacementRequest) -> tuple[list
     """Returns the prefill and the decode engines to choose from; NoEngine if a side has no engine."""
     prefills = pools[Side.PREFILL].choices(request.avoid, model=request.model)
     return prefills, pools[Side.DECODE].choices(request.avoid, model=request.model)
+
+
+def forecast_tokens(sizes: TokenSizes, prompt: Prompt, engines: Sequence[Member]) -> int:
+    """Returns the forecast tokens of a prompt, at most as many as one of these engines accepts."""
+    return min(sizes.tokens(prompt), max(one.workload.longest or _LONGEST for one in engines))
 
 
 def shared_weights(prefills: Iterable[Member], decodes: Iterable[Member]) -> set[str]:

@@ -1,13 +1,13 @@
 """CacheRecords: what requests show about the engines' prefix caches, whichever policy places them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.prompt import TokenSizes
+from kv_connector.router.engines.pool import Lease
+from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement.policy import Hits, Placement
+from kv_connector.router.placement.policy import Placement
+from kv_connector.router.placement.sessions import Sessions
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.transcript import Said
 
@@ -20,77 +20,64 @@ def _count_nothing(side: Side, predicted: int, actual: int) -> None:
 
 
 class CacheRecords:
-    """Records in the engines' prefix caches what is computed and generated.
+    """Records in the engines' prefix caches what is computed and generated there.
 
-    Used from the event loop's thread only.
+    Nothing is recorded of an engine that refuses a request, or whose request is cancelled before. Used from
+    the event loop's thread only.
     """
 
     def __init__(
         self,
-        pools: Mapping[Side, Pool],
         sizes: TokenSizes | None = None,
+        sessions: Sessions | None = None,
         count: Count = _count_nothing,
     ) -> None:
-        self._pools = pools
         self.sizes = sizes or TokenSizes()
+        self.sessions = Sessions() if sessions is None else sessions
         self._count = count
 
-    def sent(self, placement: Placement) -> None:
-        """Notes that the placement's engines have the request. A decision need not wait for this.
-
-        A second call for the same placement does nothing.
-        """
-        prompt = placement.prompt
-        if prompt is None or placement.hits:
-            return
-        tokens = placement.tokens or self.sizes.tokens(prompt)
-        for side, engine in ((Side.PREFILL, placement.prefill), (Side.DECODE, placement.decode)):
-            workload = None if engine is None else self._pools[side].workload(engine)
-            if workload is not None:
-                cache = workload.cache
-                hit = prompt.tokens_of(cache.cached(prompt), tokens)
-                placement.hits[side] = Hits(workload, hit, tokens, cache.confirmed(prompt))
-        for hits in placement.hits.values():
-            hits.workload.cache.prompt_computed(prompt, _room(hits.workload))
-
-    def prompt_computed(self, placement: Placement, report: Computed) -> None:
+    def prefilled(self, lease: Lease, report: Computed) -> None:
         """Takes a prefill engine's report on a prompt that it has computed."""
-        self.sent(placement)
-        self._reported(Side.PREFILL, placement, report.tokens, report.cached)
+        lease.prompt_computed()
+        self._reported(Side.PREFILL, lease, report.tokens, report.cached)
+        if lease.prompt is not None:
+            _computed(lease.workload, lease.prompt)
 
-    def answered(self, placement: Placement, engine: Endpoint, said: Said) -> None:
-        """Notes that the decode engine has given its whole answer.
+    def began(self, lease: Lease, placement: Placement) -> None:
+        """Notes that the decode engine's answer has begun: it has the prompt's KV."""
+        lease.prompt_computed()
+        self.sessions.placed(placement.session, placement.prefill, lease.endpoint)
+        if lease.prompt is not None:
+            _computed(lease.workload, lease.prompt)
 
-        The engine has the KV of prompt and answer. ``engine``: differs from the placement's if the stream
-        moved.
+    def answered(self, lease: Lease, said: Said, *, moved: Lease | None, local: bool) -> None:
+        """Notes the whole answer, whose decode engine has the KV of prompt and answer.
+
+        ``moved``: lease of the engine where the answer ended, if the stream has moved. ``local``: the decode
+        engine has computed the prompt. Of a prompt that came from a prefill engine, it counts all tokens as
+        cached.
         """
-        if placement.prompt is None:
+        prompt = lease.prompt
+        if prompt is None:
             return
-        self.sent(placement)
-        if placement.prefill is None:
-            # Of a prompt that came from a prefill engine, a decode engine counts all tokens as cached.
-            self._reported(Side.DECODE, placement, said.prompt_tokens, said.cached_tokens)
-        workload = self._pools[Side.DECODE].workload(engine)
-        sent_to = placement.hits.get(Side.DECODE)
-        if workload is None or (
-            engine == placement.decode and (sent_to is None or workload is not sent_to.workload)
-        ):
-            return  # another process is in the engine's place by now
-        answer = said.answer if placement.prompt.tokens is None else said.ids
+        if local:
+            self._reported(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens)
+        answer = said.answer if prompt.tokens is None else said.ids
         if answer:
-            workload.cache.prompt_computed(placement.prompt.followed_by(answer), _room(workload))
+            _computed((moved or lease).workload, prompt.followed_by(answer))
 
-    def _reported(self, side: Side, placement: Placement, tokens: int | None, cached: int | None) -> None:
-        prompt = placement.prompt
-        if prompt is None or prompt.pictures or tokens is None:
+    def _reported(self, side: Side, lease: Lease, tokens: int | None, cached: int | None) -> None:
+        prompt = lease.prompt
+        if prompt is None or tokens is None:
             return
         self.sizes.learn(prompt, tokens)
-        hits = placement.hits.get(side)
-        if cached is None or hits is None:
-            return
-        hits.workload.cache.corrected(prompt, cached, tokens, hits.confirmed)
-        self._count(side, hits.tokens * tokens // hits.of if hits.of else 0, cached)
+        predicted = prompt.tokens_of(lease.expected, tokens)
+        computed = tokens - (predicted if cached is None else cached)
+        lease.counted(tokens if side is Side.DECODE else max(1, computed))
+        if cached is not None and prompt.measurable:
+            lease.workload.cache.corrected(prompt, cached, tokens, lease.expected)
+            self._count(side, predicted, cached)
 
 
-def _room(workload: Workload) -> int | None:
-    return None if workload.load is None else workload.load.cache_tokens
+def _computed(workload: Workload, prompt: Prompt) -> None:
+    workload.cache.prompt_computed(prompt, None if workload.load is None else workload.load.cache_tokens)

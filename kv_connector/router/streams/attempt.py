@@ -22,6 +22,7 @@ from kv_connector.router.placement.cache_aware import CacheAware
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.placement.records import CacheRecords
+from kv_connector.router.placement.sessions import Sessions
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
@@ -56,7 +57,7 @@ class Components:
     ) -> Components:
         """Creates the parts for these settings."""
         pools = {side: Pool() for side in Side}
-        index, sizes = PrefixIndex(), TokenSizes()
+        index, sizes, sessions = PrefixIndex(), TokenSizes(), Sessions()
         members = Members(
             pools,
             {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
@@ -69,17 +70,17 @@ class Components:
         policy: Policy
         if settings.objectives is not None:
             policy = Goodput(settings.objectives, pools, sizes)
-        elif settings.policy is PolicyName.CACHE_AWARE:
-            policy = CacheAware(pools, index, sizes)
-        else:
+        elif settings.policy is PolicyName.FEWEST_OUTSTANDING:
             policy = FewestOutstanding(pools)
+        else:
+            policy = CacheAware(pools, index, sizes, sessions)
         return cls(
             pools=pools,
             members=members,
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
             learns=not isinstance(policy, FewestOutstanding),
-            caches=CacheRecords(pools, sizes, metrics.hit),
+            caches=CacheRecords(sizes, sessions, metrics.hit),
             holds=PrefillHolds(pools, client, settings.patience),
             metrics=metrics,
             incidents=incidents,

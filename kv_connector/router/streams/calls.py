@@ -96,6 +96,7 @@ class Calls:
     def begin(self, call: Call, decode: Lease) -> bool:
         """Notes that the decode engine gets the request next. Returns whether it shall report token ids, so
         that the stream may be moved to another engine."""
+        call.running.lease = decode
         return call.running.begin(decode.endpoint, parts=self._members.of_both_sides(decode.endpoint))
 
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:

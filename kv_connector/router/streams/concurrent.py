@@ -86,11 +86,11 @@ class ConcurrentAttempt:
     def lease_engines(self) -> None:
         placement, pools = self._attempt.placement, self._parts.pools
         self._ends.callback(self._prefill_lease.close)
-        prefill = pools[Side.PREFILL].lease(self._attempt.prefill, placement.work)
+        prefill = pools[Side.PREFILL].lease(self._attempt.prefill, placement.work, prompt=placement.prompt)
         self._prefill = self._prefill_lease.enter_context(prefill)
         self._ends.callback(self._decode_lease.close)
         self._decode = self._decode_lease.enter_context(
-            pools[Side.DECODE].lease(placement.decode, context=placement.tokens)
+            pools[Side.DECODE].lease(placement.decode, context=placement.tokens, prompt=placement.prompt)
         )
         self._late = self._late_reason()
 
@@ -178,10 +178,13 @@ class ConcurrentAttempt:
         return self._completion.late_reason()
 
     def _prefilled(self, task: asyncio.Task[Computed]) -> None:
-        self._prefill_lease.close()
         if not task.cancelled() and task.exception() is None:
-            self._call.running.cached = task.result().cached
-            self._parts.caches.prompt_computed(self._attempt.placement, task.result())
+            report = task.result()
+            self._call.running.cached = report.cached
+            self._parts.caches.prefilled(self._prefill, report)
+            if report.tokens is not None:
+                self._decode.counted(report.tokens)
+        self._prefill_lease.close()
 
     async def _first_byte(self) -> Answer:
         """Returns the decode engine's answer, unless the prefill engine fails before. In that case the decode
@@ -191,7 +194,9 @@ class ConcurrentAttempt:
             if prefilling.done() and (not decoding.done() or decoding.exception()):
                 prefilling.result()
             if decoding.done():
-                return decoding.result()
+                answer = decoding.result()
+                self._parts.caches.began(self._decode, self._attempt.placement)
+                return answer
             waits: set[asyncio.Task[Any]] = {decoding} if prefilling.done() else {prefilling, decoding}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 

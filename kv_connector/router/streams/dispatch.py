@@ -2,7 +2,6 @@
 answer.
 """
 
-import asyncio
 import functools
 import itertools
 import logging
@@ -53,9 +52,6 @@ ATTEMPTS = 3
 
 MODELS_PATH = "/v1/models"
 
-# Seconds after which an attempt has sent its requests.
-_SENT_S = 0.001
-
 
 class Dispatcher:
     """Serves requests with the engines of both sides. Used from the event loop's thread only."""
@@ -95,9 +91,11 @@ class Dispatcher:
             ours.callback(transcript.close)
             yield replace(stream.answer, transcript=transcript)
             # The client has the whole answer: else the block has raised.
-            placement, engine = request.call.running.placement, request.running.engine
-            if placement is not None and engine is not None:
-                self.parts.caches.answered(placement, engine, transcript.said())
+            began, ended = request.call.running, request.running
+            if began.placement is not None and began.lease is not None:
+                moved = None if ended is began else ended.lease
+                local = began.placement.prefill is None
+                self.parts.caches.answered(began.lease, transcript.said(), moved=moved, local=local)
 
     async def forward(
         self, method: str, path: str, body: Content, model: str | None, headers: Mapping[str, str]
@@ -201,19 +199,19 @@ class Dispatcher:
             decode = await self._decoder(stack, call, avoid)
             return await self._local(completion, call, reason, decode, stack)
         placement = await self._place(completion, call, avoid)
-        if self.parts.learns:
-            if placement.prompt is None:
-                placement = replace(placement, prompt=completion.prompt(call.path))
-            asyncio.get_running_loop().call_later(_SENT_S, self.parts.caches.sent, placement)
+        if self.parts.learns and placement.prompt is None:
+            placement = replace(placement, prompt=completion.prompt(call.path))
         call.running.placement = placement
         self.parts.metrics.placed(
             local=placement.prefill is None, reason=placement.reason, late=placement.late
         )
         if placement.prefill is None:
             pool = self.parts.pools[Side.DECODE]
-            lease = pool.lease(placement.decode, placement.work, placement.tokens)
+            lease = pool.lease(placement.decode, placement.work, placement.tokens, placement.prompt)
             decode = stack.enter_context(lease)
-            return await self._local(completion, call, placement.reason, decode, stack)
+            answer = await self._local(completion, call, placement.reason, decode, stack)
+            self.parts.caches.began(decode, placement)
+            return answer
         # The decode engine requests the pages from one rank. If vLLM chooses the rank, the prefill engine's
         # answer must name it.
         unknown_rank = not completion.goes_to_named_rank and self.parts.members.has_ranks(Side.PREFILL)
@@ -284,7 +282,8 @@ class Dispatcher:
             return pool.partner(prefills, prefill, avoid, self._known(call))
 
         decode = await self._wait_for_choice(choose)
-        return stack.enter_context(pool.lease(decode, context=placement.tokens))
+        lease = pool.lease(decode, context=placement.tokens, prompt=placement.prompt)
+        return stack.enter_context(lease)
 
     async def _wait_for_choice(self, choose: Callable[[], T]) -> T:
         """Returns the result of ``choose``. The chosen engines must be used before anything else is awaited.
@@ -317,9 +316,7 @@ class Dispatcher:
         self.parts.metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: the decode engine computes the prompt: %s", call.request_id, reason)
         ids = self.parts.calls.begin(call, decode)
-        answer = await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
-        decode.prompt_computed()
-        return answer
+        return await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
 
     async def _concurrent(
         self,

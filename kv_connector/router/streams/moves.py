@@ -23,6 +23,7 @@ import msgspec
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
+from kv_connector.router.engines.models import longest
 from kv_connector.router.engines.pool import NoEngine, Pool
 from kv_connector.router.failure import UNREADABLE, Failure, failure
 from kv_connector.router.forever import forever
@@ -283,14 +284,8 @@ class Moves:
         """
         with self._pools[Side.DECODE].lease(engine) as lease:
             reply = await self._calls.whole(Side.DECODE, lease, "GET", b"", replace(call, path="/v1/models"))
-        try:
-            models = msgspec.json.decode(reply.body, type=_Models).data
-        except UNREADABLE:
-            models = []
-        # Adapters are listed too, without a length.
-        for model in models:
-            if model.max_model_len is not None:
-                return model.max_model_len
+        if (length := longest(reply)) is not None:
+            return length
         raise failure(502, "api_error", f"decode engine {engine} lists no max_model_len at /v1/models")
 
     def _report_end(self, url: str) -> None:
@@ -443,14 +438,6 @@ class _Text(msgspec.Struct):
     """vLLM's answer at /detokenize."""
 
     prompt: str
-
-
-class _Model(msgspec.Struct):
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.pool import Lease
 from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.events import END
 
@@ -31,6 +32,8 @@ class Running:
         """Whether token ids are wanted, if the engine can give up the stream."""
         self.engine: Endpoint | None = None
         """The engine that has the request; None: no engine has it yet."""
+        self.lease: Lease | None = None
+        """The claim on this engine."""
         self.placement: Placement | None = None
         """The placement of the latest attempt; None: there is none, or the prompt was not placed."""
         self.begin(None)

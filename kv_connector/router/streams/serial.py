@@ -23,11 +23,12 @@ async def answer_serially(
     """
     completion, call, transfer_id = attempt.completion, attempt.call, attempt.transfer_id
     parts.spans.name_transfer(transfer_id)
-    prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, attempt.placement.work)
+    placement = attempt.placement
+    prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, placement.work, prompt=placement.prompt)
     with prefilling as prefill, attempt.hold(parts.holds, prefill):
         body = completion.prefill_body(transfer_id, serial=True)
         computed = await parts.calls.prefill(prefill, body, call)
-    parts.caches.prompt_computed(attempt.placement, computed)
+        parts.caches.prefilled(prefill, computed)
     params = computed.params
     if not params:
         # Without this error, the prompt would silently be computed twice.
@@ -39,8 +40,11 @@ async def answer_serially(
         )
     with attempt.hold(parts.holds, prefill):
         decode = await lease_partner()
+        if computed.tokens is not None:
+            decode.counted(computed.tokens)
         ids = parts.calls.begin(call, decode)
         body = completion.decode_body(params, ids=ids)
         answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
+        parts.caches.began(decode, placement)
     call.running.cached = computed.cached
     return answer

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.messages import Message
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement.cache_aware import CacheAware, RecentWork
+from kv_connector.router.placement.cache_aware import CacheAware, excess
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.placement.sessions import Sessions, session_of
@@ -47,8 +49,10 @@ class Fleet:
         self.pools = {side: Pool() for side in Side}
         self.index = PrefixIndex()
         self.hits: list[tuple[Side, int, int]] = []
-        self.caches = CacheRecords(self.pools, count=lambda *hit: self.hits.append(hit))
-        self.policy = CacheAware(self.pools, self.index, self.caches.sizes, lambda: self.now)
+        self.caches = CacheRecords(count=lambda *hit: self.hits.append(hit))
+        self.policy = CacheAware(
+            self.pools, self.index, self.caches.sizes, self.caches.sessions, lambda: self.now
+        )
         for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
             for number in range(count):
                 self.join(side, number)
@@ -74,24 +78,51 @@ class Fleet:
     ) -> Placement:
         raw = json.dumps({"model": "m", "messages": messages, "stream": True, **body}).encode()
         away = [self.engine(name) for name in avoid]
-        placement = self.policy.place(PlacementRequest(Completion.decode(raw), CHAT, away, session=session))
-        self.caches.sent(placement)
-        return placement
+        return self.policy.place(PlacementRequest(Completion.decode(raw), CHAT, away, session=session))
 
-    def serve(self, *messages: dict[str, Any], **more: Any) -> Placement:
+    def serve(self, *messages: dict[str, Any], cached: int | None = None, **more: Any) -> Placement:
         """Places a request and answers it, "Because."."""
-        placement = self.place(*messages, **more)
-        said = Said(Message(role="assistant", content="Because."))
-        self.caches.answered(placement, placement.decode, said)
-        return placement
+        request = self.begin(*messages, **more)
+        request.prefilled(Computed(tokens=None if cached is None else 2000, cached=cached))
+        request.answer()
+        return request.placement
 
-    def begin(self, *messages: dict[str, Any], **more: Any) -> tuple[Placement, list[Lease]]:
+    def begin(self, *messages: dict[str, Any], **more: Any) -> Request:
         """Places a request and leases its engines."""
-        placement = self.place(*messages, **more)
-        leases = [self.pools[Side.DECODE].acquire(placement.decode, context=placement.tokens)]
+        return Request(self, self.place(*messages, **more))
+
+
+class Request:
+    """A request that is placed and has its engines."""
+
+    def __init__(self, fleet: Fleet, placement: Placement) -> None:
+        self.placement = placement
+        self._caches = fleet.caches
+        prompt, pools = placement.prompt, fleet.pools
+        work = placement.work if placement.prefill is None else None
+        self.decode = pools[Side.DECODE].acquire(placement.decode, work, placement.tokens, prompt)
+        self.prefill: Lease | None = None
         if placement.prefill is not None:
-            leases.append(self.pools[Side.PREFILL].acquire(placement.prefill, placement.work))
-        return placement, leases
+            self.prefill = pools[Side.PREFILL].acquire(placement.prefill, placement.work, prompt=prompt)
+
+    def prefilled(self, report: Computed) -> None:
+        assert self.prefill is not None
+        self._caches.prefilled(self.prefill, report)
+        self.prefill.release()
+
+    def answer(self, moved: Lease | None = None, **more: Any) -> None:
+        """The decode engine answers "Because."."""
+        self._caches.began(self.decode, self.placement)
+        said = Said(Message(role="assistant", content="Because."), **more)
+        local = self.placement.prefill is None
+        self._caches.answered(self.decode, said, moved=moved, local=local)
+        self.decode.release()
+
+    def refuse(self) -> None:
+        """Neither engine takes it."""
+        for lease in (self.prefill, self.decode):
+            if lease is not None:
+                lease.release()
 
 
 def names(placement: Placement) -> tuple[str, str]:
@@ -131,7 +162,7 @@ def test_prompt_leaves_a_prefill_engine_whose_queue_is_longer_than_the_hit(fleet
     hit = first.tokens
     pool = fleet.pools[Side.PREFILL]
     assert first.prefill is not None
-    with pool.lease(first.prefill, Work(hit - 400, 0.0)):
+    with pool.lease(first.prefill, Work(hit - 600, 0.0)):
         assert fleet.place(user(LONG)).prefill == first.prefill
     with pool.lease(first.prefill, Work(hit + 400, 0.0)):
         assert fleet.place(user(LONG)).prefill != first.prefill
@@ -147,7 +178,7 @@ def test_prompt_leaves_a_prefill_engine_that_reports_other_routers_prompts(fleet
 def test_request_leaves_a_decode_engine_with_far_more_context(fleet: Fleet) -> None:
     first = fleet.serve(user(LONG))
     pool = fleet.pools[Side.DECODE]
-    with pool.lease(first.decode, context=3 * first.tokens):
+    with pool.lease(first.decode, context=2 * first.tokens):
         assert fleet.place(user(LONG)).decode == first.decode
     with pool.lease(first.decode, context=6 * first.tokens):
         assert fleet.place(user(LONG)).decode != first.decode
@@ -193,6 +224,96 @@ def test_engine_that_has_joined_gets_its_part_and_no_more(fleet: Fleet) -> None:
     assert moved == 0, "their prefixes are elsewhere"
     new = Counter(names(fleet.serve(user(f"new {number} {LONG}")))[0] for number in range(30))
     assert 8 <= new["p2"] <= 14
+
+
+@pytest.mark.parametrize("pause", ["drain", "breaker"])
+def test_engine_that_comes_back_gets_its_part_and_no_more(fleet: Fleet, pause: str) -> None:
+    pool, back = fleet.pools[Side.PREFILL], fleet.engine("p1")
+    breaker = pool.choices()[1].breaker
+    for number in range(20):
+        fleet.serve(user(f"{number} {LONG}"))
+    if pause == "breaker":
+        for _ in range(FAILURES):
+            breaker.failed(0.0)
+    pool.set_usable(back, pause == "breaker")
+    for number in range(20, 80):
+        fleet.now += 10.0
+        assert names(fleet.serve(user(f"{number} {LONG}")))[0] == "p0"
+    breaker.close()
+    pool.set_usable(back, True)
+    new = Counter(names(fleet.serve(user(f"new {number} {LONG}")))[0] for number in range(20))
+    assert 8 <= new["p1"] <= 12
+
+
+def test_refused_request_leaves_recent_work_and_index_as_they_were(fleet: Fleet) -> None:
+    for number in range(4):
+        fleet.serve(user(f"{number} {LONG}"))
+
+    def state() -> list[float]:
+        members = [fleet.pools[side].choices() for side in Side]
+        fleet.now += 1.0
+        now = [one.recent.tokens(0.0) for each in members for one in each if one.recent]
+        return sorted([len(fleet.index), *now])
+
+    before = state()
+    refused = fleet.begin(user(LONG * 50))
+    assert state() != before
+    refused.refuse()
+    assert state() == pytest.approx(before)
+
+
+def test_placement_sees_the_work_of_requests_without_an_outcome(fleet: Fleet) -> None:
+    first = fleet.begin(user(LONG))
+    second = fleet.begin(user(LONG))
+    assert set(names(first.placement)) & set(names(second.placement)) == set()
+
+
+def test_request_with_many_pictures_idles_no_engine(fleet: Fleet) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    flood = user("")
+    flood["content"] = [picture] * 10_000  # type: ignore[assignment]
+    for side in Side:
+        for member in fleet.pools[side].choices():
+            member.workload.longest = 8192
+    request = fleet.begin(flood)
+    assert request.placement.tokens == 8192
+    request.prefilled(Computed(tokens=600, cached=0))
+    request.decode.counted(600)
+    request.answer()
+    prefill, decode = (fleet.pools[side].choices() for side in Side)
+    for members in (prefill, decode):
+        assert sum(excess(members, fleet.now)) == pytest.approx(600, abs=1), "by the engine's own count"
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"truncate_prompt_tokens": 100}),
+        (CHAT, {"truncate_prompt_tokens": -1}),
+        ("/v1/responses", {"truncation": "auto"}),
+        ("/v1/responses", {"truncation": None}),
+    ],
+)
+def test_nothing_is_learned_of_a_prompt_that_the_engine_may_cut(path: str, more: dict[str, Any]) -> None:
+    fleet = Fleet(1, 1)
+    body = {"model": "m", "messages": [user(LONG)], "input": [user(LONG)], **more}
+    completion = Completion.decode(json.dumps(body).encode())
+    for _ in range(2):
+        request = Request(fleet, fleet.policy.place(PlacementRequest(completion, path)))
+        assert request.placement.reason == "least_work"
+        request.prefilled(Computed(tokens=100, cached=96))
+        request.answer()
+    assert len(fleet.index) == 0
+    assert fleet.hits == []
+    assert fleet.place(user("x" * 3996)).tokens == pytest.approx(1000, abs=3), "nor of its size"
+
+
+def test_prompt_that_responses_may_not_cut_is_learned() -> None:
+    fleet = Fleet(1, 1)
+    body = {"model": "m", "input": [user(LONG)], "truncation": "disabled"}
+    completion = Completion.decode(json.dumps(body).encode())
+    Request(fleet, fleet.policy.place(PlacementRequest(completion, "/v1/responses"))).answer()
+    assert len(fleet.index) > 0
 
 
 def test_session_decides_between_equal_engines(fleet: Fleet) -> None:
@@ -260,7 +381,7 @@ def test_prompt_without_prefill_engines_goes_where_its_prefix_is() -> None:
     places = []
     for _ in range(3):
         placement = fleet.policy.alone(PlacementRequest(Completion.decode(raw), CHAT))
-        fleet.caches.sent(placement)
+        Request(fleet, placement).answer()
         places.append(names(placement))
         assert placement.reason == "no_prefill"
     assert len(set(places)) == 1
@@ -271,11 +392,11 @@ def test_prompt_without_prefill_engines_goes_where_its_prefix_is() -> None:
 def test_picture_brings_the_next_turn_to_the_same_engines(fleet: Fleet) -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
     seen = {"role": "user", "content": [url, {"type": "text", "text": "What is it?"}]}
-    first = fleet.serve(seen)
+    first = fleet.serve(seen, cached=0)
     assert first.tokens < 1100, "not 75,000"
     fleet.serve(user("x" * 4000))
     assert names(fleet.serve(seen, assistant("Because."), user("Sure?"))) == names(first)
-    fleet.caches.prompt_computed(first, Computed(tokens=30, cached=0))
+    assert fleet.hits == []
     assert fleet.place(user("x" * 3996)).tokens == pytest.approx(1000, abs=3), "nothing is learned of it"
 
 
@@ -286,23 +407,21 @@ def test_other_adapters_and_tenants_share_no_prefix(fleet: Fleet) -> None:
 
 
 def test_records_count_predicted_and_actual_hits(fleet: Fleet) -> None:
-    first, second = fleet.serve(user(LONG)), fleet.serve(user(LONG))
-    fleet.caches.prompt_computed(first, Computed(tokens=2000, cached=0))
-    fleet.caches.prompt_computed(second, Computed(tokens=2000, cached=1984))
+    for cached in (0, 1984):
+        fleet.serve(user(LONG), cached=cached)
     assert fleet.hits == [(Side.PREFILL, 0, 0), (Side.PREFILL, 2000, 1984)]
-    fleet.caches.prompt_computed(second, Computed(tokens=2000))
+    fleet.serve(user(LONG))
     assert len(fleet.hits) == 2, "an engine that reports no hits is not counted"
 
 
 def test_prompts_in_one_step_do_not_make_the_cache_smaller() -> None:
     """The second prompt could not find the prefix that the first one computed in the same step."""
     fleet = Fleet(1, 1)
-    both = [fleet.serve(user(f"{LONG} {number}")) for number in range(2)]
-    for placement in both:
-        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
-    others = [fleet.serve(user(f"{number} {LONG}")) for number in range(5)]
-    for placement in others:
-        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
+    both = [fleet.begin(user(f"{LONG} {number}")) for number in range(2)]
+    others = [fleet.begin(user(f"{number} {LONG}")) for number in range(5)]
+    for request in (*both, *others):
+        request.prefilled(Computed(tokens=2000, cached=0))
+        request.answer()
     assert fleet.place(user(f"{LONG} 0")).reason == "cached"
 
 
@@ -311,33 +430,30 @@ def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
     raw = json.dumps({"model": "m", "messages": [user(LONG)]}).encode()
     for cached in (0, 1900):
         placement = fleet.policy.alone(PlacementRequest(Completion.decode(raw), CHAT))
-        fleet.caches.sent(placement)
-        said = Said(Message(role="assistant", content="x"), prompt_tokens=2000, cached_tokens=cached)
-        fleet.caches.answered(placement, placement.decode, said)
+        Request(fleet, placement).answer(prompt_tokens=2000, cached_tokens=cached)
     assert fleet.hits == [(Side.DECODE, 0, 0), (Side.DECODE, 2000, 1900)]
 
 
 def test_records_take_no_cached_tokens_of_a_decode_engine_that_got_its_kv(fleet: Fleet) -> None:
-    placement = fleet.place(user(LONG))
-    said = Said(Message(role="assistant", content="x"), prompt_tokens=2000, cached_tokens=2000)
-    fleet.caches.answered(placement, placement.decode, said)
+    fleet.begin(user(LONG)).answer(prompt_tokens=2000, cached_tokens=2000)
     assert fleet.hits == []
 
 
 def test_records_forget_an_answer_of_an_engine_that_was_replaced(fleet: Fleet) -> None:
-    placement = fleet.place(user(LONG))
-    name = names(placement)[1]
+    request = fleet.begin(user(LONG))
+    name = names(request.placement)[1]
     fleet.index.remove(fleet.workload(name).cache)
-    fleet.pools[Side.DECODE].remove(placement.decode, lost=True)
+    fleet.pools[Side.DECODE].remove(request.placement.decode, lost=True)
     fleet.join(Side.DECODE, int(name[1]))
-    fleet.caches.answered(placement, placement.decode, Said(Message(role="assistant", content="x")))
-    assert len(fleet.workload(name).cache) == 0
+    request.answer()
+    assert len(fleet.workload(name).cache) == len(fleet.index) == 0
 
 
 def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
-    placement = fleet.place(user(LONG))
+    request = fleet.begin(user(LONG))
+    placement = request.placement
     other = fleet.engine("d1" if names(placement)[1] == "d0" else "d0")
-    fleet.caches.answered(placement, other, Said(Message(role="assistant", content="Because.")))
+    request.answer(moved=fleet.pools[Side.DECODE].acquire(other))
     assert placement.prompt is not None
     longer = placement.prompt.followed_by(Message(role="assistant", content="Because."))
     assert fleet.index.best(longer) == (other, longer.size)
@@ -346,31 +462,37 @@ def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
 def test_prediction_becomes_smaller_when_a_prefill_engine_keeps_nothing() -> None:
     fleet = Fleet(1, 1)
     for number in range(8):
-        placement = fleet.serve(user(f"{number % 2} {LONG}"))
-        fleet.caches.prompt_computed(placement, Computed(tokens=2000, cached=0))
+        fleet.serve(user(f"{number % 2} {LONG}"), cached=0)
     predicted = [tokens for _, tokens, _ in fleet.hits]
     assert predicted[:2] == [0, 0]
     assert predicted[-1] < 100
 
 
-def test_recent_work_halves_each_minute_and_never_overflows() -> None:
-    now = 0.0
-    recent = RecentWork(lambda: now)
+def test_recent_work_halves_each_minute_and_takes_back_what_is_left() -> None:
+    recent = RecentWork(1000, 0.0)
+    assert recent.tokens(60.0) == 500
+    recent.add(200, 60.0, 60.0)
+    recent.add(-1000, 0.0, 120.0)
+    assert recent.tokens(120.0) == pytest.approx(100), "half of the 200"
+    recent.add(-1000, 120.0, 120.0)
+    assert recent.tokens(120.0) == 0
+    assert RecentWork(1e9, 0.0).tokens(1e9) == 0
+
+
+def test_excess_begins_beyond_the_engine_with_the_least() -> None:
     a, b, c = (Member(Endpoint.parse(f"http://{name}:1"), Workload(), usable=True) for name in "abc")
-    assert recent.excess([a, b]) == [0, 0]
-    recent.add(a, 1000)
-    assert recent.excess([a, b]) == [1000, 0]
-    now = 60.0
-    assert recent.excess([a, b]) == pytest.approx([500, 0])
-    recent.add(b, 2000)
-    assert recent.excess([a, b]) == pytest.approx([0, 2000 - 1.25 * 500])
-    assert recent.excess([a, b, c]) == pytest.approx([0, 1375, 0]), "a new engine counts as the least"
-    recent.add(a, 1200)
-    assert recent.excess([a, b]) == [0, 0], "1,700 and 2,000 are about even"
-    for _ in range(100):
-        now += 3600.0
-        recent.add(a, 10)
-    assert recent.excess([a, b]) == pytest.approx([10, 0])
+    assert excess([a, b], 0.0) == [0, 0]
+    assert a.recent is not None
+    assert b.recent is not None
+    a.recent.add(500, 0.0, 0.0)
+    b.recent.add(2000, 0.0, 0.0)
+    assert excess([a, b], 0.0) == pytest.approx([0, 2000 - 1.25 * 500])
+    assert excess([a, b, c], 0.0) == pytest.approx([0, 1375, 0]), "a new engine counts as the least"
+    assert c.recent is not None
+    assert c.recent.tokens(0.0) == 500
+    a.recent.add(1200, 0.0, 0.0)
+    c.recent.add(1200, 0.0, 0.0)
+    assert excess([a, b], 0.0) == [0, 0], "1,700 and 2,000 are about even"
 
 
 def test_sessions_are_bounded_and_the_latest_stay() -> None:

@@ -50,7 +50,7 @@ class Router:
     def __init__(self, ttft: float = 400 * MS, tbt: float = 15 * MS) -> None:
         self.pools = {side: Pool() for side in Side}
         self.members = Members(self.pools, {side: [] for side in Side}, Incidents(), suspect=3.0, dead=5.0)
-        self.caches = CacheRecords(self.pools)
+        self.caches = CacheRecords()
         self.policy = Goodput(Objectives(ttft, tbt), self.pools, self.caches.sizes)
 
     def join(self, role: Role, number: int, said: WorkloadReport | None, incarnation: str = "1") -> Endpoint:
@@ -64,7 +64,7 @@ class Router:
         if workload is not None:
             # Time stands still: on a busy machine, prompts would be computed between two lines of a test.
             now = time.monotonic()
-            workload._clock = workload.backlog._clock = lambda: now
+            workload.clock = workload.backlog._clock = lambda: now
         return endpoint
 
     def pair(self, decode: WorkloadReport | None = SMALL_STEPS) -> tuple[Endpoint, Endpoint]:
@@ -74,18 +74,22 @@ class Router:
         """Places a prompt of so many token ids. ``first`` is its first id, which makes prompts differ."""
         ids = [first, *([7] * (tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True, **body}).encode()
-        placement = self.policy.place(PlacementRequest(Completion.decode(raw), PATH))
-        self.caches.sent(placement)
-        return placement
+        return self.policy.place(PlacementRequest(Completion.decode(raw), PATH))
 
-    def serve(self, tokens: int, **body: Any) -> Placement:
-        """Places a prompt and begins to serve it."""
+    def serve(self, tokens: int, *, computed: bool = False, **body: Any) -> Placement:
+        """Places a prompt and begins to serve it. ``computed``: until the decode engine's answer begins."""
         placement = self.place(tokens, **body)
+        prompt = placement.prompt
         if placement.prefill is None:
-            self.pools[Side.DECODE].acquire(placement.decode, placement.work)
+            lease = self.pools[Side.DECODE].acquire(placement.decode, placement.work, prompt=prompt)
         else:
-            self.pools[Side.PREFILL].acquire(placement.prefill, placement.work)
-            self.pools[Side.DECODE].acquire(placement.decode)
+            prefill = self.pools[Side.PREFILL].acquire(placement.prefill, placement.work, prompt=prompt)
+            lease = self.pools[Side.DECODE].acquire(placement.decode, prompt=prompt)
+            if computed:
+                self.caches.prefilled(prefill, Computed())
+                prefill.release()
+        if computed:
+            self.caches.began(lease, placement)
         return placement
 
 
@@ -165,7 +169,7 @@ def test_requests_that_wait_for_p_take_no_tokens_of_ds_steps() -> None:
 def test_what_is_believed_to_be_cached_may_fill_the_steps() -> None:
     router = Router()
     prefill, _ = router.pair(load(step_tokens=256, prompt_tokens=256, running=1))
-    router.serve(6000)
+    router.serve(6000, computed=True)
     router.serve(8000, first=1)
     again = router.place(6000)
     assert (again.prefill, again.reason) == (prefill, "streams_first"), "24 steps, if it is not"
@@ -173,8 +177,8 @@ def test_what_is_believed_to_be_cached_may_fill_the_steps() -> None:
 
 def test_a_prompt_that_a_decode_engine_has_cached_is_computed_there(router: Router) -> None:
     prefill, decode = router.pair()
-    assert router.serve(6000).prefill == prefill
-    router.serve(8000, first=1)
+    assert router.serve(6000, computed=True).prefill == prefill
+    router.pools[Side.PREFILL].acquire(prefill, Work(14_000, 0.35))
     follow_up = router.place(6400)
     assert (follow_up.prefill, follow_up.decode) == (None, decode), "it has the pages of the first"
     assert follow_up.work is not None
@@ -266,14 +270,13 @@ def test_prefill_corrects_what_was_thought_to_be_cached() -> None:
     router = Router(tbt=1 * MS)  # no decode engine is that fast
     prefill, decode = router.pair()
     router.pools[Side.DECODE].acquire(decode)
-    # The second prompt is sent after the first one's answer. Of two prompts side by side, neither finds the
-    # other's prefixes.
     for expected in (6000, 1000):
         placement = router.place(6000)
         assert placement.prefill == prefill
         assert placement.work is not None
         assert placement.work.tokens <= expected
-        router.caches.prompt_computed(placement, Computed(tokens=6000, cached=0))
+        with router.pools[Side.PREFILL].lease(prefill, prompt=placement.prompt) as lease:
+            router.caches.prefilled(lease, Computed(tokens=6000, cached=0))
     third = router.place(6000)
     assert third.work is not None
     assert third.work.tokens == 6000, "it does not keep such prompts"
@@ -299,8 +302,9 @@ def test_there_must_be_engines_of_both_sides(router: Router) -> None:
 
 def test_prompts_that_an_engine_has_cached_are_no_other_routers(router: Router) -> None:
     router.pair(None)
+    router.serve(8000, computed=True)
     for _ in range(3):
-        router.serve(8000)  # 205 ms, and twice about 10 ms
+        router.serve(8000)  # about 10 ms each
     before = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))
     router.join(Role.PREFILL, 0, load(waiting=24_000))
     after = router.pools[Side.PREFILL].choices()[0].workload.wait(Cost.of(COST))
@@ -309,7 +313,8 @@ def test_prompts_that_an_engine_has_cached_are_no_other_routers(router: Router) 
 
 def test_the_streams_do_not_rely_on_what_is_believed_to_be_cached(router: Router) -> None:
     prefill, _ = router.pair(load())
-    router.serve(8000)
+    router.serve(8000, computed=True)
+    router.serve(8000, first=1)
     again = router.place(8000)
     assert (again.prefill, again.reason) == (prefill, "streams_first"), "205 ms if it is not"
 
@@ -343,8 +348,8 @@ def test_a_prompt_with_pictures_is_not_forecast(router: Router) -> None:
     chat = Completion.decode(json.dumps(body).encode())
     placement = router.policy.place(PlacementRequest(chat, "/v1/chat/completions"))
     assert (placement.prefill, placement.reason, placement.work) == (prefill, "pictures", None)
-    router.caches.sent(placement)
-    router.caches.prompt_computed(placement, Computed(tokens=1000, cached=0))
+    with router.pools[Side.PREFILL].lease(prefill, prompt=placement.prompt) as lease:
+        router.caches.prefilled(lease, Computed(tokens=1000, cached=0))
     text = Completion.decode(json.dumps({"model": "m", "prompt": "x" * 3998}).encode())
     learned = router.policy.place(PlacementRequest(text, PATH))
     assert learned.work is not None

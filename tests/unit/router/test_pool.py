@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from router_prompts import prompt
 from router_setup import within
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.pool import EngineLost, NoEngine, Pool
+from kv_connector.router.engines.pool import EngineLost, Member, NoEngine, Pool
+from kv_connector.router.engines.prompt import PREFIX_BYTES
+from kv_connector.router.engines.recent_work import RecentWork
+from kv_connector.router.engines.workload import Workload
 
 A, B, C = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
 
@@ -141,3 +145,70 @@ async def test_wait_for_an_engine_ends_when_one_of_the_model_joins() -> None:
     pool.set_usable(B, True, models=frozenset({"adapter"}))
     await within(waiting)
     await pool.wait_usable(0.0, "another")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched() -> tuple[Clock, Pool, Member]:
+    """A pool of one engine, whose recent work is known."""
+    clock, pool = Clock(), Pool()
+    pool.set_usable(A, True, Workload(clock))
+    member = pool.choices()[0]
+    member.recent = RecentWork(0.0, 0.0)
+    return clock, pool, member
+
+
+def given(member: Member, now: float) -> float:
+    assert member.recent is not None
+    return member.recent.tokens(now)
+
+
+def test_lease_counts_as_recent_work_until_the_engine_refuses() -> None:
+    clock, pool, member = watched()
+    lease = pool.acquire(A, Work(tokens=700, seconds=0.0))
+    assert given(member, 0.0) == 700
+    clock.now = 60.0
+    assert given(member, 60.0) == 350
+    lease.release()
+    assert given(member, 60.0) == 0
+    lease.counted(900)
+    assert given(member, 60.0) == 0, "it has no outcome that counts"
+
+
+def test_lease_counts_as_recent_work_after_a_computed_prompt() -> None:
+    clock, pool, member = watched()
+    lease = pool.acquire(A, Work(tokens=700, seconds=0.0), 1000)
+    assert (given(member, 0.0), member.context) == (1000, 1000), "a decode engine's work is its context"
+    clock.now = 60.0
+    lease.counted(600)
+    assert (given(member, 60.0), member.context) == (300, 600)
+    lease.prompt_computed()
+    lease.release()
+    lease.counted(400)
+    assert (given(member, 60.0), member.context) == (200, 0)
+
+
+def test_recent_work_of_an_engine_that_pauses_is_forgotten() -> None:
+    _, pool, member = watched()
+    early = pool.acquire(A, Work(tokens=700, seconds=0.0))
+    pool.set_usable(A, True)
+    assert member.recent is not None
+    pool.set_usable(A, False)
+    pool.set_usable(A, True)
+    assert member.recent is None, "the next placement begins it at its peers' level"
+    member.recent = RecentWork(500.0, 0.0)
+    early.release()
+    assert given(member, 0.0) == 500, "the request was not part of that level"
+
+
+def test_lease_remembers_what_the_engine_was_expected_to_have() -> None:
+    _, pool, member = watched()
+    member.workload.cache.prompt_computed(prompt("ab"))
+    lease = pool.acquire(A, prompt=prompt("abc"))
+    member.workload.cache.prompt_computed(prompt("abc"))
+    assert lease.expected == 2 * PREFIX_BYTES

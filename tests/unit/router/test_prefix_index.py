@@ -61,7 +61,7 @@ def test_index_finds_what_each_cache_holds(
                 cache.prompt_computed(one, room * TOKENS)
             case "hit" | "missed":
                 tokens = len(one.prefixes) * TOKENS
-                cache.corrected(one, tokens if what == "hit" else 0, tokens)
+                cache.corrected(one, tokens if what == "hit" else 0, tokens, one.size)
             case "clear":
                 cache.clear()
             case _:
@@ -118,13 +118,64 @@ def test_index_that_is_full_shrinks_the_largest_cache() -> None:
     assert large.cached(prompt(range(20))) == 8 * PREFIX_BYTES, "the beginning stays"
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20), st.integers(4, 30))
+def test_index_takes_no_prefix_of_an_engine_within_its_part(floods: list[tuple[int, int]], most: int) -> None:
+    index, caches = fleet(5, most)
+    part = most // 5
+    caches[4].prompt_computed(prompt(range(part)))
+    for number, (which, length) in enumerate(floods):
+        caches[which].prompt_computed(prompt([f"flood {number}", *range(length)]))
+        assert len(caches[4]) == part
+        assert len(index) <= most
+
+
+def short_messages(name: str, count: int, nbytes: int) -> Prompt:
+    """Returns a prompt of so many messages, of so many bytes each."""
+    prefixes = tuple(hash((name, number)) for number in range(count))
+    ends = tuple(nbytes * (number + 1) for number in range(count))
+    return Prompt("m", nbytes * count, None, prefixes, ends=ends)
+
+
+@pytest.mark.parametrize("count", [50, 200, 1000])
+def test_flood_of_short_messages_costs_others_no_more_bytes_than_it_has(count: int) -> None:
+    index, caches = fleet(4, most=400)
+    others = [prompt([number]) for number in range(400)]
+    for number, one in enumerate(others):
+        caches[number % 4].prompt_computed(one)
+    for number in range(20):
+        flood = short_messages(f"flood {number}", count, 10)
+        before = sum(caches[at % 4].cached(one) for at, one in enumerate(others))
+        caches[number % 4].prompt_computed(flood)
+        lost = before - sum(caches[at % 4].cached(one) for at, one in enumerate(others))
+        assert lost < flood.size + PREFIX_BYTES, "the last one may be larger than what is left to drop"
+        assert len(index) <= 400
+        assert caches[number % 4].cached(flood) > 0
+
+
+def test_index_that_is_too_full_when_an_engine_joins_shrinks_with_the_next_prompt() -> None:
+    index, (first,) = fleet(1, most=10)
+    first.prompt_computed(prompt("abcdefghij"))
+    second = PrefixCache()
+    second.prompt_computed(prompt(range(10)))
+    index.add(second, engine(1))
+    second.prompt_computed(prompt(range(10)))
+    assert (len(first), len(second)) == (5, 5)
+
+
+def test_new_engine_keeps_its_part_of_a_full_index() -> None:
+    _, (old, new) = fleet(2, most=10)
+    old.prompt_computed(prompt("abcdefghij"))
+    new.prompt_computed(prompt(range(20)))
+    assert (len(old), len(new)) == (5, 5)
+
+
 def test_cache_takes_a_loss_of_less_than_a_block_for_none() -> None:
     """Engines count hits in blocks, and always compute the last token."""
     cache = PrefixCache()
     short, other = (Prompt("m", 100, None, (hash(name),), ends=(100,)) for name in "ab")
     for _ in range(3):
         cache.prompt_computed(short)
-        cache.corrected(short, 0, 25)
+        cache.corrected(short, 0, 25, 100)
     cache.prompt_computed(prompt(range(50)))
     cache.prompt_computed(other)
     assert [cache.cached(one) for one in (short, other)] == [100, 100]

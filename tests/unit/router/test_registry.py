@@ -39,6 +39,7 @@ class Engine(ThreadingHTTPServer):
         """Counts answered health checks."""
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.body = b""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,8 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.may_answer.wait(PATIENCE)
         self.send_response(200)
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(len(self.server.body)))
         self.end_headers()
+        self.wfile.write(self.server.body)
         self.server.looked.release()
 
     def log_message(self, *_: object) -> None:
@@ -138,3 +140,18 @@ async def test_an_engine_that_answers_no_look_is_marked() -> None:
             await until(members, State.UNREACHABLE)
             server.may_answer.set()
             await until(members, State.READY)
+
+
+async def test_registry_learns_the_length_of_an_engines_model() -> None:
+    with engine() as server:
+        server.body = b'{"data": [{"id": "adapter"}, {"id": "m", "max_model_len": 2048}]}'
+        async with watching(server.url) as members:
+            workload = members._pools[Side.DECODE].workload(Endpoint.parse(server.url))
+            assert workload is not None
+            async with asyncio.timeout(PATIENCE):
+                while workload.longest is None:
+                    await asyncio.sleep(0.005)  # polled: there is no event to wait for
+            assert workload.longest == 2048
+            server.body = b'{"data": [{"id": "m"}]}'
+            members.lacks(Side.DECODE, Endpoint.parse(server.url), "m")
+            assert workload.longest == 2048, "nothing new is known of it"

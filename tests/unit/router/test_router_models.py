@@ -20,7 +20,7 @@ from kv_connector.router.engines.client import Reply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
-from kv_connector.router.engines.models import merged, names
+from kv_connector.router.engines.models import longest, merged, names
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.front.app import create_app
@@ -267,3 +267,17 @@ def test_model_that_is_a_long_list_becomes_no_objects() -> None:
         assert tracemalloc.get_traced_memory()[1] < len(body)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "length"),
+    [
+        (200, b'{"data": [{"id": "a"}, {"id": "b", "max_model_len": 10}, {"max_model_len": 9}]}', 10),
+        (200, b'{"data": [{"id": "a"}]}', None),
+        (200, b'{"data": [{"id": "a", "max_model_len": "10"}]}', None),
+        (200, b"[]", None),
+        (404, b'{"data": [{"max_model_len": 10}]}', None),
+    ],
+)
+def test_longest_model_is_that_with_the_most_tokens(status: int, body: bytes, length: int | None) -> None:
+    assert longest(Reply(status, "application/json", body)) == length

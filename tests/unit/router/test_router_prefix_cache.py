@@ -50,15 +50,17 @@ class Router:
         """Returns the forecast, in pieces."""
         return self.cache.cached(prompt) // PREFIX_BYTES
 
-    def send(self, prompt: Prompt) -> int:
-        self.cache.prompt_computed(prompt, None if self.room is None else self.room * TOKENS)
-        return self.engine.compute(prompt)
+    def send(self, prompt: Prompt) -> tuple[int, int]:
+        """Returns the tokens that the engine had, and the bytes that it was expected to have."""
+        expected = self.cache.cached(prompt)
+        return self.engine.compute(prompt), expected
 
-    def hear(self, prompt: Prompt, cached: int) -> None:
-        self.cache.corrected(prompt, cached, len(prompt.prefixes) * TOKENS)
+    def hear(self, prompt: Prompt, cached: int, expected: int) -> None:
+        self.cache.corrected(prompt, cached, len(prompt.prefixes) * TOKENS, expected)
+        self.cache.prompt_computed(prompt, None if self.room is None else self.room * TOKENS)
 
     def ask(self, prompt: Prompt) -> None:
-        self.hear(prompt, self.send(prompt))
+        self.hear(prompt, *self.send(prompt))
 
 
 # Of few letters, so that many prompts begin alike.
@@ -79,7 +81,7 @@ def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginn
     data: st.DataObject, room: int, keeps: int
 ) -> None:
     router = Router(room, Engine(keeps))
-    waiting: list[tuple[Prompt, int]] = []
+    waiting: list[tuple[Prompt, int, int]] = []
     seen: set[Prompt] = set()
     for _ in range(data.draw(st.integers(0, 40))):
         hears = data.draw(st.booleans())
@@ -88,7 +90,7 @@ def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginn
         else:
             one = data.draw(prompts)
             seen.add(one)
-            waiting.append((one, router.send(one)))
+            waiting.append((one, *router.send(one)))
         held = {prefix for each in seen for prefix in each.prefixes[: router.forecast(each)]}
         assert len(held) <= room
         every = {prefix for each in seen for prefix in each.prefixes}
@@ -105,7 +107,7 @@ def test_an_engine_that_was_sent_nothing_has_nothing() -> None:
     assert cache.cached(prompt("abc")) == 0
 
 
-def test_what_is_sent_is_there_for_who_comes_behind() -> None:
+def test_cache_has_the_common_beginning_of_a_computed_prompt() -> None:
     cache = PrefixCache()
     cache.prompt_computed(prompt("abc"))
     assert cache.cached(prompt("abd")) == 2 * PREFIX_BYTES
@@ -117,14 +119,17 @@ def test_after_its_answer_an_engine_has_all_of_the_prompt_whatever_it_had_before
     assert router.forecast(prompt("abcdef")) == 6
 
 
-def test_of_what_was_forgotten_meanwhile_the_answer_tells() -> None:
+def test_cache_is_right_after_a_loss_that_was_known_before_the_answer() -> None:
     router = Router(10, Engine(10))
     first = prompt(range(10))
-    cached = router.send(first)
-    router.send(prompt(range(100, 110)))
+    router.ask(first)
+    _, expected = router.send(first)
+    router.ask(prompt(range(100, 110)))
     assert router.forecast(first) == 0
-    router.hear(first, cached)
+    router.hear(first, 0, expected)
     assert router.forecast(first) == 10
+    router.ask(prompt("a"))
+    assert router.forecast(first) == 9, "its room is as large as before"
 
 
 def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None:
@@ -133,9 +138,10 @@ def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None
     router = Router(None, Engine(100))
     early, late = prompt("abcdefgh"), prompt("abcdefxy")
     router.ask(prompt(range(8)))
+    expected = [router.cache.cached(one) for one in (early, late)]
+    assert expected == [0, 0]
     for one in (early, late):
-        router.cache.prompt_computed(one)
-    router.hear(early, 0)
+        router.hear(one, 0, 0)
     assert [router.forecast(one) for one in (prompt(range(8)), early, late)] == [8, 8, 8]
 
 
@@ -171,8 +177,7 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
     for one in (first, again):
         router.ask(one)
     for _ in range(100):
-        router.cache.prompt_computed(first)
-        router.hear(first, 6 * TOKENS)
+        router.hear(first, 6 * TOKENS, first.size)
     assert router.forecast(again) == 10
 
 
@@ -182,7 +187,8 @@ def test_a_hit_that_ends_within_a_block_is_no_loss() -> None:
 def test_a_nonsensical_answer_does_no_harm(cached: int, tokens: int) -> None:
     cache = PrefixCache()
     cache.prompt_computed(prompt("abc"))
-    cache.corrected(prompt("abc"), cached, tokens)
+    cache.corrected(prompt("abc"), cached, tokens, 0)
+    cache.prompt_computed(prompt("abc"))
     assert cache.cached(prompt("abc")) == 3 * PREFIX_BYTES
 
 

@@ -133,7 +133,6 @@ def test_conversations_share_their_tools() -> None:
         ("documents", [{"title": "a"}]),
         ("reasoning_effort", "high"),
         ("add_special_tokens", False),
-        ("truncate_prompt_tokens", 10),
         ("mm_processor_kwargs", {"fps": 1}),
     ],
 )
