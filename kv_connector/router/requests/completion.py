@@ -11,13 +11,13 @@ from kv_connector.router.bodies.fields import (
     Fields,
     Shapes,
     encode,
-    is_long,
     is_nothing,
     parse,
+    stays_json,
 )
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.failure import bad_request
+from kv_connector.router.failure import UNREADABLE, bad_request
 
 Body = dict[str, Any]
 
@@ -64,15 +64,15 @@ class Completion:
 
     @classmethod
     def of_fields(cls, fields: Fields) -> Self:
-        """Reads a request's short fields; Failure 400 if the brackets of a field are nested too deeply."""
+        """Reads a request's short fields; Failure 400 if one cannot be read."""
         body: Body = dict(fields.values)
-        short = [key for key, value in body.items() if not (key in PASSED_ON or is_long(value))]
+        short = [key for key, value in body.items() if not (key in PASSED_ON or stays_json(value))]
         if sum(len(memoryview(body[key])) for key in short) > _READ_IN_ALL:
             short = [key for key in short if key in _DECIDING]
         try:
             for key in short:
                 body[key] = msgspec.json.decode(body[key])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise bad_request(f"the body is not JSON: {error}") from None
         xargs = body.get("vllm_xargs") if fields.xargs is None else fields.xargs
         if isinstance(xargs, dict):
