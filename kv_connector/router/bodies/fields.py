@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kv_connector.router.bodies.messages import Texts, only_text, read
 from kv_connector.router.failure import UNREADABLE
 
 # Longest value in bytes that is decoded; a longer value stays JSON. As objects, 63 MiB of `{}` in a list
@@ -26,7 +27,7 @@ _MOST_FIELDS = 256
 # Fields that may be long and that the router does not use. They are passed on as they came, however short. To
 # make objects of 32,000 token ids and to write them twice takes 2 ms, for which a client would wait. To find
 # their end takes 0.2 ms.
-PASSED_ON = ("prompt", "messages", "input")
+PASSED_ON = ("prompt", "messages", "input", "system")
 # Bytes of a value that are converted at once, which bounds the memory of the copy.
 _LOOKED_AT_ONCE = 1 << 20
 # Bytes written to an engine between two turns of the event loop: about 50 us. Copying a shorter value takes
@@ -52,19 +53,34 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
     """Length of a list of token ids, in a field of PASSED_ON; else None."""
     digest: bytes
     """Hash that is equal for equal values, of a field that is not in PASSED_ON."""
+    only_text: bool | None = None
+    """Whether messages are text alone; None: not looked at."""
 
 
 class Shapes:
     """The shapes of one body's values, each computed once."""
 
-    def __init__(self, known: Mapping[str, Shape] | None = None) -> None:
+    def __init__(
+        self, known: Mapping[str, Shape] | None = None, texts: Mapping[str, Texts | None] | None = None
+    ) -> None:
         self._known = dict(known or {})
+        self._texts = dict(texts or {})
 
     def of(self, name: str, value: msgspec.Raw) -> Shape:
         """Returns the shape of a value; ``name`` is the name of its field."""
         if (known := self._known.get(name)) is None:
             known = self._known[name] = shape(name, value)
         return known
+
+    def only_text(self, messages: msgspec.Raw) -> bool:
+        """Returns whether the messages of a chat are text alone."""
+        known = self._known.get("messages")
+        return only_text(messages) if known is None or known.only_text is None else known.only_text
+
+    def texts(self, name: str, value: msgspec.Raw) -> Texts | None:
+        """Returns a prompt as it reads, as read() does. To be called once for each value, because texts are
+        as long as the prompt."""
+        return self._texts.pop(name) if name in self._texts else read(name, value)
 
 
 @dataclass(frozen=True)

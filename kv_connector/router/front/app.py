@@ -93,7 +93,7 @@ def create_app(settings: Settings) -> Starlette:
     status = Status(members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     limits = Limits(settings.requests, settings.body_budget)
-    parser = BodyParser()
+    parser = BodyParser(prompts=dispatcher.parts.learns)
     registry = Registry(
         members,
         dispatcher.parts.calls.reasons,

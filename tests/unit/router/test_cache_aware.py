@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.control.membership import WorkloadReport
+from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.messages import Message
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.recent_work import RecentWork
