@@ -140,14 +140,14 @@ def _bodies() -> dict[str, tuple[str, bytes]]:
         path = {"prompt": "/v1/completions", "system": "/v1/messages"}.get(field, PATH)
         return path, (head + unit * ((LONG - len(head) - len(tail)) // len(unit)) + tail).encode()
 
-    fields = "".join(f',"{number:x}":0' for number in range(LONG // 10))
+    fields = "".join(f',"{number:x}":0' for number in range(LONG // 9))
     message = f'{{"role":"user","content":"{"x" * (LONG // 2047 - 28)}"}},'
     parts = '[{"role":"","content":['
     several = [b'"%d":[%s0]' % (number, b"{}," * 80) for number in range(250)]
     return {
         "text": filled("prompt", '"', "x", '"'),
         "token ids": filled("prompt", "[", "1,", "1]"),
-        "one message of many fields": filled("messages", f'[{{"role":""{fields}}},', "0,", "0]"),
+        "one message of many fields": (PATH, f'{{"messages":[{{"role":""{fields}}}]}}'.encode()),
         "messages, as many as are read": filled("messages", "[", message, '{"role":""}]'),
         "the shortest messages": filled("messages", "[", '{"role":""},', '{"role":""}]'),
         "the shortest messages and another": filled("messages", "[", '{"role":""},', '{"x":""}]'),
