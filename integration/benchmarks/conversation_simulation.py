@@ -30,9 +30,9 @@ from typing import Any
 
 from goodput_simulation import LANDING_S, Clock, Engine, Request
 
+from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.messages import Message
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload

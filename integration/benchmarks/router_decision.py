@@ -1,7 +1,8 @@
 """Cost of a router's decision: time of cache-aware placement, and memory of the prefix index.
 
 Conversations fill the index: each has its engines on both sides, and all begin with one system prompt. The
-measured requests are next turns of random conversations. The last line is the cost of collecting an answer.
+measured requests are next turns of random conversations. The other lines are the cost of collecting an
+answer, and for how long bodies hold the event loop that are made to be slow.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -17,6 +18,8 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kv_connector.router.bodies.body_parser import LONG
+from kv_connector.router.bodies.fields import parse
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool
@@ -91,15 +94,22 @@ def main() -> None:
     tracemalloc.stop()
     print(f"{plan.engines} engines, {count} conversations of {each} prefixes, {len(index)} entries")
     print(f"memory: {nbytes / 1e6:.1f} MB, {nbytes / len(index):.0f} bytes for an entry")
-    turns = [Completion.decode(body(rng.randrange(count), words(rng, 800))) for _ in range(plan.requests)]
-    prompts = [turn.prompt(PATH) for turn in turns]
+    raw = [body(rng.randrange(count), words(rng, 800)) for _ in range(plan.requests)]
+
+    def turns() -> list[Completion]:
+        return list(map(Completion.decode, raw))
+
+    prompts = [turn.prompt(PATH) for turn in turns()]
     gc.disable()
     print("us, p50 / p99")
-    print("hash the prompt:", timed([partial(turn.prompt, PATH) for turn in turns]))
+    print("hash the prompt:", timed([partial(turn.prompt, PATH) for turn in turns()]))
     print("look into the index:", timed([partial(index.matches, one) for one in prompts]))
-    placed = [partial(policy.place, PlacementRequest(turn, PATH, session=1)) for turn in turns]
+    placed = [partial(policy.place, PlacementRequest(turn, PATH, session=1)) for turn in turns()]
     print("place, with the hash:", timed(placed))
     print(f"transcript: {_transcript():.2f} us for an event of a chat")
+    print(f"ms in the event loop for a body of {LONG >> 10} KiB, best of 5")
+    for name, (path, hostile) in _bodies().items():
+        print(f"{name}: {_held(path, hostile):.2f}")
 
 
 def _transcript() -> float:
@@ -119,6 +129,49 @@ def _transcript() -> float:
         for _ in range(10_000):
             transcript.add(event)
         times.append((time.perf_counter() - began) * 1e6 / 10_000)
+    return min(times)
+
+
+def _bodies() -> dict[str, tuple[str, bytes]]:
+    """Returns paths and bodies, each of about LONG bytes, by name."""
+
+    def filled(field: str, begin: str, unit: str, end: str) -> tuple[str, bytes]:
+        head, tail = f'{{"{field}":{begin}', f"{end}}}"
+        path = {"prompt": "/v1/completions", "system": "/v1/messages"}.get(field, PATH)
+        return path, (head + unit * ((LONG - len(head) - len(tail)) // len(unit)) + tail).encode()
+
+    fields = "".join(f',"{number:x}":0' for number in range(LONG // 9))
+    message = f'{{"role":"user","content":"{"x" * (LONG // 2047 - 28)}"}},'
+    parts = '[{"role":"","content":['
+    several = [b'"%d":[%s0]' % (number, b"{}," * 80) for number in range(250)]
+    return {
+        "text": filled("prompt", '"', "x", '"'),
+        "token ids": filled("prompt", "[", "1,", "1]"),
+        "one message of many fields": (PATH, f'{{"messages":[{{"role":""{fields}}}]}}'.encode()),
+        "messages, as many as are read": filled("messages", "[", message, '{"role":""}]'),
+        "the shortest messages": filled("messages", "[", '{"role":""},', '{"role":""}]'),
+        "the shortest messages and another": filled("messages", "[", '{"role":""},', '{"x":""}]'),
+        "objects": filled("messages", "[", "{},", "{}]"),
+        "parts without fields": filled("messages", parts, "{},", "{}]}]"),
+        "parts": filled("messages", parts, '{"type":"a"},', "{}]}]"),
+        "pictures": filled("messages", parts, '{"type":";base64,"},', "{}]}]"),
+        "blocks of a system prompt": filled("system", "[", '{"type":""},', '{"type":""}]'),
+        "other fields": (PATH, b"{%s}" % b",".join(several)),
+    }
+
+
+def _held(path: str, raw: bytes) -> float:
+    """Returns the milliseconds from a body to its prompt, at best of 5."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        completion = Completion.of_fields(parse(raw))
+        completion.local_reason()
+        completion.late_reason()
+        completion.prompt(path)
+        completion.prefill_body("t", serial=False)
+        completion.decode_body({})
+        times.append((time.perf_counter() - began) * 1e3)
     return min(times)
 
 

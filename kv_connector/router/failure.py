@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""The exceptions that msgspec raises for bytes that are not JSON, or not of the expected shape."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The exceptions that msgspec raises for bytes that are not JSON, or not of the expected shape, or nested too
+deeply."""
 
 
 # Retry-After for a 503 of the router: an engine joins, or a request ends, within about a second.
@@ -30,10 +30,6 @@ class Failure(Exception):
         self.body = body
         self.content_type = content_type
         self.retry_after = retry_after
-
-    def response(self) -> Response:
-        headers = {} if self.retry_after is None else {"retry-after": self.retry_after}
-        return Response(self.body, self.status, headers, media_type=self.content_type)
 
     def event(self, *, named: bool = False) -> bytes:
         """The error as an event for a stream that has begun, as vLLM ends one.

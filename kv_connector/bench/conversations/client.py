@@ -13,8 +13,8 @@ from kv_connector.lab.sse import Events
 
 # A million tokens at 256 bytes an event.
 _MAX_ANSWER_BYTES = 1 << 28
-# msgspec's decoder raises UnicodeDecodeError for text that is not UTF-8.
-_MALFORMED = msgspec.DecodeError, UnicodeDecodeError
+# msgspec's decoder raises UnicodeDecodeError for text that is not UTF-8, and RecursionError if it is nested.
+_MALFORMED = msgspec.DecodeError, UnicodeDecodeError, RecursionError
 _FAILURES = aiohttp.ClientError, OSError, TimeoutError, *_MALFORMED
 # Characters of a server's error in a message.
 _QUOTED = 300

@@ -94,7 +94,7 @@ def read_trace(path: Path, limit: int = MAX_LINES) -> list[Request]:
 def _line(where: str, raw: bytes) -> _Line:
     try:
         line = msgspec.json.decode(raw, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{where}: {error}") from None
     blocks = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != blocks:

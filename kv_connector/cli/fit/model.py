@@ -139,6 +139,8 @@ def read_model(path: Path) -> Model:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file} is not JSON ({error}). Give a model's config.json") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply. Give a model's config.json") from None
     if not isinstance(found, dict) or not isinstance(found.get("architectures"), list | tuple):
         raise ConfigError(
             f"{file} names no `architectures`: it is not the configuration of a model that engines serve"

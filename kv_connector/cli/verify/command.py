@@ -135,7 +135,6 @@ def verify(
     """
     try:
         import aiohttp  # noqa: F401
-        import starlette  # noqa: F401
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     if salt is not None and not _SALT.fullmatch(salt):

@@ -125,7 +125,7 @@ class Server:
     def _take(self, parts: _Parts, data: bytes) -> None:
         try:
             parts.take(msgspec.json.decode(data, type=_Body))
-        except (*UNREADABLE, RecursionError) as error:
+        except UNREADABLE as error:
             raise ServerError(
                 Trouble.UNREADABLE, f"{self.url}: the answer is not a completion ({error}): {_shown(data)}"
             ) from None
@@ -144,7 +144,7 @@ class Server:
         data = await self.page(path, body)
         try:
             return msgspec.json.decode(data, type=kind)
-        except (*UNREADABLE, RecursionError) as error:
+        except UNREADABLE as error:
             raise ServerError(
                 Trouble.UNREADABLE, f"{self.url}{path} is not what was expected ({error}): {_shown(data)}"
             ) from None

@@ -15,13 +15,14 @@ import sys
 import msgspec
 
 from kv_connector.router.bodies import parser_process
-from kv_connector.router.bodies.fields import BodyError, Fields, Shapes, named, parse
-from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Parsed, read
+from kv_connector.router.bodies.fields import PASSED_ON, BodyError, Fields, Shapes, named, parse
+from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Parsed, Wanted, read
 from kv_connector.router.failure import bad_request, overloaded
 
-# Longer bodies go to the child process. A body of this length takes 0.7 ms of the event loop, or 1.2 ms if it
-# is token ids. The child needs 4 to 7 ms, none of them in the event loop (two cores at load 5, 2026-11-28).
-LONG = 256 << 10
+# Longer bodies go to the child process. A text of this length holds the event loop for 0.1 ms, and a body
+# that is made to be slow for 2.6 ms (docs/decisions/012-cache-aware-placement.md).
+# The child needs 4 to 7 ms for 256 KiB, none of them in the event loop (two cores at load 5, 2026-11-28).
+LONG = 128 << 10
 # 60 MiB took 0.3 to 0.9 s on that machine.
 _LONGEST_S = 30.0
 
@@ -32,7 +33,9 @@ class BodyParser:
     Used from the event loop's thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompts: bool = True) -> None:
+        """``prompts``: whether prompts will be looked at. The child process reads the long ones."""
+        self._wanted = Wanted.PROMPT if prompts else Wanted.FIELDS
         self._turn = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -41,23 +44,27 @@ class BodyParser:
         try:
             if len(raw) <= LONG:
                 return parse(raw)
-            parsed = await self._ask(raw, only_model=False)
+            parsed = await self._ask(raw, self._wanted)
             if parsed.refusal is not None:
                 raise BodyError(parsed.refusal)
         except BodyError as error:
             raise bad_request(str(error)) from None
         view = memoryview(raw)
+        long = [field for field in parsed.fields if field.shape is not None]
         return Fields(
             _values(view, parsed.fields),
             None if parsed.xargs is None else _values(view, parsed.xargs),
-            Shapes({field.name: field.shape for field in parsed.fields if field.shape is not None}),
+            Shapes(
+                {field.name: field.shape for field in long if field.shape},
+                {field.name: field.texts for field in long if field.name in PASSED_ON},
+            ),
         )
 
     async def model(self, raw: bytes | memoryview) -> str | None:
         """Returns the model that a body names; Failure 503 if the child process has ended."""
         if len(raw) <= LONG:
             return named(raw)
-        return (await self._ask(raw, only_model=True)).model
+        return (await self._ask(raw, Wanted.MODEL)).model
 
     async def close(self) -> None:
         """Ends the child process."""
@@ -67,9 +74,9 @@ class BodyParser:
             if self._child is not None:
                 await asyncio.to_thread(self._end, self._child)
 
-    async def _ask(self, raw: bytes | memoryview, *, only_model: bool) -> Parsed:
+    async def _ask(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
         async with self._turn:
-            asking = asyncio.ensure_future(asyncio.to_thread(self._exchange, raw, only_model))
+            asking = asyncio.ensure_future(asyncio.to_thread(self._exchange, raw, wanted))
             try:
                 async with asyncio.timeout(_LONGEST_S):
                     return await asyncio.shield(asking)
@@ -88,7 +95,7 @@ class BodyParser:
                         await asyncio.wait({asking})
                 asking.exception()  # retrieves the exception: it was raised above, or is not needed
 
-    def _exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
+    def _exchange(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
         """Sends the body to the child and reads the answer, in a thread. It waits without the interpreter's
         lock."""
         child = self._child
@@ -106,7 +113,7 @@ class BodyParser:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(REQUEST.pack(only_model, len(raw)))
+            child.stdin.write(REQUEST.pack(wanted, len(raw)))
             child.stdin.write(raw)
             child.stdin.flush()
             (nbytes,) = ANSWER.unpack(read(child.stdout, ANSWER.size))

@@ -12,16 +12,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kv_connector.router.bodies.messages import Texts, only_text, read
+from kv_connector.router.failure import UNREADABLE
+
 # Longest value in bytes that is decoded; a longer value stays JSON. As objects, 63 MiB of `{}` in a list
 # would be 1.8 GiB; 4 KiB of them are 100 KiB. No value that the router decides by is longer, and no field's
 # name.
 LONGEST_READ = 4096
+# Most brackets of a value that is decoded. Objects are nested no deeper, so they can be written again:
+# msgspec refuses about 1,000 levels, less those of the calling functions. JSON schemas have below 50 levels.
+_MOST_BRACKETS = 256
 # Requests with vLLM's own fields have about 100.
 _MOST_FIELDS = 256
 # Fields that may be long and that the router does not use. They are passed on as they came, however short. To
 # make objects of 32,000 token ids and to write them twice takes 2 ms, for which a client would wait. To find
 # their end takes 0.2 ms.
-PASSED_ON = ("prompt", "messages", "input")
+PASSED_ON = ("prompt", "messages", "input", "system")
 # Bytes of a value that are converted at once, which bounds the memory of the copy.
 _LOOKED_AT_ONCE = 1 << 20
 # Bytes written to an engine between two turns of the event loop: about 50 us. Copying a shorter value takes
@@ -47,19 +53,34 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
     """Length of a list of token ids, in a field of PASSED_ON; else None."""
     digest: bytes
     """Hash that is equal for equal values, of a field that is not in PASSED_ON."""
+    only_text: bool | None = None
+    """Whether messages are text alone; None: not looked at."""
 
 
 class Shapes:
     """The shapes of one body's values, each computed once."""
 
-    def __init__(self, known: Mapping[str, Shape] | None = None) -> None:
+    def __init__(
+        self, known: Mapping[str, Shape] | None = None, texts: Mapping[str, Texts | None] | None = None
+    ) -> None:
         self._known = dict(known or {})
+        self._texts = dict(texts or {})
 
     def of(self, name: str, value: msgspec.Raw) -> Shape:
         """Returns the shape of a value; ``name`` is the name of its field."""
         if (known := self._known.get(name)) is None:
             known = self._known[name] = shape(name, value)
         return known
+
+    def only_text(self, messages: msgspec.Raw) -> bool:
+        """Returns whether the messages of a chat are text alone."""
+        known = self._known.get("messages")
+        return only_text(messages) if known is None or known.only_text is None else known.only_text
+
+    def texts(self, name: str, value: msgspec.Raw) -> Texts | None:
+        """Returns a prompt as it reads, as read() does. To be called once for each value, because texts are
+        as long as the prompt."""
+        return self._texts.pop(name) if name in self._texts else read(name, value)
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,7 @@ class Fields:
 
     values: dict[str, msgspec.Raw]
     xargs: dict[str, msgspec.Raw] | None = None
-    """Fields of a long ``vllm_xargs``, if it is an object."""
+    """Fields of a ``vllm_xargs`` that stays JSON, if it is an object."""
     shapes: Shapes = field(default_factory=Shapes)
 
 
@@ -79,7 +100,7 @@ def parse(raw: bytes | memoryview) -> Fields:
         _check_utf8(raw)  # msgspec checks only the syntax of values that are passed on
         values = _fields(raw)
         xargs = values.get("vllm_xargs")
-        if xargs is not None and is_long(xargs) and bytes(memoryview(xargs)[:1]) == b"{":
+        if xargs is not None and stays_json(xargs) and bytes(memoryview(xargs)[:1]) == b"{":
             return Fields(values, _fields(xargs))
         return Fields(values)
     except msgspec.ValidationError as error:
@@ -98,7 +119,7 @@ def named(body: bytes | memoryview) -> str | None:
     try:
         value = msgspec.json.decode(_without_bom(body), type=_Named).model
         model = None if is_long(value) else msgspec.json.decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return model if isinstance(model, str) else None
 
@@ -106,6 +127,14 @@ def named(body: bytes | memoryview) -> str | None:
 def is_long(value: object) -> bool:
     """Returns whether the value is JSON that is too long for the router to decode."""
     return isinstance(value, msgspec.Raw) and len(memoryview(value)) > LONGEST_READ
+
+
+def stays_json(value: msgspec.Raw) -> bool:
+    """Returns whether the value is too long or too deeply nested to become objects."""
+    if is_long(value):
+        return True
+    data = memoryview(value)
+    return len(data) > 2 * _MOST_BRACKETS and sum(map(bytes(data).count, (b"[", b"{"))) > _MOST_BRACKETS
 
 
 def shape(name: str, value: msgspec.Raw) -> Shape:
@@ -128,7 +157,7 @@ def _several(name: str, value: msgspec.Raw) -> bool:
 
 def is_nothing(raw: msgspec.Raw) -> bool:
     """Returns whether Python would take the value for False."""
-    return not is_long(raw) and not msgspec.json.decode(raw)
+    return not stays_json(raw) and not msgspec.json.decode(raw)
 
 
 def _count_tokens(value: msgspec.Raw) -> int | None:
@@ -140,10 +169,10 @@ def _count_tokens(value: msgspec.Raw) -> int | None:
 
 
 def _is_one(array: msgspec.Raw) -> bool:
-    """Returns whether a list has one item. msgspec stops at the second item."""
+    """Returns whether a list has one item, as far as it can be read. msgspec stops at the second item."""
     try:
         msgspec.json.decode(array, type=tuple[msgspec.Raw])
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
         return False
     return True
 

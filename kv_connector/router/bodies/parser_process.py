@@ -10,18 +10,31 @@ import signal
 import struct
 import sys
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import IO, BinaryIO
 
 import msgspec
 import numpy as np
 
-from kv_connector.router.bodies.fields import BodyError, Shape, is_long, named, parse, shape
+from kv_connector.router.bodies.fields import PASSED_ON, BodyError, Shape, is_long, named, parse, shape
+from kv_connector.router.bodies.messages import LOOKED_AT, Texts, only_text
+from kv_connector.router.bodies.messages import read as read_prompt
 
 # If processors are scarce, the router's event loop runs first.
 _NICE = 10
 
-REQUEST = struct.Struct("<?Q")
-"""Header of a request: whether only the model is wanted, and the bytes of the body that follows."""
+
+class Wanted(IntEnum):
+    """The parts of a body that the parent needs."""
+
+    MODEL = 0
+    FIELDS = 1
+    PROMPT = 2
+    """The fields, and the prompt as it reads."""
+
+
+REQUEST = struct.Struct("<BQ")
+"""Header of a request: a Wanted, and the bytes of the body that follows."""
 ANSWER = struct.Struct("<Q")
 """Header of an answer: the bytes of the Parsed that follows."""
 
@@ -33,6 +46,8 @@ class Field(msgspec.Struct, array_like=True):
     """Offset in the body where the value ends. ``start`` is where the value starts."""
     shape: Shape | None
     """The shape of a long value; None for a short value."""
+    texts: Texts | None = None
+    """The prompt in a long value, if it is wanted and can be read."""
 
 
 class Parsed(msgspec.Struct):
@@ -45,24 +60,29 @@ class Parsed(msgspec.Struct):
     model: str | None = None
 
 
-def parsed(raw: bytes, *, only_model: bool) -> Parsed:
-    if only_model:
+def parsed(raw: bytes, wanted: Wanted) -> Parsed:
+    if wanted is Wanted.MODEL:
         return Parsed(model=named(raw))
     try:
         fields = parse(raw)
     except BodyError as error:
         return Parsed(refusal=str(error))
-    xargs = None if fields.xargs is None else _spans(raw, fields.xargs)
-    return Parsed(_spans(raw, fields.values), xargs)
+    xargs = None if fields.xargs is None else _spans(raw, fields.xargs, prompt=False)
+    return Parsed(_spans(raw, fields.values, prompt=wanted is Wanted.PROMPT), xargs)
 
 
-def _spans(raw: bytes, values: Mapping[str, msgspec.Raw]) -> list[Field]:
+def _spans(raw: bytes, values: Mapping[str, msgspec.Raw], *, prompt: bool) -> list[Field]:
     start = _address(raw)
-    found = []
+    found, left = [], LOOKED_AT
     for name, value in values.items():
-        at = _address(value) - start
-        known = shape(name, value) if is_long(value) else None
-        found.append(Field(name, at, at + len(memoryview(value)), known))
+        at, nbytes = _address(value) - start, len(memoryview(value))
+        field = Field(name, at, at + nbytes, shape(name, value) if is_long(value) else None)
+        if prompt and is_long(value) and name in PASSED_ON and nbytes <= left:
+            field.texts = read_prompt(name, value)
+            left -= nbytes
+        if field.shape is not None and name == "messages":
+            field.shape = msgspec.structs.replace(field.shape, only_text=only_text(value))
+        found.append(field)
     return found
 
 
@@ -81,8 +101,8 @@ def read(source: IO[bytes], nbytes: int) -> bytes:
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until the parent closes its end of the pipe."""
     while head := source.read(REQUEST.size):
-        only_model, nbytes = REQUEST.unpack(head)
-        answer = msgspec.msgpack.encode(parsed(read(source, nbytes), only_model=only_model))
+        wanted, nbytes = REQUEST.unpack(head)
+        answer = msgspec.msgpack.encode(parsed(read(source, nbytes), Wanted(wanted)))
         sink.write(ANSWER.pack(len(answer)) + answer)
         sink.flush()
 

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from kv_connector.router.bodies.fields import Shapes
-from kv_connector.router.engines.messages import PICTURE, Message, Picture, Segment, segments, text
+from kv_connector.router.bodies.fields import Shapes, is_nothing
+from kv_connector.router.bodies.messages import LOOKED_AT, PICTURE, Message, Picture, Segment, Texts
 
 # About 256 tokens of text, which a GPU computes in milliseconds. Shorter hits are not worth counting.
 PREFIX_BYTES = 1024
 
-# Bytes of a prompt that are hashed. Prompts that differ only behind them count as equal.
-_LOOKED_AT = 1 << 20
+# Most prefixes of one prompt: those of LOOKED_AT bytes, and as many that end with a message. Each takes 80
+# bytes of memory, so all take 160 KiB at most, and 0.5 us to hash.
+_MOST_PREFIXES = 2 * LOOKED_AT // PREFIX_BYTES
 
 # Average of common tokenizers for English text, used until answers give a better value.
 PRIOR_BYTES_PER_TOKEN = 4.0
@@ -39,8 +40,9 @@ _FIELD = {
     "/v1/messages": "messages",
     "/v1/responses": "input",
 }
-# Fields that templates put before the prompt.
-_BEFORE = ("tools", "system", "instructions")
+# Fields that templates put before the prompt, besides `system`.
+_BEFORE = ("tools", "instructions")
+_SYSTEM = "system"
 # If one of these fields differs, the same prompt has other KV, or other tokens. How the answer is sampled
 # does not matter, nor which part of it is returned.
 _ELSE = (
@@ -53,6 +55,7 @@ _ELSE = (
     "reasoning_effort",
     "reasoning",
     "thinking",
+    "output_config",
     "media_io_kwargs",
     "mm_processor_kwargs",
     "previous_response_id",
@@ -80,44 +83,68 @@ class _Chain:
     Python's hash() is keyed by this process, and takes 0.45 us for 1 KiB (Intel Xeon, 2026-11-29).
     """
 
-    def __init__(self, last: int, size: int = 0) -> None:
+    def __init__(self, last: int, size: int = 0, most: int = _MOST_PREFIXES) -> None:
         self.last = last
         self.size = size
         self.rest = b""
         self.prefixes: list[int] = []
         self.ends: list[int] = []
+        self.pictures = False
+        self._most = most
 
     def add(self, data: bytes) -> None:
         """Adds bytes that a later prompt may continue: only whole pieces become prefixes."""
-        before = self.size - len(self.rest)
+        begin = self.size - len(self.rest)
         self.size += len(data)
-        data = self.rest + data if self.rest else data
-        whole = max(0, min(len(data), _LOOKED_AT - before)) // PREFIX_BYTES * PREFIX_BYTES
-        for at in range(0, whole, PREFIX_BYTES):
-            self._put(data[at : at + PREFIX_BYTES], before + at + PREFIX_BYTES)
+        if self.rest:
+            data = self.rest + data
+        whole = max(0, min(len(data), LOOKED_AT - begin)) // PREFIX_BYTES * PREFIX_BYTES
+        self._put(data, whole, begin)
         # Behind the limit, no more prefixes follow.
         self.rest = data[whole:] if len(data) - whole < PREFIX_BYTES else b""
 
     def close(self) -> None:
         """Makes a prefix end here: the next bytes belong to another message."""
-        if self.rest and self.size <= _LOOKED_AT:
-            self._put(self.rest, self.size)
+        if self.rest and self.size <= LOOKED_AT:
+            self._end(self.rest)
         self.rest = b""
 
     def message(self, message: list[Segment]) -> None:
+        """Adds a message behind a closed one."""
         for segment in message:
             if isinstance(segment, Picture):
+                self.pictures = True
                 self.close()
-                self.size += _PICTURE_BYTES
-                self._put(segment, self.size)
-            else:
+                self.size += min(segment.nbytes, _PICTURE_BYTES)
+                self._end(segment)
+            elif self.rest or self.size + len(segment) > LOOKED_AT or len(message) > 1:
                 self.add(segment)
+            else:  # the same in one step
+                self._put(segment, len(segment), self.size)
+                self.size += len(segment)
         self.close()
 
-    def _put(self, piece: bytes, end: int) -> None:
-        self.last = hash((self.last, piece))
-        self.prefixes.append(self.last)
-        self.ends.append(end)
+    def _put(self, data: bytes, length: int, begin: int) -> None:
+        """Adds prefixes that end with the pieces of so many bytes of ``data``, which are behind ``begin``
+        bytes of the prompt."""
+        last, prefixes, ends = self.last, self.prefixes, self.ends
+        stop = min(length, PREFIX_BYTES * (self._most - len(prefixes)))
+        end = begin
+        for at in range(0, stop, PREFIX_BYTES):
+            last = hash((last, data[at : at + PREFIX_BYTES]))
+            end += PREFIX_BYTES
+            prefixes.append(last)
+            ends.append(end)
+        if end > begin + length:  # the last piece is shorter
+            ends[-1] = begin + length
+        self.last = last
+
+    def _end(self, piece: Segment) -> None:
+        """Adds a prefix that ends here, with this piece."""
+        if len(self.prefixes) < self._most:
+            self.last = hash((self.last, piece))
+            self.prefixes.append(self.last)
+            self.ends.append(self.size)
 
 
 @dataclass(frozen=True)
@@ -156,11 +183,6 @@ class Prompt:
         its values. 25 KiB in 18 messages take 0.09 ms (Intel Xeon, busy, 2026-11-29)."""
         name = _FIELD.get(path, "prompt")
         raw = body.get(name, msgspec.Raw())
-        before = [body[key] for key in _BEFORE if body.get(key)]
-        head = msgspec.json.encode([_beginning(value) for value in before]) if before else b""
-        unseen = sum(
-            len(memoryview(value)[_LOOKED_AT:]) for value in before if isinstance(value, msgspec.Raw)
-        )
         whole = memoryview(raw)
 
         def known(key: str) -> Any:
@@ -172,26 +194,30 @@ class Prompt:
         tokens = shapes.of(name, raw).tokens
         model = body.get("model")
         chain = _Chain(hash(msgspec.json.encode([path, *map(known, _ELSE)])))
-        chain.add(head)
-        chain.close()
-        looked_at = bytes(whole[:_LOOKED_AT])
-        pictures = tokens is None and PICTURE in looked_at
-        form = _add(chain, path, looked_at) if tokens is None and len(whole) <= _LOOKED_AT else ""
-        if not form and pictures:
-            chain.size += looked_at.count(PICTURE) * _PICTURE_BYTES
-        elif not form:
-            # The last byte closes a list or a string. If the prompt has grown, another byte stands there.
-            inside = looked_at[:-1] if len(whole) <= _LOOKED_AT else looked_at
-            chain.add(inside)
-            chain.size += len(whole) - len(inside)
-            if tokens is not None and len(whole) <= _LOOKED_AT:
-                form = _separator(looked_at)
+        unseen = _add_head(chain, body, shapes)
+        texts = shapes.texts(name, raw) if tokens is None else None
+        form = ""
+        if texts is not None:
+            _add(chain, texts)
+            form = texts.form
+        else:
+            looked_at = bytes(whole[:LOOKED_AT])
+            if tokens is None and PICTURE in looked_at:
+                chain.pictures = True
+                chain.size += min(len(whole), looked_at.count(PICTURE) * _PICTURE_BYTES)
+            else:
+                # The last byte closes a list or a string. If the prompt has grown, another byte stands there.
+                inside = looked_at[:-1] if len(whole) <= LOOKED_AT else looked_at
+                chain.add(inside)
+                chain.size += len(whole) - len(inside)
+                if tokens is not None and len(whole) <= LOOKED_AT:
+                    form = _separator(looked_at)
         return cls(
             model if isinstance(model, str) else "",
             chain.size + unseen,
             tokens,
             tuple(chain.prefixes),
-            pictures,
+            chain.pictures,
             tuple(chain.ends),
             Tail(chain.last, chain.rest if form else b"", form),
         )
@@ -216,7 +242,7 @@ class Prompt:
         behind token ids. If the answer does not fit the prompt, the result is the prompt itself.
         """
         last, rest, form = self.tail
-        chain = _Chain(last, self.size)
+        chain = _Chain(last, self.size, _MOST_PREFIXES - len(self.prefixes))
         chain.rest = rest
         tokens = None
         match answer:
@@ -241,21 +267,32 @@ class Prompt:
         )
 
 
-def _add(chain: _Chain, path: str, raw: bytes) -> str:
-    """Adds a prompt as it reads. Returns its form; "": it cannot be read so."""
-    if path == "/v1/completions":
-        if (said := text(raw)) is None:
-            return ""
-        chain.add(said.encode(errors="replace"))
-        return "text"
-    messages = segments(raw)
-    if messages is None and path == "/v1/responses" and (said := text(raw)) is not None:
-        messages = [[Message(role="user", content=said).encode()]]
-    if messages is None:
-        return ""
-    for message in messages:
+def _add_head(chain: _Chain, body: Mapping[str, Any], shapes: Shapes) -> int:
+    """Adds what stands before the prompt. Returns the bytes that are not looked at."""
+    before = [body[key] for key in _BEFORE if body.get(key)]
+    system = body.get(_SYSTEM)
+    texts = None
+    if isinstance(system, msgspec.Raw) and not is_nothing(system):
+        texts = shapes.texts(_SYSTEM, system)
+        if texts is None:
+            before.append(system)
+    if before:
+        chain.add(msgspec.json.encode([_beginning(value) for value in before]))
+        chain.close()
+    if texts is not None:
+        _add(chain, texts)
+    return sum(len(memoryview(value)[LOOKED_AT:]) for value in before if isinstance(value, msgspec.Raw))
+
+
+def _add(chain: _Chain, texts: Texts) -> None:
+    """Adds a prompt as it reads."""
+    if texts.form == "text":
+        (text,) = texts.messages[0]
+        assert isinstance(text, bytes)
+        chain.add(text)
+        return
+    for message in texts.messages:
         chain.message(message)
-    return "messages"
 
 
 def _is_cut(path: str, body: Mapping[str, Any]) -> bool:
@@ -313,4 +350,4 @@ def bytes_per_token(prompt: Prompt, tokens: int) -> float:
 
 def _beginning(value: Any) -> Any:
     """Cuts a long value to the bytes that prefixes are made of."""
-    return msgspec.Raw(memoryview(value)[:_LOOKED_AT]) if isinstance(value, msgspec.Raw) else value
+    return msgspec.Raw(memoryview(value)[:LOOKED_AT]) if isinstance(value, msgspec.Raw) else value

@@ -93,7 +93,7 @@ def create_app(settings: Settings) -> Starlette:
     status = Status(members, metrics, incidents, details=settings.status_details)
     page = Page.load()
     limits = Limits(settings.requests, settings.body_budget)
-    parser = BodyParser()
+    parser = BodyParser(prompts=dispatcher.parts.learns)
     registry = Registry(
         members,
         dispatcher.parts.calls.reasons,
@@ -138,7 +138,7 @@ def create_app(settings: Settings) -> Starlette:
 
     async def forward(request: Request) -> Response:
         reply = await forward_any(request)
-        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
+        return _response(Failure(reply.status, reply.body, reply.content_type, reply.retry_after))
 
     async def openapi(request: Request) -> Response:
         """Returns a decode engine's description of its routes, without the routes that the router does not
@@ -148,7 +148,7 @@ def create_app(settings: Settings) -> Starlette:
             described = json.loads(reply.body)
             described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
             return JSONResponse(described)
-        return Failure(reply.status, reply.body, reply.content_type, reply.retry_after).response()
+        return _response(Failure(reply.status, reply.body, reply.content_type, reply.retry_after))
 
     async def status_page(_: Request) -> Response:
         return HTMLResponse(page.html, headers=page.headers)
@@ -253,7 +253,7 @@ class Completions:
                 logger.info("a client disconnected while it sent a request to %s", self._path)
             except Exception as error:
                 failed = client_failure(error, request_id)
-                status, response = failed.status, failed.response()
+                status, response = failed.status, _response(failed)
                 response.headers["x-request-id"] = request_id
                 await response(scope, receive, send)
             finally:
@@ -450,10 +450,15 @@ def _request_id(request: Request) -> str:
     return uuid.uuid4().hex
 
 
+def _response(failed: Failure) -> Response:
+    headers = {} if failed.retry_after is None else {"retry-after": failed.retry_after}
+    return Response(failed.body, failed.status, headers, media_type=failed.content_type)
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. This router serves {', '.join(SERVED)}"
-    response = failure(error.status_code, "invalid_request_error", message).response()
+    response = _response(failure(error.status_code, "invalid_request_error", message))
     response.headers.update(error.headers or {})  # Allow, with a 405
     return response
 
@@ -464,4 +469,4 @@ async def _left(_: Request, __: Exception) -> Response:
 
 async def _failure(_: Request, error: Exception) -> Response:
     assert isinstance(error, Failure)
-    return error.response()
+    return _response(error)

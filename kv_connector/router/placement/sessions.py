@@ -5,14 +5,21 @@ where a prompt is too short for a prefix, or where a client changed what it repe
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 from kv_connector.router.engines.endpoint import Endpoint
 
-# The client's name for a conversation: a header, then fields of OpenAI's API, from the most specific on.
+# The client's name for a conversation: a header, then fields of OpenAI's API, from the most specific on. The
+# last is a field of Anthropic's API, in which Claude Code names its session.
 SESSION_HEADER = "x-session-id"
 _FIELDS = ("prompt_cache_key", "user")
+_USER_ID = "metadata.user_id"
+# The same name with another model or another salt is another conversation: the two share no KV, and tenants
+# may choose the same names.
+_SCOPE = ("model", "cache_salt")
 
 # Sessions that are remembered, the latest ones. Each takes 230 bytes, so all take 15 MB.
 MOST_SESSIONS = 1 << 16
@@ -20,12 +27,18 @@ MOST_SESSIONS = 1 << 16
 
 def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> int | None:
     """Returns the key of the request's session; None if the client names none."""
-    if name := headers.get(SESSION_HEADER):
-        return hash((SESSION_HEADER, name))
-    for field in _FIELDS:
-        if isinstance(name := body.get(field), str) and name:
-            return hash((field, name))
+    for field, name in _names(headers, body):
+        if isinstance(name, str) and name:
+            return hash((field, name, *(msgspec.json.encode(body.get(key)) for key in _SCOPE)))
     return None
+
+
+def _names(headers: Mapping[str, str], body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield SESSION_HEADER, headers.get(SESSION_HEADER)
+    for field in _FIELDS:
+        yield field, body.get(field)
+    metadata = body.get("metadata")
+    yield _USER_ID, metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
 class Sessions:

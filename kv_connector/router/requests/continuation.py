@@ -91,9 +91,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
 }
-# Most bytes of a chat's messages that are read. A million tokens of text are 4 MiB; as objects, 4 MiB of `{}`
-# are 60 MiB.
-_LONGEST_LOOKED_AT = 4 << 20
 # vLLM's default for a completion.
 _MAX_TOKENS = 16
 
@@ -116,36 +113,6 @@ def stay_reason(path: str, completion: Completion) -> str | None:
     if not _KNOWN.issuperset(body) or not all(isinstance(count, int | None) for count in counts):
         return "other_key"
     return None
-
-
-class _Part(msgspec.Struct):
-    type: str
-
-
-class _Message(msgspec.Struct):
-    content: str | list[str | _Part] | None = None
-
-
-def only_text(completion: Completion) -> bool:
-    """Returns whether a chat's messages are text alone: the token ids of all pictures are alike.
-
-    A chat of 26,000 words takes 50 us.
-    """
-    messages = completion.body.get("messages")
-    if messages is None:
-        return True
-    if len(memoryview(messages)) > _LONGEST_LOOKED_AT:
-        return False
-    try:
-        parts = [
-            part
-            for message in msgspec.json.decode(messages, type=list[_Message])
-            if isinstance(message.content, list)
-            for part in message.content
-        ]
-    except UNREADABLE:
-        return False
-    return all(isinstance(part, str) or part.type in ("text", "input_text", "refusal") for part in parts)
 
 
 def tokens_left(path: str, completion: Completion, said: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.engines.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import Function, Message, ToolCall
 from kv_connector.router.failure import UNREADABLE
 from kv_connector.router.requests.events import END, data_of
 from kv_connector.router.requests.token_counts import cached_tokens, prompt_tokens

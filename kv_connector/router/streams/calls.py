@@ -358,7 +358,7 @@ def _what_broke(error: Exception) -> str:
             return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
             return "accepts no connection"
-        case msgspec.MsgspecError() | UnicodeDecodeError():
+        case msgspec.MsgspecError() | UnicodeDecodeError() | RecursionError():
             return "sent an unreadable answer"
         case _:
             return "broke off a request"

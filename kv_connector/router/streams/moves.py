@@ -35,7 +35,6 @@ from kv_connector.router.requests.continuation import (
     PATHS,
     Continuation,
     Tail,
-    only_text,
     stay_reason,
     tokens_left,
 )
@@ -78,7 +77,7 @@ class Request:
         self.to: Endpoint | None = None
         """Target that balancing has chosen for it."""
         self.moving = False
-        self.looked_at = False  # whether only_text() has been checked
+        self.looked_at = False  # whether the prompt has been looked at
 
     def new_running(self) -> Running:
         shows_ids = self.completion.body.get("return_token_ids") is True
@@ -260,7 +259,7 @@ class Moves:
         engine = request.running.engine
         if request.stays is None and not request.looked_at:
             request.looked_at = True
-            request.stays = None if only_text(request.completion) else "more_than_text"
+            request.stays = None if request.completion.only_text() else "more_than_text"
         if request.stays is not None:
             return request.stays
         if engine is None or not self._members.of_both_sides(engine):

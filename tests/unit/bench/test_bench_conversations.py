@@ -283,6 +283,7 @@ END = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
         ((WORD, b"data: {nonsense\n\n"), "failed turns, malformed answer: 3"),
         ((WORD, b'data: {"choices": [{"text": "\xff"}]}\n\n'), "failed turns, malformed answer: 3"),
         ((WORD, event(choices="none")), "failed turns, malformed answer: 3"),
+        ((WORD, b'data: {"x":' + b"[" * 100_000 + b"\n\n"), "failed turns, malformed answer: 3"),
         ((WORD, END), "failed turns, no usage: 3"),
     ],
 )

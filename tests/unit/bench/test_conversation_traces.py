@@ -55,6 +55,7 @@ def test_trace_is_read_up_to_the_limit_and_checked_to_its_end(tmp_path: Path) ->
     ("text", "words"),
     [
         ("nonsense", "line 2: JSON is malformed"),
+        ('{"x":' + "[" * 100_000, "line 2: maximum recursion depth exceeded"),
         ("", "line 2: Input data was truncated"),
         ("[1]", "line 2: Expected `object`"),
         ('{"timestamp": 1}', "line 2: Object missing required field `input_length`"),

@@ -33,6 +33,32 @@ def test_help_names_the_commands() -> None:
         assert command in output
 
 
+_WITHOUT_ROUTER = """
+import sys
+for name in ("aiohttp", "httptools", "starlette", "uvicorn", "uvloop"):
+    sys.modules[name] = None  # an import raises ImportError
+from kv_connector.cli.main import app
+app()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "shown"),
+    [
+        (["--version"], 0, __version__),
+        (["keygen", "--help"], 0, "keygen"),
+        (["router", "--registration", "127.0.0.1:1"], 2, "kv-connector[router]"),
+        (["verify", "http://127.0.0.1:1"], 2, "kv-connector[router]"),
+    ],
+)
+def test_cli_needs_the_packages_of_the_router_only_for_its_commands(
+    command: list[str], status: int, shown: str
+) -> None:
+    ran = subprocess.run([sys.executable, "-c", _WITHOUT_ROUTER, *command], capture_output=True, text=True)
+    assert ran.returncode == status
+    assert shown in "".join(one_line(ran.stdout + ran.stderr).split())
+
+
 def test_the_version_is_told_to_programs() -> None:
     assert run("--version") == (0, f"kv-connector {__version__}\n")
 

@@ -317,6 +317,7 @@ def test_a_side_that_cannot_be_read(tmp_path: Path, side: str, words: str) -> No
     [
         (None, "config.json does not exist. Give a model's directory, or its config.json"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is nested too deeply"),
         ("[]", "names no `architectures`"),
         ('{"model_type": "llama"}', "names no `architectures`"),
         ('{"architectures": []}', "(model_type None) is unknown"),

@@ -6,16 +6,17 @@ import json
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.control.membership import WorkloadReport
+from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.messages import Message
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.recent_work import RecentWork
@@ -513,6 +514,9 @@ def test_sessions_are_bounded_and_the_latest_stay() -> None:
         ({"x-session-id": "a"}, {"user": "b"}, ({"x-session-id": "a"}, {"prompt_cache_key": "c"})),
         ({}, {"prompt_cache_key": "a", "user": "b"}, ({}, {"prompt_cache_key": "a"})),
         ({}, {"user": "b"}, ({"x-session-id": ""}, {"user": "b", "prompt_cache_key": 7})),
+        ({}, {"user": "b", "metadata": {"user_id": "c"}}, ({}, {"user": "b"})),
+        ({}, {"metadata": {"user_id": "c"}}, ({}, {"metadata": {"user_id": "c", "x": 1}, "user": ""})),
+        ({}, {"user": "b", "cache_salt": None}, ({}, {"user": "b"})),
     ],
 )
 def test_session_is_named_by_the_header_then_by_fields(
@@ -521,3 +525,25 @@ def test_session_is_named_by_the_header_then_by_fields(
     assert session_of(headers, body) == session_of(*like) is not None
     assert session_of({}, {}) is None
     assert session_of({}, {"user": "a"}) != session_of({}, {"prompt_cache_key": "a"})
+
+
+@pytest.mark.parametrize("headers", [{"x-session-id": "a"}, {}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "another"},
+        {"model": {"not": "a name"}},
+        {"cache_salt": "tenant"},
+        {"cache_salt": msgspec.Raw(b'"%s"' % (b"x" * 5000))},
+    ],
+)
+def test_session_belongs_to_one_model_and_one_tenant(headers: dict[str, str], other: dict[str, Any]) -> None:
+    plain = {"model": "m", "user": "a"}
+    assert session_of(headers, plain) != session_of(headers, {**plain, **other})
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, "a", ["user_id"], {"user_id": 7}, msgspec.Raw(b'{"user_id":"a"}')]
+)
+def test_session_has_no_name_in_odd_metadata(metadata: Any) -> None:
+    assert session_of({}, {"metadata": metadata}) is None

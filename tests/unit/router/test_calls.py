@@ -65,7 +65,8 @@ class Site:
         self.pools = {side: Pool() for side in Side}
         engines = {Side.PREFILL: [prefill], Side.DECODE: [decode]}
         self.members = Members(self.pools, engines, Incidents(), suspect=3.0, dead=5.0)
-        self.calls = Calls(client, self.members, Metrics(), Incidents(), Spans.to(None))
+        self.incidents = Incidents()
+        self.calls = Calls(client, self.members, Metrics(), self.incidents, Spans.to(None))
 
     def state(self, side: Side) -> State:
         (state,) = self.members.states()[side].values()
@@ -106,11 +107,13 @@ async def test_refusal_counts_against_the_engine_from_status_500_on(status: int,
         assert s.state(Side.PREFILL) is (State.FAILING if blamed else State.READY)
 
 
-async def test_unreadable_prefill_answer_is_a_failure_of_the_engine() -> None:
-    async with site(answering(b"<html>"), UNUSED) as s:
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", b'{"x":' + b"[" * 100_000])
+async def test_unreadable_prefill_answer_is_a_failure_of_the_engine(body: bytes) -> None:
+    async with site(answering(body), UNUSED) as s:
         with s.pools[Side.PREFILL].lease(s.prefill) as lease, pytest.raises(EngineFailure) as raised:
             await s.calls.prefill(lease, b"{}", CALL)
         assert raised.value.blamed == {Side.PREFILL: s.prefill}
+        assert [one.what for one in s.incidents.latest()] == ["sent an unreadable answer"]
 
 
 async def test_engine_that_takes_no_connection_gets_no_further_requests() -> None:

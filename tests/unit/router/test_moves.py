@@ -25,7 +25,7 @@ from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.requests.continuation import only_text, stay_reason, tokens_left
+from kv_connector.router.requests.continuation import stay_reason, tokens_left
 from kv_connector.router.streams.moves import Moves
 from kv_connector.router.streams.running import Running
 
@@ -658,7 +658,7 @@ def test_a_request_says_whether_it_may_move(more: dict[str, Any], reason: str | 
 )
 def test_a_chat_with_more_than_text_is_told_apart(content: Any, text: bool) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    assert only_text(Completion.decode(body)) is text
+    assert Completion.decode(body).only_text() is text
 
 
 # --- Ids in events

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from router_setup import answer_ok, cluster, within
 
-from kv_connector.router.bodies import body_parser, fields, parser_process
+from kv_connector.router.bodies import body_parser, fields, messages, parser_process
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import LONGEST_READ, SLICE, Content, Pieces, encode, named
-from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, parsed, serve
+from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, Wanted, parsed, serve
 from kv_connector.router.engines.client import _Payload
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
@@ -48,6 +48,13 @@ BODIES: dict[str, bytes] = {
     "byte order mark": b'\xef\xbb\xbf{"prompt":"%s"}' % LETTERS,
     "documents": b'{"prompt":"%s","documents":["%s"]}' % (b"p" * 5000, LETTERS),
     "spaces": b' \n{"prompt":\t[%s"a"] }\r\n' % (b" " * 100_000),
+    "system": b'{"system":[{"type":"text","text":"%s"}],"messages":[]}' % LETTERS,
+    "text of a response": b'{"input": "%s\\n"}' % LETTERS,
+    "agent": b'{"messages":[{"role":"user","content":[{"type":"tool_result","content":"%s"}]}]}' % LETTERS,
+    "picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","x":";base64,%s"}]}]}' % LETTERS,
+    "text with a picture's mark": b'{"messages":[{"role":"user","content":";base64,%s"}]}' % LETTERS,
+    "many messages": b'{"messages":[%s{"role":"user","content":"x"}]}' % (b'{"role":"user"},' * 2100),
+    "odd messages": b'{"messages":["%s"]}' % LETTERS,
     "nested": b'{"prompt":"x","metadata":%s%s}' % (b"[" * 500, b"]" * 500),
 }
 REFUSED: dict[str, bytes] = {
@@ -81,6 +88,9 @@ async def child(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodyParser]:
     await parser.close()
 
 
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+
+
 def joined(body: Content) -> bytes:
     return b"".join(body.parts) if isinstance(body, Pieces) else body
 
@@ -91,7 +101,8 @@ def seen(completion: Completion) -> list[Any]:
         completion.local_reason(),
         completion.late_reason(),
         completion.model,
-        *(completion.prompt(path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")),
+        completion.only_text(),
+        *((prompt, prompt.ends, prompt.tail) for prompt in map(completion.prompt, PATHS)),
         joined(completion.local_body(ids=True)),
         joined(completion.prefill_body("t", serial=False, early=True)),
         joined(completion.decode_body({"a": 1})),
@@ -137,19 +148,44 @@ async def test_long_body_is_parsed_by_the_child_alone(monkeypatch: pytest.Monkey
         note(value)
         return look(name, value)
 
+    def count_read(name: str, value: msgspec.Raw) -> messages.Texts | None:
+        note(value)
+        return messages.read(name, value)
+
+    def count_searched(value: msgspec.Raw) -> bool:
+        note(value)
+        return messages.only_text(value)
+
     monkeypatch.setattr(msgspec.json, "decode", count_decoded)
+    monkeypatch.setattr(fields, "read", count_read)
+    monkeypatch.setattr(fields, "only_text", count_searched)
     monkeypatch.setattr(fields, "shape", count_looked_at)
     parser = BodyParser()
     for prompt in (b'["%s"]' % (b"a" * LONG), b"[%s1]" % (b"1," * LONG), b"[%s1]" % (b"{}," * LONG)):
-        raw = b'{"n":1,"prompt":%s,"documents":%s,"prompt_embeds":%s}' % (prompt, prompt, prompt)
-        completion = Completion.of_fields(await parser.fields(raw))
-        completion.local_reason()
-        completion.prompt("/v1/completions")
-        completion.prefill_body("t", serial=False)
-        completion.decode_body({})
+        raw = b",".join(
+            b'"%s":%s' % (name, prompt)
+            for name in (b"prompt", b"messages", b"input", b"system", b"documents", b"prompt_embeds")
+        )
+        raw = b'{"n":1,%s}' % raw
+        for path in PATHS:
+            completion = Completion.of_fields(await parser.fields(raw))
+            completion.local_reason()
+            completion.prompt(path)
+            completion.only_text()
+            completion.prefill_body("t", serial=False)
+            completion.decode_body({})
         assert await parser.model(raw) is None
     await parser.close()
     assert 0 < longest <= LONGEST_READ
+
+
+def test_child_reads_a_bounded_part_of_the_prompts() -> None:
+    """The texts wait in the router's memory until the request is placed."""
+    long = b'"%s"' % (b"a" * (700 << 10))
+    raw = b'{"prompt":%s,"input":%s,"messages":"%s"}' % (long, long, LETTERS)
+    found = {field.name: field.texts is not None for field in parsed(raw, Wanted.PROMPT).fields}
+    assert found == {"prompt": True, "input": False, "messages": False}
+    assert all(field.texts is None for field in parsed(raw, Wanted.FIELDS).fields)
 
 
 def test_legs_share_the_bytes_of_a_long_body() -> None:
@@ -353,8 +389,9 @@ async def test_signal_to_all_processes_of_a_service_leaves_the_child(child: Body
 
 def test_child_ends_when_its_parent_does() -> None:
     sink = io.BytesIO()
-    serve(io.BytesIO(REQUEST.pack(False, 2) + b"{}" + REQUEST.pack(True, 11) + b'{"model":1}'), sink)
+    asked = REQUEST.pack(Wanted.FIELDS, 2) + b"{}" + REQUEST.pack(Wanted.MODEL, 11) + b'{"model":1}'
+    serve(io.BytesIO(asked), sink)
     found = sink.getvalue()
     (nbytes,) = ANSWER.unpack(found[: ANSWER.size])
     answer = msgspec.msgpack.decode(found[ANSWER.size : ANSWER.size + nbytes], type=Parsed)
-    assert answer == parsed(b"{}", only_model=False)
+    assert answer == parsed(b"{}", Wanted.FIELDS)

@@ -132,6 +132,7 @@ def test_conversations_share_their_tools() -> None:
         ("chat_template_kwargs", {"enable_thinking": False}),
         ("documents", [{"title": "a"}]),
         ("reasoning_effort", "high"),
+        ("output_config", {"effort": "high"}),
         ("add_special_tokens", False),
         ("mm_processor_kwargs", {"fps": 1}),
     ],

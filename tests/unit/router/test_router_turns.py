@@ -1,13 +1,14 @@
 """The prompt of a conversation's next turn: which prefixes it shares with the turn before and its answer."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.engines.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import Function, Message, ToolCall
 from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.requests.completion import Completion
 
@@ -198,3 +199,82 @@ def test_prompt_that_is_no_list_of_messages_is_hashed_as_it_came(raw: bytes) -> 
     seen = Completion.decode(b'{"model": "m", "messages": %s}' % raw).prompt(CHAT)
     assert seen.followed_by(Message(role="assistant", content="x")) is seen
     assert seen.size == len(raw)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.15.d3f; cc_entrypoint=cli; cch=%s;"
+
+
+def blocks(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda n: blocks(BILLING % n, "You are Claude Code.", LONG),
+        lambda n: blocks("You are Claude Code.", BILLING % n, LONG),
+        lambda n: blocks(f"{BILLING % n}\nMore of the header.", "You are Claude Code.", LONG),
+        lambda n: f"{BILLING % n}\nYou are Claude Code.{LONG}",
+    ],
+)
+def test_billing_header_of_claude_code_leaves_the_conversation_as_it_is(system: Callable[[str], Any]) -> None:
+    """vLLM does not render the header, which differs in each request."""
+    one = prompt(MESSAGES, system=system("00000"), messages=[user("Hi")])
+    two = prompt(MESSAGES, system=system("a1b2c"), messages=[user("Hi"), user("Why?")])
+    assert whole(one, two)
+    assert one == prompt(MESSAGES, system="You are Claude Code." + LONG, messages=[user("Hi")])
+
+
+@pytest.mark.parametrize("system", [blocks(BILLING % 1), "", [], None, blocks("")])
+def test_system_prompt_of_nothing_is_none(system: Any) -> None:
+    assert prompt(MESSAGES, system=system, messages=[user("Hi")]) == prompt(MESSAGES, messages=[user("Hi")])
+
+
+@pytest.mark.parametrize("content", [lambda text: text, lambda text: blocks(*text.split("\n", 1))])
+def test_billing_header_in_a_system_message_is_left_out(content: Callable[[str], Any]) -> None:
+    def seen(number: int, role: str) -> Prompt:
+        first = {"role": role, "content": content(f"{BILLING % number}\nYou are Claude Code.")}
+        return prompt(CHAT, messages=[first, user("Hi")])
+
+    assert whole(seen(1, "system"), seen(2, "system"))
+    assert shared(seen(1, "user"), seen(2, "user")) == 0, "vLLM renders it in a message of a user"
+
+
+@pytest.mark.parametrize("system", [{"text": LONG}, [LONG], [[LONG]], 7, [{"text": LONG}]])
+def test_system_prompt_of_another_shape_is_hashed_as_it_came(system: Any) -> None:
+    one, two = (prompt(MESSAGES, system=of, messages=[user("Hi")]) for of in (system, "You are Claude Code."))
+    assert shared(one, two) == 0
+    assert one.size > len(json.dumps(system))
+
+
+def test_turns_of_an_agent_match_although_the_mark_of_its_cache_moves() -> None:
+    """Claude Code marks the last message of each request."""
+
+    def result(number: int, *, marked: bool) -> dict[str, Any]:
+        block: dict[str, Any] = {"type": "tool_result", "tool_use_id": f"toolu_{number}", "content": LONG}
+        return user([{**block, "cache_control": {"type": "ephemeral"}} if marked else block])
+
+    def call(number: int) -> dict[str, Any]:
+        use = {"type": "tool_use", "id": f"toolu_{number}", "name": "Read", "input": {"path": f"{number}"}}
+        return {"role": "assistant", "content": [{"type": "text", "text": "Reading."}, use]}
+
+    one = prompt(MESSAGES, messages=[user("Look!"), call(1), result(1, marked=True)])
+    two = prompt(
+        MESSAGES,
+        messages=[user("Look!"), call(1), result(1, marked=False), call(2), result(2, marked=True)],
+    )
+    assert whole(one, two)
+    other = prompt(MESSAGES, messages=[user("Look!"), call(2), result(1, marked=True)])
+    assert shared(one, other) == one.bytes_of(1)
+
+
+def test_picture_of_anthropics_api_counts_like_any_other() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "A" * 100_000}
+    seen = prompt(MESSAGES, messages=[user([{"type": "image", "source": source}])])
+    assert seen.pictures
+    assert seen.size < 5000
+    tiny = prompt(MESSAGES, messages=[user([{"type": "image", "source": {**source, "data": "A"}}])])
+    assert tiny.size < 200, "a client could make a prompt of millions of tokens from them"
+    said = prompt(MESSAGES, messages=[user([{"type": "text", "text": '{"type":"base64"} ;base64, ' * 1000}])])
+    assert not said.pictures
+    assert said.size > 20_000

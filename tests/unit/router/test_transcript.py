@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.engines.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import Function, Message, ToolCall
 from kv_connector.router.requests.transcript import MOST_IN_ALL, Budget, Said, Transcript
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
