@@ -20,7 +20,7 @@ from kv_connector.router.front.app import create_app
 
 # Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
 # test.
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
