@@ -211,12 +211,11 @@ class WeightReceiver:
             self._run(self._landing.receive(now, received.source, received.message))
 
     def readable(self, now: float) -> None:
-        del now
         for event in self._engine.poll_events():
             if event.kind is EventKind.COUNTERS_REACHED and event.id in self._counters:
                 self._run(self._landing.reached(self._counters[event.id]))
             elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
-                self._run(self._landing.peer_lost(event.id, str(event.error or "it has left")))
+                self._landing.peer_lost(now, event.id, str(event.error or "it has left"))
 
     def tick(self, now: float) -> float | None:
         self._run(self._landing.tick(now))
