@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,9 @@ from kv_connector.weights.writer import Send, Writer
 logger = logging.getLogger("kv_connector")
 
 _RETRY_S = 0.2
+# Limit for a TCP connection to an engine that was lost. A kernel answers within a round trip, even for a
+# process that is busy. An engine that is gone costs each push this time at most.
+_PRESENT_S = 1.0
 # A worker needs up to 2 ms a tensor to record its model's loaders, and large models have 37,000 tensors.
 RECORD_S = 180.0
 
@@ -135,6 +139,17 @@ class Joining:
         assert isinstance(here, WorkersAre)
         self._links.watch(engine.link)
         return here.workers
+
+    def reach_again(self, engine: TargetEngine) -> None:
+        """Makes a new link to the controller, if its machine and process still take connections. Raises
+        LinkError."""
+        address = engine.address
+        try:
+            socket.create_connection((address.host, address.port), _PRESENT_S).close()
+        except OSError as error:
+            gone = f"it takes no connections ({error.strerror or error}): it gets the next version"
+            raise LinkError(f"{address}: {gone}") from None
+        self.reach(engine)
 
     def join(self, worker: TargetWorker) -> None:
         """Makes a session with the worker. Raises PushError.

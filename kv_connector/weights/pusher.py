@@ -366,7 +366,7 @@ class WeightPusher:
                 continue
             try:
                 if engine.link is not None and engine.link.over:
-                    self._joining.reach(engine)
+                    self._joining.reach_again(engine)
                 if engine.link is not None:
                     self._news.carry(engine.link)
                 for worker in engine.workers:

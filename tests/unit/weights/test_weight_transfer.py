@@ -204,7 +204,9 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
             next(engine.workers[missing].take(version))
 
 
-def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
+def test_an_engine_that_dies_costs_only_itself(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = TensorSource(drawn(3))
     addresses = [engine.address for engine in engines]
     with WeightPusher(source, addresses, apply=lambda _: None) as pusher:
@@ -218,6 +220,13 @@ def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
         assert engines[1].address in str(failed.value)
         assert engines[0].address not in str(failed.value)
         engines[0].assert_has("2", 3)
+        # No answer is awaited of an engine that is gone.
+        with monkeypatch.context() as patch:
+            patch.setattr(pusher._joining, "reach", None)
+            update = pusher.push("2 again")
+        with pytest.raises(PushError, match=r"it takes no connections \(Connection refused\)"):
+            update.wait("landed", PATIENCE)
+        engines[0].assert_has("2 again", 3)
         # The engine comes back at its old address, without weights, and takes the next versions.
         engines[1] = Engine("tcp", ports=engines[1].ports)
         pusher.push("3").wait("landed", PATIENCE)
