@@ -50,6 +50,7 @@ class TargetWorker:
     number: int  # receiver number in the plan, among all workers of all engines
     link: Link | None = None
     peer: int = -1
+    lane: str = ""
     region: int = -1
     offsets: tuple[int, ...] = ()
     senders: int = 0
@@ -208,7 +209,8 @@ class Joining:
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         if worker.link is not None:
             self._writer.fence(worker.peer)  # of the link that has ended
-        worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
+        worker.link, worker.peer, worker.lane = link, shaken.peer, joined.lane
+        worker.offsets = joined.offsets
         if self.cancelled:
             self._end(worker, self.cancelled)
             raise PushError(self.cancelled)

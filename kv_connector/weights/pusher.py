@@ -20,13 +20,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
+from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
-from kv_connector.engine import EngineConfig
+from kv_connector.engine import EngineConfig, TransferError
 from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
@@ -149,6 +151,7 @@ class WeightPusher:
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
         placed = place_nics(device_of(source.device), providers=chosen, nics=tuple(nics))
         self._engine = TransferEngine(EngineConfig(self._name, domains_of(chosen, data_host, placed)))
+        self._link_watch = LinkWatch(self._engine)
         self._writer = Writer(self._engine, source, staging_bytes)
         self._news = VersionNews(
             source.rank, self._engines, self._writer, key, self._timeouts, self._name, apply
@@ -314,7 +317,14 @@ class WeightPusher:
         self._write_all(awaited)
         self._writer.finish()
         self._write_all({})  # only the reasons of links that broke meanwhile are awaited
+        self._look_at_links()
         return update
+
+    def _look_at_links(self) -> None:
+        """Logs the links to workers that broke or returned while others carried the weights."""
+        names = {w.peer: PeerName(str(w.address), w.lane) for w in workers_of(self._engines)}
+        with suppress(TransferError):  # closed meanwhile
+            self._link_watch.look(names)
 
     def _write_all(self, awaited: dict[TargetWorker, _Awaited]) -> None:
         """Writes each round that a worker begins, until nothing is awaited any more."""
