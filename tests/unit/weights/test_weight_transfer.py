@@ -21,14 +21,13 @@ from kv_connector.cli import weights as weights_command
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.joining import workers_of
 from kv_connector.weights.links import Link
-from kv_connector.weights.messages import Dropped, WeightMessage
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
@@ -476,39 +475,6 @@ def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine])
         gate.go.set()
         end_push(pusher)
     until(lambda: "the loss is no number" in worker.state().problem)
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_push_reports_the_reason_of_a_worker_whose_link_broke_first(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
-    """Without a reason, the error of the write is reported."""
-    monkeypatch.setattr("kv_connector.weights.pusher.REASON_S", PATIENCE if comes else 0.0)
-    gate, worker = Gate(), engines[1].workers[0]
-    send, held = worker._loop.sockets.send, list[tuple[Source, WeightMessage]]()
-
-    def hold(source: Source, message: WeightMessage) -> bool:
-        if not isinstance(message, Dropped):
-            return send(source, message)
-        held.append((source, message))
-        return True
-
-    with (
-        ThreadPoolExecutor(1) as threads,
-        gate.pusher(TensorSource(drawn(5)), [engines[1].address], apply=lambda _: None) as pusher,
-    ):
-        pusher.connect()
-        push = threads.submit(pusher.push, "1")
-        assert gate.begun.wait(PATIENCE)
-        monkeypatch.setattr(worker._loop.sockets, "send", hold)
-        worker._loop.call(lambda: worker._run(worker._landing._drop("the loss is no number"))).result()
-        gate.go.set()
-        if comes:
-            until(lambda: bool(pusher._writer.broken))
-            worker._loop.call(lambda: [send(*one) for one in held]).result()
-        reason = "version 1 was discarded: the loss is no number" if comes else "PEER_DOWN"
-        with pytest.raises(PushError, match=reason):
-            push.result(PATIENCE).wait("landed", PATIENCE)
 
 
 def test_it_may_be_cancelled_while_it_is_closed(
