@@ -73,6 +73,7 @@ def test_push_leaves_an_engine_out_that_does_not_begin(
                 update._done["applied"][addresses[0]].result(PATIENCE_S)
                 assert quick.served == [version, version]
                 if version == "v1" and not streaming:
+                    assert pause.pausing.wait(PATIENCE_S)
                     continue  # it has landed at both engines, and waits for the slow one's pause
                 with pytest.raises(PushError, match=rf"not begun within {NEVER_S} s") as failed:
                     update.wait("applied", PATIENCE_S)
