@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from agent_setup import until
 from weight_engines import PATIENT, Engine, Gate, drawn
 
 from kv_connector.protocol.actions import Source
 from kv_connector.weights.joining import TargetWorker
-from kv_connector.weights.messages import Dropped, WeightMessage
+from kv_connector.weights.messages import WeightMessage
 from kv_connector.weights.pusher import _Awaited
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
@@ -27,13 +28,11 @@ def test_push_reports_the_reason_of_a_worker_whose_link_broke_first(
 ) -> None:
     """Without a reason, the error of the write is reported."""
     monkeypatch.setattr("kv_connector.weights.pusher.REASON_S", PATIENCE_S if comes else 0.0)
-    gate, engine, threads = Gate(), Engine(2), ThreadPoolExecutor(1)
+    gate, engine, threads = Gate(), Engine(1), ThreadPoolExecutor(1)
     worker, held = engine.workers[0], list[tuple[Source, WeightMessage]]()
     send, due = worker._loop.sockets.send, queue.SimpleQueue[float]()
 
     def hold(source: Source, message: WeightMessage) -> bool:
-        if not isinstance(message, Dropped):
-            return send(source, message)
         held.append((source, message))
         return True
 
@@ -54,10 +53,11 @@ def test_push_reports_the_reason_of_a_worker_whose_link_broke_first(
             assert gate.begun.wait(PATIENCE_S)
             monkeypatch.setattr(worker._loop.sockets, "send", hold)
             worker._loop.call(lambda: worker._run(worker._landing._drop("the loss is no number"))).result()
+            until(lambda: not worker._landing._fencing)
             gate.go.set()
             if comes:
                 assert due.get(timeout=PATIENCE_S) > time.monotonic(), "it waits for the reason"
-                worker._loop.call(lambda: [send(*one) for one in held]).result()
+                worker._loop.call(lambda: [send(*one) for one in held[:]]).result()
             reason = "version v1 was discarded: the loss is no number" if comes else "PEER_DOWN"
             with pytest.raises(PushError, match=reason):
                 push.result(PATIENCE_S).wait("landed", PATIENCE_S)
