@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from kv_connector.lab.clients import Clients
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
+from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import leave_on_signals
@@ -51,5 +51,7 @@ def say(what: str, router: str) -> None:
 if __name__ == "__main__":
     with leave_on_signals(), tempfile.TemporaryDirectory() as directory:
         model = make_llama(Path(directory, "model"))
-        with LocalCluster(Path(directory), model) as cluster:
+        # Without it vLLM kills its worker right behind SIGTERM, and the engine does not leave its router.
+        settings = EngineSettings(arguments=("--shutdown-timeout", "5"))
+        with LocalCluster(Path(directory), model, settings) as cluster:
             show(cluster)

@@ -53,6 +53,15 @@ Providers = Annotated[
         "also among their own providers. Default: host and tcp.",
     ),
 ]
+Nics = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--nic",
+        metavar="NAME",
+        help="NIC of this machine for verbs or libfabric, such as mlx5_0. Repeat for more. Default: the NICs "
+        "nearest to the weights.",
+    ),
+]
 DataHost = Annotated[str, typer.Option(help="Address of this machine at which the engines reach it.")]
 Partial = Annotated[
     list[str] | None,
@@ -75,6 +84,7 @@ def push(
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
+    nic: Nics = None,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Total time limit, in seconds.")
     ] = 600.0,
@@ -87,7 +97,7 @@ def push(
     others do.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, timeout) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, nic, timeout) as pusher:
         from kv_connector.weights.update import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -124,6 +134,7 @@ def bench(
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
+    nic: Nics = None,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Time limit for each push, in seconds.")
     ] = 600.0,
@@ -134,7 +145,7 @@ def bench(
     The pushes are those of `push`: the engines serve the checkpoint in the end, and pause once a push.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, nic) as pusher:
         from kv_connector.weights.update import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -178,6 +189,7 @@ def plan(
     provider: Providers = None,
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
+    nic: Nics = None,
     json: Json = False,
 ) -> None:
     """Prints the bytes that `push` would write to each worker. Writes no weights.
@@ -185,7 +197,7 @@ def plan(
     A plan of another checkpoint drops the copy that landed last: `seed` and `verify` do not work until the
     next push.
     """
-    with _pusher(checkpoint, engine, key_file, provider, data_host, partial) as pusher:
+    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, nic) as pusher:
         parts = pusher.parts()
     if json:
         typer.echo(msgspec.json.encode(parts).decode())
@@ -361,6 +373,7 @@ def _pusher(
     providers: list[str] | None,
     data_host: str,
     partial: list[str] | None,
+    nics: list[str] | None,
     timeout: float | None = None,
 ) -> Iterator[WeightPusher]:
     """Yields a connected pusher. Errors end the command with status 2. ``timeout``: limit for all of it."""
@@ -379,6 +392,7 @@ def _pusher(
             name=f"weights-push-{uuid.uuid4().hex[:6]}",
             partial=partial or (),
             begin_timeout=timeout,
+            nics=nics or (),
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,9 @@ from kv_connector.weights.writer import Send, Writer
 logger = logging.getLogger("kv_connector")
 
 _RETRY_S = 0.2
+# Limit for a TCP connection to an engine that was lost. A kernel answers within a round trip, even for a
+# process that is busy. An engine that is gone costs each push this time at most.
+_PRESENT_S = 1.0
 # A worker needs up to 2 ms a tensor to record its model's loaders, and large models have 37,000 tensors.
 RECORD_S = 180.0
 
@@ -46,6 +50,7 @@ class TargetWorker:
     number: int  # receiver number in the plan, among all workers of all engines
     link: Link | None = None
     peer: int = -1
+    lane: str = ""
     region: int = -1
     offsets: tuple[int, ...] = ()
     senders: int = 0
@@ -136,6 +141,17 @@ class Joining:
         self._links.watch(engine.link)
         return here.workers
 
+    def reach_again(self, engine: TargetEngine) -> None:
+        """Makes a new link to the controller, if its machine and process still take connections. Raises
+        LinkError."""
+        address = engine.address
+        try:
+            socket.create_connection((address.host, address.port), _PRESENT_S).close()
+        except OSError as error:
+            gone = f"it takes no connections ({error.strerror or error}): it gets the next version"
+            raise LinkError(f"{address}: {gone}") from None
+        self.reach(engine)
+
     def join(self, worker: TargetWorker) -> None:
         """Makes a session with the worker. Raises PushError.
 
@@ -193,7 +209,8 @@ class Joining:
             raise PushError(f"{self._name} cannot join {worker.address}: {error}") from error
         if worker.link is not None:
             self._writer.fence(worker.peer)  # of the link that has ended
-        worker.link, worker.peer, worker.offsets = link, shaken.peer, joined.offsets
+        worker.link, worker.peer, worker.lane = link, shaken.peer, joined.lane
+        worker.offsets = joined.offsets
         if self.cancelled:
             self._end(worker, self.cancelled)
             raise PushError(self.cancelled)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Source
@@ -44,6 +45,7 @@ from kv_connector.weights.landing_actions import (
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
     PROTOCOL,
+    REASON_S,
     Applied,
     Ask,
     Begin,
@@ -85,6 +87,8 @@ class _Sender:
     peer: Peer | None = None  # None: its offer is being accepted
     begin: Begin | None = None
     following: Begin | None = None  # sent before the previous version has ended
+    broken: str = ""  # why the transfer engine's link to it broke
+    reason_due: float = math.inf  # if it has not sent the reason by then, it is lost with that one
 
 
 @dataclass
@@ -140,9 +144,9 @@ class Landing:
         return bool(digest) and digest == self._digest
 
     def next_deadline(self) -> float | None:
-        seen = [sender.last_seen for sender in self._senders.values()]
-        seen += [] if self._holder is None else [self._holder.last_seen]
-        return min(seen) + self.dead if seen else None
+        due = [min(one.last_seen + self.dead, one.reason_due) for one in self._senders.values()]
+        due += [] if self._holder is None else [self._holder.last_seen + self.dead]
+        return min(due, default=None)
 
     # --- Messages
 
@@ -180,12 +184,12 @@ class Landing:
         lost = [] if sender is None else self._lose(sender, reason)
         return [*lost, *self._lose_holder(source, reason)]
 
-    def peer_lost(self, peer: Peer, reason: str) -> list[Action]:
-        """The transfer engine's link to the peer broke."""
+    def peer_lost(self, now: float, peer: Peer, reason: str) -> None:
+        """The transfer engine's link to the peer broke. The sender is lost once it has sent its own reason,
+        or has had the time to."""
         for sender in self._senders.values():
             if sender.peer == peer:
-                return [LandingReply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
-        return []
+                sender.broken, sender.reason_due = reason, now + REASON_S
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -193,7 +197,11 @@ class Landing:
         if self._holder is not None and now - self._holder.last_seen >= self.dead:
             actions += self._lose_holder(self._holder.source, silent)
         for sender in list(self._senders.values()):
-            if self._senders.get(sender.source) is sender and now - sender.last_seen >= self.dead:
+            if self._senders.get(sender.source) is not sender:
+                continue  # lost with the sender before it
+            if now >= sender.reason_due:
+                actions += self._lose_with_notice(sender, sender.broken)
+            elif now - sender.last_seen >= self.dead:
                 actions += self._lose(sender, silent)
         return actions
 
@@ -210,14 +218,16 @@ class Landing:
         if self._recording and wanted == self._looked_at:
             self._recording.append(source)
             return []
+        actions = self._lose_broken("")
         for sender in self._senders.values():
-            return [LandingReply(source, Refused(_taken(sender)))]
+            return [*actions, LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
-            return [LandingReply(source, Refused(f"the worker {self._lends()}: retry later"))]
+            return [*actions, LandingReply(source, Refused(f"the worker {self._lends()}: retry later"))]
         if self._recording or self._is_held() or self.phase is Phase.APPLYING:
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
+            busy = "the worker is busy with another checkpoint: retry later"
+            return [*actions, LandingReply(source, Refused(busy))]
         self._recording, self._looked_at = [source], wanted
-        return [Record(message.tensors)]
+        return [*actions, Record(message.tensors)]
 
     def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
         self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
@@ -241,12 +251,12 @@ class Landing:
             return [LandingReply(source, Refused(NOT_DESCRIBED))]
         if self._recording:  # it replaces the arena
             return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
-        actions: list[Action] = []
+        actions = self._lose_broken(message.run)
         if message.seeds and (refusal := self._not_seeded()):
-            return [LandingReply(source, Refused(refusal))]
+            return [*actions, LandingReply(source, Refused(refusal))]
         for sender in list(self._senders.values()):
             if sender.run != message.run and sender.seeds == message.seeds:
-                return [LandingReply(source, Refused(_taken(sender)))]
+                return [*actions, LandingReply(source, Refused(_taken(sender)))]
             if sender.run == message.run and sender.rank == message.rank:
                 actions += self._lose(sender, "the same rank joined again")
         self._senders[source] = _Sender(source, message.run, message.rank, message.name, now, message.seeds)
@@ -271,7 +281,15 @@ class Landing:
                 return f"{sender.name} (run {sender.run}) has begun version {shown(begin.version)} here"
         return f"the worker {self._lends()} itself" if self._lent else ""
 
-    def _refuse_seed(self, sender: _Sender, reason: str) -> list[Action]:
+    def _lose_broken(self, run: str) -> list[Action]:
+        """Loses the senders of other runs whose link broke: they keep no trainer out."""
+        actions: list[Action] = []
+        for sender in list(self._senders.values()):
+            if sender.broken and sender.run != run and self._senders.get(sender.source) is sender:
+                actions += self._lose_with_notice(sender, sender.broken)
+        return actions
+
+    def _lose_with_notice(self, sender: _Sender, reason: str) -> list[Action]:
         return [LandingReply(sender.source, Leave(clip(reason))), *self._lose(sender, reason)]
 
     def fenced(self, peer: Peer) -> list[Action]:
@@ -284,11 +302,11 @@ class Landing:
         actions: list[Action] = []
         if sender.seeds:
             if refusal := self._not_seeded():
-                return self._refuse_seed(sender, refusal)
+                return self._lose_with_notice(sender, refusal)
         else:
             for seeder in list(self._senders.values()):
                 if seeder.seeds and seeder.begin is None and seeder.source in self._senders:
-                    actions += self._refuse_seed(
+                    actions += self._lose_with_notice(
                         seeder, f"{sender.name} begins version {shown(begin.version)}"
                     )
         return actions + self._begin_or_wait(sender, begin)

@@ -22,6 +22,13 @@ NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
 The sender retries while its first rank describes the checkpoint.
 """
 
+REASON_S = 1.0
+"""After a link of the transfer engines broke, the peer's own reason is awaited for so long, in seconds.
+
+The peer sends it before it breaks the link, over the control connection. It needs milliseconds, and longer on
+a machine with too much to do. Only a peer that was killed sends none.
+"""
+
 # Descriptions of a model of 37,000 tensors take 3 MB, and the answer of a rank's loader takes 5 MB.
 _MAX_BYTES = 64 << 20
 

@@ -20,13 +20,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
+from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
-from kv_connector.engine import EngineConfig
+from kv_connector.engine import EngineConfig, TransferError
 from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
@@ -37,9 +39,7 @@ from kv_connector.weights.coverage import left_out
 from kv_connector.weights.geometry import Geometry
 from kv_connector.weights.joining import Joining, TargetEngine, TargetWorker, workers_of
 from kv_connector.weights.links import LinkError
-from kv_connector.weights.messages import (
-    Begin,
-)
+from kv_connector.weights.messages import REASON_S, Begin
 from kv_connector.weights.plan import Plan, PlanError, make_plan
 from kv_connector.weights.sources import Source
 from kv_connector.weights.update import PushError, Update
@@ -64,7 +64,7 @@ class Part:
 class _Awaited:
     """The rounds of one worker that push() still waits for."""
 
-    rounds: int  # rounds that the worker has not begun
+    rounds: int  # rounds that the worker has not begun; 0: its link broke, and the reason has not arrived
     due: float
     late: str  # the error after this time
 
@@ -151,6 +151,7 @@ class WeightPusher:
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
         placed = place_nics(device_of(source.device), providers=chosen, nics=tuple(nics))
         self._engine = TransferEngine(EngineConfig(self._name, domains_of(chosen, data_host, placed)))
+        self._link_watch = LinkWatch(self._engine)
         self._writer = Writer(self._engine, source, staging_bytes)
         self._news = VersionNews(
             source.rank, self._engines, self._writer, key, self._timeouts, self._name, apply
@@ -313,6 +314,21 @@ class WeightPusher:
         self._writer.start()
         awaited = self._begin(named, update)
         self._writer.deregister_freed()  # while the workers begin
+        self._write_all(awaited)
+        self._writer.finish()
+        self._write_all({})  # only the reasons of links that broke meanwhile are awaited
+        self._look_at_links()
+        return update
+
+    def _look_at_links(self) -> None:
+        """Logs the links to workers that broke or returned while others carried the weights."""
+        names = {w.peer: PeerName(str(w.address), w.lane) for w in workers_of(self._engines)}
+        with suppress(TransferError):  # closed meanwhile
+            self._link_watch.look(names)
+
+    def _write_all(self, awaited: dict[TargetWorker, _Awaited]) -> None:
+        """Writes each round that a worker begins, until nothing is awaited any more."""
+        self._end_failed(awaited)
         while awaited:
             for worker, link, begun in self._wait_for(awaited):
                 if link is not worker.link:
@@ -321,7 +337,7 @@ class WeightPusher:
                     awaited.pop(worker, None)
                     self._end_engine_of(worker)
                     continue
-                if worker not in awaited:
+                if worker not in awaited or not awaited[worker].rounds:
                     continue  # it was lost
                 sends = worker.rounds[begun.round]
                 self._writer.write(Target(worker.peer, worker.region, worker.offsets, begun.immediate, sends))
@@ -332,10 +348,7 @@ class WeightPusher:
                     awaited[worker] = _Awaited(left, time.monotonic() + limit, late)
                 else:
                     del awaited[worker]
-            self._end_failed()
-        self._writer.finish()
-        self._end_failed()
-        return update
+            self._end_failed(awaited)
 
     def release(self) -> None:
         """Deregisters the weights' memory, so that it can be freed. Blocks.
@@ -363,7 +376,7 @@ class WeightPusher:
                 continue
             try:
                 if engine.link is not None and engine.link.over:
-                    self._joining.reach(engine)
+                    self._joining.reach_again(engine)
                 if engine.link is not None:
                     self._news.carry(engine.link)
                 for worker in engine.workers:
@@ -420,10 +433,17 @@ class WeightPusher:
             for worker in engine.workers if lost in engine.workers else ():
                 self._end(worker, f"worker {lost.link.address} of its engine is lost")
 
-    def _end_failed(self) -> None:
+    def _end_failed(self, awaited: dict[TargetWorker, _Awaited]) -> None:
+        """Ends the sessions with workers that do not get all. If only a link broke, the worker's reason is
+        awaited first."""
         for worker in workers_of(self._engines):
-            if (failure := self._writer.failures.get(worker.peer)) is not None:
+            failure = self._writer.failures.get(worker.peer)
+            if failure is None or worker.link is None or worker.link.over:
+                continue
+            if worker.peer not in self._writer.broken:
                 self._end(worker, failure)
+            elif worker not in awaited or awaited[worker].rounds:
+                awaited[worker] = _Awaited(0, time.monotonic() + REASON_S, failure)
 
     def _end(self, worker: TargetWorker, reason: str) -> None:
         """Ends the session. The worker is joined again for the next version."""

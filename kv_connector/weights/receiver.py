@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
+from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine import EngineConfig, ErrorCode, EventKind, TransferError
@@ -68,6 +69,9 @@ _FENCE_TIMEOUT_S, _FENCE_RETRY_S = 0.005, 0.05
 # A round of 2 GB takes 16 s over a network of 1 Gbit/s. Live senders that have not written it after this time
 # never will.
 _ROUND_S = 60.0
+
+# Interval between two looks at the links of senders, as of an agent.
+_LOOK_S = 5.0
 
 _NOTHING = "no complete version lies beside the model to be compared: push a version, then verify it"
 
@@ -122,6 +126,8 @@ class WeightReceiver:
         self._counters: dict[int, int] = {}  # round of each counter
         self._handed: queue.SimpleQueue[HandOver | GiveUp] = queue.SimpleQueue()
         self._fencing: dict[int, str] = {}
+        self._peers: dict[int, PeerName] = {}  # senders
+        self._link_watch, self._next_look = LinkWatch(self._engine), 0.0
         self._workers: tuple[WorkerAddress, ...] = ()
 
     def start(self) -> Address:
@@ -211,15 +217,17 @@ class WeightReceiver:
             self._run(self._landing.receive(now, received.source, received.message))
 
     def readable(self, now: float) -> None:
-        del now
         for event in self._engine.poll_events():
             if event.kind is EventKind.COUNTERS_REACHED and event.id in self._counters:
                 self._run(self._landing.reached(self._counters[event.id]))
             elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
-                self._run(self._landing.peer_lost(event.id, str(event.error or "it has left")))
+                self._landing.peer_lost(now, event.id, str(event.error or "it has left"))
 
     def tick(self, now: float) -> float | None:
         self._run(self._landing.tick(now))
+        if self._peers and now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._link_watch.look(self._peers)
         for peer in list(self._fencing):
             self._fence(peer)
         deadline = self._landing.next_deadline()
@@ -276,6 +284,7 @@ class WeightReceiver:
             return self._landing.not_accepted(source, str(error))
         lane, region = self._engine.lane(shaken.peer), self._engine.region_descriptor(self._region)
         logger.info("%s: %s sends weights to this worker, over %s", self._config.name, name, lane)
+        self._peers[shaken.peer] = PeerName(name, lane)
         joined = Joined(shaken.data, region, self._arena.offsets, lane)
         return self._landing.accepted(source, shaken.peer, joined)
 
@@ -286,6 +295,7 @@ class WeightReceiver:
             if error.code is ErrorCode.TIMEOUT:
                 return  # tick() tries again
         del self._fencing[peer]
+        self._peers.pop(peer, None)
         self._run(self._landing.fenced(peer))
 
     def _recorded(self, tensors: tuple[Tensor, ...], recorded: Future[Geometry]) -> None:

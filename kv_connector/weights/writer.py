@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,6 +106,8 @@ class Writer:
         self._direct: list[tuple[int, int]] = []  # (peer, transfer) of pieces that are sent as they lie
         self.failures: dict[int, str] = {}
         """The reason why a peer does not get all of this version, by peer."""
+        self.broken: set[int] = set()
+        """Peers among them whose link broke. Their workers report the reason, or are gone."""
         self.posted: dict[int, int] = {}
         """Bytes posted per peer for this version. At most one staging buffer of them is still in flight."""
 
@@ -133,6 +136,7 @@ class Writer:
     def start(self) -> None:
         """Starts a version. Blocks until the source has its weights."""
         self.failures = {}
+        self.broken = set()
         self.posted = {}
         self._source.refresh()
         settle(self._device)  # the optimiser's last step
@@ -153,9 +157,9 @@ class Writer:
     def write(self, target: Target) -> None:
         """Writes to a receiver. Blocks until nothing is left to lay out."""
         try:
-            self._direct.append((target.peer, self._write(target)))
+            self._write(target)
         except (TransferError, SourceError) as error:
-            self.failures.setdefault(target.peer, str(error))
+            self._fail(target.peer, error)
 
     def finish(self) -> None:
         """Blocks until nothing is in flight."""
@@ -181,10 +185,8 @@ class Writer:
             if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
                 logger.warning("weights: the link to a lost worker is still open: %s", error)
 
-    def _write(self, target: Target) -> int:
-        """Writes to a receiver. Returns the transfer of the pieces that are sent as they lie."""
-        direct = self._engine.open_transfer(target.peer)
-        try:
+    def _write(self, target: Target) -> None:
+        with self._open(target.peer, self._direct) as direct:
             packed: list[tuple[Send, int]] = []
             for send in target.sends:
                 if not send.runs.packed:
@@ -195,9 +197,26 @@ class Writer:
                     self._send_half(target, packed)
                 packed.append((send, place))
             self._send_half(target, packed)
-        finally:
-            self._engine.seal(direct)
-        return direct
+
+    @contextmanager
+    def _open(self, peer: int, transfers: list[tuple[int, int]]) -> Iterator[int]:
+        """Opens a transfer and adds it to these. It is sealed behind the block.
+
+        If it has ended meanwhile, the error that ended it is raised, and not that it has ended.
+        """
+        transfer = self._engine.open_transfer(peer)
+        transfers.append((peer, transfer))
+        try:
+            try:
+                yield transfer
+            finally:
+                self._engine.seal(transfer)
+        except TransferError as error:
+            try:
+                ended = self._engine.wait_transfer(transfer, _FENCE_S).error
+            except TransferError:
+                ended = None  # it goes on
+            raise ended or error from None
 
     def _put(self, send: Send) -> int | None:
         part = laid_out(send.held.local(), send.piece, send.runs.order)
@@ -206,15 +225,11 @@ class Writer:
     def _send_half(self, target: Target, packed: list[tuple[Send, int]]) -> None:
         """Sends the half that was filled, and switches to the other half."""
         self._staging.packed()
-        transfer = self._engine.open_transfer(target.peer)
         filled, other = self._halves
-        filled.append((target.peer, transfer))
-        try:
+        with self._open(target.peer, filled) as transfer:
             for send, place in packed:
                 self._post(transfer, target, send, self._staging_region, place)
-        finally:
-            packed.clear()
-            self._engine.seal(transfer)
+        packed.clear()
         self._staging.turn(lambda: self._drain(other))
         self._halves = [other, filled]
 
@@ -252,11 +267,17 @@ class Writer:
             try:
                 event = self._engine.wait_transfer(transfer, _STUCK_S)
             except TransferError as error:
-                self.failures.setdefault(peer, str(error))
+                self._fail(peer, error)
                 continue
             if event.kind is not EventKind.TRANSFER_DONE:
-                self.failures.setdefault(peer, str(event.error or event.kind.name))
+                self._fail(peer, event.error or event.kind.name)
         transfers.clear()
+
+    def _fail(self, peer: int, error: Exception | str) -> None:
+        if peer not in self.failures:
+            self.failures[peer] = str(error)
+            if isinstance(error, TransferError) and error.code is ErrorCode.PEER_DOWN:
+                self.broken.add(peer)
 
     def _place(self, shard: int, local: torch.Tensor) -> tuple[int, int]:
         """Returns the region and the tensor's offset in bytes. Registers memory that is new or has moved."""

@@ -87,6 +87,7 @@ def check_membership(output: str) -> None:
         "two more have joined": 4,
         "the first two have been drained and stopped": 2,
     }
+    assert "silent" not in output, "a stopped engine leaves its routers"
     assert re.search(r"^\d\d+ requests answered, 0 failed$", output, re.MULTILINE), output
 
 

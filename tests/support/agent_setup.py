@@ -27,12 +27,13 @@ from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPa
 from kv_connector.protocol.timeouts import Timeouts
 
 # Long enough for a machine that is busy with other tests. A failing test still ends.
-PATIENCE = 20.0
+PATIENCE = 60.0
 
-TIMES = Timeouts()
+# A loaded machine outruns none of these. A test that waits for a limit sets it.
+TIMES = Timeouts(connect=PATIENCE, suspect=PATIENCE, dead=PATIENCE, ask=PATIENCE, lend=PATIENCE)
 # For tests in which one agent falls silent: IMPATIENT for the agent that detects it, LIVELY for the silent
 # one.
-IMPATIENT = replace(TIMES, heartbeat=0.1, suspect=0.4, dead=0.8)
+IMPATIENT = replace(TIMES, heartbeat=0.1, suspect=1.0, dead=2.0)
 LIVELY = replace(TIMES, heartbeat=0.1)
 
 _fabric = itertools.count()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -20,7 +20,7 @@ from kv_connector.router.front.app import create_app
 
 # Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
 # test.
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
@@ -165,6 +165,24 @@ async def serve_engine(handler: Handler) -> AsyncIterator[FakeEngine]:
 
 
 @contextlib.asynccontextmanager
+async def serve_engines(
+    prefill: Sequence[Handler], decode: Sequence[Handler]
+) -> AsyncIterator[tuple[list[FakeEngine], list[FakeEngine], dict[str, Any]]]:
+    """Yields fake prefill engines, fake decode engines, and the settings that list them."""
+    async with contextlib.AsyncExitStack() as stack:
+        p = [await stack.enter_async_context(serve_engine(handler)) for handler in prefill]
+        d = [await stack.enter_async_context(serve_engine(handler)) for handler in decode]
+        yield (
+            p,
+            d,
+            {
+                "prefill": tuple(Endpoint.parse(engine.url) for engine in p),
+                "decode": tuple(Endpoint.parse(engine.url) for engine in d),
+            },
+        )
+
+
+@contextlib.asynccontextmanager
 async def cluster(
     prefill: Handler, decode: Handler, **settings: Any
 ) -> AsyncIterator[tuple[FakeEngine, FakeEngine, httpx.AsyncClient]]:
@@ -197,6 +215,22 @@ async def no_answer(request: Request) -> Response:
 def refuse(status: int, message: str) -> Handler:
     async def handler(request: Request, body: dict[str, Any]) -> Response:
         return JSONResponse({"error": {"message": message}}, status)
+
+    return handler
+
+
+def streaming(*events: bytes | asyncio.Event) -> Handler:
+    """A stream of these events. It goes on behind an asyncio.Event once the test has set that."""
+
+    async def handler(request: Request, body: dict[str, Any]) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            for event in events:
+                if isinstance(event, bytes):
+                    yield event
+                else:
+                    await within(event.wait())
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
 
     return handler
 

@@ -26,7 +26,6 @@ from kv_connector.weights.update import PushError, Stage
 
 # Row counts that no number of ranks divides, and one that is below the number of ranks.
 SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
-DEAD_S = 2.0
 PATIENCE_S = 180
 
 # A fork server that has loaded torch, which takes each rank many seconds. With Python 3.11 the server does
@@ -148,7 +147,8 @@ def main(
         source = module_source(fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names)))
     else:
         source = TensorSource(named)
-    timeouts = Timeouts(dead=DEAD_S, heartbeat=0.5)
+    # No test waits for an engine that falls silent.
+    timeouts = Timeouts(connect=PATIENCE_S, dead=PATIENCE_S, heartbeat=0.5)
     with WeightPusher(
         BlockFp8(source) if fp8 else source,
         engines,
@@ -169,7 +169,7 @@ def main(
                 pusher._writer.write = hang  # type: ignore[method-assign, assignment]
             try:
                 stage: Stage = "applied" if applies else "landed"
-                pusher.push(version).wait(stage, 30)
+                pusher.push(version).wait(stage, PATIENCE_S)
                 told.send(stage)
             except PushError as error:
                 told.send(str(error))

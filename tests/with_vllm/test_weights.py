@@ -354,13 +354,14 @@ async def test_a_trainer_that_is_killed_at_any_point_leaves_no_mixed_weights(
 
 async def settled(take: str) -> dict[str, Any]:
     """Returns the engine's state once it has no trainer and has finished all work that the trainer left."""
-    while True:
-        told = await asyncio.to_thread(
-            CliRunner().invoke, app, ["weights", "status", "--json", "--engine", take]
-        )
-        (state,) = json.loads(told.output).values()
-        if "senders" in state and not state["senders"] and not state["landing"]:
-            return dict(state)
+    async with asyncio.timeout(60):
+        while True:
+            told = await asyncio.to_thread(
+                CliRunner().invoke, app, ["weights", "status", "--json", "--engine", take]
+            )
+            (state,) = json.loads(told.output).values()
+            if "senders" in state and not state["senders"] and not state["landing"]:
+                return dict(state)
 
 
 async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:

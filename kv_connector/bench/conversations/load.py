@@ -226,20 +226,21 @@ class Load:
 
 
 def first_difference(api: Api, answer: Answer, expected: Answer) -> str:
-    """Returns the first position at which two answers differ, with what is there; empty: they are equal."""
+    """Returns the first position at which two answers differ, counted from 1, with what is there; empty: they
+    are equal."""
     if api is Api.TOKENS:
         ours, theirs = answer.token_ids, expected.token_ids
         if ours == theirs:
             return ""
         at = common(ours, theirs)
         if at == min(len(ours), len(theirs)):
-            return f"token {at}: {len(ours)} tokens instead of {len(theirs)}"
-        return f"token {at}: {ours[at]} instead of {theirs[at]}"
+            return f"token {at + 1}: {len(ours)} tokens instead of {len(theirs)}"
+        return f"token {at + 1}: {ours[at]} instead of {theirs[at]}"
     said, right = answer.said, expected.said
     if said == right:
         return ""
     at = common(said, right)
-    return f"character {at}: {said[at : at + _SHOWN]!r} instead of {right[at : at + _SHOWN]!r}"
+    return f"character {at + 1}: {said[at : at + _SHOWN]!r} instead of {right[at : at + _SHOWN]!r}"
 
 
 def _repeated(api: Api, answer: Answer) -> Piece:

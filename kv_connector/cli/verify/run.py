@@ -343,6 +343,8 @@ class _Run:
             words = f"{error.trouble.value}: {error}"
             self._fault(question, Kind.ERROR, words, request_id=error.request_id)
             return
+        if canary.number not in self.references:
+            return  # it was left out meanwhile
         self.result.compared += 1
         if question.cache is Cache.MISS and (reference.prompt_tokens or 0) > 2 * self.plan.block:
             self.result.expected_transfers += 1
@@ -365,6 +367,8 @@ class _Run:
             third = await self._reference(canary, stream=False, candidates=False)
         except ServerError:
             third = reference
+        if canary.number not in self.references:
+            return  # it was left out meanwhile
         if first_difference(reference.output, third.output) is not None:
             self._leave_out(canary, "a third answer of the reference differs from the first two")
             return

@@ -202,8 +202,9 @@ class Server:
         except HttpError as error:
             words = f"{url}: the connection broke ({type(error).__name__}: {error})"
             raise ServerError(Trouble.BROKEN, words) from None
-        except Failure as error:
-            raise ServerError(Trouble.UNREACHABLE, f"{url}: {error}") from None
+        except Failure as error:  # its text is for the router's clients
+            words = f"{url}: this command has no socket left ({error.__cause__}). Raise its limit (ulimit -n)"
+            raise ServerError(Trouble.UNREACHABLE, words) from None
 
 
 async def _bounded(response: aiohttp.ClientResponse, url: str, longest: int) -> AsyncIterator[bytes]:

@@ -78,7 +78,7 @@ class Worker(Actor):
                 if event.kind is EventKind.COUNTERS_REACHED and rounds:
                     self._run(self.landing.reached(rounds[0]))
                 elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
-                    self._run(self.landing.peer_lost(event.id, str(event.error or "it has left")))
+                    self.landing.peer_lost(now, event.id, str(event.error or "it has left"))
             self._run(self.landing.tick(now))
             for peer in list(self._fencing):
                 self._fence(peer)

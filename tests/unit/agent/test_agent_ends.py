@@ -113,7 +113,7 @@ def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
 
 
 def test_a_prompt_that_nobody_wants_expires_unless_decode_says_that_it_waits(sim: Stage) -> None:
-    prefill, decode = sim.pair(replace(TIMES, hold=1.5, heartbeat=0.1))
+    prefill, decode = sim.pair(replace(TIMES, hold=3.0, heartbeat=0.1))
     decode.agent.set_waiting([("kept", prefill.address)])
     until(lambda: decode.agent.live().peers == 1)
     for name in ("kept", "lost"):

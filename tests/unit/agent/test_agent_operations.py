@@ -28,7 +28,7 @@ def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
     decode = agents.side(Role.DECODE, key=key)
     # A wrong key is never answered. An agent without a key gets the reason once ZMQ has closed the
     # connection, however long that takes.
-    connect = 0.5 if keys == "another" else 30.0
+    connect = 0.5 if keys == "another" else 2 * PATIENCE
     stranger = agents.side(
         Role.DECODE,
         "stranger",

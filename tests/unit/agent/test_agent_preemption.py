@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from agent_pairs import SOURCE, TARGET, hold, refuse, transfer_again
-from agent_setup import TIMES, Side, Stage, until
+from agent_setup import PATIENCE, TIMES, Side, Stage, until
 
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.messages import Role
@@ -43,7 +43,7 @@ def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[S
     preempting.join(0.05)
     assert preempting.is_alive()
     prefill.agent.signal.store(2)
-    preempting.join(20)
+    preempting.join(PATIENCE)
     assert not preempting.is_alive()
     decode.wait(received=["d-t"])  # all pages were sent
     prefill.agent.request_finished("t", True, "")
@@ -82,5 +82,5 @@ def test_preemption_waits_for_an_agent_that_is_busy(sim: Stage) -> None:
     preempting.join(10 * drain)
     assert preempting.is_alive()
     idle.set()
-    preempting.join(20)
+    preempting.join(PATIENCE)
     assert not preempting.is_alive()

@@ -288,7 +288,7 @@ async def test_the_load_keeps_its_concurrency_and_reads_tokens_in_order() -> Non
         body = await request.json()
         at_once += 1
         most = max(most, at_once)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await three.wait()  # blocks until three requests are served at a time
 
         async def events() -> AsyncIterator[str]:

@@ -249,7 +249,7 @@ async def test_compare_of_token_ids_names_the_token(tmp_path: Path) -> None:
             "1",
         )
     assert status == 1
-    assert "The first: conversation 1, turn 1, token 2: " in output
+    assert "The first: conversation 1, turn 1, token 3: " in output
 
 
 def broken(*events: bytes) -> Any:

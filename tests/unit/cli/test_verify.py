@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from canary_servers import Asked, Change, FakeModelServer, answer_of, events, running
 from command_line import invoke, one_line
-from router_setup import no_answer, nobody
+from router_setup import PATIENCE, no_answer, nobody
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kv_connector.cli.exit_status import ExitStatus
@@ -27,7 +28,7 @@ from kv_connector.cli.verify import transfers
 
 run = partial(invoke, app)
 # A run with short canaries. The salt makes the made-up answers the same in each run.
-SMALL = ("--longest", "64", "--max-tokens", "8", "--timeout", "10", "--salt", "canary")
+SMALL = ("--longest", "64", "--max-tokens", "8", "--timeout", "60", "--salt", "canary")
 # The fewest canaries: six.
 FEW = ("--route", "text")
 
@@ -250,6 +251,32 @@ def test_a_difference_at_a_near_tie_counts_only_without_tie(tie: str, expected: 
     assert "0.05 nats behind" in output
 
 
+class Together(FakeModelServer):
+    """Answers one canary of the pass under load once both its requests have arrived."""
+
+    held: str | None = None
+
+    async def _complete(self, request: Any) -> Response:
+        prompt = (await request.json())["prompt"]
+        one_at_a_time = [asked.prompt for asked in self.asked[:6]]
+        if self.held is None and len(one_at_a_time) == 6 and prompt not in one_at_a_time:
+            self.held, self._both = prompt, asyncio.Barrier(2)
+        if prompt == self.held:
+            await self._both.wait()
+        return await super()._complete(request)
+
+
+def test_an_unstable_canary_is_listed_once_though_two_of_its_answers_arrive_together(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    target = Together(
+        lambda asked, tokens: [ord("Z"), *tokens[1:]] if asked.prompt == target.held else tokens
+    )
+    words = (*FEW, "--tie", "0.1", "--json", str(file))
+    status, output = check(target, FakeModelServer(margin=0.05), *words)
+    assert status == ExitStatus.SUCCESS, output
+    assert len(json.loads(file.read_text())["unstable"]) == 1
+
+
 def refuse(asked: Asked, tokens: list[int]) -> Response:
     return JSONResponse({"error": {"message": "no room"}}, 503)
 
@@ -339,6 +366,18 @@ def test_an_unreachable_server_is_wrong_usage() -> None:
             status, output = run("verify", *words)
             assert status == ExitStatus.USAGE
             assert f"{gone}/v1/models: no connection" in output
+
+
+def test_without_a_free_socket_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(address: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("kv_connector.router.engines.client._socket", none_left)
+    status, output = run("verify", "http://127.0.0.1:1")
+    assert status == ExitStatus.USAGE
+    assert "this command has no socket left" in one_line(output)
+    assert "Too many open files" in one_line(output)
+    assert "router" not in output
 
 
 def test_a_reference_that_fails_later_is_wrong_usage() -> None:
@@ -457,10 +496,10 @@ def test_an_interrupted_run_says_so_and_aborts_its_requests() -> None:
     target, reference = Silent(), FakeModelServer()
     with running(target, reference):
         process = started("verify", target.url, "--reference", reference.url, *SMALL)
-        assert arrived.wait(30)
+        assert arrived.wait(PATIENCE)
         process.send_signal(signal.SIGINT)
         process.communicate()
-        assert gone.wait(10)
+        assert gone.wait(PATIENCE)
     assert process.returncode == ExitStatus.INTERRUPTED
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from agent_setup import until
 
 from kv_connector.agent.settings import Settings, SettingsError, parse_settings
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
@@ -114,16 +115,17 @@ def test_a_drain_falls_silent(discovery: Discovery, announced: Callable[..., Reg
     with contextlib.closing(router):
         announced(discovery, (router.bind(Address("127.0.0.1", 0)),))
         discovery.hears()
-        source = None
-        while source is None:
-            router.wait(PATIENCE_MS / 1000)
-            source = next((received.source for received in router.receive()), None)
-        assert router.send(source, BeginDrain())
-        while True:
-            router.wait(PATIENCE_MS / 1000)
-            said = [received.message for received in router.receive()]
-            if any(isinstance(message, Register) and message.draining for message in said):
-                break
+        got: list[Any] = []
+
+        def got_more() -> bool:
+            router.wait(0.05)
+            received = router.receive()
+            got.extend(received)
+            return bool(received)
+
+        until(got_more)
+        assert router.send(got[0].source, BeginDrain())
+        until(lambda: got_more() and isinstance(got[-1].message, Register) and got[-1].message.draining)
         discovery.falls_quiet()
 
 

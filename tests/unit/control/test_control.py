@@ -51,7 +51,7 @@ def stranger(server: tuple[ControlPlane, Address]) -> Iterator[zmq.Socket[bytes]
     context.term()
 
 
-def receive(plane: ControlPlane, count: int = 1, seconds: float = 10.0) -> list[Received]:
+def receive(plane: ControlPlane, count: int = 1, seconds: float = 60.0) -> list[Received]:
     """Waits until this number of messages has arrived."""
     found: list[Received] = []
     deadline = time.monotonic() + seconds

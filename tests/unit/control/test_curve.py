@@ -32,7 +32,7 @@ def key() -> ClusterKey:
     return ClusterKey.generate()
 
 
-def pump(*planes: ControlPlane, until: Callable[[], bool], seconds: float = 10.0) -> None:
+def pump(*planes: ControlPlane, until: Callable[[], bool], seconds: float = 60.0) -> None:
     """Runs the control planes until a condition holds."""
     deadline = time.monotonic() + seconds
     while not until():

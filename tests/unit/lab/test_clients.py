@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from agent_setup import until
 
 from kv_connector.lab import clients
 from kv_connector.lab.clients import Clients
@@ -64,8 +65,10 @@ def test_a_failure_is_noted_with_its_words_and_they_go_on(engine: Callable[[Repl
 def test_another_answer_to_the_same_prompt_is_a_failure(engine: Callable[[Reply], None]) -> None:
     numbers = itertools.count()
     engine(lambda prompt: [next(numbers)])
-    with Clients("http://router", count=1) as some, pytest.raises(TimeoutError, match="another answer"):
-        some.wait_answered(len(clients.PROMPT_TOKENS) + 1, seconds=0.2)
+    with Clients("http://router", count=1) as some:
+        until(lambda: some.failures)
+        with pytest.raises(TimeoutError, match="another answer"):
+            some.wait_answered(1000, seconds=0.0)
 
 
 def test_who_waits_in_vain_is_told_what_failed(engine: Callable[[Reply], None]) -> None:
@@ -73,5 +76,7 @@ def test_who_waits_in_vain_is_told_what_failed(engine: Callable[[Reply], None]) 
         raise CompletionError("refused")
 
     engine(reply)
-    with Clients("http://router", count=1) as some, pytest.raises(TimeoutError, match="refused"):
-        some.wait_answered(1, seconds=0.1)
+    with Clients("http://router", count=1) as some:
+        until(lambda: some.failures)
+        with pytest.raises(TimeoutError, match="refused"):
+            some.wait_answered(1, seconds=0.0)

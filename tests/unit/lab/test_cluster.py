@@ -30,7 +30,7 @@ from kv_connector.lab.process import (
     wait_healthy,
 )
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 Start = Callable[[str], Process]
 

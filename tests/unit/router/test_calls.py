@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from router_setup import Handler, nobody, refuse, serve_engine, within
+from router_setup import Handler, nobody, refuse, serve_engine, streaming, within
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -38,21 +38,6 @@ DONE = b"data: [DONE]\n\n"
 def answering(body: bytes) -> Handler:
     async def handler(request: Request, _: dict[str, Any]) -> Response:
         return Response(body, media_type="application/json")
-
-    return handler
-
-
-def streaming(*events: bytes, end: asyncio.Event | None = None) -> Handler:
-    """A stream of these events, which ends when `end` is set."""
-
-    async def handler(request: Request, _: dict[str, Any]) -> Response:
-        async def chunks() -> AsyncIterator[bytes]:
-            for event in events:
-                yield event
-            if end is not None:
-                await end.wait()
-
-        return StreamingResponse(chunks(), media_type="text/event-stream")
 
     return handler
 
@@ -131,7 +116,7 @@ async def test_early_token_is_passed_on_before_the_prefill_engine_has_ended() ->
     end, loop = asyncio.Event(), asyncio.get_running_loop()
     accepted: asyncio.Future[None] = loop.create_future()
     early: asyncio.Future[EarlyToken | None] = loop.create_future()
-    async with site(streaming(TOKEN, USAGE, DONE, end=end), UNUSED) as s:
+    async with site(streaming(TOKEN, USAGE, DONE, end), UNUSED) as s:
         with s.pools[Side.PREFILL].lease(s.prefill) as lease:
             task = asyncio.create_task(s.calls.prefill_early(lease, b"{}", CALL, accepted, early))
             token = await within(early)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from router_setup import FakeEngine, Handler, answer_ok, refuse, serve_engine, within
+from router_setup import FakeEngine, Handler, answer_ok, refuse, serve_engines, within
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,19 +38,15 @@ async def dispatching(
     prefill: Sequence[Handler], decode: Sequence[Handler], **settings: Any
 ) -> AsyncIterator[tuple[Dispatcher, list[FakeEngine], list[FakeEngine]]]:
     """A dispatcher, its prefill engines and its decode engines. Default dispatch here: serial."""
-    async with contextlib.AsyncExitStack() as stack:
-        p = [await stack.enter_async_context(serve_engine(handler)) for handler in prefill]
-        d = [await stack.enter_async_context(serve_engine(handler)) for handler in decode]
-        engines: dict[str, Any] = {
-            "prefill": tuple(Endpoint.parse(engine.url) for engine in p),
-            "decode": tuple(Endpoint.parse(engine.url) for engine in d),
-            "registration": Address("127.0.0.1", 0),  # with it, a side may have no engine
-        }
-        chosen = Settings(**{**engines, "dispatch": "serial", "patience": 0.05, **settings})
-        client = await stack.enter_async_context(EngineClient())
+    async with serve_engines(prefill, decode) as (p, d, engines), EngineClient() as client:
+        # With a registration address, a side may have no engine.
+        default = {"registration": Address("127.0.0.1", 0), "dispatch": "serial", "patience": 0.05}
+        chosen = Settings(**{**engines, **default, **settings})
         dispatcher = Dispatcher(chosen, client, Metrics(), Incidents(), Spans.to(None))
-        stack.push_async_callback(dispatcher.close)
-        yield dispatcher, p, d
+        try:
+            yield dispatcher, p, d
+        finally:
+            await dispatcher.close()
 
 
 async def answer(dispatcher: Dispatcher) -> bytes:

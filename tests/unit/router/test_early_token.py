@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from router_setup import PATIENCE, Handler, cluster, refuse
+from router_setup import PATIENCE, cluster, refuse, streaming
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -276,21 +276,6 @@ def test_p_streams_one_token_and_may_not_end_where_the_client_forbids_it() -> No
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the router believe that both engines support early first tokens."""
     monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
-
-
-def streaming(*chunks: bytes | asyncio.Event) -> Handler:
-    async def handler(request: Request, body: dict[str, Any]) -> Response:
-        async def generate() -> AsyncIterator[bytes]:
-            for chunk in chunks:
-                if isinstance(chunk, bytes):
-                    yield chunk
-                else:
-                    async with asyncio.timeout(PATIENCE):
-                        await chunk.wait()
-
-        return StreamingResponse(generate(), media_type="text/event-stream")
-
-    return handler
 
 
 REQUEST = {"prompt": [1, 2], "stream": True, "max_tokens": 3}

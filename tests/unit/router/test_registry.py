@@ -24,7 +24,7 @@ from kv_connector.router.streams.moves import Moves
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Engine(ThreadingHTTPServer):

@@ -914,9 +914,13 @@ async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -
 # --- Parts
 
 
+def pool_of(engines: int) -> tuple[Pool, list[Endpoint]]:
+    endpoints = [Endpoint.parse(f"http://h:{port + 1}") for port in range(engines)]
+    return Pool(endpoints), endpoints
+
+
 def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> None:
-    a, b, c = (Endpoint.parse(f"http://h:{port}") for port in (1, 2, 3))
-    pool = Pool([a, b, c])
+    pool, [a, b, c] = pool_of(3)
     leases = [pool.acquire(pool.fewest()) for _ in range(3)]
     assert [lease.endpoint for lease in leases] == [a, b, c]
     leases[1].release()
@@ -929,8 +933,7 @@ def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> 
 
 
 def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_pages() -> None:
-    engine = Endpoint.parse("http://h:1")
-    pool = Pool([engine])
+    pool, [engine] = pool_of(1)
 
     def counts() -> tuple[int, int]:
         return pool.outstanding(engine), pool.unfinished(engine)
@@ -954,8 +957,7 @@ def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_
 
 
 def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
-    a, b = (Endpoint.parse(f"http://h:{port}") for port in (1, 2))
-    pool = Pool([a, b])
+    pool, [a, b] = pool_of(2)
     assert [pool.acquire(pool.fewest(avoid={a})).endpoint for _ in range(3)] == [b, b, b]
     assert pool.acquire(pool.fewest(avoid={a, b})).endpoint == a
     pool.set_usable(b, False)

@@ -19,14 +19,13 @@ from router_setup import (
     client_of,
     refuse,
     serve,
-    serve_engine,
+    serve_engines,
     within,
 )
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kv_connector.router.engines.breaker import FAILURES, Breaker
-from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.front.app import create_app
 
@@ -37,15 +36,11 @@ pytestmark = pytest.mark.anyio
 async def routed(
     prefill: Sequence[Handler], decode: Sequence[Handler], **settings: Any
 ) -> AsyncIterator[tuple[list[FakeEngine], list[FakeEngine], httpx.AsyncClient]]:
-    async with contextlib.AsyncExitStack() as stack:
-        p = [await stack.enter_async_context(serve_engine(handler)) for handler in prefill]
-        d = [await stack.enter_async_context(serve_engine(handler)) for handler in decode]
-        listed: dict[str, Any] = {
-            "prefill": tuple(Endpoint.parse(engine.url) for engine in p),
-            "decode": tuple(Endpoint.parse(engine.url) for engine in d),
-        }
-        url = await stack.enter_async_context(serve(create_app(Settings(**listed, **settings))))
-        client = await stack.enter_async_context(client_of(url))
+    async with (
+        serve_engines(prefill, decode) as (p, d, listed),
+        serve(create_app(Settings(**listed, **settings))) as url,
+        client_of(url) as client,
+    ):
         yield p, d, client
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from router_setup import PATIENCE, FakeEngine, client_of, metric, serve, serve_engine, within
+from router_setup import PATIENCE, FakeEngine, client_of, metric, serve, serve_engines, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -77,14 +77,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(prefills: int = 2, decodes: int = 2, **settings: Any) -> AsyncIterator[Site]:
-    async with contextlib.AsyncExitStack() as stack:
-        p = [await stack.enter_async_context(serve_engine(prefill)) for _ in range(prefills)]
-        d = [await stack.enter_async_context(serve_engine(decode)) for _ in range(decodes)]
-        places = tuple(Endpoint.parse(f"{one.url}@10.0.0.1:{5601 + n}") for n, one in enumerate(p))
-        settings = {"policy": PolicyName.CACHE_AWARE, **settings}
-        chosen = Settings(places, tuple(Endpoint.parse(one.url) for one in d), **settings)
-        url = await stack.enter_async_context(serve(create_app(chosen)))
-        yield Site(p, d, await stack.enter_async_context(client_of(url)))
+    async with serve_engines([prefill] * prefills, [decode] * decodes) as (p, d, listed):
+        listed["prefill"] = tuple(Endpoint.parse(f"{one.url}@10.0.0.1:{5601 + n}") for n, one in enumerate(p))
+        chosen = Settings(**{**listed, "policy": PolicyName.CACHE_AWARE, **settings})
+        async with serve(create_app(chosen)) as url, client_of(url) as client:
+            yield Site(p, d, client)
 
 
 @pytest.mark.usefixtures("unwatched")

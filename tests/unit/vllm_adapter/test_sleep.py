@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from agent_pairs import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
-from agent_setup import Side, Stage, until
+from agent_setup import PATIENCE, Side, Stage, until
 from protocol_setup import BLOCK
 
 from kv_connector.agent.config import AgentError
@@ -183,7 +183,7 @@ def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch
         order.append("fenced")
 
     monkeypatch.setattr(engine, "fence", let)
-    falling.join(20.0)
+    falling.join(PATIENCE)
     assert order == ["fenced", "deregistered"]
 
 

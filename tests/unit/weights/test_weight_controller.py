@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
+from weight_worker import FakeWorker
 
-from kv_connector.control.sockets import Received
 from kv_connector.lab.free_ports import free_ports
-from kv_connector.protocol.actions import Address
+from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.links import LinkError, Links, News, questions
-from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
     Apply,
@@ -37,28 +36,24 @@ from kv_connector.weights.messages import (
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 ARENA_BYTES = 10
 
 
-class Worker:
-    """A worker that answers the controller. It changes only as the test says."""
+class Worker(FakeWorker):
+    """A worker that answers the controller. It changes only as the test says. ``got``: messages that have no
+    answer, but for PING."""
 
     def __init__(self) -> None:
         self.served, self.landed, self.problem, self.torn = "", "", "", False
         self.all: tuple[WorkerAddress, ...] = ()
-        self.got: queue.SimpleQueue[WeightMessage | None] = queue.SimpleQueue()
-        """Messages that have no answer, but for PING."""
-        self._loop = Loop("worker", None)
-        self.address = self._loop.sockets.bind(Address("127.0.0.1", 0))
-        self._loop.start(self)
+        super().__init__()
 
-    def received(self, now: float, received: Received[WeightMessage]) -> None:
-        answer = self._answer(received.message)
-        if answer is not None:
-            self._loop.sockets.send(received.source, answer)
-        else:
-            self.got.put(received.message)
+    def take(self, source: Source, message: WeightMessage | None) -> WeightMessage | None:
+        answer = self._answer(message)
+        if answer is None:
+            self.got.put(message)
+        return answer
 
     def _answer(self, message: WeightMessage | None) -> WeightMessage | None:
         state = State(
@@ -79,21 +74,12 @@ class Worker:
                 return state
         return None
 
-    def take(self, version: str, problem: str = "", *, torn: bool = False) -> None:
+    def serve(self, version: str, problem: str = "", *, torn: bool = False) -> None:
         self.served = self.served if problem else version
         self.problem, self.torn = problem, torn
 
     def next(self) -> WeightMessage | None:
         return self.got.get(timeout=PATIENCE_S)
-
-    def readable(self, now: float) -> None:
-        """Nothing is watched."""
-
-    def tick(self, now: float) -> None:
-        """Nothing is due."""
-
-    def close(self) -> None:
-        self._loop.stop()
 
 
 @dataclass
@@ -134,7 +120,7 @@ class Site:
 
     def all_take(self, version: str) -> None:
         for worker in self.workers:
-            worker.take(version)
+            worker.serve(version)
 
     def ask(self, message: WeightMessage) -> WeightMessage:
         """The controller's answer to a trainer."""
@@ -188,8 +174,8 @@ async def test_engine_is_not_paused_for_a_version_that_has_not_landed_everywhere
 
 async def test_version_that_a_worker_could_not_take_is_tried_once_more(site: Site) -> None:
     def one_fails_once(version: str) -> None:
-        site.workers[0].take(version)
-        site.workers[1].take(version, "" if site.engine.calls.count("update") > 1 else "no room")
+        site.workers[0].serve(version)
+        site.workers[1].serve(version, "" if site.engine.calls.count("update") > 1 else "no room")
 
     site.engine.update_workers = one_fails_once
     outcome = await site.controller.apply("v1")
@@ -200,7 +186,7 @@ async def test_version_that_a_worker_could_not_take_is_tried_once_more(site: Sit
 async def test_engine_goes_on_if_no_worker_has_the_version(site: Site) -> None:
     def all_fail(version: str) -> None:
         for worker in site.workers:
-            worker.take(version, "no room")
+            worker.serve(version, "no room")
 
     site.engine.update_workers = all_fail
     outcome = await site.controller.apply("v1")
@@ -212,8 +198,8 @@ async def test_engine_goes_on_if_no_worker_has_the_version(site: Site) -> None:
 @pytest.mark.parametrize("half", [True, False], ids=["half of a version", "one of two workers"])
 async def test_engine_stays_paused_until_all_workers_have_a_whole_version(site: Site, half: bool) -> None:
     def one_fails(version: str) -> None:
-        site.workers[0].take(version, "no room" if half else "")
-        site.workers[1].take(version, "no room", torn=half)
+        site.workers[0].serve(version, "no room" if half else "")
+        site.workers[1].serve(version, "no room", torn=half)
 
     site.engine.update_workers = one_fails
     outcome = await site.controller.apply("v1")

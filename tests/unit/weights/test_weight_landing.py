@@ -22,6 +22,7 @@ from kv_connector.weights.landing_actions import (
 )
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
+    REASON_S,
     Applied,
     Ask,
     Begin,
@@ -169,7 +170,9 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
         landing.receive(0, b, begin())
     if stage == "landing":
         landing.opened(77)
-    actions = landing.peer_lost(1, "the link broke")
+    landing.peer_lost(0, 1, "the link broke")
+    actions = landing.tick(REASON_S)
+    assert replies(actions)[b] == Leave("the link broke")
     assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
     assert bool(only(actions, LandingCloseCounter)) == (stage != "beginning")
     dropped = replies(actions)[a]
@@ -184,6 +187,30 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     assert landing.receive(0, again, begin("2", senders=1, nbytes=NBYTES)) == []
     assert landing.fenced(0) == []
     assert landing.fenced(1) == [LandingOpenCounter((2,), 3)]
+
+
+def test_a_sender_that_leaves_is_lost_with_its_reason_though_its_link_broke_first() -> None:
+    landing, a, b = landing_of_two()
+    landing.peer_lost(1.0, 1, "the link broke")
+    assert landing.next_deadline() == 1.0 + REASON_S
+    assert landing.tick(0.9 + REASON_S) == []
+    dropped = replies(landing.receive(0.9 + REASON_S, b, Leave("the loss is no number")))[a]
+    assert isinstance(dropped, Dropped)
+    assert "rank 1 of run run (trainer/1): the loss is no number" in dropped.reason
+
+
+@pytest.mark.parametrize("other", [Describe((Tensor("v", "float32", (4,)),)), None])
+def test_a_sender_whose_link_broke_keeps_no_other_trainer_out(other: Describe | None) -> None:
+    landing, _, _ = landing_of_two()
+    for peer in (0, 1):
+        landing.peer_lost(0, peer, "the link broke")
+    new = other or Join("another run", 0, "trainer", digest(TENSORS), b"offer")
+    actions = landing.receive(0, b"new", new)
+    assert only(actions, Record if other else LandingAccept)
+    assert b"new" not in replies(actions)
+    assert landing.state().senders == (0 if other else 1)
+    assert landing.phase is Phase.EMPTY
+    assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
 
 
 def test_a_sender_that_is_lost_behind_the_last_page_voids_nothing() -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from weight_worker import FakeWorker
 
-from kv_connector.control.sockets import Received
-from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.actions import Source
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.links import Link, LinkError, Links, News, questions
-from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     Applied,
     Ask,
@@ -25,40 +24,27 @@ from kv_connector.weights.messages import (
     WeightMessage,
 )
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 # Of a peer that answers no PING.
 IMPATIENT = replace(Timeouts(), heartbeat=0.05, dead=0.2)
 
 
-class Worker:
+class Worker(FakeWorker):
     """The other end of a connection. It answers what `answer` says and keeps the messages that it got."""
 
     def __init__(self) -> None:
         self.answer: Callable[[WeightMessage], WeightMessage | None] = lambda _: None
-        self.got: queue.SimpleQueue[WeightMessage | None] = queue.SimpleQueue()
         self._trainer: Source
-        self._loop = Loop("worker", None)
-        self.address = self._loop.sockets.bind(Address("127.0.0.1", 0))
-        self._loop.start(self)
+        super().__init__()
 
-    def received(self, now: float, received: Received[WeightMessage]) -> None:
-        self._trainer = received.source
-        self.got.put(received.message)
-        if received.message is not None and (answer := self.answer(received.message)) is not None:
-            self._loop.sockets.send(received.source, answer)
+    def take(self, source: Source, message: WeightMessage | None) -> WeightMessage | None:
+        self._trainer = source
+        self.got.put(message)
+        return None if message is None else self.answer(message)
 
     def say(self, message: WeightMessage) -> None:
         """Sends it to whoever sent the last message."""
-        self._loop.call(lambda: self._loop.sockets.send(self._trainer, message)).result(PATIENCE_S)
-
-    def readable(self, now: float) -> None:
-        """Nothing is watched."""
-
-    def tick(self, now: float) -> None:
-        """Nothing is due."""
-
-    def close(self) -> None:
-        self._loop.stop()
+        self.loop.call(lambda: self.loop.sockets.send(self._trainer, message)).result(PATIENCE_S)
 
 
 class Site:
@@ -120,6 +106,8 @@ def test_refusal_is_an_error_that_names_the_worker_and_the_link_stays(site: Site
 
 
 def test_worker_that_does_not_answer_in_time_is_given_up(site: Site) -> None:
+    site.connect()
+    assert site.worker.got.get(timeout=PATIENCE_S) == Ask()
     with pytest.raises(LinkError, match="no answer within"):
         site.links.wait(site.links.ask(site.link, Ask()), site.link, 0.05)
     with pytest.raises(LinkError, match="no answer within"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from kv_connector.agent.settings import SettingsError
+from kv_connector.cli.main import app
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.protocol.actions import Address
 from kv_connector.weights.geometry import Geometry
@@ -61,6 +65,24 @@ def test_pusher_and_receiver_open_a_domain_for_each_nic(
     assert [tuple(config.domains) for config in opened] == [
         (*verbs, DomainConfig("tcp", address="127.0.0.1"))
     ] * 2
+
+
+@pytest.mark.parametrize("command", ["push", "bench"])
+def test_commands_open_a_domain_for_each_nic(
+    opened: list[EngineConfig], tmp_path: Path, command: str
+) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    words = [
+        "--engine",
+        "127.0.0.1:5800",
+        "--provider",
+        "verbs",
+        *(w for nic in NICS for w in ("--nic", nic)),
+    ]
+    done = CliRunner().invoke(app, ["weights", command, str(tmp_path), *words])
+    assert isinstance(done.exception, Opened), done.output
+    (config,) = opened
+    assert [domain.device for domain in config.domains] == [*NICS]
 
 
 def test_settings_for_weights_have_the_nics_of_each_rank() -> None:

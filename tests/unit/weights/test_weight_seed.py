@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 from agent_setup import until
 from typer.testing import CliRunner, Result
-from weight_engines import DEAD_S, Engine, Gate, drawn
+from weight_engines import DEAD_S, PATIENT, Engine, Gate, drawn, notice_silence
 from weight_engines import main as engine_process
 from weight_trainer import FORKSERVER
 
@@ -34,7 +34,6 @@ from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
 
 PATIENCE_S = 60
-QUICK = Timeouts(dead=DEAD_S, heartbeat=0.5)
 
 
 def address_of(one: Engine | Address) -> Address:
@@ -44,7 +43,7 @@ def address_of(one: Engine | Address) -> Address:
 class Site:
     def __init__(self) -> None:
         self._engines: list[Engine] = []
-        self.links = Links(None, QUICK, heard=lambda *_: None, lost=lambda *_: None)
+        self.links = Links(None, PATIENT, heard=lambda *_: None, lost=lambda *_: None)
         self.threads = ThreadPoolExecutor(4)
 
     def engine(self, *arguments: int, **named: object) -> Engine:
@@ -85,7 +84,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher]:
     """A connected trainer of these engines."""
     addresses = [str(engine.address) for engine in engines]
-    with WeightPusher(TensorSource(drawn(of)), addresses, timeouts=QUICK, **named) as pusher:  # type: ignore[arg-type]
+    with WeightPusher(TensorSource(drawn(of)), addresses, timeouts=PATIENT, **named) as pusher:  # type: ignore[arg-type]
         pusher.connect()
         yield pusher
 
@@ -246,12 +245,13 @@ def test_one_of_another_model_is_refused_by_its_tensor(site: Site, monkeypatch: 
 def test_a_key_is_needed_and_is_enough(site: Site) -> None:
     key = ClusterKey.generate()
     fleet, joiner, stranger = (site.engine(1, key=one) for one in (key, key, ClusterKey.generate()))
-    links = Links(key, Timeouts(connect=1.0), heard=lambda *_: None, lost=lambda *_: None)
+    links = Links(key, PATIENT, heard=lambda *_: None, lost=lambda *_: None)
     try:
         with WeightPusher(TensorSource(drawn(1)), [str(fleet.address)], key=key) as pusher:
             pusher.connect()
             pusher.push("v1").wait("applied", PATIENCE_S)
         assert seed(fleet.address, joiner.address, links, PATIENCE_S) == "v1"
+        links.timeouts = Timeouts(connect=0.2)
         with pytest.raises(SeedError, match=r"no answer within .* the same cluster key"):
             seed(stranger.address, joiner.address, links, PATIENCE_S)
     finally:
@@ -283,7 +283,7 @@ class Process:
 def test_a_seeding_engine_that_dies_leaves_the_joiner_as_it_was(site: Site) -> None:
     fleet, joiner = Process(2, holds=True), site.engine(2)
     try:
-        with WeightPusher(TensorSource(drawn(1)), [str(fleet.address)], timeouts=QUICK) as pusher:
+        with WeightPusher(TensorSource(drawn(1)), [str(fleet.address)], timeouts=PATIENT) as pusher:
             pusher.connect()
             pusher.push("v1").wait("applied", PATIENCE_S)
         seeded = site.threads.submit(site.seed, fleet.address, joiner)
@@ -291,6 +291,7 @@ def test_a_seeding_engine_that_dies_leaves_the_joiner_as_it_was(site: Site) -> N
         until(lambda: all(shown(worker.state().landing) == "v1" for worker in joiner.workers))
     finally:
         fleet.kill()
+    notice_silence(site.links)
     with pytest.raises(SeedError, match=rf"silent for {DEAD_S:g} s"):
         seeded.result(PATIENCE_S)
     until(lambda: not any(worker.state().landing for worker in joiner.workers))
@@ -307,6 +308,8 @@ def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gat
     assert gate.begun.wait(PATIENCE_S)
     assert fleet.seeding == [str(joiner.address)] * 2
     joiner.kill()
+    for pusher in gate.pushers:
+        notice_silence(pusher._links)
     with pytest.raises(SeedError, match="did not seed"):
         seeded.result(PATIENCE_S)
     until(lambda: fleet.seeding == ["", ""])
@@ -318,15 +321,15 @@ def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gat
 def test_an_arena_is_returned_whatever_becomes_of_the_seed(
     site: Site, gate: Gate, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    limit = 1.0 if how == "deadline" else PATIENCE_S
-    fleet = site.engine(2, timeouts=Timeouts(dead=DEAD_S, heartbeat=0.5, orphan=limit))
-    joiner = site.engine(1)
+    fleet, joiner = site.engine(2), site.engine(1)
     pushed("v1", 1, fleet)
-    said = "the version was not written within 1 s"
+    said = "the version was not written within 60 s"
+    if how == "deadline":
+        monkeypatch.setattr("kv_connector.weights.seeder.threading.Timer", gate.timer)
     if how == "one worker cannot":
         said = "it is being seeded itself"
         monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
-    links = Links(None, QUICK, heard=lambda *_: None, lost=lambda *_: None)
+    links = Links(None, PATIENT, heard=lambda *_: None, lost=lambda *_: None)
     seeded = site.threads.submit(seed, fleet.address, joiner.address, links, PATIENCE_S)
     if how == "who asked leaves":
         said = "it is interrupted"
@@ -455,7 +458,7 @@ def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
     logger = logging.getLogger("kv_connector")
     logger.addHandler(warned)
     try:
-        with gate.pusher(TensorSource(drawn(2)), [str(fleet.address)], timeouts=QUICK) as pusher:
+        with gate.pusher(TensorSource(drawn(2)), [str(fleet.address)], timeouts=PATIENT) as pusher:
             pusher.connect()
             update = site.threads.submit(pusher.push, "v2")
             assert gate.begun.wait(PATIENCE_S)
@@ -512,7 +515,7 @@ def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> Non
 def test_an_engine_asks_those_that_it_is_given_in_turn(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.weights.links.Timeouts", lambda: QUICK)
+    monkeypatch.setattr("kv_connector.weights.links.Timeouts", lambda: PATIENT)
     fleet, empty, joiner = site.engine(2), site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     with caplog.at_level(logging.INFO, "kv_connector"):

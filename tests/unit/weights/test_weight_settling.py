@@ -31,7 +31,7 @@ def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytes
         address = str(worker.start())
         with WeightPusher(TensorSource([("w", weights)]), [address], apply=lambda _: None) as pusher:
             pusher.connect()
-            pusher.push("1").wait("landed", 10)
+            pusher.push("1").wait("landed", 60)
         assert [found["w"].tolist() for found in worker.take(worker.state().landed)] == [[7.0] * 4]
     finally:
         worker.close()

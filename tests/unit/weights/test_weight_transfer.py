@@ -14,8 +14,8 @@ import pytest
 import torch
 import zmq
 from agent_setup import PATIENCE, until
-from weight_engines import Gate
-from weight_trainer import DEAD_S, SIZES, Trainer, drawn
+from weight_engines import PATIENT, Gate, notice_silence
+from weight_trainer import SIZES, Trainer, drawn
 
 from kv_connector.cli import weights as weights_command
 from kv_connector.control.cluster_key import ClusterKey
@@ -76,7 +76,7 @@ class Engine:
                 Address("127.0.0.1", ports[rank]),
                 (provider,),
                 key=key,
-                timeouts=Timeouts(dead=DEAD_S),
+                timeouts=PATIENT,
                 streaming=streaming,
             )
             self.workers.append(
@@ -150,10 +150,11 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         pid = hsdp.ranks[3].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        until(lambda: not any(lands_without(worker, rank=3) for e in engines for worker in e.workers))
         said = hsdp.heard(0)
         assert said.startswith("version third: ")
         assert "was discarded: rank 3 of run" in said
-        assert f"silent for {DEAD_S:g} s" in said
+        assert f"silent for {PATIENT.dead:g} s" in said
         nothing_landed(engines, "third")
     with Trainer(tmp_path, addresses, 2, ranks=2, replicas=0) as plain:
         plain.all_say("connected")
@@ -169,9 +170,21 @@ def test_shards_land_without_a_gather_and_lost_ranks_void_their_version(
         nothing_landed(engines, "fifth")
     with WeightPusher(TensorSource(drawn(3)), addresses, apply=lambda _: None) as last:
         last.connect()
-        last.push("sixth").wait("landed", 10)
+        last.push("sixth").wait("landed", PATIENCE)
         for engine in engines:
             engine.assert_has("sixth", 3)
+
+
+def lands_without(worker: WeightReceiver, rank: int) -> bool:
+    """Lets the time pass after which the stopped rank is lost. Returns whether a version still lands."""
+
+    def age() -> None:
+        for sender in worker._landing._senders.values():
+            if sender.rank == rank:
+                sender.last_seen -= PATIENT.dead
+
+    worker._loop.call(age).result()
+    return bool(worker.state().landing)
 
 
 def nothing_landed(engines: Sequence[Engine], version: str) -> None:
@@ -190,26 +203,36 @@ def nothing_landed(engines: Sequence[Engine], version: str) -> None:
             next(engine.workers[missing].take(version))
 
 
-def test_an_engine_that_dies_costs_only_itself(engines: list[Engine]) -> None:
+def test_an_engine_that_dies_costs_only_itself(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = TensorSource(drawn(3))
     addresses = [engine.address for engine in engines]
-    with WeightPusher(source, addresses, apply=lambda _: None, timeouts=Timeouts(dead=DEAD_S)) as pusher:
+    with WeightPusher(source, addresses, apply=lambda _: None) as pusher:
         pusher.connect()
-        pusher.push("1").wait("landed", 10)
+        pusher.push("1").wait("landed", PATIENCE)
         engines[1].close()
+        notice_silence(pusher._links)
         update = pusher.push("2")
         with pytest.raises(PushError) as failed:
-            update.wait("landed", 10)
+            update.wait("landed", PATIENCE)
         assert engines[1].address in str(failed.value)
         assert engines[0].address not in str(failed.value)
         engines[0].assert_has("2", 3)
+        # No answer is awaited of an engine that is gone.
+        with monkeypatch.context() as patch:
+            patch.setattr(pusher._joining, "reach", None)
+            update = pusher.push("2 again")
+        with pytest.raises(PushError, match=r"it takes no connections \(Connection refused\)"):
+            update.wait("landed", PATIENCE)
+        engines[0].assert_has("2 again", 3)
         # The engine comes back at its old address, without weights, and takes the next versions.
         engines[1] = Engine("tcp", ports=engines[1].ports)
-        pusher.push("3").wait("landed", 10)
+        pusher.push("3").wait("landed", PATIENCE)
         for engine in engines:
             engine.assert_has("3", 3)
         pusher.connect()
-        pusher.push("4").wait("landed", 10)
+        pusher.push("4").wait("landed", PATIENCE)
         for engine in engines:
             engine.assert_has("4", 3)
 
@@ -224,7 +247,7 @@ def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
             pytest.raises(PushError, match=r"one/0 .* sends weights to this worker: end that run first"),
         ):
             second.connect()
-        pusher.push("1").wait("landed", 10)
+        pusher.push("1").wait("landed", PATIENCE)
 
 
 def test_who_has_not_the_key_gets_no_answer(tmp_path: Path) -> None:
@@ -254,7 +277,7 @@ def test_a_checkpoint_is_a_source(engines: list[Engine], tmp_path: Path) -> None
         save_file({name: value}, tmp_path / f"{name}.safetensors")
     with WeightPusher(CheckpointSource(tmp_path), [engines[0].address], apply=lambda _: None) as pusher:
         pusher.connect()
-        pusher.push("1").wait("landed", 10)
+        pusher.push("1").wait("landed", PATIENCE)
     engines[0].assert_has("1", 4)
     with pytest.raises(SourceError, match=r"no \.safetensors files are in"):
         CheckpointSource(tmp_path / "nowhere")
@@ -297,12 +320,12 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engi
     source = TensorSource(parameters.items())
     with WeightPusher(source, [engines[0].address], apply=lambda _: None) as pusher:
         pusher.connect()
-        pusher.push("one").wait("landed", 10)
+        pusher.push("one").wait("landed", PATIENCE)
         engines[0].assert_has("one", 1)
         before = [parameter.data for parameter in parameters.values()]  # their memory stays allocated
         for name, value in drawn(2):
             parameters[name].data = value
-        pusher.push("two").wait("landed", 10)
+        pusher.push("two").wait("landed", PATIENCE)
         engines[0].assert_has("two", 2)
         del before
 
@@ -348,7 +371,7 @@ def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
             pusher.connect()
             assert {len(worker.rounds) for worker in workers_of(pusher._engines)} == {3}
             for version in ("1", "2"):
-                pusher.push(version).wait("applied", 10)
+                pusher.push(version).wait("applied", PATIENCE)
                 assert shown(engine.workers[0].state().served) == version
                 engine.assert_holds(found, 5)
     finally:
@@ -357,21 +380,23 @@ def test_an_engine_without_room_takes_a_version_round_by_round() -> None:
         engine.close()
 
 
+def end_push(pusher: WeightPusher) -> None:
+    """Has push() return, whose links were closed while it waits for workers."""
+    for worker in workers_of(pusher._engines):
+        assert worker.link is not None
+        pusher._news.lost(worker.link, "the test ends")
+
+
 def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
     engine = Engine("tcp", streaming=True)
     worker = engine.workers[0]
     rounds = ThreadPoolExecutor(1)
     ready = threading.Event()
     try:
-        with WeightPusher(
-            TensorSource(drawn(5)),
-            [engine.address],
-            apply=lambda _: ready.set(),
-            timeouts=Timeouts(orphan=0.5),  # the push waits so long for a round that does not begin any more
-        ) as pusher:
+        with WeightPusher(TensorSource(drawn(5)), [engine.address], apply=lambda _: ready.set()) as pusher:
             pusher.connect()
             push = rounds.submit(pusher.push, "1")
-            assert ready.wait(10)
+            assert ready.wait(PATIENCE)
             parts = worker.take(worker.state().landed)
             assert next(parts)
             # The last round has no room before the first is released.
@@ -383,7 +408,8 @@ def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
             worker.finish("the trainer has left", torn=True)
             state = worker.state()
             assert (state.torn, state.served, state.problem) == (True, "", "the trainer has left")
-            push.cancel()
+            end_push(pusher)
+            push.result(PATIENCE)
     finally:
         rounds.shutdown()
         engine.close()
@@ -407,9 +433,17 @@ def test_a_worker_that_is_lost_and_joined_anew_before_a_version_begins_gets_it(
         engines[0].assert_has("1", 5)
 
 
-def test_asking_engines_of_which_one_is_not_there_leaves_no_links(engines: list[Engine]) -> None:
-    names = [engines[0].address, f"127.0.0.1:{free_ports(1)[0]}"]
-    with WeightPusher(TensorSource(drawn(5)), names, timeouts=Timeouts(connect=0.2)) as pusher:
+def test_asking_engines_of_which_one_is_not_there_leaves_no_links(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = f"127.0.0.1:{free_ports(1)[0]}"
+    with WeightPusher(TensorSource(drawn(5)), [engines[0].address, absent]) as pusher:
+        wait = pusher._links.wait
+        monkeypatch.setattr(
+            pusher._links,
+            "wait",
+            lambda answer, link, _: wait(answer, link, 0.1 if str(link.address) == absent else PATIENCE),
+        )
         for _ in range(3):
             with pytest.raises(PushError, match="no answer within 0"):
                 pusher.connect()
@@ -431,15 +465,15 @@ def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
 
 def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
     gate, worker = Gate(), engines[0].workers[0]
-    times = Timeouts(orphan=0.5)  # the push waits so long for a round that does not begin any more
-    pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None, timeouts=times)
+    pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None)
     with ThreadPoolExecutor(1) as threads:
         pusher.connect()
         threads.submit(pusher.push, "1")
-        assert gate.begun.wait(10)
+        assert gate.begun.wait(PATIENCE)
         with pytest.raises(RuntimeError), pusher:
             raise RuntimeError("the loss is no number")
         gate.go.set()
+        end_push(pusher)
     until(lambda: "the loss is no number" in worker.state().problem)
 
 
