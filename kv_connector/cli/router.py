@@ -161,6 +161,14 @@ def router(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: no spans.",
         ),
     ] = None,
+    access_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write one JSON line for each request to this file; -: standard output. The file may be "
+            "moved away while the router runs.",
+        ),
+    ] = None,
     body_limit: Annotated[
         int,
         typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Longer bodies get 413."),
@@ -201,6 +209,7 @@ def router(
 
         from kv_connector.router.front.app import create_app
         from kv_connector.router.front.server import ServerConfig
+        from kv_connector.router.observe.access_log import AccessLogError
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
@@ -225,6 +234,7 @@ def router(
             rebalance=rebalance,
             status_details=status_details,
             otlp_traces_endpoint=otlp_traces_endpoint,
+            access_log=access_log,
             body_limit=body_limit << 20,
             body_budget=body_budget << 20,
             requests=requests,
@@ -244,6 +254,8 @@ def router(
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
+    except AccessLogError as error:
+        raise typer.BadParameter(str(error)) from None
     server = uvicorn.Server(
         ServerConfig(
             app,

@@ -75,6 +75,8 @@ class Settings:
     """Whether the status page shows engines' addresses and error messages."""
     otlp_traces_endpoint: str | None = None
     """OTLP endpoint for spans; None: no spans."""
+    access_log: str | None = None
+    """File that gets one JSON line for each request, or "-" for standard output; None: no file."""
 
     def __post_init__(self) -> None:
         if len(set(self.prefill)) < len(self.prefill):

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -29,6 +30,7 @@ from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
+from kv_connector.router.observe.access_log import AccessLog, Exchange
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.balance import EvenStreams
@@ -79,6 +81,9 @@ LONGEST_REQUEST_ID = 128
 # the uplink of a poor mobile connection. A slow body of 64 MiB holds its memory for 18 minutes at most.
 BODY_RATE = 64 << 10
 
+# Name of the request's Exchange in the ASGI scope.
+_EXCHANGE = "kv_connector.exchange"
+
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics see it
 
 
@@ -88,6 +93,7 @@ def create_app(settings: Settings) -> Starlette:
     client = EngineClient()
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
+    access_log = AccessLog.to(settings.access_log)
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     members = dispatcher.parts.members
     status = Status(members, metrics, incidents, details=settings.status_details)
@@ -126,14 +132,16 @@ def create_app(settings: Settings) -> Starlette:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
+                access_log.close()
 
     async def forward_any(request: Request) -> Reply:
         with limits.enter() as place:
+            exchange = _exchange(request)
             body = await _read(request, settings, place)
-            headers = {**_passed(request), "x-request-id": _request_id(request)}
-            model = await parser.model(body)
-            path = request.url.path
-            reply = dispatcher.forward(request.method, path, content(body), model, headers)
+            headers = {**_passed(request), "x-request-id": exchange.request_id}
+            exchange.model = await parser.model(body)
+            call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
+            reply = dispatcher.forward(request.method, call, content(body))
             return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
@@ -185,6 +193,7 @@ def create_app(settings: Settings) -> Starlette:
         return Completions(path, kind, settings, limits, parser, dispatcher, metrics)
 
     application = _Application(
+        access_log,
         routes=[
             *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
             *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
@@ -207,14 +216,41 @@ class _Application(Starlette):
     refusal: str | None = None
     """The operator's mistake for which the router does not start."""
 
+    def __init__(self, access_log: AccessLog, **options: Any) -> None:
+        """``options``: those of Starlette."""
+        super().__init__(**options)
+        self._access_log = access_log
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await self._live(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. Its id is in the answer's headers, and in its line of the access log."""
+        exchange = scope[_EXCHANGE] = Exchange(_request_id(Headers(scope=scope)))
+        named = b"x-request-id", exchange.request_id.encode("latin-1")
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            elif exchange.first_byte is None and message.get("body"):
+                exchange.body_begins()
+            await send(message)
+
+        with self._access_log.request(exchange, scope):
+            await super().__call__(scope, receive, note)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:
             # A server logs this message. Starlette's own message is a traceback of a page.
             if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
                 message = {**message, "message": self.refusal}
             await send(message)
 
-        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
+        await super().__call__(scope, receive, say)
 
 
 class Completions:
@@ -241,33 +277,35 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        request_id = _request_id(request)
+        exchange = _exchange(request)
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
                 with self._limits.enter() as place:
                     body = await _read(request, self._settings, place)
                     completion = self._kind.of_fields(await self._parser.fields(body))
-                    status = await self._serve(request, request_id, place, completion)
+                    exchange.model = completion.model
+                    status = await self._serve(request, exchange, place, completion)
             except ClientDisconnect:
-                logger.info("a client disconnected while it sent a request to %s", self._path)
+                words = "request %s: the client disconnected while it sent the request to %s"
+                logger.info(words, exchange.request_id, self._path)
             except Exception as error:
-                failed = client_failure(error, request_id)
-                status, response = failed.status, _response(failed)
-                response.headers["x-request-id"] = request_id
-                await response(scope, receive, send)
+                failed = client_failure(error, exchange.request_id)
+                status = failed.status
+                await _response(failed)(scope, receive, send)
             finally:
+                exchange.status = status
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, place: Place, completion: Completion) -> int:
+    async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
+        answering = _Answering(request, exchange, self._path, place, self._dispatcher, self._metrics)
         work = asyncio.create_task(answering.run(completion))
         try:
             # A server also reports a disconnect after the client has received the whole answer.
             if not await _done_first(work, request.receive) and not answering.complete:
-                logger.info("request %s: the client disconnected", request_id)
+                logger.info("request %s: the client disconnected", exchange.request_id)
                 return CLIENT_LEFT
             return await work
         except asyncio.CancelledError:
@@ -288,14 +326,14 @@ class _Answering:
     def __init__(
         self,
         request: Request,
-        request_id: str,
+        exchange: Exchange,
         path: str,
         place: Place,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
         self.complete = False
-        self._request_id = request_id
+        self._exchange = exchange
         self._path = path
         self._place = place
         self._begun = False
@@ -305,9 +343,10 @@ class _Answering:
 
     async def run(self, completion: Completion) -> int:
         started, path = time.perf_counter(), self._path
-        headers = {**_passed(self._request), "x-request-id": self._request_id}
-        call = Call(path, headers, self._request_id, completion.model, begin=self._begin)
-        with self._dispatcher.parts.spans.server(path, self._request_id, headers):
+        request_id = self._exchange.request_id
+        headers = {**_passed(self._request), "x-request-id": request_id}
+        call = Call(path, headers, request_id, completion.model, exchange=self._exchange, begin=self._begin)
+        with self._dispatcher.parts.spans.server(path, request_id, headers):
             try:
                 async with self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)
@@ -317,7 +356,7 @@ class _Answering:
                     else:
                         await self._send_whole(answer)
             except Exception as error:
-                return await self.fail(client_failure(error, self._request_id))
+                return await self.fail(client_failure(error, request_id))
         return answer.status
 
     async def fail(self, failed: Failure) -> int:
@@ -340,10 +379,7 @@ class _Answering:
             return
         self._begun = True
         self._place.answered()
-        headers = [
-            (b"content-type", content_type.encode("latin-1")),
-            (b"x-request-id", self._request_id.encode("latin-1")),
-        ]
+        headers = [(b"content-type", content_type.encode("latin-1"))]
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -354,6 +390,7 @@ class _Answering:
         if answer.transcript is not None:
             answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
+        self._exchange.send(body)
         self.complete = True
         await self._request._send({"type": "http.response.body", "body": body})
 
@@ -362,6 +399,7 @@ class _Answering:
         keep = _drop if answer.transcript is None else answer.transcript.add
         async for chunk in answer.chunks:
             keep(chunk)
+            self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -442,9 +480,15 @@ def _passed(request: Request) -> dict[str, str]:
     return {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
 
 
-def _request_id(request: Request) -> str:
+def _exchange(request: Request) -> Exchange:
+    exchange = request.scope[_EXCHANGE]
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _request_id(headers: Headers) -> str:
     """Returns the client's X-Request-Id if it is fit for a log line, else a new one."""
-    given = request.headers.get("x-request-id", "")
+    given = headers.get("x-request-id", "")
     if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex
@@ -464,7 +508,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _left(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)
+    return Response(status_code=CLIENT_LEFT)  # only the access log sees it
 
 
 async def _failure(_: Request, error: Exception) -> Response:
