@@ -11,7 +11,7 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, PolicyName, Settings
+from kv_connector.router.engines.settings import Objectives, PolicyName, Settings, Timeouts
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
@@ -181,6 +181,30 @@ def router(
             help="Largest sum of the bodies of all requests in flight, in MiB. Requests beyond it get 503.",
         ),
     ] = 128,
+    first_token_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds from a request's last byte to the first event of its stream. Later streams end "
+            "with error 504. Default: no limit.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds between two events of a stream. A longer pause ends the stream with error 504. "
+            "Default: no limit.",
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds from a request's last byte to the end of its answer. Longer requests end with "
+            "error 504. Default: no limit.",
+        ),
+    ] = None,
     keep_alive: Annotated[
         int,
         typer.Option(
@@ -238,6 +262,7 @@ def router(
             body_limit=body_limit << 20,
             body_budget=body_budget << 20,
             requests=requests,
+            timeouts=Timeouts(first_token_timeout, idle_timeout, request_timeout),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

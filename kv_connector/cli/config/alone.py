@@ -20,7 +20,7 @@ from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import PolicyName
+from kv_connector.router.engines.settings import PolicyName, Timeouts
 from kv_connector.router.engines.settings import Settings as RouterSettings
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -109,6 +109,7 @@ def _parsed(written: Router) -> CheckedRouter:
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
             body_limit=given["body_limit"] << 20,
             body_budget=given["body_budget"] << 20,
+            timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

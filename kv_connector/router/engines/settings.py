@@ -31,6 +31,30 @@ class Objectives:
             raise ValueError("an objective must be more than 0 ms")
 
 
+LONGEST_TIMEOUT = 604_800.0
+"""A week, in seconds: far longer than any answer, and no number that a timer cannot hold."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits of each request, in seconds. None: no limit."""
+
+    first_token: float | None = None
+    """From a request's last byte to the first event of its stream."""
+    idle: float | None = None
+    """Between two events of a stream."""
+    request: float | None = None
+    """From a request's last byte to the end of its answer."""
+
+    def __post_init__(self) -> None:
+        limits = (self.first_token, self.idle, self.request)
+        if not all(one is None or 0 < one <= LONGEST_TIMEOUT for one in limits):
+            raise ValueError(
+                "--first-token-timeout, --idle-timeout and --request-timeout must be more than 0 s, and at "
+                f"most {LONGEST_TIMEOUT:g} s"
+            )
+
+
 @dataclass(frozen=True)
 class Settings:
     prefill: tuple[Endpoint, ...]
@@ -49,6 +73,8 @@ class Settings:
     stall: float = 60.0
     """Seconds that headers may take, a body may pause, and a reader may take nothing. It is nginx's default
     for each of the three."""
+    timeouts: Timeouts = Timeouts()
+    """Time limits of each request. A router without options has none: prompts may wait in queues."""
     registration: Address | None = None
     """Address where engines register; None: only the listed engines are used."""
     key: ClusterKey | None = None

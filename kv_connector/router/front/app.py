@@ -26,6 +26,7 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.status import Status
@@ -141,8 +142,9 @@ def create_app(settings: Settings) -> Starlette:
             headers = {**_passed(request), "x-request-id": exchange.request_id}
             exchange.model = await parser.model(body)
             call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
-            reply = dispatcher.forward(request.method, call, content(body))
-            return await _unless_left(reply, request.receive)
+            async with Deadline(settings.timeouts, streamed=False).guard():
+                reply = dispatcher.forward(request.method, call, content(body))
+                return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
         reply = await forward_any(request)
@@ -300,7 +302,10 @@ class Completions:
     async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        answering = _Answering(request, exchange, self._path, place, self._dispatcher, self._metrics)
+        deadline = Deadline(self._settings.timeouts, streamed=completion.streamed)
+        answering = _Answering(
+            request, exchange, self._path, place, deadline, self._dispatcher, self._metrics
+        )
         work = asyncio.create_task(answering.run(completion))
         try:
             # A server also reports a disconnect after the client has received the whole answer.
@@ -329,6 +334,7 @@ class _Answering:
         exchange: Exchange,
         path: str,
         place: Place,
+        deadline: Deadline,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
@@ -336,6 +342,7 @@ class _Answering:
         self._exchange = exchange
         self._path = path
         self._place = place
+        self._deadline = deadline
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -348,7 +355,7 @@ class _Answering:
         call = Call(path, headers, request_id, completion.model, exchange=self._exchange, begin=self._begin)
         with self._dispatcher.parts.spans.server(path, request_id, headers):
             try:
-                async with self._dispatcher.open(completion, call) as answer:
+                async with self._deadline.guard(), self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)
                     if answer.streaming:
                         await self._begin(answer.status, answer.content_type)
@@ -398,9 +405,11 @@ class _Answering:
         send = self._request._send
         keep = _drop if answer.transcript is None else answer.transcript.add
         async for chunk in answer.chunks:
+            self._deadline.received()
             keep(chunk)
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._deadline.waiting()
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
