@@ -19,6 +19,9 @@ from kv_connector.router.front.limits import raise_descriptor_limit, requests_fo
 KEEP_ALIVE_S = 75
 
 
+# Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
+SHUTDOWN_S = 600
+
 STARTUP_FAILURE = 3  # uvicorn's exit status
 
 
@@ -215,14 +218,13 @@ def router(
         ),
     ] = KEEP_ALIVE_S,
     shutdown_timeout: Annotated[
-        int | None,
+        int,
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event. "
-            "Default: no limit.",
+            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event.",
         ),
-    ] = None,
+    ] = SHUTDOWN_S,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
     """Dispatches each completion to a prefill and a decode engine at the same time."""
