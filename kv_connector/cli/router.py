@@ -22,8 +22,6 @@ KEEP_ALIVE_S = 75
 # Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
 SHUTDOWN_S = 600
 
-STARTUP_FAILURE = 3  # uvicorn's exit status
-
 
 def endpoint(text: str) -> Endpoint:
     """Reads an engine's address for typer, which shows the reason if the address is invalid."""
@@ -103,6 +101,46 @@ def router(
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    admin: Annotated[
+        Address | None,
+        typer.Option(
+            parser=address,
+            metavar="HOST:PORT",
+            help="Second address, with metrics and the status page, which the first one does not serve "
+            "then. It needs no API key.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with a line `NAME KEY` for each client. Requests without a key of the file get 401. "
+            "Engines do not get the key.",
+        ),
+    ] = None,
+    engine_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the key that the router sends to engines (vLLM's --api-key). Default: engines "
+            "get the client's key.",
+        ),
+    ] = None,
+    engine_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file of the certificate authorities for engines with an https address. Default: the "
+            "authorities of this host.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose scripts in browsers may call the router (CORS), or *. Repeat for each origin.",
+        ),
+    ] = None,
     serial: Annotated[
         bool,
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
@@ -184,6 +222,23 @@ def router(
             help="Largest sum of the bodies of all requests in flight, in MiB. Requests beyond it get 503.",
         ),
     ] = 128,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Most requests in flight. Requests beyond it get 503. Default: a quarter of the limit on "
+            "open files, which is also the maximum.",
+        ),
+    ] = None,
+    requests_per_key: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Most requests in flight with one API key. Requests beyond it get 429. Default: no limit.",
+        ),
+    ] = None,
     first_token_timeout: Annotated[
         float | None,
         typer.Option(
@@ -230,11 +285,12 @@ def router(
     """Dispatches each completion to a prefill and a decode engine at the same time."""
     try:
         import httptools  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
+        from kv_connector.router.engines.client import AuthorityError
         from kv_connector.router.front.app import create_app
-        from kv_connector.router.front.server import ServerConfig
+        from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
         from kv_connector.router.observe.access_log import AccessLogError
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
@@ -243,10 +299,14 @@ def router(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if admin is not None and admin.port == port:
+        raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
     key = cluster_key(key_file)
     if registration is not None and key is None and not allow_unauthenticated:
         refuse_strangers(registration)
     requests = requests_for(raise_descriptor_limit())
+    if max_requests is not None:
+        requests = min(requests, max_requests)
     try:
         settings = Settings(
             tuple(prefill or ()),
@@ -265,6 +325,12 @@ def router(
             body_budget=body_budget << 20,
             requests=requests,
             timeouts=Timeouts(first_token_timeout, idle_timeout, request_timeout),
+            requests_per_key=requests_per_key,
+            api_key_file=None if api_key_file is None else str(api_key_file),
+            engine_key_file=None if engine_key_file is None else str(engine_key_file),
+            engine_ca=None if engine_ca is None else str(engine_ca),
+            admin=admin,
+            allow_origins=tuple(allow_origin or ()),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -281,9 +347,9 @@ def router(
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    except AccessLogError as error:
+    except (AccessLogError, AuthorityError, KeyFileError) as error:
         raise typer.BadParameter(str(error)) from None
-    server = uvicorn.Server(
+    server = RouterServer(
         ServerConfig(
             app,
             connections=2 * requests,
@@ -294,7 +360,8 @@ def router(
             loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
-        )
+        ),
+        admin,
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

@@ -109,6 +109,9 @@ def _parsed(written: Router) -> CheckedRouter:
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
             body_limit=given["body_limit"] << 20,
             body_budget=given["body_budget"] << 20,
+            requests_per_key=given["requests_per_key"],
+            api_key_file=None if given["api_key_file"] is None else str(given["api_key_file"]),
+            allow_origins=tuple(given["allow_origin"] or ()),
             timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
         )
     except ValueError as error:

@@ -4,9 +4,11 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import aiohttp
@@ -40,6 +42,28 @@ def refused(error: Exception) -> bool:
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 
 
+# The authorities of a whole operating system are 250 KB. A larger file was named by mistake.
+_LONGEST_AUTHORITY = 4 << 20
+
+
+class AuthorityError(ValueError):
+    """The file holds no certificates. The message says what to do."""
+
+
+def read_authority(path: Path) -> ssl.SSLContext:
+    """Returns what verifies engines by the certificates in a PEM file. Raises AuthorityError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LONGEST_AUTHORITY + 1)
+        if len(text) > _LONGEST_AUTHORITY:
+            raise AuthorityError(f"{path} is longer than {_LONGEST_AUTHORITY} bytes. Change --engine-ca")
+        return ssl.create_default_context(cadata=text.decode("ascii"))
+    except OSError as error:  # ssl.SSLError is one
+        raise AuthorityError(f"cannot read certificates from {path}: {error}. Change --engine-ca") from None
+    except UnicodeDecodeError:
+        raise AuthorityError(f"{path} is not a PEM file. Change --engine-ca") from None
+
+
 @dataclass(frozen=True)
 class Reply:
     """An engine's whole answer."""
@@ -71,13 +95,22 @@ class EngineClient:
     Failure 503 if this process has no descriptor or port left, which indicates no fault of the engine.
     """
 
+    def __init__(self, key: str | None = None, authority: ssl.SSLContext | None = None) -> None:
+        """``key``: sent to engines with each request that has no other authorization; None: none is.
+        ``authority``: verifies engines with an https address; None: the authorities of this host do."""
+        self._key = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._authority: ssl.SSLContext | bool = True if authority is None else authority
+
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket
+                limit=0,
+                keepalive_timeout=KEEP_ALIVE_SECONDS,
+                socket_factory=_socket,
+                ssl=self._authority,
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity", **self._key},
             skip_auto_headers=("content-type", "user-agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

@@ -6,32 +6,37 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kv_connector.protocol.actions import Address
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import content
-from kv_connector.router.engines.client import EngineClient, Reply
+from kv_connector.router.engines.client import EngineClient, Reply, read_authority
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
-from kv_connector.router.observe.access_log import AccessLog, Exchange
+from kv_connector.router.observe.access_log import AccessLog, Exchange, begin_exchange, exchange_of
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.balance import EvenStreams
@@ -77,13 +82,14 @@ PASSED_HEADERS = (
     "x-vllm-priority",
 )
 LONGEST_REQUEST_ID = 128
+# Headers of an answer that scripts of another origin may read (CORS).
+_EXPOSED_HEADERS = ("retry-after", "x-request-id")
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 # In addition to the pause that a body may make, its bytes must arrive at this average rate. It is 0.5 Mbit/s,
 # the uplink of a poor mobile connection. A slow body of 64 MiB holds its memory for 18 minutes at most.
 BODY_RATE = 64 << 10
-
-# Name of the request's Exchange in the ASGI scope.
-_EXCHANGE = "kv_connector.exchange"
 
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics see it
 
@@ -91,15 +97,18 @@ CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics
 def create_app(settings: Settings) -> Starlette:
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     metrics = Metrics()
-    client = EngineClient()
+    engine_key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
+    authority = None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
+    client = EngineClient(engine_key, authority)
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
     access_log = AccessLog.to(settings.access_log)
+    keys = None if settings.api_key_file is None else ApiKeys.read(Path(settings.api_key_file))
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     members = dispatcher.parts.members
     status = Status(members, metrics, incidents, details=settings.status_details)
     page = Page.load()
-    limits = Limits(settings.requests, settings.body_budget)
+    limits = Limits(settings.requests, settings.body_budget, settings.requests_per_key)
     parser = BodyParser(prompts=dispatcher.parts.learns)
     registry = Registry(
         members,
@@ -136,8 +145,8 @@ def create_app(settings: Settings) -> Starlette:
                 access_log.close()
 
     async def forward_any(request: Request) -> Reply:
-        with limits.enter() as place:
-            exchange = _exchange(request)
+        exchange = exchange_of(request.scope)
+        with limits.enter(exchange.key) as place:
             body = await _read(request, settings, place)
             headers = {**_passed(request), "x-request-id": exchange.request_id}
             exchange.model = await parser.model(body)
@@ -171,13 +180,22 @@ def create_app(settings: Settings) -> Starlette:
         it."""
         return JSONResponse({"live": True})
 
-    async def health(_: Request) -> Response:
+    def state_of_engines() -> tuple[int, dict[str, Any]]:
+        """Returns the status and the body of an answer at /health."""
         states = members.states()
         lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
         unready = not lacking.isdisjoint(members.needed)
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
         status = "unready" if unready else "degraded" if lacking else "ready"
-        return JSONResponse({"status": status, **found}, status_code=503 if unready else 200)
+        return 503 if unready else 200, {"status": status, **found}
+
+    async def health(_: Request) -> Response:
+        code, found = state_of_engines()
+        return JSONResponse(found, code)
+
+    async def health_without_engines(_: Request) -> Response:
+        code, found = state_of_engines()
+        return JSONResponse({"status": found["status"]}, code)
 
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": metrics.requests_in_flight()})
@@ -194,21 +212,42 @@ def create_app(settings: Settings) -> Starlette:
     def complete(path: str, kind: type[Completion]) -> Completions:
         return Completions(path, kind, settings, limits, parser, dispatcher, metrics)
 
-    application = _Application(
-        access_log,
-        routes=[
-            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
-            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
-            Route("/", status_page),
-            Route("/status.json", status_json),
+    def probes(health: Handler) -> list[Route]:
+        return [
             Route("/live", live),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
-            Route("/load", load),
-            Route("/metrics", metrics_page),
+        ]
+
+    of_operators = [
+        Route("/", status_page),
+        Route("/status.json", status_json),
+        Route("/load", load),
+        Route("/metrics", metrics_page),
+    ]
+    handlers: Any = {HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left}
+    middleware = []
+    if settings.allow_origins:
+        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "expose_headers": _EXPOSED_HEADERS}
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=settings.allow_origins, allow_headers=["*"], **options)
+        )
+    if keys is not None:
+        middleware.append(Middleware(KeyCheck, keys=keys))
+    strangers = keys is not None or settings.admin is not None
+    application = _Application(
+        access_log,
+        settings.admin,
+        Starlette(routes=[*of_operators, *probes(health)], exception_handlers=handlers),
+        routes=[
+            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
+            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
             Route("/openapi.json", openapi),
+            *probes(health_without_engines if strangers else health),
+            *([] if settings.admin is not None else of_operators),
         ],
-        exception_handlers={HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left},
+        exception_handlers=handlers,
+        middleware=middleware,
         lifespan=lifespan,
     )
     return application
@@ -218,10 +257,14 @@ class _Application(Starlette):
     refusal: str | None = None
     """The operator's mistake for which the router does not start."""
 
-    def __init__(self, access_log: AccessLog, **options: Any) -> None:
-        """``options``: those of Starlette."""
+    def __init__(
+        self, access_log: AccessLog, admin: Address | None, of_operators: ASGIApp, **options: Any
+    ) -> None:
+        """``of_operators``: answers requests at the address ``admin``. ``options``: those of Starlette."""
         super().__init__(**options)
         self._access_log = access_log
+        self._admin_port = None if admin is None else admin.port
+        self._of_operators = of_operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -231,7 +274,7 @@ class _Application(Starlette):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Its id is in the answer's headers, and in its line of the access log."""
-        exchange = scope[_EXCHANGE] = Exchange(_request_id(Headers(scope=scope)))
+        exchange = begin_exchange(scope, _request_id(Headers(scope=scope)))
         named = b"x-request-id", exchange.request_id.encode("latin-1")
 
         async def note(message: Message) -> None:
@@ -242,8 +285,11 @@ class _Application(Starlette):
                 exchange.body_begins()
             await send(message)
 
+        server = scope.get("server")
+        at_admin = server is not None and server[1] == self._admin_port
+        answer = self._of_operators if at_admin else super().__call__
         with self._access_log.request(exchange, scope):
-            await super().__call__(scope, receive, note)
+            await answer(scope, receive, note)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:
@@ -279,11 +325,11 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        exchange = _exchange(request)
+        exchange = exchange_of(scope)
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
-                with self._limits.enter() as place:
+                with self._limits.enter(exchange.key) as place:
                     body = await _read(request, self._settings, place)
                     completion = self._kind.of_fields(await self._parser.fields(body))
                     exchange.model = completion.model
@@ -486,13 +532,11 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def _passed(request: Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
-
-
-def _exchange(request: Request) -> Exchange:
-    exchange = request.scope[_EXCHANGE]
-    assert isinstance(exchange, Exchange)
-    return exchange
+    """Returns the client's headers for engines. A key of the router itself goes to no engine."""
+    passed = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+    if exchange_of(request.scope).key is not None:
+        passed.pop("authorization", None)
+    return passed
 
 
 def _request_id(headers: Headers) -> str:

@@ -6,7 +6,7 @@ import logging
 import logging.handlers
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +20,8 @@ from kv_connector.router.requests.token_counts import cached_tokens, completion_
 logger = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
+# Name of the request's Exchange in the ASGI scope.
+_EXCHANGE = "kv_connector.exchange"
 
 # The line of a request is bounded: a path may have 64 KiB, a model's name the length of a body, and a stream
 # may move any number of times.
@@ -44,6 +46,8 @@ class Exchange:
     """Facts of one request, for its line in the access log. Used from the event loop's thread only."""
 
     request_id: str = ""
+    key: str | None = None
+    """Name of the client's API key; None: the router has no keys, or the request has no valid key."""
     status: int | None = None
     """Status of the answer, as the metrics count it; None: no answer has begun."""
     model: str | None = None
@@ -91,6 +95,19 @@ class Exchange:
             "cached_tokens": self.cached_tokens if cached is None else cached,
             "completion_tokens": completion_tokens(found),
         }
+
+
+def begin_exchange(scope: MutableMapping[str, Any], request_id: str) -> Exchange:
+    """Begins the exchange of a request. ``scope``: its ASGI scope."""
+    exchange = scope[_EXCHANGE] = Exchange(request_id)
+    return exchange
+
+
+def exchange_of(scope: Mapping[str, Any]) -> Exchange:
+    """Returns the exchange that has begun in this ASGI scope."""
+    exchange = scope[_EXCHANGE]
+    assert isinstance(exchange, Exchange)
+    return exchange
 
 
 def _append(engines: list[str], engine: str) -> None:
@@ -171,6 +188,7 @@ def _line(exchange: Exchange, scope: Mapping[str, Any], arrived: datetime) -> st
         "time": arrived.isoformat(timespec="milliseconds"),
         "request_id": exchange.request_id,
         "client": client[0] if client else None,
+        "key": exchange.key,
         "method": scope["method"][:_LONGEST_TEXT],
         "path": scope["path"][:_LONGEST_TEXT],
         "status": exchange.status,
