@@ -1,12 +1,16 @@
 """kv-connector router: OpenAI's routes in front of prefill and decode engines."""
 
+import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
+from typer.core import TyperCommand
 
+from kv_connector.cli.router_file import RouterFileError, read_router_file
 from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
@@ -18,6 +22,21 @@ from kv_connector.router.front.limits import raise_descriptor_limit, requests_fo
 # not repeat a POST that meets the end of its connection.
 KEEP_ALIVE_S = 75
 
+
+logger = logging.getLogger(__name__)
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""The exception for a wrong command line: click's, or that of a typer with click built in."""
+
+# Name of the command's words in its context.
+_WORDS = "kv_connector.words"
+# Parameters that a reload applies, beside the contents of the file of API keys.
+_RELOADED = frozenset(
+    (
+        *("prefill", "decode", "body_limit", "body_budget", "max_requests", "requests_per_key"),
+        *("first_token_timeout", "idle_timeout", "request_timeout"),
+    )
+)
 
 # Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
 SHUTDOWN_S = 600
@@ -65,7 +84,28 @@ KeyFile = Annotated[
 ]
 
 
+def config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the options of a file the defaults of the command's options, for typer."""
+    if path is not None:
+        try:
+            context.default_map = read_router_file(Path(path), context.command.params)
+        except RouterFileError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
 def router(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=config_file,
+            is_eager=True,
+            metavar="FILE",
+            help="YAML or JSON file with these options by name (`port: 8000`). Options of the command line "
+            "override it.",
+        ),
+    ] = None,
     prefill: Annotated[
         list[Endpoint] | None,
         typer.Option(
@@ -299,49 +339,16 @@ def router(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    if admin is not None and admin.port == port:
-        raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
-    key = cluster_key(key_file)
-    if registration is not None and key is None and not allow_unauthenticated:
-        refuse_strangers(registration)
     requests = requests_for(raise_descriptor_limit())
-    if max_requests is not None:
-        requests = min(requests, max_requests)
-    try:
-        settings = Settings(
-            tuple(prefill or ()),
-            tuple(decode or ()),
-            dispatch="serial" if serial else "concurrent",
-            registration=registration,
-            key=key,
-            require_prefill=require_prefill,
-            policy=policy,
-            objectives=objectives(ttft_ms, tbt_ms),
-            rebalance=rebalance,
-            status_details=status_details,
-            otlp_traces_endpoint=otlp_traces_endpoint,
-            access_log=access_log,
-            body_limit=body_limit << 20,
-            body_budget=body_budget << 20,
-            requests=requests,
-            timeouts=Timeouts(first_token_timeout, idle_timeout, request_timeout),
-            requests_per_key=requests_per_key,
-            api_key_file=None if api_key_file is None else str(api_key_file),
-            engine_key_file=None if engine_key_file is None else str(engine_key_file),
-            engine_ca=None if engine_ca is None else str(engine_ca),
-            admin=admin,
-            allow_origins=tuple(allow_origin or ()),
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    logging.getLogger(__name__).info(
-        "%s dispatch; prefill engines: %s; decode engines: %s%s; listening on http://%s:%d",
+    settings = settings_of(context.params, cluster_key(key_file), requests)
+    logger.info(
+        "router: listens on http://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        host,
+        port,
         settings.dispatch,
         ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
         ", ".join(engine.url for engine in settings.decode) or "-",
-        f"; engines register at {registration}" if registration else "",
-        host,
-        port,
+        f", and registration at {settings.registration}" if settings.registration else "",
     )
     try:
         app = create_app(settings)
@@ -361,12 +368,103 @@ def router(
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
         ),
-        admin,
+        settings.admin,
+        None if config is None and api_key_file is None else Reloads(context, app, requests).reload,
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         raise typer.Exit(STARTUP_FAILURE)
+
+
+class RouterCommand(TyperCommand):
+    """The command, which keeps its words: a reload parses them again."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+class Changing(Protocol):
+    """The application, as far as a reload uses it."""
+
+    def change(self, settings: Settings, /) -> None: ...
+
+
+class Reloads:
+    """Reads the configuration file again, and the file of API keys, while the router runs."""
+
+    def __init__(self, context: typer.Context, app: Changing, requests: int) -> None:
+        """``requests``: as for settings_of()."""
+        self._command, self._words = context.command, context.meta[_WORDS]
+        self._app = app
+        self._requests = requests
+        self._running = dict(context.params)
+
+    async def reload(self) -> None:
+        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
+        try:
+            given, settings = await asyncio.to_thread(self._read)
+            self._app.change(settings)
+        except (UsageError, KeyFileError) as error:
+            logger.error("reload failed: %s. The router keeps its settings", getattr(error, "message", error))
+            return
+        changed = {name for name, value in given.items() if value != self._running[name]}
+        if (given["api_key_file"] is None) == (self._running["api_key_file"] is None):
+            changed.discard("api_key_file")
+        fixed = sorted(changed - _RELOADED)
+        self._running |= {name: given[name] for name in changed & _RELOADED}
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
+        rest = f". Restart the router to change {options}" if fixed else ""
+        logger.info("reload: the router uses the new configuration%s", rest)
+
+    def _read(self) -> tuple[dict[str, Any], Settings]:
+        given = self._command.make_context("router", list(self._words)).params
+        return given, settings_of(given, cluster_key(given["key_file"]), self._requests)
+
+
+def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int) -> Settings:
+    """Returns the settings for the command's parameters, for typer.
+
+    ``given``: the parameters by name. ``key``: the cluster key. ``requests``: most requests in flight for
+    which this process has descriptors.
+    """
+    registration, admin, port = given["registration"], given["admin"], given["port"]
+    if admin is not None and admin.port == port:
+        raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
+    if registration is not None and key is None and not given["allow_unauthenticated"]:
+        refuse_strangers(registration)
+    try:
+        return Settings(
+            tuple(given["prefill"] or ()),
+            tuple(given["decode"] or ()),
+            dispatch="serial" if given["serial"] else "concurrent",
+            registration=registration,
+            key=key,
+            require_prefill=given["require_prefill"],
+            policy=PolicyName(given["policy"]) if given["policy"] else None,
+            objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
+            rebalance=given["rebalance"],
+            status_details=given["status_details"],
+            otlp_traces_endpoint=given["otlp_traces_endpoint"],
+            access_log=given["access_log"],
+            body_limit=given["body_limit"] << 20,
+            body_budget=given["body_budget"] << 20,
+            requests=min(requests, given["max_requests"] or requests),
+            timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
+            requests_per_key=given["requests_per_key"],
+            api_key_file=_path(given["api_key_file"]),
+            engine_key_file=_path(given["engine_key_file"]),
+            engine_ca=_path(given["engine_ca"]),
+            admin=admin,
+            allow_origins=tuple(given["allow_origin"] or ()),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _path(given: object) -> str | None:
+    return None if given is None else str(given)
 
 
 def refuse_strangers(registration: Address) -> None:

@@ -52,16 +52,16 @@ class AuthorityError(ValueError):
 
 def read_authority(path: Path) -> ssl.SSLContext:
     """Returns what verifies engines by the certificates in a PEM file. Raises AuthorityError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it verifies certificates and names
     try:
         with path.open("rb") as file:
             text = file.read(_LONGEST_AUTHORITY + 1)
         if len(text) > _LONGEST_AUTHORITY:
-            raise AuthorityError(f"{path} is longer than {_LONGEST_AUTHORITY} bytes. Change --engine-ca")
-        return ssl.create_default_context(cadata=text.decode("ascii"))
-    except OSError as error:  # ssl.SSLError is one
+            raise ValueError(f"it is longer than {_LONGEST_AUTHORITY} bytes")
+        context.load_verify_locations(cadata=text.decode("ascii"))
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise AuthorityError(f"cannot read certificates from {path}: {error}. Change --engine-ca") from None
-    except UnicodeDecodeError:
-        raise AuthorityError(f"{path} is not a PEM file. Change --engine-ca") from None
+    return context
 
 
 @dataclass(frozen=True)

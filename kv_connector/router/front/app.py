@@ -1,6 +1,7 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -27,7 +28,7 @@ from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import content
 from kv_connector.router.engines.client import EngineClient, Reply, read_authority
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import State
+from kv_connector.router.engines.members import Side, State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
@@ -94,8 +95,16 @@ BODY_RATE = 64 << 10
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics see it
 
 
-def create_app(settings: Settings) -> Starlette:
+class Current:
+    """The router's settings, some of which may change while it runs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+
+def create_app(settings: Settings) -> "RouterApp":
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
+    current = Current(settings)
     metrics = Metrics()
     engine_key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
     authority = None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
@@ -147,11 +156,11 @@ def create_app(settings: Settings) -> Starlette:
     async def forward_any(request: Request) -> Reply:
         exchange = exchange_of(request.scope)
         with limits.enter(exchange.key) as place:
-            body = await _read(request, settings, place)
+            body = await _read(request, current.settings, place)
             headers = {**_passed(request), "x-request-id": exchange.request_id}
             exchange.model = await parser.model(body)
             call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
-            async with Deadline(settings.timeouts, streamed=False).guard():
+            async with Deadline(current.settings.timeouts, streamed=False).guard():
                 reply = dispatcher.forward(request.method, call, content(body))
                 return await _unless_left(reply, request.receive)
 
@@ -210,7 +219,7 @@ def create_app(settings: Settings) -> Starlette:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def complete(path: str, kind: type[Completion]) -> Completions:
-        return Completions(path, kind, settings, limits, parser, dispatcher, metrics)
+        return Completions(path, kind, current, limits, parser, dispatcher, metrics)
 
     def probes(health: Handler) -> list[Route]:
         return [
@@ -235,7 +244,16 @@ def create_app(settings: Settings) -> Starlette:
     if keys is not None:
         middleware.append(Middleware(KeyCheck, keys=keys))
     strangers = keys is not None or settings.admin is not None
-    application = _Application(
+
+    def change(new: Settings) -> None:
+        if keys is not None and new.api_key_file is not None:
+            keys.replace(ApiKeys.read(Path(new.api_key_file)))
+        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
+        limits.change(new.requests, new.body_budget, new.requests_per_key)
+        current.settings = new
+
+    application = RouterApp(
+        change,
         access_log,
         settings.admin,
         Starlette(routes=[*of_operators, *probes(health)], exception_handlers=handlers),
@@ -253,15 +271,25 @@ def create_app(settings: Settings) -> Starlette:
     return application
 
 
-class _Application(Starlette):
+class RouterApp(Starlette):
+    """The application of the clients' address and of the operators' address."""
+
     refusal: str | None = None
     """The operator's mistake for which the router does not start."""
 
     def __init__(
-        self, access_log: AccessLog, admin: Address | None, of_operators: ASGIApp, **options: Any
+        self,
+        change: Callable[[Settings], None],
+        access_log: AccessLog,
+        admin: Address | None,
+        of_operators: ASGIApp,
+        **options: Any,
     ) -> None:
         """``of_operators``: answers requests at the address ``admin``. ``options``: those of Starlette."""
         super().__init__(**options)
+        self.change = change
+        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
+        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
         self._access_log = access_log
         self._admin_port = None if admin is None else admin.port
         self._of_operators = of_operators
@@ -286,9 +314,11 @@ class _Application(Starlette):
             await send(message)
 
         server = scope.get("server")
-        at_admin = server is not None and server[1] == self._admin_port
+        at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
         answer = self._of_operators if at_admin else super().__call__
-        with self._access_log.request(exchange, scope):
+        # Probes and scrapes would be most lines of the log.
+        quiet = scope["path"] in OWN
+        with contextlib.nullcontext() if quiet else self._access_log.request(exchange, scope):
             await answer(scope, receive, note)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -309,7 +339,7 @@ class Completions:
         self,
         path: str,
         kind: type[Completion],
-        settings: Settings,
+        current: Current,
         limits: Limits,
         parser: BodyParser,
         dispatcher: Dispatcher,
@@ -317,7 +347,7 @@ class Completions:
     ) -> None:
         self._path = path
         self._kind = kind
-        self._settings = settings
+        self._current = current
         self._limits = limits
         self._parser = parser
         self._dispatcher = dispatcher
@@ -330,7 +360,7 @@ class Completions:
         with self._metrics.in_flight.track_inprogress():
             try:
                 with self._limits.enter(exchange.key) as place:
-                    body = await _read(request, self._settings, place)
+                    body = await _read(request, self._current.settings, place)
                     completion = self._kind.of_fields(await self._parser.fields(body))
                     exchange.model = completion.model
                     status = await self._serve(request, exchange, place, completion)
@@ -348,7 +378,7 @@ class Completions:
     async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        deadline = Deadline(self._settings.timeouts, streamed=completion.streamed)
+        deadline = Deadline(self._current.settings.timeouts, streamed=completion.streamed)
         answering = _Answering(
             request, exchange, self._path, place, deadline, self._dispatcher, self._metrics
         )

@@ -53,6 +53,12 @@ class Limits:
         self._of_keys: Counter[str] = Counter()
         self._bytes = 0
 
+    def change(self, requests: int, nbytes: int, requests_per_key: int | None) -> None:
+        """Sets other limits. Requests in flight continue, also if they are too many."""
+        self._most_requests = requests
+        self._most_bytes = nbytes
+        self._most_per_key = requests_per_key
+
     @contextmanager
     def enter(self, key: str | None = None) -> Iterator[Place]:
         """Counts the current task as a request in flight, for the length of a block.

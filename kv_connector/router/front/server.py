@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
@@ -104,13 +105,44 @@ class ServerConfig(uvicorn.Config):
 
 
 class RouterServer(uvicorn.Server):
-    """uvicorn's server, with a second address for operators."""
+    """uvicorn's server, with a second address for operators, and an action for SIGHUP."""
 
     config: ServerConfig
 
-    def __init__(self, config: ServerConfig, admin: Address | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        admin: Address | None = None,
+        reload: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``reload``: called at each SIGHUP, one call after the other. None: SIGHUP ends the process."""
         super().__init__(config)
         self._admin = admin
+        self._reload = reload
+        self._reload_due = asyncio.Event()
+
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._reload is None:
+            await super()._serve(sockets)
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reload_due.set)
+        reloading = asyncio.create_task(self._reload_when_due(self._reload))
+        try:
+            await super()._serve(sockets)
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+            reloading.cancel()
+            await asyncio.gather(reloading, return_exceptions=True)
+
+    async def _reload_when_due(self, reload: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await self._reload_due.wait()
+            self._reload_due.clear()
+            try:
+                await reload()
+            except Exception:
+                logger.exception("reload failed: the router keeps its settings")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
