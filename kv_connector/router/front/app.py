@@ -215,6 +215,7 @@ def create_app(settings: Settings) -> "RouterApp":
             count = Counter(engines.values())
             for state in State:
                 metrics.engines.labels(side.value, state.value).set(count[state])
+        metrics.engines_are(members.engines(time.monotonic()))
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
