@@ -91,9 +91,9 @@ def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
     """Returns the value of an option that has one word."""
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for at, word in enumerate(arguments):
         if word == name:
-            return following
+            return next(iter(arguments[at + 1 :]), None)
         if word.startswith(f"{name}="):
             return word.partition("=")[2]
     return None

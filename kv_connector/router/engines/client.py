@@ -5,7 +5,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Self
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.typedefs import LooseHeaders
 
 from kv_connector.router.bodies.fields import Content, Pieces
 from kv_connector.router.failure import overloaded
@@ -122,7 +121,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def stream(
-        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a request and yields its answer once the status line has arrived."""
         try:
@@ -131,14 +130,15 @@ class EngineClient:
             response = await request
         except aiohttp.ClientOSError as error:
             if error.errno in _EXHAUSTED:
-                logger.error("no socket for a request to %s: %s", url, error)
+                name = (headers or {}).get("x-request-id", "-")
+                logger.error("no socket for a request to %s: request %s failed: %s", url, name, error)
                 raise overloaded(f"the router has no socket left: {error.strerror}") from error
             raise
         async with response:
             yield response
 
     async def whole(
-        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
         async with self.stream(method, url, body, headers) as response:
             answer = await response.read()

@@ -19,7 +19,12 @@ class Deadline:
         self._timeouts = timeouts
         self._streamed = streamed
         self._scope = asyncio.timeout(None)
-        self._passed = ""  # what the client reads if the time passes now
+        # What the client reads if the time passes now: event, seconds, option.
+        self._passed = self._whole = (
+            "the answer was not complete",
+            timeouts.request or 0.0,
+            "--request-timeout",
+        )
         self._end = math.inf  # when the whole request must be over
 
     @asynccontextmanager
@@ -35,7 +40,8 @@ class Deadline:
         except TimeoutError:
             if not self._scope.expired():
                 raise
-            raise failure(504, "api_error", self._passed) from None
+            what, seconds, option = self._passed
+            raise failure(504, "api_error", f"{what} within {seconds:g} s ({option})") from None
 
     def received(self) -> None:
         """Notes that events have arrived. Until waiting(), only the limit of the whole request counts."""
@@ -47,14 +53,11 @@ class Deadline:
 
     def _limit(self, seconds: float | None, what: str = "", option: str = "") -> None:
         """Sets the time until which the block may take: so many seconds, or the end of the request."""
-        due = self._end
-        self._passed = (
-            f"the answer was not complete within {self._timeouts.request or 0:g} s (--request-timeout)"
-        )
+        due, self._passed = self._end, self._whole
         if seconds is not None and self._streamed:
             soon = asyncio.get_running_loop().time() + seconds
             if soon < due:
-                due, self._passed = soon, f"{what} within {seconds:g} s ({option})"
+                due, self._passed = soon, (what, seconds, option)
         when = None if due == math.inf else due
         if when != self._scope.when():
             self._scope.reschedule(when)

@@ -31,7 +31,8 @@ _MOST_ENGINES = 16
 _REPORT_INTERVAL_S = 60.0
 
 # Fields of an answer whose event or body has the usage. In a text the quotes would be escaped.
-_COUNTS = (b'"completion_tokens":', b'"output_tokens":')
+_COMPLETION = b'"completion_tokens":'
+_OUTPUT = b'"output_tokens":'
 # Fields that contain the usage in events of /v1/responses and /v1/messages. Otherwise the event does.
 _HOLDERS = ("response", "message")
 _DATA = b"data: "
@@ -79,7 +80,7 @@ class Exchange:
 
     def send(self, chunk: bytes) -> None:
         """Notes a part of the answer: whole events of a stream, or a whole body."""
-        if any(name in chunk for name in _COUNTS):
+        if _COMPLETION in chunk or _OUTPUT in chunk:
             self._last = chunk
 
     def body_begins(self) -> None:
@@ -120,7 +121,7 @@ def _usage(chunk: bytes) -> Any:
     found = None
     lines = [line[len(_DATA) :] for line in chunk.splitlines() if line.startswith(_DATA)] or [chunk]
     for line in lines:
-        if any(name in line for name in _COUNTS):
+        if _COMPLETION in line or _OUTPUT in line:
             try:
                 fields = msgspec.json.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -84,6 +85,17 @@ async def test_request_needs_a_key_of_the_file(headers: dict[str, str], status: 
             assert "Authorization: Bearer" in answer.json()["error"]["message"]
         for engine in (p, d):  # the router's own key goes to no engine
             assert all("authorization" not in sent for sent in engine.headers)
+
+
+async def test_access_log_has_the_name_of_a_key_and_not_the_key(key_file: str, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file, access_log=str(log)) as (_, _, client):
+        for headers in (bearer(ALICE), bearer("c" * 16)):
+            await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    text = log.read_text()
+    assert {json.loads(line)["key"] for line in text.splitlines()} == {"alice", None}
+    assert ALICE not in text
+    assert "c" * 16 not in text
 
 
 async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str) -> None:
@@ -247,7 +259,7 @@ async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]
         create_app(settings),
         connections=1000,
         stall=3600,
-        port=free_port(),
+        port=0,
         timeout_graceful_shutdown=1,
     )
     server = RouterServer(config, settings.admin)
@@ -256,7 +268,8 @@ async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]
         assert not task.done(), "the server did not start"
         await asyncio.sleep(0.005)
     try:
-        yield f"http://127.0.0.1:{config.port}", server
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}", server
     finally:
         server.should_exit = True
         await within(task)
@@ -302,7 +315,7 @@ async def test_router_whose_second_address_is_taken_ends_with_the_reason(
         admin = Address("127.0.0.1", taken.getsockname()[1])
         settings = Settings(engines, engines, admin=admin)
         config = ServerConfig(
-            create_app(settings), connections=10, stall=3600, port=free_port(), timeout_graceful_shutdown=1
+            create_app(settings), connections=10, stall=3600, port=0, timeout_graceful_shutdown=1
         )
         server = RouterServer(config, admin)
         with pytest.raises(SystemExit) as ended:

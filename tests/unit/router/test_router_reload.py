@@ -18,7 +18,7 @@ from router_setup import PATIENCE, Stream, answer_ok, client_of, serve_engine, u
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Timeouts
+from kv_connector.router.engines.settings import Settings, Timeouts
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.server import RouterServer
 
@@ -117,12 +117,26 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
             (tmp_path / "start.sh", f"kv-connector router --config {path}\n"),
         ):
             file.write_text(content)
-            found, output = invoke(app, "config", "check", str(file))
-            assert (found, words in one_line(output)) == (status, True), output
+            found, output = invoke(app, "config", "check", "--json", str(file))
+            assert (found, words in output) == (status, True), output
     for option in ("--config ", "--config="):
         (tmp_path / "start.sh").write_text(f"kv-connector router {option}/nowhere/router.yaml\n")
-        found, output = invoke(app, "config", "check", str(tmp_path / "start.sh"))
-        assert (found, "is not on this machine" in one_line(output)) == (0, True)
+        found, output = invoke(app, "config", "check", "--json", str(tmp_path / "start.sh"))
+        assert (found, "is not on this machine" in output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "most"), [("", 16_351), ("max-requests: 7", 7), ("max-requests: 99999", 16_351)]
+)
+def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
+    option: str, most: int, tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Settings] = []
+    monkeypatch.setattr("kv_connector.cli.router.raise_descriptor_limit", lambda: 65_535)
+    monkeypatch.setattr("kv_connector.router.front.app.create_app", made.append)
+    assert router(tmp_path / "router.yaml", f"{ENGINES}{option}\n")[0] == 0
+    assert made[0].requests == most
+    assert started[0].config.most_connections == 2 * 16_351
 
 
 # --- The reload
@@ -174,7 +188,7 @@ async def test_reload_changes_engines_and_limits_while_a_stream_continues(
                 assert await within(anext(chunks)) == EVENT
                 path.write_text(
                     f"prefill: {p.url}\ndecode: {new.url}\nshutdown-timeout: 1\n"
-                    "max-requests: 2\nkeep-alive: 99\n"
+                    "max-requests: 2\nbody-limit: 1\nkeep-alive: 99\n"
                 )
                 await reload(caplog, "Restart the router to change --keep-alive")
                 ready = 'kv_connector_router_engines{side="decode",state="ready"}'
@@ -184,6 +198,8 @@ async def test_reload_changes_engines_and_limits_while_a_stream_continues(
                 assert old.url not in (await client.get("/metrics")).text
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
                 assert (len(old.bodies), len(new.bodies)) == (1, 1)
+                long = {"prompt": "x" * (1 << 20)}
+                assert (await client.post("/v1/completions", json=long)).status_code == 413
                 # The stream of the engine that is no longer listed continues to its end.
                 for chunk in (EVENT, DONE, None):
                     streams.queue.put_nowait(chunk)
