@@ -188,7 +188,7 @@ async def test_reload_changes_engines_and_limits_while_a_stream_continues(
                 assert await within(anext(chunks)) == EVENT
                 path.write_text(
                     f"prefill: {p.url}\ndecode: {new.url}\nshutdown-timeout: 1\n"
-                    "max-requests: 2\nbody-limit: 1\nkeep-alive: 99\n"
+                    "max-requests: 3\nbody-limit: 1\nkeep-alive: 99\n"
                 )
                 await reload(caplog, "Restart the router to change --keep-alive")
                 ready = 'kv_connector_router_engines{side="decode",state="ready"}'
