@@ -580,7 +580,8 @@ class Effects:
         # transfers.
         usual = ended.outcome in (Outcome.STALE, Outcome.CANCELLED)
         level = logging.INFO if usual else logging.WARNING
-        logger.log(level, "transfer %s %s: %s: %s", share, where, outcome, reason)
+        request = f" of request {ended.request_id}" if ended.request_id else ""
+        logger.log(level, "transfer %s%s %s: %s: %s", share, request, where, outcome, reason)
         if ended.side is Role.DECODE and ended.reason and ended.outcome is not Outcome.STALE:
             self.load_failed(ended.transfer_id, reason)
 

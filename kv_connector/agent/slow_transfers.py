@@ -39,8 +39,9 @@ class SlowTransfers:
             assert one.since is not None
             peer = self._name_of(one.peer)
             logger.warning(
-                "SLOW: transfer %s %s %s, lane %s: %s for %.0f s, %s",
+                "SLOW: transfer %s%s %s %s, lane %s: %s for %.0f s, %s",
                 share,
+                f" of request {one.request_id}" if one.request_id else "",
                 "to" if one.side is Role.PREFILL else "from",
                 peer.name,
                 peer.lane,

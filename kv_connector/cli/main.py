@@ -11,7 +11,7 @@ from kv_connector.cli.demo import demo
 from kv_connector.cli.doctor import doctor
 from kv_connector.cli.drain import drain, undrain
 from kv_connector.cli.keygen import keygen
-from kv_connector.cli.router import router
+from kv_connector.cli.router import RouterCommand, router
 from kv_connector.cli.topology import topology
 from kv_connector.cli.trace import trace
 from kv_connector.cli.verify.command import verify
@@ -20,7 +20,7 @@ app = typer.Typer(name="kv-connector", no_args_is_help=True, pretty_exceptions_s
 app.command()(demo)
 app.command()(doctor)
 app.command()(topology)
-app.command()(router)
+app.command(cls=RouterCommand)(router)
 app.command()(keygen)
 app.command()(drain)
 app.command()(undrain)

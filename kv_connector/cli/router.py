@@ -1,17 +1,21 @@
 """kv-connector router: OpenAI's routes in front of prefill and decode engines."""
 
+import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
+from typer.core import TyperCommand
 
+from kv_connector.cli.router_file import RouterFileError, read_router_file
 from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, PolicyName, Settings
+from kv_connector.router.engines.settings import Objectives, PolicyName, Settings, Timeouts
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 # ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
@@ -19,7 +23,23 @@ from kv_connector.router.front.limits import raise_descriptor_limit, requests_fo
 KEEP_ALIVE_S = 75
 
 
-STARTUP_FAILURE = 3  # uvicorn's exit status
+logger = logging.getLogger(__name__)
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""The exception for a wrong command line: click's, or that of a typer with click built in."""
+
+# Name of the command's words in its context.
+_WORDS = "kv_connector.words"
+# Parameters that a reload applies, beside the contents of the file of API keys.
+_RELOADED = frozenset(
+    (
+        *("prefill", "decode", "body_limit", "body_budget", "max_requests", "requests_per_key"),
+        *("first_token_timeout", "idle_timeout", "request_timeout"),
+    )
+)
+
+# Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
+SHUTDOWN_S = 600
 
 
 def endpoint(text: str) -> Endpoint:
@@ -64,7 +84,28 @@ KeyFile = Annotated[
 ]
 
 
+def config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the options of a file the defaults of the command's options, for typer."""
+    if path is not None:
+        try:
+            context.default_map = read_router_file(Path(path), context.command.params)
+        except RouterFileError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
 def router(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=config_file,
+            is_eager=True,
+            metavar="FILE",
+            help="YAML or JSON file with these options by name (`port: 8000`). Options of the command line "
+            "override it.",
+        ),
+    ] = None,
     prefill: Annotated[
         list[Endpoint] | None,
         typer.Option(
@@ -100,6 +141,46 @@ def router(
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    admin: Annotated[
+        Address | None,
+        typer.Option(
+            parser=address,
+            metavar="HOST:PORT",
+            help="Second address, with metrics and the status page, which the first one does not serve "
+            "then. It needs no API key.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with a line `NAME KEY` for each client. Requests without a key of the file get 401. "
+            "Engines do not get the key.",
+        ),
+    ] = None,
+    engine_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the key that the router sends to engines (vLLM's --api-key). Default: engines "
+            "get the client's key.",
+        ),
+    ] = None,
+    engine_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file of the certificate authorities for engines with an https address. Default: the "
+            "authorities of this host.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose scripts in browsers may call the router (CORS), or *. Repeat for each origin.",
+        ),
+    ] = None,
     serial: Annotated[
         bool,
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
@@ -161,6 +242,14 @@ def router(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). Default: no spans.",
         ),
     ] = None,
+    access_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write one JSON line for each request to this file; -: standard output. The file may be "
+            "moved away while the router runs.",
+        ),
+    ] = None,
     body_limit: Annotated[
         int,
         typer.Option(metavar="MIB", min=1, help="Largest body of a request, in MiB. Longer bodies get 413."),
@@ -173,6 +262,47 @@ def router(
             help="Largest sum of the bodies of all requests in flight, in MiB. Requests beyond it get 503.",
         ),
     ] = 128,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Most requests in flight. Requests beyond it get 503. Default: a quarter of the limit on "
+            "open files, which is also the maximum.",
+        ),
+    ] = None,
+    requests_per_key: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Most requests in flight with one API key. Requests beyond it get 429. Default: no limit.",
+        ),
+    ] = None,
+    first_token_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds from a request's last byte to the first event of its stream. Later streams end "
+            "with error 504. Default: no limit.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds between two events of a stream. A longer pause ends the stream with error 504. "
+            "Default: no limit.",
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds from a request's last byte to the end of its answer. Longer requests end with "
+            "error 504. Default: no limit.",
+        ),
+    ] = None,
     keep_alive: Annotated[
         int,
         typer.Option(
@@ -183,24 +313,25 @@ def router(
         ),
     ] = KEEP_ALIVE_S,
     shutdown_timeout: Annotated[
-        int | None,
+        int,
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event. "
-            "Default: no limit.",
+            help="Seconds after SIGTERM in which running requests may finish. The rest get an error event.",
         ),
-    ] = None,
+    ] = SHUTDOWN_S,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
     """Dispatches each completion to a prefill and a decode engine at the same time."""
     try:
         import httptools  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
+        from kv_connector.router.engines.client import AuthorityError
         from kv_connector.router.front.app import create_app
-        from kv_connector.router.front.server import ServerConfig
+        from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
+        from kv_connector.router.observe.access_log import AccessLogError
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
@@ -208,43 +339,24 @@ def router(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    key = cluster_key(key_file)
-    if registration is not None and key is None and not allow_unauthenticated:
-        refuse_strangers(registration)
     requests = requests_for(raise_descriptor_limit())
-    try:
-        settings = Settings(
-            tuple(prefill or ()),
-            tuple(decode or ()),
-            dispatch="serial" if serial else "concurrent",
-            registration=registration,
-            key=key,
-            require_prefill=require_prefill,
-            policy=policy,
-            objectives=objectives(ttft_ms, tbt_ms),
-            rebalance=rebalance,
-            status_details=status_details,
-            otlp_traces_endpoint=otlp_traces_endpoint,
-            body_limit=body_limit << 20,
-            body_budget=body_budget << 20,
-            requests=requests,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    logging.getLogger(__name__).info(
-        "%s dispatch; prefill engines: %s; decode engines: %s%s; listening on http://%s:%d",
+    settings = settings_of(context.params, cluster_key(key_file), requests)
+    logger.info(
+        "router: listens on http://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        host,
+        port,
         settings.dispatch,
         ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
         ", ".join(engine.url for engine in settings.decode) or "-",
-        f"; engines register at {registration}" if registration else "",
-        host,
-        port,
+        f", and registration at {settings.registration}" if settings.registration else "",
     )
     try:
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    server = uvicorn.Server(
+    except (AccessLogError, AuthorityError, KeyFileError) as error:
+        raise typer.BadParameter(str(error)) from None
+    server = RouterServer(
         ServerConfig(
             app,
             connections=2 * requests,
@@ -255,12 +367,104 @@ def router(
             loop="uvloop",
             timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=shutdown_timeout,
-        )
+        ),
+        settings.admin,
+        None if config is None and api_key_file is None else Reloads(context, app, requests).reload,
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         raise typer.Exit(STARTUP_FAILURE)
+
+
+class RouterCommand(TyperCommand):
+    """The command, which keeps its words: a reload parses them again."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+class Changing(Protocol):
+    """The application, as far as a reload uses it."""
+
+    def change(self, settings: Settings, /) -> None: ...
+
+
+class Reloads:
+    """Reads the configuration file again, and the file of API keys, while the router runs."""
+
+    def __init__(self, context: typer.Context, app: Changing, requests: int) -> None:
+        """``requests``: as for settings_of()."""
+        self._command, self._words = context.command, context.meta[_WORDS]
+        self._app = app
+        self._requests = requests
+        self._running = dict(context.params)
+
+    async def reload(self) -> None:
+        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
+        try:
+            given, settings = await asyncio.to_thread(self._read)
+            self._app.change(settings)
+        except (UsageError, KeyFileError) as error:
+            logger.error("reload failed: %s. The router keeps its settings", getattr(error, "message", error))
+            return
+        changed = {name for name, value in given.items() if value != self._running[name]}
+        if (given["api_key_file"] is None) == (self._running["api_key_file"] is None):
+            changed.discard("api_key_file")
+        fixed = sorted(changed - _RELOADED)
+        self._running |= {name: given[name] for name in changed & _RELOADED}
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
+        rest = f". Restart the router to change {options}" if fixed else ""
+        logger.info("reload: the router uses the new configuration%s", rest)
+
+    def _read(self) -> tuple[dict[str, Any], Settings]:
+        given = self._command.make_context("router", list(self._words)).params
+        return given, settings_of(given, cluster_key(given["key_file"]), self._requests)
+
+
+def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int) -> Settings:
+    """Returns the settings for the command's parameters, for typer.
+
+    ``given``: the parameters by name. ``key``: the cluster key. ``requests``: most requests in flight for
+    which this process has descriptors.
+    """
+    registration, admin, port = given["registration"], given["admin"], given["port"]
+    if admin is not None and admin.port == port:
+        raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
+    if registration is not None and key is None and not given["allow_unauthenticated"]:
+        refuse_strangers(registration)
+    try:
+        return Settings(
+            tuple(given["prefill"] or ()),
+            tuple(given["decode"] or ()),
+            dispatch="serial" if given["serial"] else "concurrent",
+            registration=registration,
+            key=key,
+            require_prefill=given["require_prefill"],
+            policy=PolicyName(given["policy"]) if given["policy"] else None,
+            objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
+            rebalance=given["rebalance"],
+            status_details=given["status_details"],
+            otlp_traces_endpoint=given["otlp_traces_endpoint"],
+            access_log=given["access_log"],
+            body_limit=given["body_limit"] << 20,
+            body_budget=given["body_budget"] << 20,
+            requests=min(requests, given["max_requests"] or requests),
+            timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
+            requests_per_key=given["requests_per_key"],
+            api_key_file=_path(given["api_key_file"]),
+            engine_key_file=_path(given["engine_key_file"]),
+            engine_ca=_path(given["engine_ca"]),
+            admin=admin,
+            allow_origins=tuple(given["allow_origin"] or ()),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _path(given: object) -> str | None:
+    return None if given is None else str(given)
 
 
 def refuse_strangers(registration: Address) -> None:

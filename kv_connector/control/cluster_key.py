@@ -47,18 +47,7 @@ class ClusterKey:
     def read(cls, path: Path) -> Self:
         """The key in a file that ``write`` made. Raises KeyFileError."""
         advice = f"Make one with: kv-connector keygen {path}"
-        try:
-            with path.open("rb") as file:
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                text = file.read(_LONGEST_FILE)
-        except FileNotFoundError:
-            raise KeyFileError(f"there is no key file {path}. {advice}") from None
-        except OSError as error:
-            raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
-        if mode & _FORBIDDEN_MODE:
-            raise KeyFileError(
-                f"the key file {path} has mode {mode:04o}, which is open to others. Run: chmod 600 {path}"
-            )
+        text = read_private(path, _LONGEST_FILE, advice)
         try:
             secret = binascii.unhexlify(text.strip())
         except ValueError:
@@ -73,6 +62,28 @@ class ClusterKey:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(z85.decode(self.secret).hex() + "\n")
+
+
+def read_private(path: Path, longest: int, advice: str) -> bytes:
+    """The contents of a file that others cannot read. Raises KeyFileError, with ``advice`` if it is missing.
+
+    ``longest``: most bytes of the file.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(longest + 1)
+    except FileNotFoundError:
+        raise KeyFileError(f"there is no key file {path}. {advice}") from None
+    except OSError as error:
+        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
+    if mode & _FORBIDDEN_MODE:
+        raise KeyFileError(
+            f"the key file {path} has mode {mode:04o}, which is open to others. Run: chmod 600 {path}"
+        )
+    if len(text) > longest:
+        raise KeyFileError(f"the key file {path} is longer than {longest} bytes. {advice}")
+    return text
 
 
 def find_key(path: str | None) -> ClusterKey | None:

@@ -10,7 +10,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 deeply."""
 
 
-# Retry-After for a 503 of the router: an engine joins, or a request ends, within about a second.
+# Retry-After for a 429 or 503 of the router: an engine joins, or a request ends, within about a second.
 _RETRY_AFTER_S = "1"
 
 
@@ -44,16 +44,21 @@ class Failure(Exception):
 
 
 def failure(status: int, kind: str, message: str) -> Failure:
-    """Returns a failure that the router itself reports. `kind` is a type of both APIs: invalid_request_error
-    or api_error."""
+    """Returns a failure that the router itself reports. `kind` is a type of both APIs:
+    invalid_request_error, rate_limit_error or api_error."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"type": "error", "error": error})
-    return Failure(status, body, retry_after=_RETRY_AFTER_S if status == 503 else None)
+    return Failure(status, body, retry_after=_RETRY_AFTER_S if status in (429, 503) else None)
 
 
 def overloaded(message: str) -> Failure:
     """Returns a failure for a request for which the router itself has no room. No engine is to blame."""
     return failure(503, "api_error", message)
+
+
+def too_many(message: str) -> Failure:
+    """Returns a failure for a client that has as many requests in flight as it may have."""
+    return failure(429, "rate_limit_error", message)
 
 
 def bad_request(message: str) -> Failure:

@@ -242,9 +242,10 @@ class DecodeScheduler:
         """Logs, once per engine, that another connector loads a prompt whose client may have P's token."""
         if not self._reported_other:
             logger.warning(
-                "transfer %s: another KV connector loads the prompt, so the prefill engine's first token is "
-                "lost. Put WriteImmConnector first in MultiConnector",
+                "transfer %s of request %s: another KV connector loads the prompt, so the prefill engine's "
+                "first token is lost. Put WriteImmConnector first in MultiConnector",
                 load.transfer_id,
+                load.request_id,
             )
         self._reported_other = True
 
@@ -340,10 +341,10 @@ class DecodeScheduler:
                     force(load.request.sampling_params, load.sampled)
             elif before is LoadPhase.TOKEN_ONLY:
                 words = (
-                    "transfer %s: prefill engine %s did not report its first token: the client may have "
-                    "received another token"
+                    "transfer %s of request %s: prefill engine %s did not report its first token: the client "
+                    "may have received another token"
                 )
-                logger.warning(words, load.transfer_id, load.peer)
+                logger.warning(words, load.transfer_id, load.request_id, load.peer)
             if before is LoadPhase.DISCARDED:
                 assert self.blocks is not None
                 self.blocks.free(load.request)

@@ -146,7 +146,8 @@ class WorkerSide:
             try:
                 self._last_blocks.clear(command)
             except Exception:
-                logger.exception("transfer %s: cannot clear the blocks of its KV load", command.transfer_id)
+                words = "transfer %s of request %s: cannot clear the blocks of its KV load"
+                logger.exception(words, command.transfer_id, command.request_id)
                 return FailLoad(command.request_id, stale=command.engine.prefixes)
         return command
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsErr
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.router import objectives, refuse_strangers, router
+from kv_connector.cli.router import UsageError, router, settings_of
+from kv_connector.cli.router_file import RouterFileError, defaults
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import PolicyName
 from kv_connector.router.engines.settings import Settings as RouterSettings
-
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The exception for a wrong command line: click's, or that of a typer with click built in."""
 
 
 @dataclass(frozen=True)
@@ -80,39 +77,47 @@ def check_engine(engine: Engine) -> tuple[CheckedEngine, list[Finding]]:
 
 
 def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
+    file = _option(written.arguments, "--config")
+    if file is not None and not Path(file).exists():
+        words = f"configuration file {file} is not on this machine, so the router was not checked"
+        return None, [Finding(written.where, Verdict.NOTE, words)]
     try:
         checked = _parsed(written)
-    except _UsageError as error:
+    except UsageError as error:
         return None, [Finding(written.where, Verdict.FAIL, getattr(error, "message", str(error)))]
     fine = Finding(written.where, Verdict.OK, f"router at {checked.host}:{checked.port}")
     return checked, [*_key(written.where, checked.key_file), fine]
 
 
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """Returns the value of an option that has one word."""
+    for at, word in enumerate(arguments):
+        if word == name:
+            return next(iter(arguments[at + 1 :]), None)
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
 def _parsed(written: Router) -> CheckedRouter:
-    """Parses the arguments as the command itself does. Raises _UsageError."""
+    """Parses the arguments as the command itself does. Raises UsageError."""
     alone = typer.Typer(add_completion=False)
     alone.command()(router)
-    given: dict[str, Any] = (
-        typer.main.get_command(alone).make_context("router", list(written.arguments)).params
-    )
-    named = str(given["key_file"] or "") or _variable(written.environment, KEY_FILE_VARIABLE)
-    registration = given["registration"]
-    if registration is not None and named is None and not given["allow_unauthenticated"]:
-        refuse_strangers(registration)
-    prefill, decode = tuple(given["prefill"] or ()), tuple(given["decode"] or ())
+    command = typer.main.get_command(alone)
     try:
-        RouterSettings(
-            prefill,
-            decode,
-            registration=registration,
-            policy=PolicyName(given["policy"]) if given["policy"] else None,
-            objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
-            body_limit=given["body_limit"] << 20,
-            body_budget=given["body_budget"] << 20,
-        )
-    except ValueError as error:
+        options = defaults(written.where, written.options or {}, command.params)
+    except RouterFileError as error:
         raise typer.BadParameter(str(error)) from None
-    return CheckedRouter(written, prefill, decode, registration, given["host"], given["port"], named)
+    given: dict[str, Any] = command.make_context(
+        "router", list(written.arguments), default_map=options
+    ).params
+    named = str(given["key_file"] or "") or _variable(written.environment, KEY_FILE_VARIABLE)
+    # The key file may be on another machine. Whether it is valid is checked by _key().
+    key = None if named is None else ClusterKey(b"", b"")
+    settings = settings_of(given, key, RouterSettings.requests)
+    return CheckedRouter(
+        written, settings.prefill, settings.decode, settings.registration, given["host"], given["port"], named
+    )
 
 
 def _engine_problems(checked: CheckedEngine) -> Iterator[str]:

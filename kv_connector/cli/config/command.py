@@ -33,9 +33,10 @@ def check(
     """Reports errors in the settings of engines and routers, and settings that do not fit each other.
 
     FILE starts or configures them. It is one of these: the JSON or YAML of --kv-transfer-config, a vLLM
-    config file, the JSON of KV_CONNECTOR_SETTINGS, or a file of environment variables. Or it is a shell
-    script, compose file or Kubernetes manifest that starts vLLM, SGLang or kv-connector router. Variables
-    come from the environment and from the given files of variables.
+    config file, the JSON of KV_CONNECTOR_SETTINGS, or a file of environment variables. It may be the file of
+    kv-connector router --config. Or it is a shell script, compose file or Kubernetes manifest that starts
+    vLLM, SGLang or kv-connector router. Variables come from the environment and from the given files of
+    variables.
 
     Needs neither engine nor GPU, and opens no connection. Fails if there is an error.
     """

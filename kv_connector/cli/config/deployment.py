@@ -87,3 +87,5 @@ class Router:
     machine: Machine
     arguments: Sequence[str]
     environment: Mapping[str, str]
+    options: Mapping[str, Any] | None = None
+    """Contents of its configuration file; None: the file starts the router."""

@@ -47,6 +47,8 @@ TRANSFER_KEYS = (
     "kv_load_failure_policy",
 )
 """Fields of vLLM's --kv-transfer-config."""
+ROUTER_KEYS = ("prefill", "decode", "registration")
+"""Options of the router, of which each of its configuration files has at least one."""
 POLICIES = ("fail", "recompute")
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 MODES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
@@ -88,7 +90,7 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
     """
     if where.endswith((".yaml", ".yml")):
         try:
-            found = list(_structured(where, _documents(text), known))
+            found = list(_structured(where, documents(text), known))
         except yaml.YAMLError as error:
             raise Unreadable(f"{where} is not YAML: {' '.join(str(error).split())}") from None
         except RecursionError:
@@ -107,8 +109,9 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
     if not found:
         raise Unreadable(
             f"{where} has no engine, router or settings of kv-connector. Give the JSON or YAML of "
-            "--kv-transfer-config, a vLLM config file, or a file of environment variables. Or give a shell "
-            "script, compose file or manifest that starts vLLM, SGLang or our router"
+            "--kv-transfer-config, a vLLM config file, the router's configuration file, or a file of "
+            "environment variables. Or give a shell script, compose file or manifest that starts vLLM, "
+            "SGLang or our router"
         )
     return found
 
@@ -117,7 +120,7 @@ def read(where: str, text: str, known: Mapping[str, str]) -> list[Part]:
 _MOST_NODES = 1_000_000
 
 
-def _documents(text: str) -> list[Any]:
+def documents(text: str) -> list[Any]:
     """Returns the documents of a YAML text. YAMLError: aliases expand to more nodes than can be walked."""
     loader = yaml.SafeLoader(text)
     documents = []
@@ -161,6 +164,8 @@ def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) 
             yield _vllm(where, Machine(where), {key: _option(value) for key, value in options.items()}, {})
         elif any(str(key).startswith("kv_") for key in document):
             yield _transfer(where, Machine(where), document, None, {})
+        elif any(isinstance(document.get(key), str | list) for key in ROUTER_KEYS):
+            yield Router(f"{where}: router", Machine(where), (), {}, document)
         elif started := list(_started(containers(where, document, known, f"{where}/{number}"))):
             yield from started
         elif document.keys() & set(SETTINGS):

@@ -4,14 +4,15 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.typedefs import LooseHeaders
 
 from kv_connector.router.bodies.fields import Content, Pieces
 from kv_connector.router.failure import overloaded
@@ -38,6 +39,28 @@ def refused(error: Exception) -> bool:
 
 # This process, or its host, has no descriptor or no local port left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+
+
+# The authorities of a whole operating system are 250 KB. A larger file was named by mistake.
+_LONGEST_AUTHORITY = 4 << 20
+
+
+class AuthorityError(ValueError):
+    """The file holds no certificates. The message says what to do."""
+
+
+def read_authority(path: Path) -> ssl.SSLContext:
+    """Returns what verifies engines by the certificates in a PEM file. Raises AuthorityError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it verifies certificates and names
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LONGEST_AUTHORITY + 1)
+        if len(text) > _LONGEST_AUTHORITY:
+            raise ValueError(f"it is longer than {_LONGEST_AUTHORITY} bytes")
+        context.load_verify_locations(cadata=text.decode("ascii"))
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise AuthorityError(f"cannot read certificates from {path}: {error}. Change --engine-ca") from None
+    return context
 
 
 @dataclass(frozen=True)
@@ -71,13 +94,22 @@ class EngineClient:
     Failure 503 if this process has no descriptor or port left, which indicates no fault of the engine.
     """
 
+    def __init__(self, key: str | None = None, authority: ssl.SSLContext | None = None) -> None:
+        """``key``: sent to engines with each request that has no other authorization; None: none is.
+        ``authority``: verifies engines with an https address; None: the authorities of this host do."""
+        self._key = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._authority: ssl.SSLContext | bool = True if authority is None else authority
+
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket
+                limit=0,
+                keepalive_timeout=KEEP_ALIVE_SECONDS,
+                socket_factory=_socket,
+                ssl=self._authority,
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity", **self._key},
             skip_auto_headers=("content-type", "user-agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -89,7 +121,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def stream(
-        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a request and yields its answer once the status line has arrived."""
         try:
@@ -98,14 +130,15 @@ class EngineClient:
             response = await request
         except aiohttp.ClientOSError as error:
             if error.errno in _EXHAUSTED:
-                logger.error("no socket for a request to %s: %s", url, error)
+                name = (headers or {}).get("x-request-id", "-")
+                logger.error("no socket for a request to %s: request %s failed: %s", url, name, error)
                 raise overloaded(f"the router has no socket left: {error.strerror}") from error
             raise
         async with response:
             yield response
 
     async def whole(
-        self, method: str, url: str, body: Content | None = None, headers: LooseHeaders | None = None
+        self, method: str, url: str, body: Content | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
         async with self.stream(method, url, body, headers) as response:
             answer = await response.read()

@@ -175,21 +175,8 @@ class Members:
         self._labels: dict[tuple[str, int], str] = {}  # by Endpoint.place, including engines that are gone
         self._labelled: Counter[tuple[Side, ...]] = Counter()
         self._ticked: float | None = None
-        for side, endpoints in listed.items():
-            ranks: Counter[str] = Counter()
-            for named in endpoints:
-                endpoint = replace(named, rank=ranks[named.url])
-                ranks[named.url] += 1
-                known = self._engines.get(endpoint.place)
-                if known is not None:
-                    known.sides = (*known.sides, side)
-                    continue
-                self._engines[endpoint.place] = _Engine(
-                    endpoint, (side,), listed=True, answers=True, name=str(endpoint), joined=True
-                )
-        for engine in self._engines.values():
-            engine.label = self._label(engine)
-            self._publish(engine)
+        for endpoint, sides in _listed(listed):
+            self._list(_Engine(endpoint, sides, listed=True, answers=True, name=str(endpoint), joined=True))
 
     def states(self) -> dict[Side, dict[str, State]]:
         """Returns {side: {endpoint as text: state}}."""
@@ -309,6 +296,24 @@ class Members:
             reason=message.torn,
         )
         return endpoint
+
+    def relist(self, listed: Mapping[Side, Sequence[Endpoint]]) -> None:
+        """Replaces the list of the command line. An engine that is listed anew is used once it answers.
+
+        Requests of an engine that is no longer listed continue. An engine that registers stays.
+        """
+        wanted = {endpoint.place: (endpoint, sides) for endpoint, sides in _listed(listed)}
+        for engine in list(self._engines.values()):
+            engine.listed = engine.endpoint.place in wanted
+            registers = engine.seen is not None
+            if not registers and wanted.get(engine.endpoint.place) != (engine.endpoint, engine.sides):
+                engine.listed = False
+                self._forget(engine, "REMOVED", lost=False)
+        for place, (endpoint, sides) in wanted.items():
+            if place not in self._engines:
+                engine = _Engine(endpoint, sides, listed=True, answers=False, name=str(endpoint))
+                logger.info("%s: %s, which is listed now", engine.state.name, engine.name)
+                self._list(engine)
 
     def leave(self, message: Leave) -> None:
         """Handles LEAVE. The engine's running requests end by themselves."""
@@ -521,6 +526,12 @@ class Members:
                 self._incidents.note(engine.label, _TROUBLES[state], reason)
         self._publish(engine)
 
+    def _list(self, engine: _Engine) -> None:
+        """Adds an engine of the command line."""
+        self._engines[engine.endpoint.place] = engine
+        engine.label = self._label(engine)
+        self._publish(engine)
+
     def _publish(self, engine: _Engine) -> None:
         self.index.add(engine.workload.cache, engine.endpoint)
         # An engine of both roles prefills for others only if no other engine does. It has streams, and each
@@ -569,3 +580,19 @@ class Members:
 
 def _one_a_server(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
     return list({endpoint.url: endpoint for endpoint in endpoints}.values())
+
+
+def _listed(listed: Mapping[Side, Sequence[Endpoint]]) -> list[tuple[Endpoint, tuple[Side, ...]]]:
+    """Returns the listed engines with their sides.
+
+    A URL that a side lists several times has as many ranks, in that order.
+    """
+    found: dict[tuple[str, int], tuple[Endpoint, tuple[Side, ...]]] = {}
+    for side, endpoints in listed.items():
+        ranks: Counter[str] = Counter()
+        for named in endpoints:
+            endpoint = replace(named, rank=ranks[named.url])
+            ranks[named.url] += 1
+            first, sides = found.get(endpoint.place, (endpoint, ()))
+            found[endpoint.place] = first, (*sides, side)
+    return list(found.values())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+from urllib.parse import urlsplit
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
@@ -31,6 +32,30 @@ class Objectives:
             raise ValueError("an objective must be more than 0 ms")
 
 
+LONGEST_TIMEOUT = 604_800.0
+"""A week, in seconds: far longer than any answer, and no number that a timer cannot hold."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits of each request, in seconds. None: no limit."""
+
+    first_token: float | None = None
+    """From a request's last byte to the first event of its stream."""
+    idle: float | None = None
+    """Between two events of a stream."""
+    request: float | None = None
+    """From a request's last byte to the end of its answer."""
+
+    def __post_init__(self) -> None:
+        limits = (self.first_token, self.idle, self.request)
+        if not all(one is None or 0 < one <= LONGEST_TIMEOUT for one in limits):
+            raise ValueError(
+                "--first-token-timeout, --idle-timeout and --request-timeout must be more than 0 s, and at "
+                f"most {LONGEST_TIMEOUT:g} s"
+            )
+
+
 @dataclass(frozen=True)
 class Settings:
     prefill: tuple[Endpoint, ...]
@@ -46,9 +71,13 @@ class Settings:
     its size, and counts half once its answer has begun: 384 MiB in all, of a pod's 1 GiB."""
     requests: int = 16_351
     """Most requests in flight. The default is for 65,535 descriptors."""
+    requests_per_key: int | None = None
+    """Most requests in flight with one API key; None: no such limit."""
     stall: float = 60.0
     """Seconds that headers may take, a body may pause, and a reader may take nothing. It is nginx's default
     for each of the three."""
+    timeouts: Timeouts = Timeouts()
+    """Time limits of each request. A router without options has none: prompts may wait in queues."""
     registration: Address | None = None
     """Address where engines register; None: only the listed engines are used."""
     key: ClusterKey | None = None
@@ -75,8 +104,29 @@ class Settings:
     """Whether the status page shows engines' addresses and error messages."""
     otlp_traces_endpoint: str | None = None
     """OTLP endpoint for spans; None: no spans."""
+    access_log: str | None = None
+    """File that gets one JSON line for each request, or "-" for standard output; None: no file."""
+
+    api_key_file: str | None = None
+    """File with the API keys of clients; None: the router accepts every client, and engines get its key."""
+    engine_key_file: str | None = None
+    """File with the key that engines expect (vLLM's --api-key); None: engines get the client's key."""
+    engine_ca: str | None = None
+    """PEM file of the authorities that sign certificates of engines; None: those of this host."""
+    admin: Address | None = None
+    """Address of metrics and status, which are not served at the clients' address then. None: they are."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins whose scripts may read answers (CORS); "*": all."""
 
     def __post_init__(self) -> None:
+        if self.requests_per_key is not None and self.api_key_file is None:
+            raise ValueError("--requests-per-key counts requests by API key. Set --api-key-file")
+        for origin in self.allow_origins:
+            if not _is_origin(origin):
+                raise ValueError(
+                    f"--allow-origin {origin!r} is no origin. Give a scheme and host, for example "
+                    "https://chat.example.com, or *"
+                )
         if len(set(self.prefill)) < len(self.prefill):
             raise ValueError(
                 "a prefill engine is listed twice with one control address. Data-parallel ranks share the "
@@ -102,3 +152,15 @@ class Settings:
                 "the router has no engines. Give at least one --prefill and one --decode, or an address at "
                 "which engines register (--registration HOST:PORT)"
             )
+
+
+def _is_origin(text: str) -> bool:
+    """Returns whether a browser sends this text as an origin, or it stands for all origins."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    host = parts.hostname or ""
+    plain = f"{parts.scheme}://{host}" if port is None else f"{parts.scheme}://{host}:{port}"
+    return text == "*" or (parts.scheme in ("http", "https") and host != "" and text == plain)

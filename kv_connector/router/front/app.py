@@ -1,34 +1,43 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kv_connector.protocol.actions import Address
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import content
-from kv_connector.router.engines.client import EngineClient, Reply
+from kv_connector.router.engines.client import EngineClient, Reply, read_authority
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import State
+from kv_connector.router.engines.members import Side, State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
+from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
+from kv_connector.router.observe.access_log import AccessLog, Exchange, begin_exchange, exchange_of
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.balance import EvenStreams
@@ -74,6 +83,10 @@ PASSED_HEADERS = (
     "x-vllm-priority",
 )
 LONGEST_REQUEST_ID = 128
+# Headers of an answer that scripts of another origin may read (CORS).
+_EXPOSED_HEADERS = ("retry-after", "x-request-id")
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 # In addition to the pause that a body may make, its bytes must arrive at this average rate. It is 0.5 Mbit/s,
 # the uplink of a poor mobile connection. A slow body of 64 MiB holds its memory for 18 minutes at most.
@@ -82,17 +95,29 @@ BODY_RATE = 64 << 10
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics see it
 
 
-def create_app(settings: Settings) -> Starlette:
+class Current:
+    """The router's settings, some of which may change while it runs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+
+def create_app(settings: Settings) -> "RouterApp":
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
+    current = Current(settings)
     metrics = Metrics()
-    client = EngineClient()
+    engine_key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
+    authority = None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
+    client = EngineClient(engine_key, authority)
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
+    access_log = AccessLog.to(settings.access_log)
+    keys = None if settings.api_key_file is None else ApiKeys.read(Path(settings.api_key_file))
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     members = dispatcher.parts.members
     status = Status(members, metrics, incidents, details=settings.status_details)
     page = Page.load()
-    limits = Limits(settings.requests, settings.body_budget)
+    limits = Limits(settings.requests, settings.body_budget, settings.requests_per_key)
     parser = BodyParser(prompts=dispatcher.parts.learns)
     registry = Registry(
         members,
@@ -126,15 +151,18 @@ def create_app(settings: Settings) -> Starlette:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
+                access_log.close()
 
     async def forward_any(request: Request) -> Reply:
-        with limits.enter() as place:
-            body = await _read(request, settings, place)
-            headers = {**_passed(request), "x-request-id": _request_id(request)}
-            model = await parser.model(body)
-            path = request.url.path
-            reply = dispatcher.forward(request.method, path, content(body), model, headers)
-            return await _unless_left(reply, request.receive)
+        exchange = exchange_of(request.scope)
+        with limits.enter(exchange.key) as place:
+            body = await _read(request, current.settings, place)
+            headers = {**_passed(request), "x-request-id": exchange.request_id}
+            exchange.model = await parser.model(body)
+            call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
+            async with Deadline(current.settings.timeouts, streamed=False).guard():
+                reply = dispatcher.forward(request.method, call, content(body))
+                return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
         reply = await forward_any(request)
@@ -161,13 +189,22 @@ def create_app(settings: Settings) -> Starlette:
         it."""
         return JSONResponse({"live": True})
 
-    async def health(_: Request) -> Response:
+    def state_of_engines() -> tuple[int, dict[str, Any]]:
+        """Returns the status and the body of an answer at /health."""
         states = members.states()
         lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
         unready = not lacking.isdisjoint(members.needed)
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
         status = "unready" if unready else "degraded" if lacking else "ready"
-        return JSONResponse({"status": status, **found}, status_code=503 if unready else 200)
+        return 503 if unready else 200, {"status": status, **found}
+
+    async def health(_: Request) -> Response:
+        code, found = state_of_engines()
+        return JSONResponse(found, code)
+
+    async def health_without_engines(_: Request) -> Response:
+        code, found = state_of_engines()
+        return JSONResponse({"status": found["status"]}, code)
 
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": metrics.requests_in_flight()})
@@ -178,43 +215,121 @@ def create_app(settings: Settings) -> Starlette:
             count = Counter(engines.values())
             for state in State:
                 metrics.engines.labels(side.value, state.value).set(count[state])
+        metrics.engines_are(members.engines(time.monotonic()))
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def complete(path: str, kind: type[Completion]) -> Completions:
-        return Completions(path, kind, settings, limits, parser, dispatcher, metrics)
+        return Completions(path, kind, current, limits, parser, dispatcher, metrics)
 
-    application = _Application(
-        routes=[
-            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
-            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
-            Route("/", status_page),
-            Route("/status.json", status_json),
+    def probes(health: Handler) -> list[Route]:
+        return [
             Route("/live", live),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
-            Route("/load", load),
-            Route("/metrics", metrics_page),
+        ]
+
+    of_operators = [
+        Route("/", status_page),
+        Route("/status.json", status_json),
+        Route("/load", load),
+        Route("/metrics", metrics_page),
+    ]
+    handlers: Any = {HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left}
+    middleware = []
+    if settings.allow_origins:
+        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "expose_headers": _EXPOSED_HEADERS}
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=settings.allow_origins, allow_headers=["*"], **options)
+        )
+    if keys is not None:
+        middleware.append(Middleware(KeyCheck, keys=keys))
+    strangers = keys is not None or settings.admin is not None
+
+    def change(new: Settings) -> None:
+        if keys is not None and new.api_key_file is not None:
+            keys.replace(ApiKeys.read(Path(new.api_key_file)))
+        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
+        limits.change(new.requests, new.body_budget, new.requests_per_key)
+        current.settings = new
+
+    application = RouterApp(
+        change,
+        access_log,
+        settings.admin,
+        Starlette(routes=[*of_operators, *probes(health)], exception_handlers=handlers),
+        routes=[
+            *(Route(path, complete(path, kind), methods=["POST"]) for path, kind in COMPLETIONS.items()),
+            *(Route(path, forward, methods=[method]) for method, path in FORWARDED),
             Route("/openapi.json", openapi),
+            *probes(health_without_engines if strangers else health),
+            *([] if settings.admin is not None else of_operators),
         ],
-        exception_handlers={HTTPException: _http_error, Failure: _failure, ClientDisconnect: _left},
+        exception_handlers=handlers,
+        middleware=middleware,
         lifespan=lifespan,
     )
     return application
 
 
-class _Application(Starlette):
+class RouterApp(Starlette):
+    """The application of the clients' address and of the operators' address."""
+
     refusal: str | None = None
     """The operator's mistake for which the router does not start."""
 
+    def __init__(
+        self,
+        change: Callable[[Settings], None],
+        access_log: AccessLog,
+        admin: Address | None,
+        of_operators: ASGIApp,
+        **options: Any,
+    ) -> None:
+        """``of_operators``: answers requests at the address ``admin``. ``options``: those of Starlette."""
+        super().__init__(**options)
+        self.change = change
+        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
+        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
+        self._access_log = access_log
+        self._admin_port = None if admin is None else admin.port
+        self._of_operators = of_operators
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await self._live(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. Its id is in the answer's headers, and in its line of the access log."""
+        exchange = begin_exchange(scope, _request_id(Headers(scope=scope)))
+        named = b"x-request-id", exchange.request_id.encode("latin-1")
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            elif exchange.first_byte is None and message.get("body"):
+                exchange.body_begins()
+            await send(message)
+
+        server = scope.get("server")
+        at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
+        answer = self._of_operators if at_admin else super().__call__
+        # Probes and scrapes would be most lines of the log.
+        quiet = scope["path"] in OWN
+        with contextlib.nullcontext() if quiet else self._access_log.request(exchange, scope):
+            await answer(scope, receive, note)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:
             # A server logs this message. Starlette's own message is a traceback of a page.
             if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
                 message = {**message, "message": self.refusal}
             await send(message)
 
-        await super().__call__(scope, receive, say if scope["type"] == "lifespan" else send)
+        await super().__call__(scope, receive, say)
 
 
 class Completions:
@@ -225,7 +340,7 @@ class Completions:
         self,
         path: str,
         kind: type[Completion],
-        settings: Settings,
+        current: Current,
         limits: Limits,
         parser: BodyParser,
         dispatcher: Dispatcher,
@@ -233,7 +348,7 @@ class Completions:
     ) -> None:
         self._path = path
         self._kind = kind
-        self._settings = settings
+        self._current = current
         self._limits = limits
         self._parser = parser
         self._dispatcher = dispatcher
@@ -241,33 +356,38 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        request_id = _request_id(request)
+        exchange = exchange_of(scope)
         status = CLIENT_LEFT
         with self._metrics.in_flight.track_inprogress():
             try:
-                with self._limits.enter() as place:
-                    body = await _read(request, self._settings, place)
+                with self._limits.enter(exchange.key) as place:
+                    body = await _read(request, self._current.settings, place)
                     completion = self._kind.of_fields(await self._parser.fields(body))
-                    status = await self._serve(request, request_id, place, completion)
+                    exchange.model = completion.model
+                    status = await self._serve(request, exchange, place, completion)
             except ClientDisconnect:
-                logger.info("a client disconnected while it sent a request to %s", self._path)
+                words = "request %s: the client disconnected while it sent the request to %s"
+                logger.info(words, exchange.request_id, self._path)
             except Exception as error:
-                failed = client_failure(error, request_id)
-                status, response = failed.status, _response(failed)
-                response.headers["x-request-id"] = request_id
-                await response(scope, receive, send)
+                failed = client_failure(error, exchange.request_id)
+                status = failed.status
+                await _response(failed)(scope, receive, send)
             finally:
+                exchange.status = status
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, request_id: str, place: Place, completion: Completion) -> int:
+    async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        answering = _Answering(request, request_id, self._path, place, self._dispatcher, self._metrics)
+        deadline = Deadline(self._current.settings.timeouts, streamed=completion.streamed)
+        answering = _Answering(
+            request, exchange, self._path, place, deadline, self._dispatcher, self._metrics
+        )
         work = asyncio.create_task(answering.run(completion))
         try:
             # A server also reports a disconnect after the client has received the whole answer.
             if not await _done_first(work, request.receive) and not answering.complete:
-                logger.info("request %s: the client disconnected", request_id)
+                logger.info("request %s: the client disconnected", exchange.request_id)
                 return CLIENT_LEFT
             return await work
         except asyncio.CancelledError:
@@ -288,16 +408,18 @@ class _Answering:
     def __init__(
         self,
         request: Request,
-        request_id: str,
+        exchange: Exchange,
         path: str,
         place: Place,
+        deadline: Deadline,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
         self.complete = False
-        self._request_id = request_id
+        self._exchange = exchange
         self._path = path
         self._place = place
+        self._deadline = deadline
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -305,11 +427,12 @@ class _Answering:
 
     async def run(self, completion: Completion) -> int:
         started, path = time.perf_counter(), self._path
-        headers = {**_passed(self._request), "x-request-id": self._request_id}
-        call = Call(path, headers, self._request_id, completion.model, begin=self._begin)
-        with self._dispatcher.parts.spans.server(path, self._request_id, headers):
+        request_id = self._exchange.request_id
+        headers = {**_passed(self._request), "x-request-id": request_id}
+        call = Call(path, headers, request_id, completion.model, exchange=self._exchange, begin=self._begin)
+        with self._dispatcher.parts.spans.server(path, request_id, headers):
             try:
-                async with self._dispatcher.open(completion, call) as answer:
+                async with self._deadline.guard(), self._dispatcher.open(completion, call) as answer:
                     self._metrics.answer_began(time.perf_counter() - started)
                     if answer.streaming:
                         await self._begin(answer.status, answer.content_type)
@@ -317,7 +440,7 @@ class _Answering:
                     else:
                         await self._send_whole(answer)
             except Exception as error:
-                return await self.fail(client_failure(error, self._request_id))
+                return await self.fail(client_failure(error, request_id))
         return answer.status
 
     async def fail(self, failed: Failure) -> int:
@@ -340,10 +463,7 @@ class _Answering:
             return
         self._begun = True
         self._place.answered()
-        headers = [
-            (b"content-type", content_type.encode("latin-1")),
-            (b"x-request-id", self._request_id.encode("latin-1")),
-        ]
+        headers = [(b"content-type", content_type.encode("latin-1"))]
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         await self._request._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -354,6 +474,7 @@ class _Answering:
         if answer.transcript is not None:
             answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
+        self._exchange.send(body)
         self.complete = True
         await self._request._send({"type": "http.response.body", "body": body})
 
@@ -361,8 +482,11 @@ class _Answering:
         send = self._request._send
         keep = _drop if answer.transcript is None else answer.transcript.add
         async for chunk in answer.chunks:
+            self._deadline.received()
             keep(chunk)
+            self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._deadline.waiting()
         self.complete = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -439,12 +563,16 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def _passed(request: Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+    """Returns the client's headers for engines. A key of the router itself goes to no engine."""
+    passed = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+    if exchange_of(request.scope).key is not None:
+        passed.pop("authorization", None)
+    return passed
 
 
-def _request_id(request: Request) -> str:
+def _request_id(headers: Headers) -> str:
     """Returns the client's X-Request-Id if it is fit for a log line, else a new one."""
-    given = request.headers.get("x-request-id", "")
+    given = headers.get("x-request-id", "")
     if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex
@@ -464,7 +592,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _left(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)
+    return Response(status_code=CLIENT_LEFT)  # only the access log sees it
 
 
 async def _failure(_: Request, error: Exception) -> Response:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kv_connector.router.failure import overloaded
+from kv_connector.router.failure import overloaded, too_many
 
 # vLLM's own target. Some libraries walk over all descriptors below the limit.
 _DESCRIPTORS = 65_535
@@ -43,30 +44,50 @@ _FOR_SHORT = 16
 class Limits:
     """Counts requests in flight and the bytes of their bodies. Used from the event loop's thread only."""
 
-    def __init__(self, requests: int, nbytes: int) -> None:
+    def __init__(self, requests: int, nbytes: int, requests_per_key: int | None = None) -> None:
+        """``requests_per_key``: most requests in flight with one API key; None: no such limit."""
         self._most_requests = requests
         self._most_bytes = nbytes
+        self._most_per_key = requests_per_key
         self._tasks: set[asyncio.Task[object]] = set()
+        self._of_keys: Counter[str] = Counter()
         self._bytes = 0
 
+    def change(self, requests: int, nbytes: int, requests_per_key: int | None) -> None:
+        """Sets other limits. Requests in flight continue, also if they are too many."""
+        self._most_requests = requests
+        self._most_bytes = nbytes
+        self._most_per_key = requests_per_key
+
     @contextmanager
-    def enter(self) -> Iterator[Place]:
-        """Counts the current task as a request in flight, for the length of a block. Failure 503 if there are
-        too many."""
+    def enter(self, key: str | None = None) -> Iterator[Place]:
+        """Counts the current task as a request in flight, for the length of a block.
+
+        ``key``: name of the client's API key. Failure 429 if too many requests have this key, 503 if all
+        requests are too many.
+        """
+        if key is not None and self._most_per_key is not None and self._of_keys[key] >= self._most_per_key:
+            raise too_many(
+                f"{self._most_per_key} requests of this API key are in flight, the most that it may have "
+                "(--requests-per-key). Retry later"
+            )
         if len(self._tasks) >= self._most_requests:
             raise overloaded(
-                f"the router has {len(self._tasks)} requests in flight, the most that its limit on open "
-                f"files allows. Retry later, or raise the router's hard limit (it uses {_DESCRIPTORS} files "
-                "at most)"
+                f"the router has {len(self._tasks)} requests in flight, its maximum. Retry later, or raise "
+                f"--max-requests or the router's hard limit on open files (it uses {_DESCRIPTORS} at most)"
             )
         task = asyncio.current_task()
         assert task is not None
         place = Place(self)
         self._tasks.add(task)
+        if key is not None:
+            self._of_keys[key] += 1
         try:
             yield place
         finally:
             self._tasks.discard(task)
+            if key is not None:
+                self._of_keys[key] -= 1
             self._bytes -= place.nbytes
 
     async def wait_empty(self, seconds: float) -> None:

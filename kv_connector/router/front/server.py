@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
@@ -16,7 +21,12 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from kv_connector.protocol.actions import Address
 from kv_connector.router.failure import Failure, failure
+
+logger = logging.getLogger(__name__)
+
+STARTUP_FAILURE = 3  # uvicorn's exit status
 
 # Limit on the request line and headers together. Envoy's is 60 KiB. httptools copies a header's bytes so far
 # for each part that arrives: 16 MiB take 0.6 s of the event loop, 128 MiB 15 s.
@@ -92,6 +102,62 @@ class ServerConfig(uvicorn.Config):
         self.turns = Turns()
         self.idle: dict[BoundedProtocol, None] = {}
         """Connections without a request in progress, the longest idle first."""
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn's server, with a second address for operators, and an action for SIGHUP."""
+
+    config: ServerConfig
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        admin: Address | None = None,
+        reload: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``reload``: called at each SIGHUP, one call after the other. None: SIGHUP ends the process."""
+        super().__init__(config)
+        self._admin = admin
+        self._reload = reload
+        self._reload_due = asyncio.Event()
+
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._reload is None:
+            await super()._serve(sockets)
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reload_due.set)
+        reloading = asyncio.create_task(self._reload_when_due(self._reload))
+        try:
+            await super()._serve(sockets)
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+            reloading.cancel()
+            await asyncio.gather(reloading, return_exceptions=True)
+
+    async def _reload_when_due(self, reload: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await self._reload_due.wait()
+            self._reload_due.clear()
+            try:
+                await reload()
+            except Exception:
+                logger.exception("reload failed: the router keeps its settings")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._admin is None or self.should_exit:
+            return
+        protocol = functools.partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        try:
+            server = await loop.create_server(protocol, self._admin.host, self._admin.port, backlog=backlog)
+        except OSError as error:
+            logger.error("cannot listen on %s: %s. Change --admin", self._admin, error.strerror or error)
+            self.started = False
+            await self.shutdown(sockets)
+            sys.exit(STARTUP_FAILURE)
+        self.servers.append(server)
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -1,10 +1,10 @@
 """Metrics: the router's Prometheus metrics."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import EngineInfo, Side, State
 from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
@@ -98,6 +98,20 @@ class Metrics:
             ["side", "state"],
             registry=self.registry,
         )
+        self._engine_ready = Gauge(
+            "kv_connector_router_engine_ready",
+            "Whether the engine takes requests, by side and address. 1: its state is ready. 0: any other "
+            "state.",
+            ["side", "engine"],
+            registry=self.registry,
+        )
+        self._engine_requests = Gauge(
+            "kv_connector_router_engine_requests",
+            "Requests of this router at the engine, and requests whose pages are still to be fetched from "
+            "it, by address",
+            ["engine"],
+            registry=self.registry,
+        )
         self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
             "Time from a request's last byte to the first byte of its answer. The answer's status may be "
@@ -124,6 +138,16 @@ class Metrics:
         """Counts the prefix-cache hits of a prompt, in tokens."""
         self._predicted_hits.labels(side.value).inc(predicted)
         self._actual_hits.labels(side.value).inc(actual)
+
+    def engines_are(self, engines: Iterable[EngineInfo]) -> None:
+        """Sets the series of single engines. Engines that are gone have no series any more."""
+        self._engine_ready.clear()
+        self._engine_requests.clear()
+        for engine in engines:
+            name = str(engine.endpoint)
+            for side in engine.sides:
+                self._engine_ready.labels(side.value, name).set(engine.state is State.READY)
+            self._engine_requests.labels(name).set(engine.outstanding)
 
     def requests_in_flight(self) -> int:
         return _total(self.in_flight)

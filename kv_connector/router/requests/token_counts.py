@@ -14,6 +14,14 @@ def prompt_tokens(usage: Any) -> int | None:
     return sum(apart, total) if isinstance(total, int) else None
 
 
+def completion_tokens(usage: Any) -> int | None:
+    """Returns the tokens of the answer."""
+    if not isinstance(usage, dict):
+        return None
+    total = usage.get("completion_tokens", usage.get("output_tokens"))
+    return total if isinstance(total, int) else None
+
+
 def cached_tokens(usage: Any) -> int | None:
     """Returns the tokens that the engine had in its prefix cache."""
     if not isinstance(usage, dict):

@@ -27,6 +27,7 @@ from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import EngineLost, Lease
 from kv_connector.router.engines.reasons import PATIENCE_S, Reasons
 from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
+from kv_connector.router.observe.access_log import Exchange
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.requests.answers import Answer, Computed
@@ -59,6 +60,8 @@ class Call:
     """Model that the client names; None: the client names no model."""
     running: Running = field(default_factory=Running)
     """The request's progress on its decode engine."""
+    exchange: Exchange = field(default_factory=Exchange)
+    """Facts of the client's request for the access log."""
     begin: Callable[[], Awaitable[None]] = _nobody_waits
     """Begins the client's stream, as one engine's would begin. To be called, once or more, when both engines
     have begun a stream. A later error is reported within the stream."""
@@ -102,6 +105,7 @@ class Calls:
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Sends a request that is not a completion, and returns the whole answer."""
         endpoint = lease.endpoint
+        call.exchange.decoding(endpoint)
         try:
             async with lease.alive():
                 url = endpoint.url + call.path
@@ -112,6 +116,7 @@ class Calls:
     async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
         """Sends the prefill engine its part of the request, and returns its report."""
         endpoint = lease.endpoint
+        call.exchange.prefilling(endpoint)
         try:
             async with lease.alive():
                 with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
@@ -122,9 +127,11 @@ class Calls:
             refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
             raise self._failed_prefill(endpoint, call, refusal)
         try:
-            return msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
+            computed = msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
         except UNREADABLE as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        call.exchange.computed(computed.tokens, computed.cached)
+        return computed
 
     async def prefill_early(
         self,
@@ -141,6 +148,7 @@ class Calls:
         router needs are in the stream's usage.
         """
         endpoint, stream = lease.endpoint, PrefillStream()
+        call.exchange.prefilling(endpoint)
         try:
             async with lease.alive():
                 with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
@@ -163,6 +171,7 @@ class Calls:
         finally:
             if not early.done():
                 early.set_result(None)
+        call.exchange.computed(stream.prompt_tokens, stream.cached_tokens)
         return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
 
     async def load(
@@ -181,6 +190,8 @@ class Calls:
         vLLM's answer to a failed KV load does not contain the reason. A decode engine that has registered
         reports it.
         """
+        call.exchange.decoding(lease.endpoint)
+        call.exchange.transfer_id = transfer_id
         with self.reasons.expected(transfer_id) as reason:
             try:
                 answer = await self._ask(lease, body, call, stack, accepted)
@@ -211,6 +222,7 @@ class Calls:
 
         ``stack`` closes the connection.
         """
+        call.exchange.decoding(lease.endpoint)
         try:
             answer = await self._ask(lease, body, call, stack)
         except EngineError as error:

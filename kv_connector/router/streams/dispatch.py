@@ -11,7 +11,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Mapping,
 )
 from contextlib import (
     AsyncExitStack,
@@ -97,16 +96,11 @@ class Dispatcher:
                 local = began.placement.prefill is None
                 self.parts.caches.answered(began.lease, transcript.said(), moved=moved, local=local)
 
-    async def forward(
-        self, method: str, path: str, body: Content, model: str | None, headers: Mapping[str, str]
-    ) -> Reply:
-        """Returns the whole answer of any decode engine, for a route that changes nothing there.
-
-        ``model``: the model that the body names.
-        """
-        if path == MODELS_PATH:
-            return await self._models(headers)
-        return await self._forward(method, Call(path, headers, headers["x-request-id"], model), body)
+    async def forward(self, method: str, call: Call, body: Content) -> Reply:
+        """Returns the whole answer of any decode engine, for a route that changes nothing there."""
+        if call.path == MODELS_PATH:
+            return await self._models(replace(call, model=None))
+        return await self._forward(method, call, body)
 
     async def _forward(self, method: str, call: Call, body: Content) -> Reply:
         async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
@@ -116,9 +110,8 @@ class Dispatcher:
 
         return await self._retried(attempt, call)
 
-    async def _models(self, headers: Mapping[str, str]) -> Reply:
+    async def _models(self, call: Call) -> Reply:
         """Returns the models of all decode engines, merged from the answers of as many engines as needed."""
-        call = Call(MODELS_PATH, headers, headers["x-request-id"])
         first = await self._forward("GET", call, b"")
         listed = names(call.path, first)
         if listed is None:

@@ -375,6 +375,7 @@ class Stream:
         else:
             tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)
+            request.call.exchange.decoding(to)
             request.running, request.failed = new, 0
             old, self._stack = self._stack, stack
             try:

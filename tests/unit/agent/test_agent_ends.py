@@ -43,8 +43,8 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
     decode.idle()
     peer = f"prefill/0 at {prefill.address}"
     lines = {
-        f"transfer t from {peer} over sim: {outcome.value}: {code}: its end",
-        f"transfer t to decode/0 over sim: {outcome.value}: its end",
+        f"transfer t of request d-t from {peer} over sim: {outcome.value}: {code}: its end",
+        f"transfer t of request p-t to decode/0 over sim: {outcome.value}: its end",
     }
     until(lambda: lines <= {record.getMessage() for record in caplog.records if record.levelno == level})
     # A client that is still connected has to learn the reason for its error.

@@ -73,12 +73,12 @@ def test_a_transfer_that_takes_long_is_named_once(
     decode.reserve(prefill.address)
     prefill.expect()
     prefill.compute((1, 2))
-    words = "SLOW: transfer t from prefill/0 at"
+    words = "SLOW: transfer t of request d-t from prefill/0 at"
     until(lambda: words in caplog.text)
     line = next(text for text in caplog.text.splitlines() if words in text)
     assert "lane sim: reserved for" in line
     assert "4 of 6 pages have arrived" in line
-    until(lambda: "SLOW: transfer t to decode/0, lane sim: active for" in caplog.text)
+    until(lambda: "SLOW: transfer t of request p-t to decode/0, lane sim: active for" in caplog.text)
     prefill.compute((3,), first=2)
     prefill.agent.request_finished("t", True)
     decode.wait(received=["d-t"])

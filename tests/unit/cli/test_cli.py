@@ -126,6 +126,7 @@ def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
     assert (config.loop, config.http) == ("uvloop", BoundedProtocol)
     # Longer than nginx and AWS's load balancer keep an idle connection: 60 s.
     assert config.timeout_keep_alive == 75
+    assert config.timeout_graceful_shutdown == 600
     monkeypatch.setitem(sys.modules, missing, None)
     status, output = run(*words)
     assert status == ExitStatus.USAGE

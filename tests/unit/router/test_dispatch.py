@@ -127,6 +127,6 @@ async def test_forwarded_request_goes_to_another_decode_engine_if_one_fails() ->
         dispatcher.parts.pools[Side.DECODE].set_usable(Endpoint.parse("http://127.0.0.1:1"), True)
         bodies = set()
         for _ in range(3):
-            reply = await dispatcher.forward("GET", MODELS_PATH, b"", None, HEADERS)
+            reply = await dispatcher.forward("GET", Call(MODELS_PATH, HEADERS, "r"), b"")
             bodies.add(json.loads(reply.body)["engine"])
         assert bodies == {engine.url for engine in d}

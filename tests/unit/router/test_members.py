@@ -517,3 +517,62 @@ def test_a_listed_rank_is_joined_by_one_that_registers() -> None:
         router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint.rank
         for _ in range(4)
     ] == [0, 1, 0, 1]
+
+
+# --- Another list of the command line
+
+
+def relist(router: Fixture, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()) -> None:
+    listed = {
+        Side.PREFILL: [Endpoint.parse(url) for url in prefill],
+        Side.DECODE: [Endpoint.parse(url) for url in decode],
+    }
+    router.members.relist(listed)
+
+
+def test_members_use_an_engine_that_is_listed_anew_once_it_answers() -> None:
+    router = Fixture(decode=("http://d1:1",))
+    relist(router, decode=("http://d1:1", "http://d2:1"))
+    assert router.state("http://d1:1", Side.DECODE) is State.READY
+    assert router.state("http://d2:1", Side.DECODE) is State.JOINING
+    (endpoint,) = router.members.to_probe()
+    router.members.answered(endpoint)
+    assert router.state("http://d2:1", Side.DECODE) is State.READY
+
+
+@pytest.mark.anyio
+async def test_members_keep_requests_of_an_engine_that_is_no_longer_listed() -> None:
+    router = Fixture(decode=("http://d1:1", "http://d2:1"))
+    pool = router.pools[Side.DECODE]
+    with pool.lease(Endpoint.parse("http://d1:1")) as lease:
+        async with lease.alive():
+            relist(router, decode=("http://d2:1",))
+            await asyncio.sleep(0)  # EngineLost would end the block here
+        router.members.served(0.0, lease.endpoint)
+    assert pool.endpoints == [Endpoint.parse("http://d2:1")]
+
+
+def test_members_replace_a_listed_engine_whose_control_address_or_side_changes() -> None:
+    router = Fixture(prefill=("http://p:1@c:1",), decode=("http://d:1",))
+    relist(router, prefill=("http://p:1@c:2", "http://d:1"), decode=("http://d:1",))
+    assert router.pools[Side.PREFILL].endpoints == [
+        Endpoint.parse("http://p:1@c:2"),
+        Endpoint.parse("http://d:1"),
+    ]
+    assert router.state("http://p:1") is State.JOINING
+    assert router.state("http://d:1", Side.DECODE) is State.JOINING
+    relist(router, prefill=("http://p:1@c:2",), decode=("http://d:1", "http://d:1"))
+    assert router.state("http://d:1 rank 1", Side.DECODE) is State.JOINING
+    assert router.state("http://d:1") is None
+
+
+def test_members_keep_an_engine_that_registers_whatever_is_listed() -> None:
+    router = Fixture(prefill=(URL,))
+    router.join()
+    relist(router)
+    assert router.state() is State.READY
+    router.members.tick(0.0)
+    router.members.tick(2.0)
+    router.members.tick(4.0)
+    router.members.tick(6.0)  # silent for longer than `dead`, and not listed any more
+    assert router.state() is None

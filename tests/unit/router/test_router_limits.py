@@ -512,7 +512,7 @@ async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
 
 @pytest.mark.parametrize("reason", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
 async def test_a_router_without_descriptors_reports_itself_and_blames_no_engine(
-    reason: int, monkeypatch: pytest.MonkeyPatch
+    reason: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = True
     make = client_module._socket
@@ -524,8 +524,10 @@ async def test_a_router_without_descriptors_reports_itself_and_blames_no_engine(
 
     monkeypatch.setattr(client_module, "_socket", socket_or_not)
     async with cluster(answer_ok, answer_ok, patience=0.01) as (_, _, client):
-        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        named = {"x-request-id": "mine"}
+        refused = await client.post("/v1/completions", json={"prompt": "x"}, headers=named)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "request mine failed" in caplog.text
         assert os.strerror(reason) in refused.json()["error"]["message"]
         health = (await client.get("/health")).json()
         assert {state for side in ("prefill", "decode") for state in health[side].values()} == {"ready"}

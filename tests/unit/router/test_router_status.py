@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from router_setup import (
     PATIENCE,
+    Stream,
     answer_ok,
     client_of,
     cluster,
+    metric,
     refuse,
     serve,
     serve_engine,
@@ -31,7 +33,7 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import Settings
-from kv_connector.router.front.app import create_app
+from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
 from kv_connector.router.observe.first_bytes import SLICE_SECONDS, SLICES, FirstBytes
@@ -307,3 +309,18 @@ def test_first_bytes_take_no_more_memory_than_their_slices() -> None:
         first_bytes.observe(0.01)
         clock.now += SLICE_SECONDS
     assert len(first_bytes._over) == SLICES
+
+
+async def test_metrics_have_the_requests_and_the_state_of_each_engine() -> None:
+    streams = Stream()
+    async with cluster(answer_ok, streams) as (p, d, client):
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await within(d.arrived.wait())
+        requests, ready = "kv_connector_router_engine_requests", "kv_connector_router_engine_ready"
+        await until_metric(client, f'{requests}{{engine="{d.url}"}}', 1)
+        for engine, side in ((p, "prefill"), (d, "decode")):
+            assert await metric(client, f'{ready}{{engine="{engine.url}",side="{side}"}}') == 1
+        for chunk in (DONE, None):
+            streams.queue.put_nowait(chunk)
+        await within(asking)
+        await until_metric(client, f'{requests}{{engine="{d.url}"}}', 0)

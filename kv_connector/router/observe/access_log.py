@@ -1,0 +1,204 @@
+"""AccessLog: one JSON line for each request of a client."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import sys
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kv_connector.router.requests.token_counts import cached_tokens, completion_tokens, prompt_tokens
+
+logger = logging.getLogger(__name__)
+
+STANDARD_OUTPUT = "-"
+# Name of the request's Exchange in the ASGI scope.
+_EXCHANGE = "kv_connector.exchange"
+
+# The line of a request is bounded: a path may have 64 KiB, a model's name the length of a body, and a stream
+# may move any number of times.
+_LONGEST_TEXT = 256
+_MOST_ENGINES = 16
+# An error that repeats with each request is logged once a minute.
+_REPORT_INTERVAL_S = 60.0
+
+# Fields of an answer whose event or body has the usage. In a text the quotes would be escaped.
+_COMPLETION = b'"completion_tokens":'
+_OUTPUT = b'"output_tokens":'
+# Fields that contain the usage in events of /v1/responses and /v1/messages. Otherwise the event does.
+_HOLDERS = ("response", "message")
+_DATA = b"data: "
+
+
+class AccessLogError(ValueError):
+    """The file cannot be written. The message says what to change."""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """Facts of one request, for its line in the access log. Used from the event loop's thread only."""
+
+    request_id: str = ""
+    key: str | None = None
+    """Name of the client's API key; None: the router has no keys, or the request has no valid key."""
+    status: int | None = None
+    """Status of the answer, as the metrics count it; None: no answer has begun."""
+    model: str | None = None
+    prefill: list[str] = field(default_factory=list)
+    """Prefill engines that got the request, in this order."""
+    decode: list[str] = field(default_factory=list)
+    """Decode engines that got the request, in this order."""
+    transfer_id: str | None = None
+    """The latest transfer of the request's pages."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt, as the first prefill engine reports them."""
+    cached_tokens: int | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    first_byte: float | None = None
+    """Seconds until the first byte of the answer's body."""
+    _last: bytes = b""
+    """The latest part of the answer that has token counts."""
+
+    def prefilling(self, engine: object) -> None:
+        _append(self.prefill, str(engine))
+
+    def decoding(self, engine: object) -> None:
+        _append(self.decode, str(engine))
+
+    def computed(self, tokens: int | None, cached: int | None) -> None:
+        """Notes a prefill engine's report. A stream that moves gets another report, of a longer prompt."""
+        if self.prompt_tokens is None:
+            self.prompt_tokens, self.cached_tokens = tokens, cached
+
+    def send(self, chunk: bytes) -> None:
+        """Notes a part of the answer: whole events of a stream, or a whole body."""
+        if _COMPLETION in chunk or _OUTPUT in chunk:
+            self._last = chunk
+
+    def body_begins(self) -> None:
+        if self.first_byte is None:
+            self.first_byte = time.perf_counter() - self.begun
+
+    def usage(self) -> Mapping[str, int | None]:
+        """Returns the token counts: of the answer if it has them, else of the prefill engine."""
+        found = _usage(self._last)
+        prompt, cached = prompt_tokens(found), cached_tokens(found)
+        return {
+            "prompt_tokens": self.prompt_tokens if prompt is None else prompt,
+            "cached_tokens": self.cached_tokens if cached is None else cached,
+            "completion_tokens": completion_tokens(found),
+        }
+
+
+def begin_exchange(scope: MutableMapping[str, Any], request_id: str) -> Exchange:
+    """Begins the exchange of a request. ``scope``: its ASGI scope."""
+    exchange = scope[_EXCHANGE] = Exchange(request_id)
+    return exchange
+
+
+def exchange_of(scope: Mapping[str, Any]) -> Exchange:
+    """Returns the exchange that has begun in this ASGI scope."""
+    exchange = scope[_EXCHANGE]
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _append(engines: list[str], engine: str) -> None:
+    if len(engines) < _MOST_ENGINES and engines[-1:] != [engine]:
+        engines.append(engine)
+
+
+def _usage(chunk: bytes) -> Any:
+    """Returns the last usage in a part of an answer; None if it has none that can be read."""
+    found = None
+    lines = [line[len(_DATA) :] for line in chunk.splitlines() if line.startswith(_DATA)] or [chunk]
+    for line in lines:
+        if _COMPLETION in line or _OUTPUT in line:
+            try:
+                fields = msgspec.json.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            holders = [fields, *(fields.get(name) for name in _HOLDERS)] if isinstance(fields, dict) else []
+            usages = (one.get("usage") for one in holders if isinstance(one, dict))
+            found = next((one for one in usages if isinstance(one, dict)), found)
+    return found
+
+
+class AccessLog:
+    """Writes no lines. The base class of the log that does."""
+
+    @classmethod
+    def to(cls, target: str | None) -> AccessLog:
+        """Returns the log that writes to a file or to standard output. Raises AccessLogError."""
+        return AccessLog() if target is None else _Written(target)
+
+    @contextmanager
+    def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
+        """Writes the line of a request at the end of a block. ``scope``: the ASGI scope."""
+        yield
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
+class _Written(AccessLog):
+    def __init__(self, target: str) -> None:
+        self._handler: logging.Handler
+        if target == STANDARD_OUTPUT:
+            self._handler = logging.StreamHandler(sys.stdout)
+        else:
+            try:
+                # It opens the file again if logrotate has moved it.
+                self._handler = logging.handlers.WatchedFileHandler(Path(target), encoding="utf-8")
+            except OSError as error:
+                raise AccessLogError(
+                    f"cannot write the access log {target}: {error.strerror}. Change --access-log"
+                ) from None
+        self._handler.handleError = self._failed  # type: ignore[method-assign]
+        self._reported = -_REPORT_INTERVAL_S
+
+    @contextmanager
+    def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
+        arrived = datetime.now(UTC)
+        try:
+            yield
+        finally:
+            line = _line(exchange, scope, arrived)
+            self._handler.emit(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
+
+    def close(self) -> None:
+        self._handler.close()
+
+    def _failed(self, record: logging.LogRecord) -> None:
+        if time.monotonic() - self._reported >= _REPORT_INTERVAL_S:
+            self._reported = time.monotonic()
+            logger.error("access log: a line was not written: %s", sys.exc_info()[1])
+
+
+def _line(exchange: Exchange, scope: Mapping[str, Any], arrived: datetime) -> str:
+    client = scope.get("client")
+    line = {
+        "time": arrived.isoformat(timespec="milliseconds"),
+        "request_id": exchange.request_id,
+        "client": client[0] if client else None,
+        "key": exchange.key,
+        "method": scope["method"][:_LONGEST_TEXT],
+        "path": scope["path"][:_LONGEST_TEXT],
+        "status": exchange.status,
+        "model": None if exchange.model is None else exchange.model[:_LONGEST_TEXT],
+        "prefill": exchange.prefill,
+        "decode": exchange.decode,
+        "transfer_id": exchange.transfer_id,
+        "first_byte": None if exchange.first_byte is None else round(exchange.first_byte, 6),
+        "duration": round(time.perf_counter() - exchange.begun, 6),
+        **exchange.usage(),
+    }
+    return msgspec.json.encode(line).decode()

@@ -1,0 +1,373 @@
+"""Access to the router: API keys, its second address, other origins, and engines with TLS and keys."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from command_line import invoke, one_line
+from router_setup import (
+    PATIENCE,
+    FakeEngine,
+    Server,
+    Stream,
+    answer_ok,
+    client_of,
+    cluster,
+    serve_engine,
+    within,
+)
+
+from kv_connector.cli.main import app
+from kv_connector.control.cluster_key import KeyFileError
+from kv_connector.protocol.actions import Address
+from kv_connector.router.engines.client import AuthorityError, EngineClient, HttpError, read_authority
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.api_keys import ApiKeys, read_engine_key
+from kv_connector.router.front.app import DONE, create_app
+from kv_connector.router.front.server import RouterServer, ServerConfig
+
+pytestmark = pytest.mark.anyio
+
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
+ENGINES = ("--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
+ALICE, BOB = "a" * 16, "b" * 256
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    return written(tmp_path / "keys", f"# clients\n\nalice {ALICE}\nbob\t{BOB}\n")
+
+
+def written(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(0o600)
+    return str(path)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# --- API keys
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        (bearer(ALICE), 200),
+        (bearer(BOB), 200),
+        ({"authorization": f"bearer  {ALICE}"}, 200),
+        ({"x-api-key": ALICE}, 200),
+        (bearer(ALICE[1:]), 401),
+        (bearer("alice"), 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": f"Basic {ALICE}"}, 401),
+        (bearer("\xff" * 1000), 401),
+        ({"x-api-key": BOB, **bearer("wrong")}, 401),
+    ],
+)
+async def test_request_needs_a_key_of_the_file(headers: dict[str, str], status: int, key_file: str) -> None:
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (p, d, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=encoded)
+        assert answer.status_code == status
+        assert len(p.bodies) == len(d.bodies) == (status == 200)
+        if status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "Authorization: Bearer" in answer.json()["error"]["message"]
+        for engine in (p, d):  # the router's own key goes to no engine
+            assert all("authorization" not in sent for sent in engine.headers)
+
+
+async def test_access_log_has_the_name_of_a_key_and_not_the_key(key_file: str, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file, access_log=str(log)) as (_, _, client):
+        for headers in (bearer(ALICE), bearer("c" * 16)):
+            await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    text = log.read_text()
+    assert {json.loads(line)["key"] for line in text.splitlines()} == {"alice", None}
+    assert ALICE not in text
+    assert "c" * 16 not in text
+
+
+async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str) -> None:
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (_, _, client):
+        for path in ("/", "/status.json", "/metrics", "/load", "/openapi.json", "/v1/models", "/nothing"):
+            assert (await client.get(path)).status_code == 401
+        assert (await client.get("/live")).json() == {"live": True}
+        for path in ("/health", "/ping"):
+            assert (await client.get(path)).json() == {"status": "ready"}
+        assert (await client.get("/metrics", headers=bearer(ALICE))).status_code == 200
+
+
+async def test_client_with_too_many_requests_gets_429_and_another_client_is_served(key_file: str) -> None:
+    streams = Stream()
+    limits = {"api_key_file": key_file, "requests_per_key": 1}
+    async with cluster(answer_ok, streams, **limits) as (_, d, client):
+
+        def ask(key: str) -> Any:
+            return client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(key))
+
+        first = asyncio.create_task(ask(ALICE))
+        await within(d.arrived.wait())
+        refused = await ask(ALICE)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        d.handler = answer_ok
+        assert (await ask(BOB)).status_code == 200
+        for chunk in (DONE, None):
+            streams.queue.put_nowait(chunk)
+        assert (await within(first)).status_code == 200
+        async with asyncio.timeout(PATIENCE):
+            while (await ask(ALICE)).status_code != 200:
+                pass  # the first request ends after its client has the answer
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "has no key"),
+        ("# only a comment\n", "has no key"),
+        ("alice\n", "line 1"),
+        (f"alice {ALICE[1:]}\n", "line 1"),
+        (f"alice {BOB}b\n", "line 1"),
+        (f"alice {ALICE}\nalice bob {ALICE}\n", "line 2"),
+        (f"{'n' * 65} {ALICE}\n", "line 1"),
+        (f"alice {ALICE}\nbob {ALICE}\n", "repeats the key of alice"),
+        (b"alice \xff" + b"a" * 16, "line 1"),
+        ("#" * (5 << 20), "longer than"),
+    ],
+)
+def test_key_file_that_cannot_be_used_is_refused(text: str | bytes, why: str, tmp_path: Path) -> None:
+    name = written(tmp_path / "keys", text)
+    with pytest.raises(KeyFileError, match=why) as raised:
+        ApiKeys.read(Path(name))
+    assert ALICE not in str(raised.value)
+
+
+def test_key_file_of_others_is_refused_before_the_router_starts(key_file: str, tmp_path: Path) -> None:
+    Path(key_file).chmod(0o644)
+    for name, why in ((key_file, "open to others"), (str(tmp_path / "none"), "no key file")):
+        for option in ("--api-key-file", "--engine-key-file"):
+            status, output = invoke(app, "router", *ENGINES, option, name)
+            assert status == 2
+            assert why in one_line(output)
+    status, output = invoke(app, "router", *ENGINES, "--requests-per-key", "1")
+    assert (status, "Set --api-key-file" in one_line(output)) == (2, True)
+
+
+# --- Keys and certificates of engines
+
+
+async def test_engines_get_the_key_that_they_expect(key_file: str, tmp_path: Path) -> None:
+    engine_key = written(tmp_path / "engine", "of-the-engines\n")
+    keys = {"api_key_file": key_file, "engine_key_file": engine_key}
+    async with cluster(answer_ok, answer_ok, **keys) as (p, d, client):
+        await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(ALICE))
+        for engine in (p, d):
+            assert [sent["authorization"] for sent in engine.headers] == ["Bearer of-the-engines"]
+    async with cluster(answer_ok, answer_ok, engine_key_file=engine_key) as (p, _, client):
+        await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer("of-the-client"))
+        assert p.headers[0]["authorization"] == "Bearer of-the-client"
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a\nb", "\x01", "a" * 257])
+def test_engine_key_that_no_header_can_have_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="one key of 1 to 256"):
+        read_engine_key(Path(written(tmp_path / "engine", text)))
+
+
+@contextlib.asynccontextmanager
+async def secure_engine() -> AsyncIterator[FakeEngine]:
+    """Runs an engine that speaks HTTPS, with a certificate of the tests' authority."""
+    engine = FakeEngine(answer_ok)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = Server(
+            uvicorn.Config(
+                engine.app,
+                log_level="error",
+                ssl_certfile=CERTIFICATES / "server.pem",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            assert not task.done(), "the server did not start"
+            await asyncio.sleep(0.005)
+        try:
+            engine.url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+            yield engine
+        finally:
+            server.end()
+            await task
+
+
+async def test_engine_with_tls_is_verified_by_the_authority_of_the_operator() -> None:
+    authority = read_authority(CERTIFICATES / "authority.pem")
+    async with secure_engine() as engine:
+        async with EngineClient(authority=authority) as client:
+            assert (await client.whole("GET", f"{engine.url}/health")).status == 200
+            with pytest.raises(HttpError, match="certificate"):  # the certificate has the address only
+                await client.whole("GET", f"{engine.url.replace('127.0.0.1', 'localhost')}/health")
+        async with EngineClient() as client:
+            with pytest.raises(HttpError, match="certificate"):
+                await client.whole("GET", f"{engine.url}/health")
+
+
+async def test_router_sends_requests_to_engines_with_tls() -> None:
+    async with secure_engine() as p, secure_engine() as d:
+        endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
+        settings = Settings(*endpoints, engine_ca=str(CERTIFICATES / "authority.pem"))
+        async with shipped(settings) as (url, _), client_of(url) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "certificate"),
+        (b"no certificate", "certificate"),
+        (b"\xff", "ascii"),
+        (b"#" * (5 << 20), "longer than"),
+    ],
+)
+def test_file_without_certificates_is_refused(text: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_bytes(text)
+    with pytest.raises(AuthorityError, match=why):
+        read_authority(path)
+    status, output = invoke(app, "router", *ENGINES, "--engine-ca", str(path))
+    assert (status, "Change --engine-ca" in one_line(output)) == (2, True)
+
+
+# --- The second address
+
+
+@contextlib.asynccontextmanager
+async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]:
+    """Runs a router as `kv-connector router` does, and yields its URL."""
+    config = ServerConfig(
+        create_app(settings),
+        connections=1000,
+        stall=3600,
+        port=0,
+        timeout_graceful_shutdown=1,
+    )
+    server = RouterServer(config, settings.admin)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not task.done(), "the server did not start"
+        await asyncio.sleep(0.005)
+    try:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}", server
+    finally:
+        server.should_exit = True
+        await within(task)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def test_metrics_and_status_are_at_the_second_address_alone(key_file: str) -> None:
+    admin = Address("127.0.0.1", free_port())
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
+        settings = Settings(*endpoints, admin=admin, api_key_file=key_file)
+        async with (
+            shipped(settings) as (url, _),
+            client_of(url) as client,
+            client_of(f"http://{admin}") as operator,
+        ):
+            of_operators = ("/", "/status.json", "/metrics", "/load")
+            for path in of_operators:
+                assert (await client.get(path, headers=bearer(ALICE))).status_code == 404
+                assert (await operator.get(path)).status_code == 200
+            assert (await client.get("/health")).json() == {"status": "ready"}
+            assert p.url in (await operator.get("/health")).json()["prefill"]
+            assert (await operator.get("/live")).status_code == 200
+            # No prompts go through the second address, which needs no key.
+            body = {"prompt": "x"}
+            assert (await operator.post("/v1/completions", json=body)).status_code == 404
+            assert (await client.post("/v1/completions", json=body)).status_code == 401
+
+
+async def test_router_whose_second_address_is_taken_ends_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        admin = Address("127.0.0.1", taken.getsockname()[1])
+        settings = Settings(engines, engines, admin=admin)
+        config = ServerConfig(
+            create_app(settings), connections=10, stall=3600, port=0, timeout_graceful_shutdown=1
+        )
+        server = RouterServer(config, admin)
+        with pytest.raises(SystemExit) as ended:
+            await within(server._serve())
+    assert (ended.value.code, server.started) == (3, False)
+    assert f"cannot listen on {admin}" in caplog.text
+    assert "Change --admin" in caplog.text
+
+
+def test_second_address_with_the_port_of_the_first_is_refused() -> None:
+    status, output = invoke(app, "router", *ENGINES, "--port", "8000", "--admin", "127.0.0.1:8000")
+    assert (status, "Give --admin another port" in one_line(output)) == (2, True)
+
+
+# --- Other origins
+
+
+async def test_scripts_of_a_named_origin_may_call_the_router(key_file: str) -> None:
+    origin = "https://chat.example.com"
+    access: dict[str, Any] = {"allow_origins": (origin,), "api_key_file": key_file}
+    async with cluster(answer_ok, answer_ok, **access) as (_, _, client):
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        preflight = await client.options("/v1/chat/completions", headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == origin
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        refused = await client.options("/v1/completions", headers={**asked, "origin": "https://other.org"})
+        assert refused.status_code == 400
+        body = {"prompt": "x"}
+        for headers, status in ((bearer(ALICE), 200), ({}, 401)):
+            sent = {"origin": origin, **headers}
+            answer = await client.post("/v1/completions", json=body, headers=sent)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_router_without_origins_answers_no_preflight() -> None:
+    async with cluster(answer_ok, answer_ok) as (_, _, client):
+        asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        answer = await client.options("/v1/completions", headers=asked)
+        assert answer.status_code == 405
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "chat.example.com", "https://a.example/", "https://", "http://a:b", "**"]
+)
+def test_text_that_is_no_origin_is_refused(origin: str) -> None:
+    status, output = invoke(app, "router", *ENGINES, "--allow-origin", origin)
+    assert (status, "is no origin" in one_line(output)) == (2, True)

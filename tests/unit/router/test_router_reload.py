@@ -1,0 +1,260 @@
+"""The router's configuration file, and its reload at SIGHUP."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from command_line import invoke, one_line
+from router_setup import PATIENCE, Stream, answer_ok, client_of, serve_engine, until_metric, within
+
+from kv_connector.cli.main import app
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import Settings, Timeouts
+from kv_connector.router.front.app import DONE
+from kv_connector.router.front.server import RouterServer
+
+pytestmark = pytest.mark.anyio
+
+ENGINES = "prefill: http://127.0.0.1:8100\ndecode: [http://127.0.0.1:8200]\n"
+BODY = {"prompt": "x", "stream": True}
+EVENT = b'data: {"choices": []}\n\n'
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterServer]:
+    """The servers that the command makes. They do not run."""
+    servers: list[RouterServer] = []
+
+    def run(server: uvicorn.Server) -> None:
+        assert isinstance(server, RouterServer)
+        server.started = True
+        servers.append(server)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    return servers
+
+
+def router(path: Path, text: str, *options: str) -> tuple[int, str]:
+    path.write_text(text)
+    status, output = invoke(app, "router", "--config", str(path), *options)
+    return status, one_line(output)
+
+
+# --- The file
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_options_of_a_file_are_defaults_of_the_command_line(
+    dash: str, tmp_path: Path, started: list[RouterServer]
+) -> None:
+    text = f"{ENGINES}port: 8001\nkeep-alive: 90\nshutdown-timeout: 5\n".replace("-", dash)
+    status, output = router(tmp_path / "router.yaml", text, "--port", "8002")
+    assert (status, output) == (0, "")
+    (server,) = started
+    config = server.config
+    assert (config.port, config.timeout_keep_alive, config.timeout_graceful_shutdown) == (8002, 90, 5)
+
+
+def test_file_may_be_json(tmp_path: Path, started: list[RouterServer]) -> None:
+    options = {"prefill": ["http://127.0.0.1:8100"], "decode": "http://127.0.0.1:8200", "port": 8001}
+    assert router(tmp_path / "router.json", json.dumps(options))[0] == 0
+    assert started[0].config.port == 8001
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "must be one mapping"),
+        ("- port", "must be one mapping"),
+        ("port: 1\n---\nport: 2", "must be one mapping"),
+        ("port: [", "is not YAML"),
+        ("[" * 10_000, "nested too deeply"),
+        ("#" * (65 << 10), "longer than 65536 bytes"),
+        ("prefil: x", "unknown option `prefil`: did you mean `prefill`?"),
+        ("config: other.yaml", "unknown option `config`"),
+        ("body-limit: 1\nbody_limit: 2", "`body_limit` is given twice"),
+        ("port: [8000]", "`port` must be a text or a number"),
+        ("port: true", "`port` must be a text or a number"),
+        ("port:", "`port` must be a text or a number"),
+        ("serial: 1", "`serial` must be true or false"),
+        ("prefill: [1]", "`prefill` must be a text, or a list of texts"),
+        ("prefill: 127.0.0.1:8100", "http://host:port"),
+        ("port: 70000", "--port"),
+        (ENGINES + "idle-timeout: 0", "--idle-timeout"),
+    ],
+)
+def test_file_that_cannot_be_used_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
+    status, output = router(tmp_path / "router.yaml", text)
+    assert status == 2
+    assert why in output
+
+
+def test_file_that_is_missing_is_refused() -> None:
+    status, output = invoke(app, "router", "--config", "/nowhere/router.yaml")
+    assert (status, "cannot read /nowhere/router.yaml" in one_line(output)) == (2, True)
+
+
+def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    for text, status, words in (
+        (ENGINES, 0, "router at 127.0.0.1:8000"),
+        (ENGINES + "body-limit: 300\n", 1, "--body-budget must be at least --body-limit"),
+        (ENGINES + "prot: 1\n", 1, "did you mean `port`?"),
+        ("registration: 10.0.0.9:8500\n", 1, "no cluster key"),
+    ):
+        path.write_text(text)
+        for file, content in (
+            (path, text),
+            (tmp_path / "start.sh", f"kv-connector router --config {path}\n"),
+        ):
+            file.write_text(content)
+            found, output = invoke(app, "config", "check", "--json", str(file))
+            assert (found, words in output) == (status, True), output
+    for option in ("--config ", "--config="):
+        (tmp_path / "start.sh").write_text(f"kv-connector router {option}/nowhere/router.yaml\n")
+        found, output = invoke(app, "config", "check", "--json", str(tmp_path / "start.sh"))
+        assert (found, "is not on this machine" in output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "most"), [("", 16_351), ("max-requests: 7", 7), ("max-requests: 99999", 16_351)]
+)
+def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
+    option: str, most: int, tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Settings] = []
+    monkeypatch.setattr("kv_connector.cli.router.raise_descriptor_limit", lambda: 65_535)
+    monkeypatch.setattr("kv_connector.router.front.app.create_app", made.append)
+    assert router(tmp_path / "router.yaml", f"{ENGINES}{option}\n")[0] == 0
+    assert made[0].requests == most
+    assert started[0].config.most_connections == 2 * 16_351
+
+
+# --- The reload
+
+
+@contextlib.asynccontextmanager
+async def running(
+    path: Path, started: list[RouterServer], *options: str
+) -> AsyncIterator[tuple[httpx.AsyncClient, RouterServer]]:
+    """Runs the router of a configuration file, and yields a client and its server."""
+    status, output = invoke(app, "router", "--config", str(path), *options)
+    assert status == 0, output
+    server = started.pop()
+    server.started = False
+    server.config.port = 0
+    task = asyncio.create_task(server._serve())
+    try:
+        while not server.started:
+            assert not task.done(), "the server did not start"
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        async with client_of(f"http://127.0.0.1:{port}") as client:
+            yield client, server
+    finally:
+        server.should_exit = True
+        await within(task)
+
+
+async def reload(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    """Sends SIGHUP, and waits for the line of the log."""
+    caplog.clear()
+    os.kill(os.getpid(), signal.SIGHUP)
+    async with asyncio.timeout(PATIENCE):
+        while words not in caplog.text:
+            await asyncio.sleep(0.005)  # polled: a log gives no event to wait for
+
+
+async def test_reload_changes_engines_and_limits_while_a_stream_continues(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, streams = tmp_path / "router.yaml", Stream()
+    caplog.set_level(logging.INFO)
+    async with serve_engine(answer_ok) as p, serve_engine(streams) as old, serve_engine(answer_ok) as new:
+        path.write_text(f"prefill: {p.url}\ndecode: {old.url}\nshutdown-timeout: 1\n")
+        async with running(path, started) as (client, _):
+            streams.queue.put_nowait(EVENT)
+            async with client.stream("POST", "/v1/completions", json=BODY) as answer:
+                chunks = answer.aiter_bytes()
+                assert await within(anext(chunks)) == EVENT
+                path.write_text(
+                    f"prefill: {p.url}\ndecode: {new.url}\nshutdown-timeout: 1\n"
+                    "max-requests: 3\nbody-limit: 1\nkeep-alive: 99\n"
+                )
+                await reload(caplog, "Restart the router to change --keep-alive")
+                ready = 'kv_connector_router_engines{side="decode",state="ready"}'
+                await until_metric(client, ready, 1)
+                health = (await client.get("/health")).json()
+                assert health["decode"] == {new.url: "ready"}
+                assert old.url not in (await client.get("/metrics")).text
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                assert (len(old.bodies), len(new.bodies)) == (1, 1)
+                long = {"prompt": "x" * (1 << 20)}
+                assert (await client.post("/v1/completions", json=long)).status_code == 413
+                # The stream of the engine that is no longer listed continues to its end.
+                for chunk in (EVENT, DONE, None):
+                    streams.queue.put_nowait(chunk)
+                assert b"".join([chunk async for chunk in chunks]) == EVENT + DONE
+
+
+async def test_reload_of_a_wrong_file_changes_nothing(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, keys = tmp_path / "router.yaml", tmp_path / "keys"
+    keys.write_text(f"alice {'a' * 16}\n")
+    keys.chmod(0o600)
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        text = f"prefill: {p.url}\ndecode: {d.url}\nshutdown-timeout: 1\napi-key-file: {keys}\n"
+        path.write_text(text)
+        async with running(path, started) as (client, _):
+
+            async def status(key: str) -> int:
+                sent = {"authorization": f"Bearer {key}"}
+                answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=sent)
+                return answer.status_code
+
+            path.write_text(text.replace("decode", "decoed"))
+            await reload(caplog, "did you mean `decode`?")
+            assert "The router keeps its settings" in caplog.text
+            path.write_text(text.replace(d.url, "http://127.0.0.1:1"))
+            keys.write_text("alice short\n")
+            await reload(caplog, "line 1")
+            assert await status("a" * 16) == 200
+            path.write_text(text)
+            keys.write_text(f"bob {'b' * 16}\n")
+            caplog.set_level(logging.INFO)
+            await reload(caplog, "reload: the router uses the new configuration")
+            assert (await status("a" * 16), await status("b" * 16)) == (401, 200)
+
+
+async def test_options_of_the_command_line_stay_after_a_reload(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(ENGINES + "idle-timeout: 5\nrequest-timeout: 7\nshutdown-timeout: 1\n")
+    caplog.set_level(logging.INFO)
+    async with running(path, started, "--request-timeout", "9") as (_, server):
+        changed: list[Any] = []
+        application: Any = server.config.app
+        original = application.change
+        application.change = lambda settings: (changed.append(settings), original(settings))
+        path.write_text(ENGINES + "request-timeout: 8\n")
+        await reload(caplog, "Restart the router to change --shutdown-timeout")
+        (settings,) = changed
+        assert settings.timeouts == Timeouts(request=9)
+        assert settings.decode == (Endpoint.parse("http://127.0.0.1:8200"),)
+
+
+def test_router_without_a_file_is_ended_by_sighup(started: list[RouterServer]) -> None:
+    engines = ("--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
+    assert invoke(app, "router", *engines)[0] == 0
+    assert started[0]._reload is None
