@@ -360,6 +360,16 @@ class Agent:
         finished_sending report."""
         self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, reason))
 
+    def refuse_lending(self, reason: str) -> None:
+        """Refuses all borrowers from now on, also while the engine takes no step. "": the scheduler answers
+        them again."""
+        self._thread.submit(lambda now: self._effects.prefill.refuse_lending(now, reason))
+
+    def end_lendings(self, reason: str) -> None:
+        """Ends all prefixes that are lent. Each ends in its finished_sending report, once nothing reads its
+        blocks."""
+        self._thread.submit(lambda now: self._effects.prefill.end_lendings(now, reason))
+
     # --- Both
 
     def take_reserved(self) -> set[str]:

@@ -83,6 +83,20 @@ class AnswerPrefix:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class RefuseLending:
+    """Refuses all borrowers from now on, for this reason. Empty: the scheduler answers them again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndLendings:
+    """Ends all prefixes that are lent, for this reason. Each is then reported as sent."""
+
+    reason: str
+
+
 Command = (
     SetRanks
     | PrefillRequest
@@ -95,6 +109,8 @@ Command = (
     | PrefixRequest
     | WithdrawPrefix
     | AnswerPrefix
+    | RefuseLending
+    | EndLendings
 )
 
 

@@ -59,10 +59,9 @@ class Lendings:
         while (transfer_id := self._timers.pop_due(now)) is not None:
             self._asked.pop(transfer_id, None)
 
-    def close(self) -> list[Send]:
-        """Refuses all questions."""
-        text = "this engine is shutting down"
-        return [send for transfer_id in list(self._asked) for send in self.answer(transfer_id, 0, text)]
+    def refuse_all(self, reason: str) -> list[Send]:
+        """Refuses all questions. The scheduler's answers to them are ignored."""
+        return [send for transfer_id in list(self._asked) for send in self.answer(transfer_id, 0, reason)]
 
 
 def refusal(peer: PeerId, message: Borrow, reason: str) -> Send:

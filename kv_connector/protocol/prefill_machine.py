@@ -74,6 +74,8 @@ from kv_connector.protocol.timers import Timers, earliest
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 from kv_connector.protocol.version import shown_apart
 
+_CLOSING = "this engine is shutting down"
+
 
 class WritesEnd(enum.Enum):
     """The final state of a share's writes, as the transfer engine reports it."""
@@ -104,6 +106,7 @@ class PrefillMachine:
         self._timers: Timers[Share] = Timers()
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
         self._lendings = Lendings()
+        self._lends_not = ""  # why borrowers are refused; empty: they are not
         self._closing = False
         self._weights = ""
 
@@ -295,7 +298,27 @@ class PrefillMachine:
         Before it, a good answer needs the lending itself: expect() with a request that is ``lent``,
         pages_computed() and request_finished(). The engine's other workers ignore the answer.
         """
+        prompt = self._prompts.get(transfer_id)
+        if tokens and (prompt is None or prompt.over):  # end_lendings() came in between
+            tokens, reason = 0, "the prefix is no longer lent"
         return [*self._lendings.answer(transfer_id, tokens, reason)]
+
+    def refuse_lending(self, now: float, reason: str) -> list[PrefillAction]:
+        """Refuses all borrowers from now on, for this reason, without a step of the engine. "": lends
+        again."""
+        self._lends_not = reason
+        return [*self._lendings.refuse_all(reason)] if reason else []
+
+    def end_lendings(self, now: float, reason: str) -> list[PrefillAction]:
+        """Ends each lent prefix, and lets its borrower compute it.
+
+        Writes in flight are drained first, so that none of them reads a block that has been given back.
+        """
+        lent = [prompt for prompt in self._prompts.values() if prompt.lent]
+        actions: list[PrefillAction] = []
+        for prompt in lent:
+            actions += self._ends.end_all(now, prompt, FailCode.STALE, reason)
+        return actions
 
     # --- D, through messages
 
@@ -323,7 +346,9 @@ class PrefillMachine:
             return []  # it is a repetition, or RELEASE has overtaken it
         problem = content_key_problem(message.content)
         if self._closing:
-            problem = "this engine is shutting down"
+            problem = _CLOSING
+        elif self._lends_not:
+            problem = self._lends_not
         elif message.weights != self._weights:
             names = shown_apart(self._weights, message.weights)
             problem = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
@@ -532,7 +557,7 @@ class PrefillMachine:
     def close(self, now: float) -> list[PrefillAction]:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
-        actions: list[PrefillAction] = [*self._lendings.close()]
+        actions: list[PrefillAction] = [*self._lendings.refuse_all(_CLOSING)]
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"

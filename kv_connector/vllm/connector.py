@@ -43,6 +43,7 @@ from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
 from kv_connector.vllm.patches import (
     replace_idle_pause,
+    report_pauses,
     report_preemptions_first,
     show_tiers_all_blocks,
     sleep_for_messages,
@@ -144,6 +145,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()
                 wake_idle_engine(self.scheduler.step_requests)
+                report_pauses(WriteImmConnector, WriteImmConnector.note_pause)
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
                 self._step_costs = StepCosts(self._idle, steps, self.scheduler.expects_prompt)
@@ -399,6 +401,11 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """Returns all groups: vLLM must not zero any block that a peer may be writing."""
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return group_ids
+
+    @never_raises(_nothing)
+    def note_pause(self, paused: bool) -> None:
+        """Notes that vLLM is being paused, or resumes."""
+        self._scheduler.pause(paused)
 
     @never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:

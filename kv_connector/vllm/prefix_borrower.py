@@ -235,11 +235,7 @@ class PrefixBorrower:
             return
         match prefix.phase:
             case PrefixPhase.ASKED:
-                del self._by_transfer[prefix.transfer_id]
-                self._commands.append(WithdrawPrefix(prefix.transfer_id))
-                if len(self._withdrawn) >= _REMEMBERED:
-                    del self._withdrawn[next(iter(self._withdrawn))]
-                self._withdrawn[prefix.transfer_id] = prefix.lender
+                self._withdraw(prefix)
             case PrefixPhase.HELD:
                 self._release(prefix)
             case PrefixPhase.LOADING:
@@ -320,7 +316,21 @@ class PrefixBorrower:
         return any(prefix.phase is PrefixPhase.LEAVING for prefix in self._by_transfer.values())
 
     def after_reset(self) -> None:
-        """Discards all loads, running and complete, after vLLM has emptied its prefix cache."""
+        """Ends all prefixes after vLLM has emptied its prefix cache.
+
+        What lenders hold for live requests, and what routers have proposed for them, is from before the
+        reset, as the loads are.
+        """
+        for prefix in self._prefixes.values():
+            match prefix.phase:
+                case PrefixPhase.WANTED:
+                    prefix.enter(PrefixPhase.OVER)
+                case PrefixPhase.ASKED:
+                    self._withdraw(prefix)
+                    prefix.enter(PrefixPhase.OVER)
+                case PrefixPhase.HELD:
+                    self._release(prefix)
+                    prefix.enter(PrefixPhase.OVER)
         for prefix in self._holding():
             if prefix.phase is PrefixPhase.LOADING:
                 prefix.discarded = True
@@ -328,6 +338,13 @@ class PrefixBorrower:
             else:
                 prefix.enter(PrefixPhase.OVER)
                 self._begin_anew(prefix.request)
+
+    def _withdraw(self, prefix: _Prefix) -> None:
+        del self._by_transfer[prefix.transfer_id]
+        self._commands.append(WithdrawPrefix(prefix.transfer_id))
+        if len(self._withdrawn) >= _REMEMBERED:
+            del self._withdrawn[next(iter(self._withdrawn))]
+        self._withdrawn[prefix.transfer_id] = prefix.lender
 
     def _release(self, prefix: _Prefix) -> None:
         del self._by_transfer[prefix.transfer_id]

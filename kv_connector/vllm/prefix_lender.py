@@ -10,7 +10,14 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
-from kv_connector.agent.commands import AnswerPrefix, Command, FinishPrefill, NewPages
+from kv_connector.agent.commands import (
+    AnswerPrefix,
+    Command,
+    EndLendings,
+    FinishPrefill,
+    NewPages,
+    RefuseLending,
+)
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.admission import may_lend
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
@@ -18,6 +25,8 @@ from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.content import hash_basis
 
 logger = logging.getLogger(__name__)
+
+_PAUSED = "the lending engine is paused"
 
 
 class PrefixCache(Protocol):
@@ -47,6 +56,10 @@ class PrefixLender:
         self._pages: list[NewPages] = []
         self._after_pages: list[Command] = []
         self._logged = ""
+        self._paused = False
+        self._was_asked = False
+        self._refusing = False
+        """Whether the workers refuse all borrowers."""
         self.cache: PrefixCache | None = None
         """Set before the first question."""
 
@@ -61,6 +74,8 @@ class PrefixLender:
     def requested(self, requests: Iterable[PrefixRequested]) -> None:
         """Answers questions of borrowers. Call it at the end of a step, once vLLM has its output."""
         for request in requests:
+            self._was_asked = True
+            self._refuse()
             try:
                 reason = self._lend(request)
             except Exception:
@@ -73,6 +88,8 @@ class PrefixLender:
         """Lends a prefix. Returns the reason why not, or ""."""
         assert self.cache is not None
         content, transfer_id = request.content, request.transfer_id
+        if self._paused:
+            return _PAUSED
         if transfer_id in self._lent:
             return "it is lent already"
         if has_states(self._block_sizes):
@@ -128,6 +145,31 @@ class PrefixLender:
         self._pages.clear()
         self._after_pages.clear()
         return taken
+
+    def pause(self, paused: bool) -> None:
+        """Notes that the engine is being paused, or resumes.
+
+        vLLM ends its pause once no block is in use. A borrower may take 30 s for a prefix, so the pause ends
+        what is lent. The workers refuse new borrowers, because a paused engine may take no step for seconds.
+        """
+        self._paused = paused
+        self._refuse()
+        if paused:
+            self._end_all(_PAUSED)
+
+    def _refuse(self) -> None:
+        # A command costs the pause a step, so engines that never lend send none.
+        if self._was_asked and self._refusing != self._paused:
+            self._refusing = self._paused
+            self._commands.append(RefuseLending(_PAUSED if self._paused else ""))
+
+    def after_reset(self) -> None:
+        """Ends what is lent after vLLM has emptied its prefix cache."""
+        self._end_all("the lending engine has emptied its prefix cache")
+
+    def _end_all(self, reason: str) -> None:
+        if self._lent:
+            self._commands.append(EndLendings(reason))
 
     @property
     def busy(self) -> bool:

@@ -111,6 +111,11 @@ class SchedulerSide:
         self._emptied = True
         self._decode.after_reset()
         self._borrower.after_reset()
+        self._lender.after_reset()
+
+    def pause(self, paused: bool) -> None:
+        """Notes that vLLM is being paused, or resumes."""
+        self._lender.pause(paused)
 
     def reset(self) -> bool:
         """Ends transfers after vLLM has tried to empty its prefix cache: KV elsewhere is stale, too.
@@ -121,7 +126,7 @@ class SchedulerSide:
         if not emptied:
             return False
         prefill, decode = self._prefill.reset(), self._decode.reset()
-        return prefill and decode and not self._borrower.leaving
+        return prefill and decode and not self._borrower.leaving and not len(self._lender)
 
     def on_new_request(self, request: Request) -> None:
         said = in_our_words(request.kv_transfer_params or {}, request.request_id)

@@ -306,6 +306,33 @@ PREFIX_BUGS = (
         "Address(rank.host, rank.port, address.prefixes)",
         "Address(rank.host, rank.port)",
     ),
+    # An engine that gets new weights waits for the borrowers of KV of the old ones, or lends it afterwards.
+    Bug(
+        "a lender that empties its cache goes on lending",
+        "protocol/prefill_machine.py",
+        "        lent = [prompt for prompt in self._prompts.values() if prompt.lent]\n",
+        "        lent: list[Prompt] = []\n",
+    ),
+    # The lender's scheduler is given blocks that its NIC still reads.
+    Bug(
+        "a lender that empties its cache gives back what is being read",
+        "protocol/share_ends.py",
+        """\
+        if not reservation.writing:
+            return self.drained(now, transfer, quiesced=True)
+""",
+        """\
+        if not reservation.writing or transfer.prompt.lent:
+            return self.drained(now, transfer, quiesced=True)
+""",
+    ),
+    # An engine that is updated answers no borrower for seconds, and each of their prompts waits for it.
+    Bug(
+        "a paused lender leaves borrowers without an answer",
+        "protocol/prefill_machine.py",
+        "        elif self._lends_not:\n",
+        "        elif self._closing:\n",
+    ),
     # The prompt waits for an answer that a stopped lender never gives.
     Bug(
         "a question has no time limit",

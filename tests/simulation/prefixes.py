@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from . import scenario as requests
-from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario
+from .scenario import LENDING, LONELY, MUTUAL, Fault, Plan, Scenario
 
 
 def draw(seed: int) -> Scenario:
@@ -19,6 +19,8 @@ def draw(seed: int) -> Scenario:
     faults = list(scenario.faults)
     if lent and rng.random() < 0.5:
         faults += [_fault(rng, scenario, rng.choice(lent)) for _ in range(rng.choice((1, 1, 2)))]
+    if lent and rng.random() < 0.3:
+        faults += [_act(rng, rng.choice(lent)) for _ in range(rng.choice((1, 1, 2)))]
     return replace(scenario, plans=plans, faults=tuple(faults))
 
 
@@ -35,6 +37,12 @@ def _with_lender(rng: random.Random, scenario: Scenario, plan: Plan) -> Plan:
             (None, None, plan.prefill_at + rng.choice((0.01, 0.1, 1.0)) * rng.expovariate(1.0))
         ),
     )
+
+
+def _act(rng: random.Random, plan: Plan) -> Fault:
+    """Draws an act of the lender that ends its lendings, while it lends."""
+    at = max(0.0, plan.prefill_at + rng.choice((-1.0, 1.0, 1.0, 1.0)) * rng.expovariate(6.0))
+    return Fault(rng.choice(LENDING), at, (plan.lender,), rng.choice((0.1, 1.0, 5.0)))
 
 
 def _fault(rng: random.Random, scenario: Scenario, plan: Plan) -> Fault:

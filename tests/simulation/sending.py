@@ -307,8 +307,11 @@ class PrefillSide:
             if tokens:
                 self._release(plan)
             return
-        prompt.asked_at = None
+        waited, prompt.asked_at = world.clock.now - prompt.asked_at, None
         own = self._own(plan)
+        if world.scenario.answers_soon(plan):
+            soon = world.prompt_s + world.scenario.step
+            world.books.check(waited < soon, "%s waited %.1f s for an answer", plan.name, waited)
         if world.scenario.lends(plan):
             expected = world.cached_tokens(plan)
             expected = expected if expected > own else 0

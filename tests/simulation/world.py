@@ -11,6 +11,7 @@ from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timeouts import Timeouts
 
 from . import faults
+from .lending import LendingSide
 from .process import Process
 from .scenario import Plan, Scenario, engine_of, workers
 from .shape import Side, worker
@@ -151,9 +152,16 @@ class World(Surroundings):
         times = self.times
         return 1.02 * (times.lend + times.borrow + times.drain + times.dead) + _FENCE_S + self._pauses
 
+    def lendings(self, engine: str) -> list[LendingSide]:
+        """Returns the lending sides of the engine's living workers."""
+        found = (self.processes.get(name) for name in self.workers(engine))
+        return [process.lending for process in found if process is not None]
+
     def lend(self, asked: Process, request: PrefixRequested) -> None:
         """The scheduler of the lender decides. One of its workers got the question."""
         engine, _ = asked.place
+        if asked.lending.paused:
+            return  # its scheduler takes no step, so its workers answer
         found, tokens = asked.lending.look_up(request.content)
         multiple = max(request.multiple, asked.worker.block)
         tokens = tokens // multiple * multiple

@@ -16,9 +16,11 @@ from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
+    EndLendings,
     FailLoad,
     FinishPrefill,
     NewPages,
+    RefuseLending,
     Release,
     SetRanks,
     WithdrawPrefix,
@@ -52,6 +54,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
             PREFIX,
             WithdrawPrefix("x"),
             AnswerPrefix("y", 32),
+            RefuseLending("paused"),
+            EndLendings("paused"),
         )
     )
     assert agent.take_calls() == [
@@ -65,6 +69,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("request_prefix", PREFIX),
         ("withdraw_prefix", "x"),
         ("answer_prefix", "y", 32, ""),
+        ("refuse_lending", "paused"),
+        ("end_lendings", "paused"),
     ]
 
 

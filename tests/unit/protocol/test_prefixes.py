@@ -27,6 +27,7 @@ from protocol_setup import (
 from kv_connector.protocol.actions import (
     Accept,
     Address,
+    CancelWrites,
     Connect,
     Deliver,
     Dial,
@@ -397,6 +398,61 @@ def test_lender_limits_the_questions_that_it_keeps(lender: PrefillMachine) -> No
 def test_lender_that_shuts_down_answers_open_questions(lender: PrefillMachine) -> None:
     lending(lender)
     assert Send(BORROWER, Lent("t", 0, "this engine is shutting down")) in lender.close(0.1)
+
+
+ENDED = "the prefix cache was emptied"
+
+
+def test_lender_ends_a_prefix_that_waits_for_its_borrower_at_once(lender: PrefillMachine) -> None:
+    lent(lender)
+    assert only(lender.end_lendings(0.2, ENDED), FinishedSending) == FinishedSending("t")
+    answer = message(lender.reserve(0.3, BORROWER, reserve_prefix()))
+    assert isinstance(answer, Fail)
+    assert (answer.code, answer.message, answer.quiesced) == (FailCode.STALE, ENDED, True)
+    assert (len(lender), lender.next_deadline()) == (0, None)
+
+
+def test_lender_gives_blocks_back_only_when_no_write_reads_them(lender: PrefillMachine) -> None:
+    lent(lender)
+    lender.reserve(0.2, BORROWER, reserve_prefix())
+    actions = lender.end_lendings(0.3, ENDED)
+    assert only(actions, CancelWrites).share == Share("t")
+    assert not every(actions, FinishedSending)
+    actions = lender.writes_ended(0.4, Share("t"), WritesEnd.CANCELLED, quiesced=True, reason="")
+    answer = message(actions)
+    assert isinstance(answer, Fail)
+    assert (answer.code, answer.quiesced) == (FailCode.STALE, True)
+    assert only(actions, FinishedSending) == FinishedSending("t")
+
+
+def test_lender_does_not_answer_with_a_prefix_that_has_ended(lender: PrefillMachine) -> None:
+    lending(lender)
+    lender.expect(0.1, prefix_request())
+    lender.end_lendings(0.1, ENDED)
+    lender.pages_computed(0.1, computed((1, 2), base=None))
+    assert only(lender.request_finished(0.1, "t", ok=True, reason=""), FinishedSending).request_id == "t"
+    answer = message(lender.lend(0.1, "t", 32))
+    assert isinstance(answer, Lent)
+    assert answer.tokens == 0
+
+
+def test_end_of_lendings_leaves_prompts_of_clients_alone(lender: PrefillMachine) -> None:
+    lender.expect(0.0, prefill_request())
+    lender.request_finished(0.0, "t", ok=True, reason="")
+    assert lender.end_lendings(0.1, ENDED) == []
+    assert lender.next_deadline() == TIMES.hold
+
+
+def test_paused_lender_refuses_without_its_scheduler(lender: PrefillMachine) -> None:
+    lending(lender)
+    assert lender.refuse_lending(0.1, "paused") == [Send(BORROWER, Lent("t", 0, "paused"))]
+    assert lender.next_deadline() is None
+    question = msgspec.structs.replace(BORROW, transfer_id="u")
+    assert lender.borrow(0.2, BORROWER, question) == [Send(BORROWER, Lent("u", 0, "paused"))]
+    assert lender.lend(0.3, "t", 0, "the scheduler's own answer") == []
+    assert lender.refuse_lending(0.4, "") == []
+    again = msgspec.structs.replace(BORROW, transfer_id="v")
+    assert only(lender.borrow(0.5, BORROWER, again), PrefixRequested).transfer_id == "v"
 
 
 # --- Sessions

@@ -286,6 +286,37 @@ def test_prefix_of_before_a_reset_is_computed(stage: MakeStage, loaded: bool) ->
     finish(engine, "alone")
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("phase", ["asked", "held"])
+def test_reset_ends_what_a_lender_has_promised(stage: MakeStage, phase: str, half: str) -> None:
+    if phase == "asked":
+        engine, question, _ = asked(stage, half)
+        transfer_id = question.transfer_id
+    else:
+        engine, transfer_id = held(stage, half)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    output, metadata = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    if phase == "asked":
+        assert only(metadata.commands, WithdrawPrefix) == WithdrawPrefix(transfer_id)
+        engine.update(output, answers={transfer_id: LENT})  # it was in flight
+        assert only(engine.step().commands, Release) == Release(transfer_id, LENDER)
+    else:
+        assert only(metadata.commands, Release) == Release(transfer_id, LENDER)
+        engine.update(output)
+    finish(engine, half)
+
+
+def test_reset_ends_what_routers_have_proposed(stage: MakeStage) -> None:
+    engine = stage("kv_consumer")
+    borrower(engine).least_tokens = BLOCK
+    engine.add("r", prompt(TOKENS), PREFIX)
+    assert engine.scheduler.reset_prefix_cache()
+    metadata = engine.step()
+    assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
+    finish(engine, "alone")
+
+
 def test_preempted_request_does_not_borrow_again(stage: MakeStage) -> None:
     engine, transfer_id = loading(stage, "alone")
     engine.step(received=[transfer_id])
