@@ -29,7 +29,7 @@ from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, clo
 from kv_connector.protocol.actions import Address, Ended, PrefixRequested, Reached, State
 from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import memory_problem
-from kv_connector.protocol.messages import Rank, Role
+from kv_connector.protocol.messages import LendOutcome, Rank, Role
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.requests import (
@@ -354,11 +354,17 @@ class Agent:
         runs on the agent's thread, once take_prefix_requests() has the question."""
         self._ledger.on_prefix_request = requested
 
-    def answer_prefix(self, transfer_id: str, tokens: int, reason: str = "") -> None:
+    def answer_prefix(
+        self,
+        transfer_id: str,
+        tokens: int,
+        outcome: LendOutcome = LendOutcome.LENT,
+        reason: str = "",
+    ) -> None:
         """Lends the first ``tokens`` tokens, or none. Before a good answer come expect() with a request that
         is ``lent``, pages_computed() and request_finished(). The lending ends as a prompt does, in one
         finished_sending report."""
-        self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, reason))
+        self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, outcome, reason))
 
     def refuse_lending(self, reason: str) -> None:
         """Refuses all borrowers from now on, also while the engine takes no step. "": the scheduler answers

@@ -118,7 +118,9 @@ class CommandLedger:
             case WithdrawPrefix():
                 self._agent.withdraw_prefix(command.transfer_id)
             case AnswerPrefix():
-                self._agent.answer_prefix(command.transfer_id, command.tokens, command.reason)
+                self._agent.answer_prefix(
+                    command.transfer_id, command.tokens, command.outcome, command.reason
+                )
             case RefuseLending():
                 self._agent.refuse_lending(command.reason)
             case EndLendings():

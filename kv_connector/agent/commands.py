@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Rank
+from kv_connector.protocol.messages import LendOutcome, Rank
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, PrefixRequest
 
 
@@ -80,6 +80,7 @@ class AnswerPrefix:
 
     transfer_id: str
     tokens: int
+    outcome: LendOutcome = LendOutcome.LENT
     reason: str = ""
 
 

@@ -126,6 +126,11 @@ class DecodeMachine:
         requests."""
         self._weights = self.borrowing.weights = version
 
+    @property
+    def rank(self) -> int:
+        """Number of this worker in its engine."""
+        return self._rank
+
     def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
         """Sets all workers of this engine. This worker has number ``rank``. Without a call it is the only
         worker."""
@@ -223,11 +228,13 @@ class DecodeMachine:
             actions += self._give_up(now, transfer, reason)
         return actions
 
-    def peer_up(self, now: float, address: Address, peer: PeerId) -> list[DecodeAction]:
-        """A session with the worker at this address is up."""
+    def peer_up(
+        self, now: float, address: Address, peer: PeerId, incarnation: str = ""
+    ) -> list[DecodeAction]:
+        """A session with the worker at this address is up. ``incarnation``: of its process."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
-        actions += self.borrowing.peer_up(now, address, peer)
+        actions += self.borrowing.peer_up(now, address, peer, incarnation)
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
             actions += self._open(transfer)
@@ -577,7 +584,14 @@ class DecodeMachine:
         seconds = 0.0 if transfer.since is None else now - transfer.since
         peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
         ended = Ended(
-            Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
+            Role.DECODE,
+            request.transfer_id,
+            peer,
+            outcome,
+            reason,
+            seconds,
+            request_id=request.request_id,
+            prefix_tokens=request.prompt_tokens - request.first_token if request.engine.prefixes else 0,
         )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         failed = not aborted and outcome is not Outcome.COMPLETED

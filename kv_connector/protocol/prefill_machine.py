@@ -49,6 +49,7 @@ from kv_connector.protocol.messages import (
     CancelAck,
     Fail,
     FailCode,
+    LendOutcome,
     Release,
     Reserve,
     Sampled,
@@ -292,7 +293,14 @@ class PrefillMachine:
                 actions += self._seal(now, transfer)
         return actions
 
-    def lend(self, now: float, transfer_id: str, tokens: int, reason: str = "") -> list[PrefillAction]:
+    def lend(
+        self,
+        now: float,
+        transfer_id: str,
+        tokens: int,
+        outcome: LendOutcome = LendOutcome.LENT,
+        reason: str = "",
+    ) -> list[PrefillAction]:
         """Answers a borrower: the engine holds the pages of the first ``tokens`` tokens, or 0.
 
         Before it, a good answer needs the lending itself: expect() with a request that is ``lent``,
@@ -300,14 +308,14 @@ class PrefillMachine:
         """
         prompt = self._prompts.get(transfer_id)
         if tokens and (prompt is None or prompt.over):  # end_lendings() came in between
-            tokens, reason = 0, "the prefix is no longer lent"
-        return [*self._lendings.answer(transfer_id, tokens, reason)]
+            tokens, outcome, reason = 0, LendOutcome.NOT_CACHED, "the prefix is no longer lent"
+        return [*self._lendings.answer(transfer_id, tokens, outcome, reason)]
 
     def refuse_lending(self, now: float, reason: str) -> list[PrefillAction]:
         """Refuses all borrowers from now on, for this reason, without a step of the engine. "": lends
         again."""
         self._lends_not = reason
-        return [*self._lendings.refuse_all(reason)] if reason else []
+        return [*self._lendings.refuse_all(LendOutcome.PAUSED, reason)] if reason else []
 
     def end_lendings(self, now: float, reason: str) -> list[PrefillAction]:
         """Ends each lent prefix, and lets its borrower compute it.
@@ -344,17 +352,22 @@ class PrefillMachine:
             return []
         if transfer_id in self._prompts or self._tombstones.get(transfer_id) is not None:
             return []  # it is a repetition, or RELEASE has overtaken it
-        problem = content_key_problem(message.content)
-        if self._closing:
-            problem = _CLOSING
-        elif self._lends_not:
-            problem = self._lends_not
-        elif message.weights != self._weights:
-            names = shown_apart(self._weights, message.weights)
-            problem = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
-        if problem is not None:
-            return [refusal(peer, message, problem)]
+        outcome, problem = self._lending_problem(message)
+        if problem:
+            return [*refusal(peer, message, outcome, problem)]
         return [*self._lendings.borrow(now, peer, message)]
+
+    def _lending_problem(self, message: Borrow) -> tuple[LendOutcome, str]:
+        """The reason why the scheduler is not asked, or ""."""
+        if self._closing:
+            return LendOutcome.CLOSING, _CLOSING
+        if self._lends_not:
+            return LendOutcome.PAUSED, self._lends_not
+        if message.weights != self._weights:
+            names = shown_apart(self._weights, message.weights)
+            text = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
+            return LendOutcome.WEIGHTS, text
+        return LendOutcome.FAILED, content_key_problem(message.content) or ""
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """Handles RESERVE: D wants the prompt's pages."""
@@ -557,7 +570,7 @@ class PrefillMachine:
     def close(self, now: float) -> list[PrefillAction]:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
-        actions: list[PrefillAction] = [*self._lendings.refuse_all(_CLOSING)]
+        actions: list[PrefillAction] = [*self._lendings.refuse_all(LendOutcome.CLOSING, _CLOSING)]
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"

@@ -114,6 +114,8 @@ class PrefixBorrower:
         self._by_transfer: dict[str, _Prefix] = {}
         """Prefixes whose question or load the workers have, by transfer id."""
         self._withdrawn: dict[str, Address] = {}
+        self._contexts: dict[str, Mapping[str, str]] = {}
+        """Trace contexts of new lendings, by transfer id."""
         self.least_tokens = LEAST_TOKENS
         """Fewer tokens are computed."""
         self.clock: Callable[[], float] = time.monotonic
@@ -166,10 +168,17 @@ class PrefixBorrower:
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
         self._by_transfer[prefix.transfer_id] = prefix
+        if request.trace_headers:
+            self._contexts[prefix.transfer_id] = dict(request.trace_headers)
         multiple = lcm(hashed, *self._block_sizes)
         self._commands.append(
             PrefixRequest(prefix.transfer_id, prefix.lender, content, local_tokens, multiple)
         )
+
+    def take_contexts(self) -> dict[str, Mapping[str, str]]:
+        """Returns the trace contexts of prefixes that were requested since the last call, by transfer id."""
+        taken, self._contexts = self._contexts, {}
+        return taken
 
     def answered(self, answers: Mapping[str, int]) -> None:
         """Handles lenders' answers, by transfer id."""

@@ -20,6 +20,7 @@ from kv_connector.agent.commands import (
 )
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.admission import may_lend
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.content import hash_basis
@@ -77,30 +78,30 @@ class PrefixLender:
             self._was_asked = True
             self._refuse()
             try:
-                reason = self._lend(request)
+                outcome, reason = self._lend(request)
             except Exception:
                 logger.exception("prefix %s cannot be lent", request.transfer_id)
-                reason = "its look-up failed"
-            if reason:
-                self._after_pages.append(AnswerPrefix(request.transfer_id, 0, reason))
+                outcome, reason = LendOutcome.FAILED, "its look-up failed"
+            if outcome is not LendOutcome.LENT:
+                self._after_pages.append(AnswerPrefix(request.transfer_id, 0, outcome, reason))
 
-    def _lend(self, request: PrefixRequested) -> str:
-        """Lends a prefix. Returns the reason why not, or ""."""
+    def _lend(self, request: PrefixRequested) -> tuple[LendOutcome, str]:
+        """Lends a prefix. Returns the outcome, with the reason of a refusal."""
         assert self.cache is not None
         content, transfer_id = request.content, request.transfer_id
         if self._paused:
-            return _PAUSED
+            return LendOutcome.PAUSED, _PAUSED
         if transfer_id in self._lent:
-            return "it is lent already"
+            return LendOutcome.FAILED, "it is lent already"
         if has_states(self._block_sizes):
-            return "the model has recurrent states, which are not lent"
+            return LendOutcome.UNLIKE, "the model has recurrent states, which are not lent"
         if self._basis is None:
             self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens)
         if (content.basis, content.tokens) != (self._basis, self.cache.hash_block_tokens):
-            return self._other_hashes(content.tokens)
+            return LendOutcome.UNLIKE, self._other_hashes(content.tokens)
         tables, tokens = self.cache.cached_prefix(content.each(), content.covered, request.multiple)
         if tokens <= request.first_token:
-            return f"{tokens} of its tokens are cached"
+            return LendOutcome.NOT_CACHED, f"{tokens} of its tokens are cached"
         groups = []
         blocks: list[Any] = []
         for table, size in zip(tables, self._block_sizes, strict=True):
@@ -109,7 +110,7 @@ class PrefixLender:
             blocks += [block for block in table[first:] if not block.is_null]
         held = sum(map(len, self._lent.values()))
         if not may_lend(held, len(blocks), self.cache.total):
-            return "too many blocks are lent"
+            return LendOutcome.BUSY, "too many blocks are lent"
         self.cache.hold(blocks)
         self._lent[transfer_id] = blocks
         prompt_hash = content.prompt_hash(tokens)
@@ -119,7 +120,7 @@ class PrefixLender:
             FinishPrefill(transfer_id, transfer_id, ok=True, reason=""),
             AnswerPrefix(transfer_id, tokens),
         ]
-        return ""
+        return LendOutcome.LENT, ""
 
     def _other_hashes(self, block_tokens: int) -> str:
         assert self.cache is not None

@@ -219,7 +219,7 @@ class SchedulerSide:
         lent, after_pages = self._lender.take_pages()
         commands = tuple(self._commands)
         self._commands.clear()
-        contexts, self._contexts = self._contexts, {}
+        contexts, self._contexts = self._contexts | self._borrower.take_contexts(), {}
         step_requests = ""
         if self.step_requests is not None and self.step_requests.started:
             # This step's news has what a worker has requested it for.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Address, PrefixRequested, State
 from kv_connector.protocol.content_key import ContentKey, chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
 from .scenario import Plan
@@ -170,7 +171,7 @@ class LendingSide:
 
     def refuse(self, transfer_id: str) -> None:
         prefill = self._process.effects.prefill
-        self._process.submit(lambda now: prefill.lend(now, transfer_id, 0, "it is not cached"))
+        self._process.submit(lambda now: prefill.lend(now, transfer_id, 0, LendOutcome.NOT_CACHED))
 
     def sent(self, transfer_id: str, state: State | None) -> None:
         """Handles the agent's report that nothing reads the blocks."""

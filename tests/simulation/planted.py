@@ -330,14 +330,21 @@ PREFIX_BUGS = (
     Bug(
         "a paused lender leaves borrowers without an answer",
         "protocol/prefill_machine.py",
-        "        elif self._lends_not:\n",
-        "        elif self._closing:\n",
+        "        if self._lends_not:\n",
+        "        if self._closing:\n",
+    ),
+    # Each prompt of a queue waits a second for an engine that is gone.
+    Bug(
+        "a lender that does not answer is asked again by each prompt",
+        "protocol/borrowing.py",
+        "            self._remember(now, question)\n",
+        "",
     ),
     # The prompt waits for an answer that a stopped lender never gives.
     Bug(
         "a question has no time limit",
         "protocol/borrowing.py",
-        "            actions += self._give_up(self._questions[transfer_id])\n",
+        "            actions += self._give_up(now, [question], LendOutcome.SILENT)\n",
         "            pass\n",
     ),
 )

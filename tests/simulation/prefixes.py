@@ -27,6 +27,9 @@ def draw(seed: int) -> Scenario:
 def _with_lender(rng: random.Random, scenario: Scenario, plan: Plan) -> Plan:
     if rng.random() < 0.15:
         return plan
+    # Some prompts come after an earlier one has waited for a lender that does not answer.
+    late = rng.choice((0.0, 0.0, 0.0, rng.uniform(4.0, 9.0)))
+    plan = replace(plan, prefill_at=plan.prefill_at + late, decode_at=plan.decode_at + late)
     return replace(
         plan,
         lender=rng.choice([engine for engine in scenario.engines if engine != plan.prefill]),

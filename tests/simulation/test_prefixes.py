@@ -30,6 +30,7 @@ def test_a_prefix_is_borrowed_or_computed_and_nothing_leaks() -> None:
         assert tally.ended[what] > SEEDS, f"{what}: {tally.ended}"
     assert tally.ended["prefix cancelled"]
     assert tally.ended["lent, and ended"]
+    assert tally.ended["silent lender"]
 
 
 def test_a_seed_decides_everything() -> None:

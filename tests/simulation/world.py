@@ -22,7 +22,7 @@ from .surroundings import Surroundings
 TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
 # A prefix that is not lent, or not loaded, delays the prompt by up to 20 s: question, load, cancel and fence.
 # The question may take a handshake of slow messages.
-PREFIX_TIMES = replace(TIMES, transfer=45.0, ask=4.0, lend=4.0, borrow=8.0)
+PREFIX_TIMES = replace(TIMES, transfer=45.0, ask=4.0, remember=8.0, lend=4.0, borrow=8.0)
 
 # The longest fence in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0

@@ -27,6 +27,7 @@ from kv_connector.agent.commands import (
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.content_key import chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
 
 __all__ = ["agent"]
@@ -68,7 +69,7 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("cache_cleared",),
         ("request_prefix", PREFIX),
         ("withdraw_prefix", "x"),
-        ("answer_prefix", "y", 32, ""),
+        ("answer_prefix", "y", 32, LendOutcome.LENT, ""),
         ("refuse_lending", "paused"),
         ("end_lendings", "paused"),
     ]

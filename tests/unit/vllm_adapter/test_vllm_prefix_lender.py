@@ -12,6 +12,7 @@ from vllm_stage import BLOCK, FULL, SLIDING, WINDOW, MakeStage, Stage, model, pr
 from kv_connector.agent.commands import AnswerPrefix, EndLendings, FinishPrefill, NewPages, RefuseLending
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.content_key import ContentKey, chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.metadata import StepMetadata
@@ -210,7 +211,7 @@ def test_pause_of_an_engine_that_no_engine_has_asked_costs_no_step(stage: MakeSt
     lender.update(output, requested=[PrefixRequested("x", key(request), 0, BLOCK)])
     metadata = lender.step()
     assert metadata.commands == (RefuseLending(PAUSED),)
-    assert metadata.after_pages == (AnswerPrefix("x", 0, PAUSED),)
+    assert metadata.after_pages == (AnswerPrefix("x", 0, LendOutcome.PAUSED, PAUSED),)
     pause(lender, PauseState.UNPAUSED)
     assert lender.step().commands == (RefuseLending(""),)
     lender.assert_idle()
