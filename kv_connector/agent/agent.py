@@ -344,6 +344,11 @@ class Agent:
         """The answers since the last call, by transfer id: the number of tokens that are lent, or 0."""
         return self._ledger.take_prefix_answers()
 
+    def take_prefix_loads(self) -> dict[str, float]:
+        """The borrowed prefixes that have arrived since the last call, by transfer id: the seconds from the
+        reservation to the last page. One rank gets each."""
+        return self._ledger.take_prefix_loads()
+
     def take_prefix_requests(self) -> list[PrefixRequested]:
         """The questions of other engines since the last call. One rank gets each, and all ranks get the
         scheduler's answer."""

@@ -137,6 +137,7 @@ class Ledger:
         # time.
         self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
         self._prefix_answers: dict[str, int] = {}
+        self._prefix_loads: dict[str, float] = {}
         self.on_prefix_request: Callable[[], None] = lambda: None
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
@@ -174,6 +175,12 @@ class Ledger:
         with self._lock:
             self._tokens_borrowed += ended.prefix_tokens
             self._load_seconds += ended.seconds
+            self._prefix_loads[ended.transfer_id] = ended.seconds
+
+    def take_prefix_loads(self) -> dict[str, float]:
+        with self._lock:
+            loads, self._prefix_loads = self._prefix_loads, {}
+            return loads
 
     def take_prefix_requests(self) -> list[PrefixRequested]:
         with self._lock:

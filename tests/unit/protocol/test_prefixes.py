@@ -560,6 +560,12 @@ def test_lender_does_not_answer_with_a_prefix_that_has_ended(lender: PrefillMach
     assert answer.tokens == 0
 
 
+def test_lender_that_falls_asleep_ends_what_is_lent(lender: PrefillMachine) -> None:
+    lent(lender)
+    assert only(lender.forget_pages(0.2), FinishedSending) == FinishedSending("t")
+    assert (len(lender), lender.next_deadline()) == (0, None)
+
+
 def test_end_of_lendings_leaves_prompts_of_clients_alone(lender: PrefillMachine) -> None:
     lender.expect(0.0, prefill_request())
     lender.request_finished(0.0, "t", ok=True, reason="")
