@@ -17,7 +17,7 @@ MAX_QUESTIONS = 64
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Asked:
     peer: PeerId
     first_token: int
 
@@ -26,7 +26,7 @@ class Lendings:
     """The questions of borrowers that have no answer yet. Methods return the actions to execute, in order."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, _Question] = {}  # by transfer id
+        self._asked: dict[str, _Asked] = {}  # by transfer id
         self._timers: Timers[str] = Timers()
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Lendings:
         if len(self._asked) >= MAX_QUESTIONS:
             text = f"{MAX_QUESTIONS} other prefixes are requested"
             return [*refusal(peer, message, LendOutcome.BUSY, text)]
-        self._asked[message.transfer_id] = _Question(peer, message.first_token)
+        self._asked[message.transfer_id] = _Asked(peer, message.first_token)
         self._timers.set(message.transfer_id, now + message.deadline_ms / 1000)
         return [PrefixRequested(message.transfer_id, message.content, message.first_token, message.multiple)]
 
