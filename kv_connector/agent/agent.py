@@ -29,7 +29,7 @@ from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, clo
 from kv_connector.protocol.actions import Address, Ended, PrefixRequested, Reached, State
 from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.layout import memory_problem
-from kv_connector.protocol.messages import Rank, Role
+from kv_connector.protocol.messages import LendOutcome, Rank, Role
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.requests import (
@@ -344,6 +344,11 @@ class Agent:
         """The answers since the last call, by transfer id: the number of tokens that are lent, or 0."""
         return self._ledger.take_prefix_answers()
 
+    def take_prefix_loads(self) -> dict[str, float]:
+        """The borrowed prefixes that have arrived since the last call, by transfer id: the seconds from the
+        reservation to the last page. One rank gets each."""
+        return self._ledger.take_prefix_loads()
+
     def take_prefix_requests(self) -> list[PrefixRequested]:
         """The questions of other engines since the last call. One rank gets each, and all ranks get the
         scheduler's answer."""
@@ -354,11 +359,27 @@ class Agent:
         runs on the agent's thread, once take_prefix_requests() has the question."""
         self._ledger.on_prefix_request = requested
 
-    def answer_prefix(self, transfer_id: str, tokens: int, reason: str = "") -> None:
+    def answer_prefix(
+        self,
+        transfer_id: str,
+        tokens: int,
+        outcome: LendOutcome = LendOutcome.LENT,
+        reason: str = "",
+    ) -> None:
         """Lends the first ``tokens`` tokens, or none. Before a good answer come expect() with a request that
         is ``lent``, pages_computed() and request_finished(). The lending ends as a prompt does, in one
         finished_sending report."""
-        self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, reason))
+        self._thread.submit(lambda now: self._effects.prefill.lend(now, transfer_id, tokens, outcome, reason))
+
+    def refuse_lending(self, reason: str) -> None:
+        """Refuses all borrowers from now on, also while the engine takes no step. "": the scheduler answers
+        them again."""
+        self._thread.submit(lambda now: self._effects.prefill.refuse_lending(now, reason))
+
+    def end_lendings(self, reason: str) -> None:
+        """Ends all prefixes that are lent. Each ends in its finished_sending report, once nothing reads its
+        blocks."""
+        self._thread.submit(lambda now: self._effects.prefill.end_lendings(now, reason))
 
     # --- Both
 

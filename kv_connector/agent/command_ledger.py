@@ -14,9 +14,11 @@ from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
+    EndLendings,
     FailLoad,
     FinishPrefill,
     NewPages,
+    RefuseLending,
     Release,
     SetRanks,
     WithdrawPrefix,
@@ -116,7 +118,13 @@ class CommandLedger:
             case WithdrawPrefix():
                 self._agent.withdraw_prefix(command.transfer_id)
             case AnswerPrefix():
-                self._agent.answer_prefix(command.transfer_id, command.tokens, command.reason)
+                self._agent.answer_prefix(
+                    command.transfer_id, command.tokens, command.outcome, command.reason
+                )
+            case RefuseLending():
+                self._agent.refuse_lending(command.reason)
+            case EndLendings():
+                self._agent.end_lendings(command.reason)
 
     def _give_up(self, command: Command) -> None:
         """Reports the request of a refused command, because the agent will not. The scheduler waits for a

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Rank
+from kv_connector.protocol.messages import LendOutcome, Rank
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, PrefixRequest
 
 
@@ -80,7 +80,22 @@ class AnswerPrefix:
 
     transfer_id: str
     tokens: int
+    outcome: LendOutcome = LendOutcome.LENT
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class RefuseLending:
+    """Refuses all borrowers from now on, for this reason. Empty: the scheduler answers them again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndLendings:
+    """Ends all prefixes that are lent, for this reason. Each is then reported as sent."""
+
+    reason: str
 
 
 Command = (
@@ -95,6 +110,8 @@ Command = (
     | PrefixRequest
     | WithdrawPrefix
     | AnswerPrefix
+    | RefuseLending
+    | EndLendings
 )
 
 

@@ -43,6 +43,7 @@ from kv_connector.protocol.actions import (
     Outcome,
     PeerId,
     PrefixAnswered,
+    PrefixDecided,
     PrefixRequested,
     Push,
     Reached,
@@ -278,7 +279,7 @@ class Effects:
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
                 self._ledger.load_ended(request_id, failed, sampled, stale=stale)
-            case PrefixRequested() | PrefixAnswered():
+            case PrefixRequested() | PrefixAnswered() | PrefixDecided():
                 self._ledger.prefix_news(action)
             case Ended():
                 self._ended(now, action)
@@ -314,8 +315,8 @@ class Effects:
                 return self._accept(now, action)
             case Complete():
                 return self._complete(now, action)
-            case SessionUp(peer, address):
-                return [] if address is None else self.decode.peer_up(now, address, peer)
+            case SessionUp(peer, address, incarnation):
+                return [] if address is None else self.decode.peer_up(now, address, peer, incarnation)
             case DialFailed(address, reason):
                 return self.decode.dial_failed(now, address, reason)
             case Fence(peer, reason):
@@ -566,6 +567,8 @@ class Effects:
         timing = self._timing(ended, "" if link is None else link.lane)
         if ended.outcome is Outcome.COMPLETED and link is not None:
             self._ledger.timed(timing)
+        if ended.outcome is Outcome.COMPLETED and ended.prefix_tokens and self.decode.rank == 0:
+            self._ledger.prefix_loaded(ended)
         if self._trace is not None:
             self._trace.ended(now, ended, "" if link is None else link.name, timing)
         self.transfer_over(ended, timing)

@@ -14,11 +14,18 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kv_connector.agent.metrics import COUNTERS, GAUGES, HISTOGRAMS, Interval
 from kv_connector.protocol.actions import Outcome
+from kv_connector.protocol.messages import LendOutcome
 
 NAMES = {
     f"kv_connector_{key}"
-    for key in (*COUNTERS, *GAUGES, *HISTOGRAMS, "transfers", "transfers_under_way", "peers")
+    for key in (
+        *(*COUNTERS, *GAUGES, *HISTOGRAMS),
+        *("transfers", "transfers_under_way", "peers", "prefix_requests"),
+    )
 }
+
+# Outcomes that the borrower knows by itself.
+BORROWERS = (LendOutcome.UNREACHABLE, LendOutcome.SILENT, LendOutcome.SKIPPED)
 
 # From a cached prompt over NVLink to a prompt of 100,000 tokens that waited in a queue.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -53,6 +60,12 @@ class Exposition:
             "because its client left)",
             [*labels, "role", "outcome"],
         )
+        self._prefixes = types[Counter](
+            "kv_connector_prefix_requests",
+            "Answered requests for prefixes, by side (borrow: of this engine, lend: of other engines) and by "
+            "outcome (lent, or why not)",
+            [*labels, "side", "outcome"],
+        )
         self._histograms = {
             key: types[Histogram](
                 f"kv_connector_{key}",
@@ -68,6 +81,10 @@ class Exposition:
             for role in ("prefill", "decode"):
                 for outcome in Outcome:
                     self._transfers.labels(*values, role, outcome.value)
+            for lent in LendOutcome:
+                self._prefixes.labels(*values, "borrow", lent.value)
+                if lent not in BORROWERS:
+                    self._prefixes.labels(*values, "lend", lent.value)
 
     def _gauge(self, key: str, text: str, *labels: str) -> Any:
         """A gauge of which each series belongs to one rank."""
@@ -81,6 +98,8 @@ class Exposition:
             self._counters[key].labels(*labels).inc(increment)
         for name, increment in interval.transfers.items():
             self._transfers.labels(*labels, *name.split(" ")).inc(increment)
+        for name, increment in interval.prefixes.items():
+            self._prefixes.labels(*labels, *name.split(" ")).inc(increment)
         for rank, state in interval.gauges.items():
             for key, value in state.items():
                 self._gauges[key].labels(*labels, rank).set(value)

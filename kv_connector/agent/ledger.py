@@ -11,9 +11,17 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_connector.protocol.actions import Ended, Outcome, PrefixAnswered, PrefixRequested, Reached, State
+from kv_connector.protocol.actions import (
+    Ended,
+    Outcome,
+    PrefixAnswered,
+    PrefixDecided,
+    PrefixRequested,
+    Reached,
+    State,
+)
 from kv_connector.protocol.lending import MAX_QUESTIONS
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import LendOutcome, Role
 from kv_connector.protocol.sessions import PeerInfo
 
 # Kept for an adapter that does not take them: more than the transfers that end in one step of an engine.
@@ -54,6 +62,22 @@ class AgentStats:
     links_lost: int  # links that broke while their peer had others
     links_restored: int
     peers: tuple[PeerInfo, ...]
+    prefixes: PrefixStats
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """Counters of prefixes since the agent started. They only grow.
+
+    A lender counts at the worker that has got the question, a borrower at its first worker.
+    """
+
+    borrow: dict[LendOutcome, int]  # this engine's answered requests
+    lend: dict[LendOutcome, int]  # answered requests of other engines
+    tokens_borrowed: int
+    tokens_lent: int
+    answer_seconds: float  # from a request to its answer, summed
+    load_seconds: float  # from RESERVE to the last page, summed over prefixes that were borrowed
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,7 @@ class Ledger:
         # time.
         self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
         self._prefix_answers: dict[str, int] = {}
+        self._prefix_loads: dict[str, float] = {}
         self.on_prefix_request: Callable[[], None] = lambda: None
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
@@ -122,17 +147,40 @@ class Ledger:
         self._pushed = [0, 0, 0]  # pages, bytes, layers
         self._before_end = [0, 0, 0]
         self._received_pages = 0
+        self._borrow: Counter[LendOutcome] = Counter()
+        self._lend: Counter[LendOutcome] = Counter()
+        self._tokens_borrowed = self._tokens_lent = 0
+        self._answer_seconds = self._load_seconds = 0.0
         self._timings: deque[Timing] = deque(maxlen=_TIMINGS)
 
-    def prefix_news(self, news: PrefixRequested | PrefixAnswered) -> None:
+    def prefix_news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided) -> None:
         with self._lock:
-            if isinstance(news, PrefixRequested):
-                self._prefix_requests.append(news)
-            else:
-                self._prefix_answers[news.transfer_id] = news.tokens
+            match news:
+                case PrefixRequested():
+                    self._prefix_requests.append(news)
+                case PrefixAnswered():
+                    self._prefix_answers[news.transfer_id] = news.tokens
+                    self._borrow[news.outcome] += 1
+                    self._answer_seconds += news.seconds
+                case PrefixDecided():
+                    self._lend[news.outcome] += 1
+                    self._tokens_lent += news.tokens
+                    return
             self._news.notify_all()
         if isinstance(news, PrefixRequested):
             self.on_prefix_request()
+
+    def prefix_loaded(self, ended: Ended) -> None:
+        """Counts a borrowed prefix that has arrived."""
+        with self._lock:
+            self._tokens_borrowed += ended.prefix_tokens
+            self._load_seconds += ended.seconds
+            self._prefix_loads[ended.transfer_id] = ended.seconds
+
+    def take_prefix_loads(self) -> dict[str, float]:
+        with self._lock:
+            loads, self._prefix_loads = self._prefix_loads, {}
+            return loads
 
     def take_prefix_requests(self) -> list[PrefixRequested]:
         with self._lock:
@@ -295,4 +343,12 @@ class Ledger:
                 links_lost=links_lost,
                 links_restored=links_restored,
                 peers=peers,
+                prefixes=PrefixStats(
+                    borrow=dict(self._borrow),
+                    lend=dict(self._lend),
+                    tokens_borrowed=self._tokens_borrowed,
+                    tokens_lent=self._tokens_lent,
+                    answer_seconds=self._answer_seconds,
+                    load_seconds=self._load_seconds,
+                ),
             )

@@ -32,6 +32,10 @@ COUNTERS = {
     "malformed_messages": "Control messages rejected as malformed",
     "links_lost": "Links to peers that broke while the peer had other links, which carry its pages since",
     "links_restored": "Lost links that are up again",
+    "prefix_tokens_borrowed": "Prompt tokens whose KV was loaded from the prefix caches of other engines",
+    "prefix_tokens_lent": "Prompt tokens whose KV this engine held for other engines that lacked them",
+    "prefix_answer_seconds": "Seconds from this engine's request for a prefix to its answer, summed",
+    "prefix_load_seconds": "Seconds from a reservation to its last page, summed over borrowed prefixes",
 }
 
 # Gauges. The metric's name is kv_connector_<key>.
@@ -69,6 +73,8 @@ class Interval(msgspec.Struct):
     """{key of COUNTERS: increment}"""
     transfers: dict[str, int | float] = {}
     """{"prefill completed": increment, ...}: ended transfers, by role and outcome"""
+    prefixes: dict[str, int | float] = {}
+    """{"borrow lent": increment, ...}: answered requests for prefixes, by side and outcome"""
     gauges: dict[str, dict[str, int]] = {}
     """{rank: {key of GAUGES: value}}"""
     lanes: dict[str, dict[str, int]] = {}
@@ -80,7 +86,8 @@ class Interval(msgspec.Struct):
 
     def add(self, other: Interval) -> None:
         """Adds the interval of another rank, or a later interval of the same rank."""
-        for ours, theirs in ((self.counters, other.counters), (self.transfers, other.transfers)):
+        counted = ((self.counters, other.counters), (self.transfers, other.transfers))
+        for ours, theirs in (*counted, (self.prefixes, other.prefixes)):
             for name, increment in theirs.items():
                 ours[name] = ours.get(name, 0) + increment
         self.gauges.update(other.gauges)
@@ -97,6 +104,7 @@ class AgentReporter:
         self._rank = str(rank)
         self._counters: dict[str, int | float] = {}
         self._transfers: dict[str, int | float] = {}
+        self._prefixes: dict[str, int | float] = {}
         self._shown: dict[str, dict[str, int]] = {"gauges": {}, "lanes": {}, "phases": {}}
         self._phases: dict[str, int] = {}
         self._next_count = 0.0
@@ -117,10 +125,11 @@ class AgentReporter:
         # In this order, a transfer that ends in between is counted now or next time, but never shown as live
         # for good.
         live, stats = self._agent.live(), self._agent.stats()
-        counters, transfers = _counters(stats), _transfers(stats)
+        counters, transfers, prefixes = _counters(stats), _transfers(stats), _prefixes(stats)
         interval = Interval(
             counters=_grown(counters, self._counters),
             transfers=_grown(transfers, self._transfers),
+            prefixes=_grown(prefixes, self._prefixes),
             gauges=self._changed("gauges", _gauges(live, self._agent.authenticated)),
             lanes=self._changed("lanes", _lanes(stats)),
             phases=self._changed("phases", self._count_phases(live)),
@@ -130,7 +139,7 @@ class AgentReporter:
                 for name, value in _values(timing)
             ],
         )
-        self._counters, self._transfers = counters, transfers
+        self._counters, self._transfers, self._prefixes = counters, transfers, prefixes
         return interval if any(msgspec.structs.astuple(interval)) else None
 
     def _changed(self, kind: str, now: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -183,6 +192,10 @@ def _counters(stats: AgentStats) -> dict[str, int | float]:
         "malformed_messages": stats.malformed_messages,
         "links_lost": stats.links_lost,
         "links_restored": stats.links_restored,
+        "prefix_tokens_borrowed": stats.prefixes.tokens_borrowed,
+        "prefix_tokens_lent": stats.prefixes.tokens_lent,
+        "prefix_answer_seconds": stats.prefixes.answer_seconds,
+        "prefix_load_seconds": stats.prefixes.load_seconds,
     }
 
 
@@ -190,6 +203,14 @@ def _transfers(stats: AgentStats) -> dict[str, int | float]:
     return {
         f"{role} {outcome.value}": count
         for role, outcomes in (("prefill", stats.sent), ("decode", stats.received))
+        for outcome, count in outcomes.items()
+    }
+
+
+def _prefixes(stats: AgentStats) -> dict[str, int | float]:
+    return {
+        f"{side} {outcome.value}": count
+        for side, outcomes in (("borrow", stats.prefixes.borrow), ("lend", stats.prefixes.lend))
         for outcome, count in outcomes.items()
     }
 

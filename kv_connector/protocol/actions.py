@@ -20,6 +20,7 @@ from kv_connector.protocol.messages import (
     CancelAck,
     Fail,
     Hello,
+    LendOutcome,
     Lent,
     Ping,
     Ranks,
@@ -93,6 +94,7 @@ class Ended:
     seconds: float = 0.0  # in D from RESERVE to the last page, in P from RESERVE to the end
     share: int = 0  # in P: the number of the decode worker's share
     request_id: str = ""  # empty if the request has not arrived
+    prefix_tokens: int = 0  # in D: tokens of a borrowed prefix that were to be loaded. 0: it was a prompt
 
 
 class State(enum.Enum):
@@ -277,6 +279,16 @@ class PrefixAnswered:
 
     transfer_id: str
     tokens: int
+    outcome: LendOutcome
+    seconds: float  # since the request
+
+
+@dataclass(frozen=True)
+class PrefixDecided:
+    """This engine has answered a borrower. Counted."""
+
+    outcome: LendOutcome
+    tokens: int  # lent beyond those that the borrower has
 
 
 # --- Of sessions
@@ -340,6 +352,7 @@ class SessionUp:
 
     peer: PeerId
     address: Address | None
+    incarnation: str = ""  # of the peer's process
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class DecodeMachine:
     def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
         self._layout = layout
         self._timeouts = timeouts
-        self._rank = 0
+        self.rank = 0
         self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # the workers of this engine
         self._transfers: dict[str, Reception] = {}  # by request id
         self._attempts: dict[int, str] = {}  # attempt -> request id
@@ -129,7 +129,7 @@ class DecodeMachine:
     def set_ranks(self, rank: int, ranks: Sequence[Rank]) -> None:
         """Sets all workers of this engine. This worker has number ``rank``. Without a call it is the only
         worker."""
-        self._rank, self._ranks = rank, tuple(ranks)
+        self.rank, self._ranks = rank, tuple(ranks)
 
     def reserve(self, now: float, request: DecodeRequest) -> list[DecodeAction]:
         """The request has its blocks and wants its pages."""
@@ -196,7 +196,7 @@ class DecodeMachine:
             for number, rank in enumerate(ranks):
                 if (problem := layout_problem(rank.layout, MAX_REGIONS)) is not None:
                     raise Misfit(f"rank {number}: {problem}")
-            found = draws(self._ranks, self._rank, ranks)
+            found = draws(self._ranks, self.rank, ranks)
         except Misfit as misfit:
             return self.engine_not_found(
                 now, address, f"the prefill engine at {address} does not fit: {misfit}"
@@ -223,11 +223,13 @@ class DecodeMachine:
             actions += self._give_up(now, transfer, reason)
         return actions
 
-    def peer_up(self, now: float, address: Address, peer: PeerId) -> list[DecodeAction]:
-        """A session with the worker at this address is up."""
+    def peer_up(
+        self, now: float, address: Address, peer: PeerId, incarnation: str = ""
+    ) -> list[DecodeAction]:
+        """A session with the worker at this address is up. ``incarnation``: of its process."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
-        actions += self.borrowing.peer_up(now, address, peer)
+        actions += self.borrowing.peer_up(now, address, peer, incarnation)
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
             actions += self._open(transfer)
@@ -576,9 +578,8 @@ class DecodeMachine:
         self._timers.clear(request.request_id)
         seconds = 0.0 if transfer.since is None else now - transfer.since
         peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
-        ended = Ended(
-            Role.DECODE, request.transfer_id, peer, outcome, reason, seconds, request_id=request.request_id
-        )
+        ids, tokens = (request.transfer_id, request.request_id), request.prefix_tokens
+        ended = Ended(Role.DECODE, ids[0], peer, outcome, reason, seconds, 0, ids[1], tokens)
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         failed = not aborted and outcome is not Outcome.COMPLETED
         stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)

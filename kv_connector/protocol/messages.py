@@ -285,6 +285,23 @@ class Borrow(Message, frozen=True, tag="borrow"):
     weights: Version = ""  # the version that the borrower serves; the pages must have the same one
 
 
+class LendOutcome(enum.Enum):
+    """The outcome of the request for a prefix."""
+
+    LENT = "lent"
+    NOT_CACHED = "not_cached"  # the lender has no more tokens than the borrower
+    BUSY = "busy"  # the lender lends or is asked for as much as it may
+    PAUSED = "paused"
+    WEIGHTS = "weights"  # the lender has other weights
+    UNLIKE = "unlike"  # the lender's blocks are hashed in another way, or cannot be lent
+    CLOSING = "closing"
+    FAILED = "failed"  # the request or its answer was not usable
+    # Outcomes that the borrower knows by itself:
+    UNREACHABLE = "unreachable"  # no session with the lender
+    SILENT = "silent"  # no answer in time
+    SKIPPED = "skipped"  # not sent: the lender was silent, or too many lenders are being located
+
+
 class Lent(Message, frozen=True, tag="lent"):
     """The lender has the first ``tokens`` tokens, and holds their pages for RESERVE. 0: it lends nothing, for
     this reason."""
@@ -292,6 +309,7 @@ class Lent(Message, frozen=True, tag="lent"):
     transfer_id: Id
     tokens: Natural
     reason: Text = ""
+    outcome: LendOutcome = LendOutcome.LENT
 
 
 class Ping(Message, frozen=True, tag="ping"):

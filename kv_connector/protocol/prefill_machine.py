@@ -49,6 +49,7 @@ from kv_connector.protocol.messages import (
     CancelAck,
     Fail,
     FailCode,
+    LendOutcome,
     Release,
     Reserve,
     Sampled,
@@ -73,6 +74,8 @@ from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers, earliest
 from kv_connector.protocol.tombstones import Tombstones, Verdict
 from kv_connector.protocol.version import shown_apart
+
+_CLOSING = "this engine is shutting down"
 
 
 class WritesEnd(enum.Enum):
@@ -104,6 +107,7 @@ class PrefillMachine:
         self._timers: Timers[Share] = Timers()
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
         self._lendings = Lendings()
+        self._lends_not = ""  # why borrowers are refused; empty: they are not
         self._closing = False
         self._weights = ""
 
@@ -289,13 +293,40 @@ class PrefillMachine:
                 actions += self._seal(now, transfer)
         return actions
 
-    def lend(self, now: float, transfer_id: str, tokens: int, reason: str = "") -> list[PrefillAction]:
+    def lend(
+        self,
+        now: float,
+        transfer_id: str,
+        tokens: int,
+        outcome: LendOutcome = LendOutcome.LENT,
+        reason: str = "",
+    ) -> list[PrefillAction]:
         """Answers a borrower: the engine holds the pages of the first ``tokens`` tokens, or 0.
 
         Before it, a good answer needs the lending itself: expect() with a request that is ``lent``,
         pages_computed() and request_finished(). The engine's other workers ignore the answer.
         """
-        return [*self._lendings.answer(transfer_id, tokens, reason)]
+        prompt = self._prompts.get(transfer_id)
+        if tokens and (prompt is None or prompt.over):  # end_lendings() came in between
+            tokens, outcome, reason = 0, LendOutcome.NOT_CACHED, "the prefix is no longer lent"
+        return [*self._lendings.answer(transfer_id, tokens, outcome, reason)]
+
+    def refuse_lending(self, now: float, reason: str) -> list[PrefillAction]:
+        """Refuses all borrowers from now on, for this reason, without a step of the engine. "": lends
+        again."""
+        self._lends_not = reason
+        return [*self._lendings.refuse_all(LendOutcome.PAUSED, reason)] if reason else []
+
+    def end_lendings(self, now: float, reason: str) -> list[PrefillAction]:
+        """Ends each lent prefix, and lets its borrower compute it.
+
+        Writes in flight are drained first, so that none of them reads a block that has been given back.
+        """
+        lent = [prompt for prompt in self._prompts.values() if prompt.lent]
+        actions: list[PrefillAction] = []
+        for prompt in lent:
+            actions += self._ends.end_all(now, prompt, FailCode.STALE, reason)
+        return actions
 
     # --- D, through messages
 
@@ -321,15 +352,22 @@ class PrefillMachine:
             return []
         if transfer_id in self._prompts or self._tombstones.get(transfer_id) is not None:
             return []  # it is a repetition, or RELEASE has overtaken it
-        problem = content_key_problem(message.content)
-        if self._closing:
-            problem = "this engine is shutting down"
-        elif message.weights != self._weights:
-            names = shown_apart(self._weights, message.weights)
-            problem = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
-        if problem is not None:
-            return [refusal(peer, message, problem)]
+        outcome, problem = self._lending_problem(message)
+        if problem:
+            return [*refusal(peer, message, outcome, problem)]
         return [*self._lendings.borrow(now, peer, message)]
+
+    def _lending_problem(self, message: Borrow) -> tuple[LendOutcome, str]:
+        """The reason why the scheduler is not asked, or ""."""
+        if self._closing:
+            return LendOutcome.CLOSING, _CLOSING
+        if self._lends_not:
+            return LendOutcome.PAUSED, self._lends_not
+        if message.weights != self._weights:
+            names = shown_apart(self._weights, message.weights)
+            text = f"weights: lending engine has {names[0]}, borrowing engine has {names[1]}"
+            return LendOutcome.WEIGHTS, text
+        return LendOutcome.FAILED, content_key_problem(message.content) or ""
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """Handles RESERVE: D wants the prompt's pages."""
@@ -532,7 +570,7 @@ class PrefillMachine:
     def close(self, now: float) -> list[PrefillAction]:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
-        actions: list[PrefillAction] = [*self._lendings.close()]
+        actions: list[PrefillAction] = [*self._lendings.refuse_all(LendOutcome.CLOSING, _CLOSING)]
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"

@@ -70,6 +70,11 @@ class DecodeRequest:
     """Whether the request continues with the token that P samples behind the prompt. The transfer then ends
     only once that token has arrived, or cannot arrive any more."""
 
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of a borrowed prefix that are to be loaded. 0: it is a prompt."""
+        return self.prompt_tokens - self.first_token if self.engine.prefixes else 0
+
 
 @dataclass(frozen=True)
 class PrefixRequest:

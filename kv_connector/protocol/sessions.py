@@ -203,7 +203,7 @@ class Sessions:
         peer.state = PeerState.UP
         self.timers.set(peer.peer, now if peer.address is not None else now + self.timeouts.heartbeat)
         text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
-        return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address)]
+        return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address, peer.incarnation)]
 
     def drop(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
         """Does the same as PeerTable.drop()."""

@@ -14,6 +14,7 @@ from kv_connector.protocol.actions import (
     Log,
     Outcome,
     PeerId,
+    PrefixDecided,
     PrefixRequested,
     Push,
     Reached,
@@ -28,7 +29,17 @@ from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.tombstones import Verdict
 
 PrefillAction = (
-    Send | Fence | Ended | Reached | Log | Push | Seal | CancelWrites | FinishedSending | PrefixRequested
+    Send
+    | Fence
+    | Ended
+    | Reached
+    | Log
+    | Push
+    | Seal
+    | CancelWrites
+    | FinishedSending
+    | PrefixRequested
+    | PrefixDecided
 )
 """The actions of the prefill machine."""
 

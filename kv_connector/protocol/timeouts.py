@@ -38,6 +38,9 @@ class Timeouts:
     ask: float = 1.0
     """An engine that requests a prefix waits this long for the answer. After that time it computes the
     prompt, which takes 1.1 s for 32,000 tokens of an 8B model (H200, 2026-11)."""
+    remember: float = 30.0
+    """The borrowing engine relies this long on its measurements of a lending engine. So at most one prompt in
+    30 s waits ``ask`` for an engine that does not answer."""
     lend: float = 3.0
     """The lending engine frees the pages of a prefix that the borrowing engine has not requested by then."""
     borrow: float = 30.0

@@ -43,6 +43,7 @@ from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
 from kv_connector.vllm.patches import (
     replace_idle_pause,
+    report_pauses,
     report_preemptions_first,
     show_tiers_all_blocks,
     sleep_for_messages,
@@ -122,8 +123,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._running: Running | None = None
         self._idle: WorkloadReport | None = None
         self._step_costs: StepCosts | None = None
-        """The cost of steps, for the routers. Set in the scheduler's process, if routers are configured."""
-        if self._settings.routers:
+        """The cost of steps. Set in the scheduler's process, if routers are configured or prefixes may be
+        borrowed."""
+        no_prefixes = _no_prefixes(vllm_config, self._transfer_role)
+        if self._settings.routers or not no_prefixes:
             caching = vllm_config.cache_config.enable_prefix_caching
             tokens = kv_cache_tokens(vllm_config, kv_cache_config) if caching else 0
             self._idle = idle_load(vllm_config.scheduler_config, tokens)
@@ -138,15 +141,18 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 early_tokens=self._early_tokens,
                 place=by_priority if vllm_config.scheduler_config.policy == "priority" else no_place,
                 hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
-                no_prefixes=_no_prefixes(vllm_config, self._transfer_role),
+                no_prefixes=no_prefixes,
                 lend_s=self._settings.agent_timeouts().lend,
+                remember_s=self._settings.agent_timeouts().remember,
             )
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()
                 wake_idle_engine(self.scheduler.step_requests)
+                report_pauses(WriteImmConnector, WriteImmConnector.note_pause)
             if self._idle is not None:
                 steps = vllm_config.max_concurrent_batches
                 self._step_costs = StepCosts(self._idle, steps, self.scheduler.expects_prompt)
+                self.scheduler.set_compute_seconds(self._step_costs.prompt_seconds)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
 
@@ -401,6 +407,11 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return group_ids
 
     @never_raises(_nothing)
+    def note_pause(self, paused: bool) -> None:
+        """Notes that vLLM is being paused, or resumes."""
+        self._scheduler.pause(paused)
+
+    @never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:
         if self._step_costs is not None:
             self._step_costs.arrived(request)
@@ -428,7 +439,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @never_raises(_nothing)
     def _load(self, scheduler_output: Any) -> WorkloadReport | None:
-        return self._step_costs.scheduled(scheduler_output) if self._step_costs is not None else None
+        load = None if self._step_costs is None else self._step_costs.scheduled(scheduler_output)
+        return load if self._settings.routers else None
 
     @never_raises(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:

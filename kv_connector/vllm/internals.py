@@ -86,6 +86,7 @@ from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.request_queue import RequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs  # noqa: E402
@@ -130,6 +131,7 @@ __all__ = [
     "MLAAttentionSpec",
     "MambaSpec",
     "ModuleSource",
+    "PauseState",
     "Request",
     "RequestQueue",
     "RequestStatus",

@@ -59,6 +59,9 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
     answers: dict[str, int] = field(default_factory=dict)
     """Number of tokens that other engines lend, or 0, by the transfer id of the question."""
 
+    arrived: dict[str, float] = field(default_factory=dict)
+    """Seconds from the reservation of a borrowed prefix to its last page, by transfer id."""
+
     def aggregate(self, other: News) -> News:
         return News(
             self.reserved | other.reserved,
@@ -66,4 +69,5 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
             self.discarded | other.discarded,
             self.requested + other.requested,
             self.answers | other.answers,
+            self.arrived | other.arrived,
         )

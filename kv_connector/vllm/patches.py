@@ -39,12 +39,15 @@ from typing import Any
 
 from kv_connector.vllm.internals import (
     KVCacheManager,
+    PauseState,
     Request,
+    Scheduler,
     engine_core_module,
     model_runner_class,
     offloading_scheduler_class,
     shm_broadcast,
 )
+from kv_connector.vllm.process import connectors_within
 from kv_connector.vllm.step_requests import StepRequests
 
 # Divisor for the pause between two looks at a message queue. The pause is an eighth of the wait so far, so a
@@ -200,6 +203,30 @@ def wake_idle_engine(requests: StepRequests) -> None:
         return process(engine)
 
     core.EngineCoreProc._process_input_queue = process_input_queue
+
+
+def report_pauses(kind: type, report: Callable[[Any, bool], None]) -> None:
+    """Has each of vLLM's schedulers call ``report(connector, paused)`` for its connectors of this kind.
+
+    The call comes when a pause is requested, and when it ends. A second call of this function replaces
+    ``report``.
+
+    Replaces: ``Scheduler.set_pause_state``, for the whole process.
+    Why: a pause waits until no block is in use. Blocks that are lent to other engines are free sooner if they
+    are not waited for, and the next borrower must not take more of them.
+    Until: connectors are notified of a pause. 0.32 and 0.33 do not notify them.
+    """
+    wrapped = Scheduler.set_pause_state
+    set_pause_state = getattr(wrapped, "__wrapped__", wrapped)
+
+    @functools.wraps(set_pause_state)
+    def set_and_report(scheduler: Any, state: PauseState) -> None:
+        set_pause_state(scheduler, state)
+        for connector in connectors_within(scheduler.connector):
+            if isinstance(connector, kind):
+                report(connector, state is not PauseState.UNPAUSED)
+
+    Scheduler.set_pause_state = set_and_report
 
 
 def leave_last_token(request: Request) -> None:

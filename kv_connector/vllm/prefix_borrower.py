@@ -2,12 +2,17 @@
 
 No call blocks.
 
+A prefix is loaded if that takes less time than computing it (borrow_costs.py). Few prefixes are requested or
+loaded at once. A request that comes too late for that waits, but no longer than its tokens take to compute.
+
 A request's prefix goes through these phases:
 
     phase     blocks   meaning                                                next
-    WANTED    none     vLLM has not looked at the request yet                 ASKED, OVER
+    WANTED    none     vLLM has not looked at the request yet, or others are  ASKED, OVER
+                       first
     ASKED     none     the lender is to answer                                HELD, OVER
-    HELD      none     the lender holds the pages, for a short time           LOADING, ASKED, OVER
+    HELD      none     the lender holds the pages, for a short time           LOADING, WANTED, ASKED,
+                                                                              OVER
     LOADING   its own  the workers load the pages                             LOADED, LEAVING, OVER
     LOADED    its own  the pages are here, and are vLLM's like a prefix hit   OVER
     LEAVING   vLLM's   the request is finished, and pages may still land      OVER
@@ -34,14 +39,20 @@ from kv_connector.protocol.content_key import ContentKey
 from kv_connector.protocol.params import BadParams, PrefixFrom
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.vllm.blocks import Blocks, has_states, load_targets
+from kv_connector.vllm.borrow_costs import BorrowCosts
 from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.internals import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
-# An H200 computes 1,024 tokens of an 8B model in 27 ms (2026-11). A question and its answer take up to two
-# steps of the lender, 10 to 30 ms each, before the first page moves.
-LEAST_TOKENS = 1024
+# Prefixes that are requested or loaded at once. An answer takes up to two steps of the lender, 60 ms. In this
+# time a lane of 50 GB/s moves 16 prefixes of 1,500 tokens of an 8B model (128 KiB each), so more at once are
+# not here any sooner.
+MOST_AT_ONCE = 16
+
+# The share of the pool that loads may hold, as at a lender (protocol/admission.py). Blocks of a load compute
+# nothing, and a single prefix may be larger.
+_LOADED_SHARE = 4
 
 # Questions that were withdrawn when their answer may have been in flight already.
 _REMEMBERED = 1024
@@ -62,7 +73,7 @@ class PrefixPhase(enum.Enum):
 _NEXT = {
     PrefixPhase.WANTED: {PrefixPhase.ASKED, PrefixPhase.OVER},
     PrefixPhase.ASKED: {PrefixPhase.HELD, PrefixPhase.OVER},
-    PrefixPhase.HELD: {PrefixPhase.LOADING, PrefixPhase.ASKED, PrefixPhase.OVER},
+    PrefixPhase.HELD: {PrefixPhase.LOADING, PrefixPhase.WANTED, PrefixPhase.ASKED, PrefixPhase.OVER},
     PrefixPhase.LOADING: {PrefixPhase.LOADED, PrefixPhase.LEAVING, PrefixPhase.OVER},
     PrefixPhase.LOADED: {PrefixPhase.OVER},
     PrefixPhase.LEAVING: {PrefixPhase.OVER},
@@ -82,6 +93,14 @@ class _Prefix:
     """Transfer id of the lending. Each question has a new one."""
     tokens: int = 0
     """The end of the prefix that the lender holds."""
+    local: int = 0
+    """Tokens that this engine had when it asked."""
+    waits_since: float | None = None
+    """Time at which too many others were requested or loaded."""
+    since: float = 0.0
+    """Time of the question, or of the beginning of the load."""
+    wire_s: float = 0.0
+    """Seconds from the load's reservation to its last page, once it has arrived."""
     until: float = 0.0
     """Time from which on the lender may have freed it."""
     phase: PrefixPhase = PrefixPhase.WANTED
@@ -89,6 +108,11 @@ class _Prefix:
     """Whether its pages must not be used."""
     sent: bool = False
     """In LEAVING: the prompt of the same request is reported as sent."""
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are to be loaded, as far as they are known."""
+        return (self.tokens or self.expected) - self.local
 
     def enter(self, phase: PrefixPhase) -> None:
         """Changes the phase of a prefix. No other code does."""
@@ -101,9 +125,15 @@ class PrefixBorrower:
     for it."""
 
     def __init__(
-        self, block_sizes: tuple[int, ...], commands: list[Command], algorithm: str, hold_s: float
+        self,
+        block_sizes: tuple[int, ...],
+        commands: list[Command],
+        algorithm: str,
+        hold_s: float,
+        remember_s: float,
     ) -> None:
-        """``algorithm``: of vLLM's block hashes. ``hold_s``: how long a lender holds a prefix, in seconds."""
+        """``algorithm``: of vLLM's block hashes. ``hold_s``: how long a lender holds a prefix, in seconds.
+        ``remember_s``: how long a lender's measurements count."""
         self._block_sizes = block_sizes
         self._commands = commands
         self._algorithm = algorithm
@@ -114,8 +144,9 @@ class PrefixBorrower:
         self._by_transfer: dict[str, _Prefix] = {}
         """Prefixes whose question or load the workers have, by transfer id."""
         self._withdrawn: dict[str, Address] = {}
-        self.least_tokens = LEAST_TOKENS
-        """Fewer tokens are computed."""
+        self._contexts: dict[str, Mapping[str, str]] = {}
+        """Trace contexts of new lendings, by transfer id."""
+        self.costs = BorrowCosts(lambda before, tokens: None, remember_s)
         self.clock: Callable[[], float] = time.monotonic
         self.address: Address | None = None
         """This engine's own address."""
@@ -150,26 +181,57 @@ class PrefixBorrower:
             case PrefixPhase.HELD if self.clock() >= prefix.until:
                 self._release(prefix)
                 self._ask(prefix, local_tokens)
-        return prefix.phase is PrefixPhase.ASKED
+        return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)
 
     def _ask(self, prefix: _Prefix, local_tokens: int) -> None:
-        request = prefix.request
-        most = request.num_prompt_tokens - 1
-        if min(prefix.expected, most) - local_tokens < self.least_tokens:
+        assert self.blocks is not None
+        request, hashed = prefix.request, self.blocks.hash_block_tokens
+        most, multiple = request.num_prompt_tokens - 1, lcm(hashed, *self._block_sizes)
+        prefix.local, prefix.tokens = local_tokens, 0
+        prefix.expected = min(prefix.expected, most)
+        held = [one.missing for one in self._by_transfer.values()]
+        if prefix.missing < multiple or not self.costs.pays(
+            prefix.lender, local_tokens, prefix.expected, sum(held)
+        ):
             prefix.enter(PrefixPhase.OVER)
             return
-        assert self.blocks is not None
-        hashed = self.blocks.hash_block_tokens
+        if self._too_many(prefix, held):
+            self._wait(prefix)
+            return
         if self._basis is None:
             self._basis = hash_basis(self._algorithm, hashed)
         content = content_key_of(request, self._basis, hashed).up_to(most)
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
+        prefix.since = self.clock()
         self._by_transfer[prefix.transfer_id] = prefix
-        multiple = lcm(hashed, *self._block_sizes)
+        if request.trace_headers:
+            self._contexts[prefix.transfer_id] = dict(request.trace_headers)
         self._commands.append(
             PrefixRequest(prefix.transfer_id, prefix.lender, content, local_tokens, multiple)
         )
+
+    def _too_many(self, prefix: _Prefix, held: list[int]) -> bool:
+        assert self.blocks is not None
+        tokens = sum(held) + prefix.missing
+        blocks = sum(-(-tokens // size) for size in self._block_sizes)
+        return len(held) >= MOST_AT_ONCE or (bool(held) and blocks > self.blocks.total // _LOADED_SHARE)
+
+    def _wait(self, prefix: _Prefix) -> None:
+        """Has a request wait for others, until it could have been computed."""
+        now = self.clock()
+        if prefix.waits_since is None:
+            prefix.waits_since = now
+        computed = self.costs.compute_seconds(prefix.local, prefix.missing)
+        if computed is None or now - prefix.waits_since >= computed:
+            prefix.enter(PrefixPhase.OVER)
+        elif prefix.phase is PrefixPhase.HELD:
+            prefix.enter(PrefixPhase.WANTED)
+
+    def take_contexts(self) -> dict[str, Mapping[str, str]]:
+        """Returns the trace contexts of prefixes that were requested since the last call, by transfer id."""
+        taken, self._contexts = self._contexts, {}
+        return taken
 
     def answered(self, answers: Mapping[str, int]) -> None:
         """Handles lenders' answers, by transfer id."""
@@ -180,8 +242,14 @@ class PrefixBorrower:
                 if lender is not None and tokens:
                     self._commands.append(Release(transfer_id, lender))
             elif prefix.phase is PrefixPhase.ASKED and tokens:
-                prefix.tokens, prefix.until = tokens, self.clock() + self._hold_s / 2
+                now = self.clock()
+                self.costs.answered(prefix.lender, now - prefix.since)
+                prefix.tokens, prefix.until = tokens, now + self._hold_s / 2
                 prefix.enter(PrefixPhase.HELD)
+                ahead = sum(one.missing for one in self._by_transfer.values()) - prefix.missing
+                if not self.costs.pays(prefix.lender, prefix.local, tokens, ahead, asked=True):
+                    self._release(prefix)
+                    prefix.enter(PrefixPhase.OVER)
             elif prefix.phase is PrefixPhase.ASKED:
                 del self._by_transfer[transfer_id]
                 prefix.enter(PrefixPhase.OVER)
@@ -205,6 +273,7 @@ class PrefixBorrower:
             prefix.enter(PrefixPhase.OVER)
             return
         prefix.enter(PrefixPhase.LOADING)
+        prefix.since = self.clock()
         try:
             self._commands.append(self._load(prefix, blocks.get_block_ids(), external_tokens))
         except Exception:
@@ -235,11 +304,7 @@ class PrefixBorrower:
             return
         match prefix.phase:
             case PrefixPhase.ASKED:
-                del self._by_transfer[prefix.transfer_id]
-                self._commands.append(WithdrawPrefix(prefix.transfer_id))
-                if len(self._withdrawn) >= _REMEMBERED:
-                    del self._withdrawn[next(iter(self._withdrawn))]
-                self._withdrawn[prefix.transfer_id] = prefix.lender
+                self._withdraw(prefix)
             case PrefixPhase.HELD:
                 self._release(prefix)
             case PrefixPhase.LOADING:
@@ -272,6 +337,12 @@ class PrefixBorrower:
             if prefix := self._by_transfer.get(transfer_id):
                 prefix.discarded = True
 
+    def arrived(self, seconds: Mapping[str, float]) -> None:
+        """Notes how long pages took from their reservation to the last of them, by transfer id."""
+        for transfer_id, wire_s in seconds.items():
+            if prefix := self._by_transfer.get(transfer_id):
+                prefix.wire_s = wire_s
+
     def load_ended(self, ids: Iterable[str], failed: Collection[str]) -> tuple[set[str], set[str]]:
         """Handles the ends of loads, successful or not. Returns those of ``ids`` that are prefixes, and the
         requests for which vLLM gets the report."""
@@ -294,6 +365,8 @@ class PrefixBorrower:
                 self._begin_anew(request)
             else:
                 prefix.enter(PrefixPhase.LOADED)
+                taken = self.clock() - prefix.since
+                self.costs.loaded(prefix.lender, prefix.missing, taken, prefix.wire_s)
         return over, reported
 
     def _begin_anew(self, request: Request) -> None:
@@ -320,7 +393,21 @@ class PrefixBorrower:
         return any(prefix.phase is PrefixPhase.LEAVING for prefix in self._by_transfer.values())
 
     def after_reset(self) -> None:
-        """Discards all loads, running and complete, after vLLM has emptied its prefix cache."""
+        """Ends all prefixes after vLLM has emptied its prefix cache.
+
+        What lenders hold for live requests, and what routers have proposed for them, is from before the
+        reset, as the loads are.
+        """
+        for prefix in self._prefixes.values():
+            match prefix.phase:
+                case PrefixPhase.WANTED:
+                    prefix.enter(PrefixPhase.OVER)
+                case PrefixPhase.ASKED:
+                    self._withdraw(prefix)
+                    prefix.enter(PrefixPhase.OVER)
+                case PrefixPhase.HELD:
+                    self._release(prefix)
+                    prefix.enter(PrefixPhase.OVER)
         for prefix in self._holding():
             if prefix.phase is PrefixPhase.LOADING:
                 prefix.discarded = True
@@ -328,6 +415,13 @@ class PrefixBorrower:
             else:
                 prefix.enter(PrefixPhase.OVER)
                 self._begin_anew(prefix.request)
+
+    def _withdraw(self, prefix: _Prefix) -> None:
+        del self._by_transfer[prefix.transfer_id]
+        self._commands.append(WithdrawPrefix(prefix.transfer_id))
+        if len(self._withdrawn) >= _REMEMBERED:
+            del self._withdrawn[next(iter(self._withdrawn))]
+        self._withdrawn[prefix.transfer_id] = prefix.lender
 
     def _release(self, prefix: _Prefix) -> None:
         del self._by_transfer[prefix.transfer_id]

@@ -10,14 +10,24 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
-from kv_connector.agent.commands import AnswerPrefix, Command, FinishPrefill, NewPages
+from kv_connector.agent.commands import (
+    AnswerPrefix,
+    Command,
+    EndLendings,
+    FinishPrefill,
+    NewPages,
+    RefuseLending,
+)
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.admission import may_lend
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.content import hash_basis
 
 logger = logging.getLogger(__name__)
+
+_PAUSED = "the lending engine is paused"
 
 
 class PrefixCache(Protocol):
@@ -47,6 +57,10 @@ class PrefixLender:
         self._pages: list[NewPages] = []
         self._after_pages: list[Command] = []
         self._logged = ""
+        self._paused = False
+        self._was_asked = False
+        self._refusing = False
+        """Whether the workers refuse all borrowers."""
         self.cache: PrefixCache | None = None
         """Set before the first question."""
 
@@ -61,29 +75,33 @@ class PrefixLender:
     def requested(self, requests: Iterable[PrefixRequested]) -> None:
         """Answers questions of borrowers. Call it at the end of a step, once vLLM has its output."""
         for request in requests:
+            self._was_asked = True
+            self._refuse()
             try:
-                reason = self._lend(request)
+                outcome, reason = self._lend(request)
             except Exception:
                 logger.exception("prefix %s cannot be lent", request.transfer_id)
-                reason = "its look-up failed"
-            if reason:
-                self._after_pages.append(AnswerPrefix(request.transfer_id, 0, reason))
+                outcome, reason = LendOutcome.FAILED, "its look-up failed"
+            if outcome is not LendOutcome.LENT:
+                self._after_pages.append(AnswerPrefix(request.transfer_id, 0, outcome, reason))
 
-    def _lend(self, request: PrefixRequested) -> str:
-        """Lends a prefix. Returns the reason why not, or ""."""
+    def _lend(self, request: PrefixRequested) -> tuple[LendOutcome, str]:
+        """Lends a prefix. Returns the outcome, with the reason of a refusal."""
         assert self.cache is not None
         content, transfer_id = request.content, request.transfer_id
+        if self._paused:
+            return LendOutcome.PAUSED, _PAUSED
         if transfer_id in self._lent:
-            return "it is lent already"
+            return LendOutcome.FAILED, "it is lent already"
         if has_states(self._block_sizes):
-            return "the model has recurrent states, which are not lent"
+            return LendOutcome.UNLIKE, "the model has recurrent states, which are not lent"
         if self._basis is None:
             self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens)
         if (content.basis, content.tokens) != (self._basis, self.cache.hash_block_tokens):
-            return self._other_hashes(content.tokens)
+            return LendOutcome.UNLIKE, self._other_hashes(content.tokens)
         tables, tokens = self.cache.cached_prefix(content.each(), content.covered, request.multiple)
         if tokens <= request.first_token:
-            return f"{tokens} of its tokens are cached"
+            return LendOutcome.NOT_CACHED, f"{tokens} of its tokens are cached"
         groups = []
         blocks: list[Any] = []
         for table, size in zip(tables, self._block_sizes, strict=True):
@@ -92,7 +110,7 @@ class PrefixLender:
             blocks += [block for block in table[first:] if not block.is_null]
         held = sum(map(len, self._lent.values()))
         if not may_lend(held, len(blocks), self.cache.total):
-            return "too many blocks are lent"
+            return LendOutcome.BUSY, "too many blocks are lent"
         self.cache.hold(blocks)
         self._lent[transfer_id] = blocks
         prompt_hash = content.prompt_hash(tokens)
@@ -102,7 +120,7 @@ class PrefixLender:
             FinishPrefill(transfer_id, transfer_id, ok=True, reason=""),
             AnswerPrefix(transfer_id, tokens),
         ]
-        return ""
+        return LendOutcome.LENT, ""
 
     def _other_hashes(self, block_tokens: int) -> str:
         assert self.cache is not None
@@ -128,6 +146,31 @@ class PrefixLender:
         self._pages.clear()
         self._after_pages.clear()
         return taken
+
+    def pause(self, paused: bool) -> None:
+        """Notes that the engine is being paused, or resumes.
+
+        vLLM ends its pause once no block is in use. A borrower may take 30 s for a prefix, so the pause ends
+        what is lent. The workers refuse new borrowers, because a paused engine may take no step for seconds.
+        """
+        self._paused = paused
+        self._refuse()
+        if paused:
+            self._end_all(_PAUSED)
+
+    def _refuse(self) -> None:
+        # A command costs the pause a step, so engines that never lend send none.
+        if self._was_asked and self._refusing != self._paused:
+            self._refusing = self._paused
+            self._commands.append(RefuseLending(_PAUSED if self._paused else ""))
+
+    def after_reset(self) -> None:
+        """Ends what is lent after vLLM has emptied its prefix cache."""
+        self._end_all("the lending engine has emptied its prefix cache")
+
+    def _end_all(self, reason: str) -> None:
+        if self._lent:
+            self._commands.append(EndLendings(reason))
 
     @property
     def busy(self) -> bool:

@@ -57,11 +57,13 @@ class SchedulerSide:
         hash_algorithm: str = "sha256",
         no_prefixes: str = "",
         lend_s: float = Timeouts.lend,
+        remember_s: float = Timeouts.remember,
     ) -> None:
         """``block_sizes``: tokens a block, per KV cache group. 0: the blocks are recurrent states.
         ``early_tokens``: as of DecodeScheduler. ``place``: returns a request's place in the policy's order.
         ``hash_algorithm``: of vLLM's block hashes. ``no_prefixes``: the reason why this engine borrows no
-        prefixes. ``lend_s``: how long a lender holds one, in seconds.
+        prefixes. ``lend_s``: how long a lender holds one, in seconds. ``remember_s``: how long this engine
+        relies on measurements of a lender.
         """
         self._role = role
         self._block_sizes = block_sizes
@@ -73,7 +75,7 @@ class SchedulerSide:
         self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
         self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
-        self._borrower = PrefixBorrower(block_sizes, self._commands, hash_algorithm, lend_s)
+        self._borrower = PrefixBorrower(block_sizes, self._commands, hash_algorithm, lend_s, remember_s)
         self._no_prefixes = no_prefixes
         self.step_requests: StepRequests | None = None
         """The workers' requests for steps. None: only steps for other reasons carry their news."""
@@ -111,6 +113,15 @@ class SchedulerSide:
         self._emptied = True
         self._decode.after_reset()
         self._borrower.after_reset()
+        self._lender.after_reset()
+
+    def set_compute_seconds(self, compute_seconds: Callable[[int, int], float | None]) -> None:
+        """Sets this engine's cost of computing tokens, as in BorrowCosts."""
+        self._borrower.costs.compute_seconds = compute_seconds
+
+    def pause(self, paused: bool) -> None:
+        """Notes that vLLM is being paused, or resumes."""
+        self._lender.pause(paused)
 
     def reset(self) -> bool:
         """Ends transfers after vLLM has tried to empty its prefix cache: KV elsewhere is stale, too.
@@ -121,7 +132,7 @@ class SchedulerSide:
         if not emptied:
             return False
         prefill, decode = self._prefill.reset(), self._decode.reset()
-        return prefill and decode and not self._borrower.leaving
+        return prefill and decode and not self._borrower.leaving and not len(self._lender)
 
     def on_new_request(self, request: Request) -> None:
         said = in_our_words(request.kv_transfer_params or {}, request.request_id)
@@ -214,7 +225,7 @@ class SchedulerSide:
         lent, after_pages = self._lender.take_pages()
         commands = tuple(self._commands)
         self._commands.clear()
-        contexts, self._contexts = self._contexts, {}
+        contexts, self._contexts = self._contexts | self._borrower.take_contexts(), {}
         step_requests = ""
         if self.step_requests is not None and self.step_requests.started:
             # This step's news has what a worker has requested it for.
@@ -250,6 +261,7 @@ class SchedulerSide:
         news = output.kv_connector_worker_meta or News()
         received = output.finished_recving or set()
         self._borrower.discard(news.discarded)
+        self._borrower.arrived(news.arrived)
         prefixes, borrowers = self._borrower.load_ended(received, output.failed_recving or ())
         received = received - prefixes
         token_only = self._decode.token_only(received)

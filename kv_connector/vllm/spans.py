@@ -1,4 +1,5 @@
-"""Spans of transfers in the traces of their requests: `kv.push` at P, `kv.receive` at D.
+"""Spans of transfers in the traces of their requests: `kv.push` at P, `kv.receive` at D, `kv.borrow` for a
+prefix.
 
 vLLM gives a request's trace context to its scheduler. It has configured the export of spans in each worker,
 if --otlp-traces-endpoint is set. The context travels to the workers with the step's metadata.
@@ -47,8 +48,9 @@ class TransferSpans:
         end = time.time_ns()
         begin = end - round(timing.seconds * 1e9)
         pushes = ended.side is Role.PREFILL
+        receives = "kv.borrow" if ended.prefix_tokens else "kv.receive"
         span = self._tracer.start_span(
-            "kv.push" if pushes else "kv.receive",
+            "kv.push" if pushes else receives,
             TraceContextTextMapPropagator().extract(headers),
             SpanKind.PRODUCER if pushes else SpanKind.CONSUMER,
             {
@@ -62,6 +64,8 @@ class TransferSpans:
         )
         if pushes:
             span.set_attribute("kv.bytes", timing.nbytes)
+        if ended.prefix_tokens:
+            span.set_attribute("kv.tokens", ended.prefix_tokens)
         if ended.outcome is Outcome.COMPLETED:
             if pushes:
                 span.add_event("first push", timestamp=begin + round(timing.first_push_seconds * 1e9))

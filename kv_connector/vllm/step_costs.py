@@ -186,6 +186,18 @@ class StepCosts:
             prompt=self._prompt,
         )
 
+    def prompt_seconds(self, before: int, tokens: int) -> float | None:
+        """Returns the seconds in which this engine computes ``tokens`` tokens behind ``before`` others.
+
+        None: it has computed too few prompts.
+        """
+        cost = self._prompt
+        if cost is None:
+            return None
+        steps = -(-tokens // self._idle.prompt_tokens)
+        pairs = tokens * (before + tokens / 2)
+        return (cost.step_ns * steps + cost.token_ns * tokens + cost.pair_ps * pairs / 1000) / 1e9
+
     def _fit(self, now: int) -> None:
         """Fits the costs if a fit is due and new samples exist."""
         if self._fitted or now - self._fitted_ns < _FIT_INTERVAL_NS:

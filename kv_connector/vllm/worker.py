@@ -204,6 +204,7 @@ class WorkerSide:
             self._discarded,
             self.agent.take_prefix_requests(),
             self._ledger.take_prefix_answers(),
+            self.agent.take_prefix_loads(),
         )
         self._sampled, self._discarded = {}, set()
         return None if news == News() else news

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kv_connector.protocol.messages import Pong, encode
 
-from .scenario import LONELY, MUTUAL, Fault, draw_side, engine_of
+from .scenario import LENDING, LONELY, MUTUAL, Fault, draw_side, engine_of
 
 if TYPE_CHECKING:
     from .actor import Actor
@@ -152,6 +152,25 @@ def _garbage(world: Surroundings, fault: Fault) -> None:
                 connection.send(frame, to_router=rng.random() < 0.7)
 
 
+def _pause(world: Any, fault: Fault) -> None:
+    """Pauses the engine. It takes no step for borrowers meanwhile."""
+    paused = world.lendings(fault.who[0])
+    for lending in paused:
+        lending.pause()
+
+    def resume() -> None:
+        for lending in paused:
+            lending.resume()
+
+    world.clock.after(fault.lasting, resume)
+
+
+def _empty(world: Any, fault: Fault) -> None:
+    """Empties the engine's prefix cache."""
+    for lending in world.lendings(fault.who[0]):
+        lending.empty()
+
+
 _FAULTS: dict[str, Callable[[Surroundings, Fault], None]] = {
     "crash": _lonely(_crash),
     "vanish": _lonely(_vanish),
@@ -174,5 +193,7 @@ _FAULTS: dict[str, Callable[[Surroundings, Fault], None]] = {
     "cut": _cut,
     "failover": _failover,
     "garbage": _garbage,
+    "pause": _pause,
+    "empty": _empty,
 }
-assert set(_FAULTS) >= {*LONELY, *MUTUAL}
+assert set(_FAULTS) >= {*LONELY, *MUTUAL, *LENDING}

@@ -7,6 +7,7 @@ An engine has one scheduler, whose decision all its workers carry out, each a mo
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Address, PrefixRequested, State
 from kv_connector.protocol.content_key import ContentKey, chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
 
 from .scenario import Plan
@@ -75,6 +77,8 @@ class LendingSide:
         self._world = process.world
         self._cached: dict[str, _Cached] = {}  # by the name of the request that wants it
         self._lent: dict[str, _Lending] = {}  # by transfer id
+        self._events: deque[Callable[[], None]] = deque()  # of the next steps, in their order
+        self.paused = False
 
     def __len__(self) -> int:
         return len(self._lent)
@@ -167,7 +171,7 @@ class LendingSide:
 
     def refuse(self, transfer_id: str) -> None:
         prefill = self._process.effects.prefill
-        self._process.submit(lambda now: prefill.lend(now, transfer_id, 0, "it is not cached"))
+        self._process.submit(lambda now: prefill.lend(now, transfer_id, 0, LendOutcome.NOT_CACHED))
 
     def sent(self, transfer_id: str, state: State | None) -> None:
         """Handles the agent's report that nothing reads the blocks."""
@@ -182,9 +186,45 @@ class LendingSide:
         lending.cached.lent -= 1
         self._free(lending.cached)
 
+    def pause(self) -> None:
+        """Ends what is lent, and lends nothing until resume()."""
+        self.paused = True
+        self.later(lambda: self._refuse("paused"))
+        self.later(self._end_all)
+
+    def resume(self) -> None:
+        self.paused = False
+        self.later(lambda: self._refuse(""))
+
+    def empty(self) -> None:
+        """Empties the cache, and ends what is lent."""
+        self.evict_all()
+        self.later(self._end_all)
+
+    def _refuse(self, reason: str) -> None:
+        prefill = self._process.effects.prefill
+        self._process.submit(lambda now: prefill.refuse_lending(now, reason))
+
+    def _end_all(self) -> None:
+        process, prefill, lent = self._process, self._process.effects.prefill, frozenset(self._lent)
+
+        def none_is_left(now: float) -> Sequence[Action]:
+            for one in prefill.under_way():
+                moves = one.transfer_id in lent and one.phase in ("waiting", "active")
+                self._world.books.check(
+                    not moves, "%s still lends %s: %s", process, one.transfer_id, one.phase
+                )
+            return ()
+
+        process.submit(lambda now: prefill.end_lendings(now, "ended"))
+        process.submit(none_is_left)
+        self._world.books.ended["lent, and ended"] += len(lent)
+
     def later(self, event: Callable[[], None]) -> None:
         """Runs the event at the next step of the engine."""
         process = self._process
+
+        self._events.append(event)
 
         def guarded() -> None:
             if process.dead or process.leaving:
@@ -192,7 +232,7 @@ class LendingSide:
             if process.stopped:
                 self._world.clock.after(0.05, guarded)
             else:
-                event()
+                self._events.popleft()()
 
         self._world.clock.after(process.rng.uniform(0, self._world.scenario.step / 2), guarded)
 

@@ -306,11 +306,45 @@ PREFIX_BUGS = (
         "Address(rank.host, rank.port, address.prefixes)",
         "Address(rank.host, rank.port)",
     ),
+    # An engine that gets new weights waits for the borrowers of KV of the old ones, or lends it afterwards.
+    Bug(
+        "a lender that empties its cache goes on lending",
+        "protocol/prefill_machine.py",
+        "        lent = [prompt for prompt in self._prompts.values() if prompt.lent]\n",
+        "        lent: list[Prompt] = []\n",
+    ),
+    # The lender's scheduler is given blocks that its NIC still reads.
+    Bug(
+        "a lender that empties its cache gives back what is being read",
+        "protocol/share_ends.py",
+        """\
+        if not reservation.writing:
+            return self.drained(now, transfer, quiesced=True)
+""",
+        """\
+        if not reservation.writing or transfer.prompt.lent:
+            return self.drained(now, transfer, quiesced=True)
+""",
+    ),
+    # An engine that is updated answers no borrower for seconds, and each of their prompts waits for it.
+    Bug(
+        "a paused lender leaves borrowers without an answer",
+        "protocol/prefill_machine.py",
+        "        if self._lends_not:\n",
+        "        if self._closing:\n",
+    ),
+    # Each prompt of a queue waits a second for an engine that is gone.
+    Bug(
+        "a lender that does not answer is asked again by each prompt",
+        "protocol/borrowing.py",
+        "            self._remember(now, question)\n",
+        "",
+    ),
     # The prompt waits for an answer that a stopped lender never gives.
     Bug(
         "a question has no time limit",
         "protocol/borrowing.py",
-        "            actions += self._give_up(self._questions[transfer_id])\n",
+        "            actions += self._give_up(now, [question], LendOutcome.SILENT)\n",
         "            pass\n",
     ),
 )

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from . import scenario as requests
-from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario
+from .scenario import LENDING, LONELY, MUTUAL, Fault, Plan, Scenario
 
 
 def draw(seed: int) -> Scenario:
@@ -19,12 +19,17 @@ def draw(seed: int) -> Scenario:
     faults = list(scenario.faults)
     if lent and rng.random() < 0.5:
         faults += [_fault(rng, scenario, rng.choice(lent)) for _ in range(rng.choice((1, 1, 2)))]
+    if lent and rng.random() < 0.3:
+        faults += [_act(rng, rng.choice(lent)) for _ in range(rng.choice((1, 1, 2)))]
     return replace(scenario, plans=plans, faults=tuple(faults))
 
 
 def _with_lender(rng: random.Random, scenario: Scenario, plan: Plan) -> Plan:
     if rng.random() < 0.15:
         return plan
+    # Some prompts come after an earlier one has waited for a lender that does not answer.
+    late = rng.choice((0.0, 0.0, 0.0, rng.uniform(4.0, 9.0)))
+    plan = replace(plan, prefill_at=plan.prefill_at + late, decode_at=plan.decode_at + late)
     return replace(
         plan,
         lender=rng.choice([engine for engine in scenario.engines if engine != plan.prefill]),
@@ -35,6 +40,12 @@ def _with_lender(rng: random.Random, scenario: Scenario, plan: Plan) -> Plan:
             (None, None, plan.prefill_at + rng.choice((0.01, 0.1, 1.0)) * rng.expovariate(1.0))
         ),
     )
+
+
+def _act(rng: random.Random, plan: Plan) -> Fault:
+    """Draws an act of the lender that ends its lendings, while it lends."""
+    at = max(0.0, plan.prefill_at + rng.choice((-1.0, 1.0, 1.0, 1.0)) * rng.expovariate(6.0))
+    return Fault(rng.choice(LENDING), at, (plan.lender,), rng.choice((0.1, 1.0, 5.0)))
 
 
 def _fault(rng: random.Random, scenario: Scenario, plan: Plan) -> Fault:

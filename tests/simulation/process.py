@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger, Timing
-from kv_connector.protocol.actions import Ended, Outcome, State
+from kv_connector.protocol.actions import (
+    Ended,
+    Outcome,
+    PrefixAnswered,
+    PrefixDecided,
+    PrefixRequested,
+    State,
+)
 from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.messages import Role, fingerprint
+from kv_connector.protocol.messages import LendOutcome, Role, fingerprint
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine
 from kv_connector.protocol.sessions import Identity
@@ -40,6 +47,19 @@ _OVER = (State.DONE, State.FAILED)
 FINGERPRINT = fingerprint({"engine": "simulated"})
 
 
+class _Ledger(Ledger):
+    """A ledger that also notes the outcome of each question."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self._process = process
+
+    def prefix_news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided) -> None:
+        if isinstance(news, PrefixAnswered):
+            self._process.outcomes[news.transfer_id] = news.outcome
+        super().prefix_news(news)
+
+
 class Process(Actor):
     world: World
 
@@ -51,7 +71,8 @@ class Process(Actor):
         self.pool = Pool(worker)
         self.port = Port(world, self)
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
-        self.ledger = Ledger()
+        self.ledger = _Ledger(self)
+        self.outcomes: dict[str, LendOutcome] = {}  # of its questions for prefixes, by transfer id
         self.effects = Effects(
             engine=self.engine,
             signal=self.engine.signal,

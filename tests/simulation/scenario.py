@@ -141,6 +141,11 @@ class Scenario:
         alone = self.undisturbed(plan) and plan.plain  # no other request has its content
         return calm and alone and bool(plan.lender) and plan.evicted is None
 
+    def answers_soon(self, plan: Plan) -> bool:
+        """Returns whether the lender of this request has an answer at once, good or bad."""
+        undisturbed = all(fault.kind in LENDING for fault in self.faults)
+        return undisturbed and not self.chaos and self.jitter <= 0.01 and plan.plain and bool(plan.lender)
+
 
 def workers(engine: str, side: Side) -> tuple[str, ...]:
     return (engine, *(f"{engine}/{number}" for number in range(1, side.workers)))
@@ -158,6 +163,10 @@ LONELY = (
     *("error", "stuck", "refuse", "no handshake", "no counters"),
 )
 MUTUAL = ("partition", "loss", "jam", "reset", "cut", "failover", "garbage")
+
+
+# Acts of a lender that end its lendings. A lender may always do so.
+LENDING = ("pause", "empty")
 
 
 def draw(seed: int) -> Scenario:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kv_connector.agent.effects import Action
 from kv_connector.protocol.actions import Share, State
 from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import (
     ComputedPages,
     DecodeRequest,
@@ -67,6 +68,7 @@ class PrefillSide:
         self._world = process.world
         self._prompts: dict[str, _Prompt] = {}  # by request id, until reported as sent
         self._prefix_loads: dict[str, _PrefixLoad] = {}  # by transfer id
+        self._silences: dict[str, tuple[float, int | None]] = {}  # of dead lenders: time, and the life before
         self._base = 0  # first signal value of the next step
         self._stepping = False
         self._stuck_steps: list[Callable[[], None]] = []  # steps of a stopped process
@@ -307,8 +309,12 @@ class PrefillSide:
             if tokens:
                 self._release(plan)
             return
-        prompt.asked_at = None
+        waited, prompt.asked_at = world.clock.now - prompt.asked_at, None
         own = self._own(plan)
+        self._note_silence(plan, world.clock.now - waited)
+        if world.scenario.answers_soon(plan):
+            soon = world.prompt_s + world.scenario.step
+            world.books.check(waited < soon, "%s waited %.1f s for an answer", plan.name, waited)
         if world.scenario.lends(plan):
             expected = world.cached_tokens(plan)
             expected = expected if expected > own else 0
@@ -320,6 +326,17 @@ class PrefillSide:
         elif tokens:
             self._load(prompt, tokens)
         self._kick()
+
+    def _note_silence(self, plan: Plan, asked_at: float) -> None:
+        """Checks that a lender that is dead and has not answered is not asked again for some time."""
+        process, world, lender = self._process, self._world, plan.lender
+        if process.outcomes.pop(prefix_id(plan), None) is not LendOutcome.SILENT or lender in world.processes:
+            return
+        since, life = self._silences.get(lender, (0.0, None))
+        asked_again = life == world.life(lender) and since < asked_at < since + 0.9 * world.times.remember
+        world.books.check(not asked_again, "%s waits for %s, which was silent before", plan.name, lender)
+        self._silences[lender] = world.clock.now, world.life(lender)
+        world.books.ended["silent lender"] += 1
 
     def _release(self, plan: Plan) -> None:
         process, lender = self._process, lender_address(self._world.address(plan.lender))

@@ -71,6 +71,10 @@ class Surroundings:
         self._lives[name] = life = self._lives.get(name, 0) + 1
         return life
 
+    def life(self, name: str) -> int:
+        """Returns the number of processes that have lived at this address."""
+        return self._lives.get(name, 0)
+
     def address(self, name: str) -> Address:
         return Address(name, 5600)
 

@@ -11,7 +11,7 @@ from .campaign import campaign, run
 from .minimize import report
 from .planted import PREFIX_BUGS, Bug, find
 from .prefixes import draw
-from .scenario import LONELY, MUTUAL, Fault, Plan, Scenario
+from .scenario import LENDING, LONELY, MUTUAL, Fault, Plan, Scenario
 from .shape import Side
 
 SEEDS = 600
@@ -24,11 +24,13 @@ def test_a_prefix_is_borrowed_or_computed_and_nothing_leaks() -> None:
     if tally.violations:
         pytest.fail(f"{len(tally.violations)} of {SEEDS} fail. {report('prefixes', min(tally.violations))}")
     assert tally.seeds == SEEDS
-    for what in (*LONELY, *MUTUAL, "prefix failed", "lent for nothing"):
+    for what in (*LONELY, *MUTUAL, *LENDING, "prefix failed", "lent for nothing"):
         assert tally.ended[what] > SEEDS / 20, f"{what}: {tally.ended}"
     for what in ("prefix received", "not lent", "received"):
         assert tally.ended[what] > SEEDS, f"{what}: {tally.ended}"
     assert tally.ended["prefix cancelled"]
+    assert tally.ended["lent, and ended"]
+    assert tally.ended["silent lender"]
 
 
 def test_a_seed_decides_everything() -> None:

@@ -11,6 +11,7 @@ from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timeouts import Timeouts
 
 from . import faults
+from .lending import LendingSide
 from .process import Process
 from .scenario import Plan, Scenario, engine_of, workers
 from .shape import Side, worker
@@ -21,7 +22,7 @@ from .surroundings import Surroundings
 TIMES = Timeouts(hold=12.0, orphan=12.0, transfer=25.0, cancel=3.0, drain=3.0)
 # A prefix that is not lent, or not loaded, delays the prompt by up to 20 s: question, load, cancel and fence.
 # The question may take a handshake of slow messages.
-PREFIX_TIMES = replace(TIMES, transfer=45.0, ask=4.0, lend=4.0, borrow=8.0)
+PREFIX_TIMES = replace(TIMES, transfer=45.0, ask=4.0, remember=8.0, lend=4.0, borrow=8.0)
 
 # The longest fence in this fabric (fabric.SimEngine._fence), and a little more.
 _FENCE_S = 5.0
@@ -151,9 +152,16 @@ class World(Surroundings):
         times = self.times
         return 1.02 * (times.lend + times.borrow + times.drain + times.dead) + _FENCE_S + self._pauses
 
+    def lendings(self, engine: str) -> list[LendingSide]:
+        """Returns the lending sides of the engine's living workers."""
+        found = (self.processes.get(name) for name in self.workers(engine))
+        return [process.lending for process in found if process is not None]
+
     def lend(self, asked: Process, request: PrefixRequested) -> None:
         """The scheduler of the lender decides. One of its workers got the question."""
         engine, _ = asked.place
+        if asked.lending.paused:
+            return  # its scheduler takes no step, so its workers answer
         found, tokens = asked.lending.look_up(request.content)
         multiple = max(request.multiple, asked.worker.block)
         tokens = tokens // multiple * multiple

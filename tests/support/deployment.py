@@ -30,8 +30,17 @@ POLL_SECONDS = 0.02
 BLOCK = 32
 
 # Seconds. Tests wait for the end of a prompt that no engine fetches, and of a reservation whose prompt never
-# comes. An engine that gets no CPU time on a busy machine must not count as dead.
-TIMEOUTS = {"hold": 12.0, "orphan": 12.0, "connect": 30.0, "suspect": 15.0, "dead": 30.0}
+# comes. An engine that gets no CPU time on a busy machine must not count as dead. What prefill engines have
+# measured of a lender counts for the time `remember`, so that they borrow whatever it was.
+TIMEOUTS = {
+    "hold": 12.0,
+    "orphan": 12.0,
+    "connect": 30.0,
+    "suspect": 15.0,
+    "dead": 30.0,
+    "ask": 10.0,
+    "remember": 0.001,
+}
 
 HOST_TIER = {"spec_name": "HostTierSpec", "spec_module_path": "host_tier", "cpu_bytes_to_use": 64 << 20}
 """Settings of vLLM's OffloadingConnector on a CPU."""

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kv_connector.agent.exposition import NAMES, Exposition
-from kv_connector.agent.ledger import AgentStats, LiveState, Timing
+from kv_connector.agent.ledger import AgentStats, LiveState, PrefixStats, Timing
 from kv_connector.agent.metrics import AgentReporter, Interval, activity
 from kv_connector.control.membership import Activity
 from kv_connector.protocol.actions import Outcome
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import LendOutcome, Role
 from kv_connector.protocol.sessions import PeerInfo, PeerState
 
 NO_STATS = AgentStats(
@@ -34,6 +34,9 @@ NO_STATS = AgentStats(
     links_lost=0,
     links_restored=0,
     peers=(),
+    prefixes=PrefixStats(
+        borrow={}, lend={}, tokens_borrowed=0, tokens_lent=0, answer_seconds=0.0, load_seconds=0.0
+    ),
 )
 IDLE = LiveState(
     prefill_requests=0,
@@ -189,6 +192,11 @@ def test_names_and_labels_are_an_interface(
         "kv_connector_malformed_messages counter": [],
         "kv_connector_links_lost counter": [],
         "kv_connector_links_restored counter": [],
+        "kv_connector_prefix_tokens_borrowed counter": [],
+        "kv_connector_prefix_tokens_lent counter": [],
+        "kv_connector_prefix_answer_seconds counter": [],
+        "kv_connector_prefix_load_seconds counter": [],
+        "kv_connector_prefix_requests counter": ["outcome", "side"],
         "kv_connector_live_prefill_requests gauge": ["rank"],
         "kv_connector_live_decode_requests gauge": ["rank"],
         "kv_connector_live_transfers gauge": ["rank"],
@@ -218,6 +226,25 @@ def test_counters_travel_as_increments(
     assert metrics.sample("transfers_total", role="prefill", outcome="failed") == 2
     assert metrics.sample("transfers_total", role="decode", outcome="failed") == 0
     assert metrics.sample("pages_pushed_total", engine=1) == 0
+
+
+def test_requests_for_prefixes_are_counted_by_side_and_outcome(
+    agent: CountingAgent, reporter: AgentReporter, metrics: Metrics
+) -> None:
+    lent, silent = LendOutcome.LENT, LendOutcome.SILENT
+    for asked in (1, 3):
+        counted = PrefixStats({lent: asked, silent: 1}, {lent: 2 * asked}, 64 * asked, 32, 0.5, 0.25)
+        agent.counted = replace(NO_STATS, prefixes=counted)
+        metrics.observe(reporter.take())
+    assert metrics.sample("prefix_requests_total", side="borrow", outcome="lent") == 3
+    assert metrics.sample("prefix_requests_total", side="borrow", outcome="silent") == 1
+    assert metrics.sample("prefix_requests_total", side="lend", outcome="lent") == 6
+    assert metrics.sample("prefix_requests_total", side="lend", outcome="paused") == 0
+    assert metrics.sample("prefix_requests_total", side="lend", outcome="silent") is None
+    assert metrics.sample("prefix_tokens_borrowed_total") == 192
+    assert metrics.sample("prefix_tokens_lent_total") == 32
+    assert metrics.sample("prefix_answer_seconds_total") == 0.5
+    assert metrics.sample("prefix_load_seconds_total") == 0.25
 
 
 def test_every_counter_is_there_from_the_start(metrics: Metrics) -> None:

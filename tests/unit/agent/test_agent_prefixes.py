@@ -12,7 +12,7 @@ from protocol_setup import BLOCK, layout
 from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import LendOutcome, Role
 from kv_connector.protocol.requests import (
     ComputedPages,
     DecodeRequest,
@@ -86,6 +86,10 @@ def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows:
     assert borrower.holds("x", SOURCE, TARGET)
     borrower.idle()
     lender.idle()
+    ours, theirs = borrower.agent.stats().prefixes, lender.agent.stats().prefixes
+    assert (ours.borrow, theirs.lend) == ({LendOutcome.LENT: 1}, {LendOutcome.LENT: 1})
+    assert (ours.tokens_borrowed, theirs.tokens_lent) == (TOKENS, TOKENS)
+    assert ours.answer_seconds > 0 < ours.load_seconds
 
 
 def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) -> None:
@@ -115,7 +119,7 @@ def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> N
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     request = ask(borrower, lender)
-    lender.agent.answer_prefix(request.transfer_id, 0, "it is not cached")
+    lender.agent.answer_prefix(request.transfer_id, 0, LendOutcome.NOT_CACHED, "it is not cached")
     assert answer(borrower) == {"x": 0}
     borrower.idle()
     lender.idle()
@@ -129,6 +133,43 @@ def test_lender_frees_a_prefix_that_its_borrower_releases(sim: Stage) -> None:
     assert answer(borrower) == {"x": TOKENS}
     borrower.agent.release("x", prefixes(lender))
     lender.wait(sent=["x"])
+
+
+def test_lender_ends_its_lendings_and_refuses_while_its_engine_takes_no_step(sim: Stage) -> None:
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
+    lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
+    ask(borrower, lender)
+    lend(lender)
+    assert answer(borrower) == {"x": TOKENS}
+    lender.agent.refuse_lending("paused")
+    lender.agent.end_lendings("paused")
+    lender.wait(sent=["x"])
+    load(borrower, lender)
+    until(lambda: borrower.agent.failure("x") or borrower.received, "the failure")
+    borrower.agent.request_prefix(PrefixRequest("y", prefixes(lender), KEY, 0, BLOCK))
+    assert answer(borrower) == {"y": 0}
+    assert lender.agent.take_prefix_requests() == []
+    assert borrower.agent.stats().prefixes.borrow[LendOutcome.PAUSED] == 1
+    lender.agent.refuse_lending("")
+    ask(borrower, lender, "z")
+
+
+def test_address_without_an_engine_costs_one_question_and_a_connection_for_a_time(sim: Stage) -> None:
+    """A request may name any address."""
+    quick = replace(PATIENT, ask=0.2, connect=0.4, remember=60.0)
+    borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=quick)
+    wrong = Address("127.0.0.1", 1, prefixes=True)
+    outcomes = []
+    for name in ("x", "y"):
+        borrower.agent.request_prefix(PrefixRequest(name, wrong, KEY, 0, BLOCK))
+        assert answer(borrower) == {name: 0}
+        outcomes.append(borrower.agent.stats().prefixes.borrow)
+    assert outcomes == [
+        {LendOutcome.SILENT: 1},
+        {LendOutcome.SILENT: 1, LendOutcome.SKIPPED: 1},
+    ]
+    until(lambda: borrower.agent.live().peers == 0, "the end of the connection")
+    borrower.idle()
 
 
 def test_only_the_first_rank_asks(sim: Stage) -> None:

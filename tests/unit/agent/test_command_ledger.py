@@ -16,15 +16,18 @@ from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
+    EndLendings,
     FailLoad,
     FinishPrefill,
     NewPages,
+    RefuseLending,
     Release,
     SetRanks,
     WithdrawPrefix,
 )
 from kv_connector.agent.ledger import Reports
 from kv_connector.protocol.content_key import chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
 
 __all__ = ["agent"]
@@ -52,6 +55,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
             PREFIX,
             WithdrawPrefix("x"),
             AnswerPrefix("y", 32),
+            RefuseLending("paused"),
+            EndLendings("paused"),
         )
     )
     assert agent.take_calls() == [
@@ -64,7 +69,9 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("cache_cleared",),
         ("request_prefix", PREFIX),
         ("withdraw_prefix", "x"),
-        ("answer_prefix", "y", 32, ""),
+        ("answer_prefix", "y", 32, LendOutcome.LENT, ""),
+        ("refuse_lending", "paused"),
+        ("end_lendings", "paused"),
     ]
 
 

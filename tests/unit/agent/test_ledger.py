@@ -5,11 +5,19 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_connector.agent.ledger import Ledger, Reports
-from kv_connector.protocol.actions import PrefixAnswered, PrefixRequested, Reached, State
+from kv_connector.agent.ledger import Ledger, PrefixStats, Reports
+from kv_connector.protocol.actions import (
+    Ended,
+    Outcome,
+    PrefixAnswered,
+    PrefixDecided,
+    PrefixRequested,
+    Reached,
+    State,
+)
 from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.lending import MAX_QUESTIONS
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.messages import LendOutcome, Role
 
 LIMIT = 30.0
 
@@ -105,8 +113,26 @@ def test_ledger_keeps_news_of_prefixes_until_they_are_taken() -> None:
     requests = [PrefixRequested(f"t{number}", key, 0, 16) for number in range(MAX_QUESTIONS + 1)]
     for request in requests:
         ledger.prefix_news(request)
-    ledger.prefix_news(PrefixAnswered("u", 32))
+    ledger.prefix_news(PrefixAnswered("u", 32, LendOutcome.LENT, 0.5))
     ledger.await_news(60.0)  # returns at once
     assert ledger.take_prefix_requests() == requests[1:]  # the first one has no answer in time
     assert ledger.take_prefix_answers() == {"u": 32}
     assert (ledger.take_prefix_requests(), ledger.take_prefix_answers()) == ([], {})
+
+
+def test_ledger_counts_prefixes() -> None:
+    ledger = Ledger()
+    ledger.prefix_news(PrefixAnswered("a", 32, LendOutcome.LENT, 0.5))
+    ledger.prefix_news(PrefixAnswered("b", 0, LendOutcome.PAUSED, 0.25))
+    ledger.prefix_news(PrefixDecided(LendOutcome.LENT, 16))
+    ledger.prefix_news(PrefixDecided(LendOutcome.BUSY, 0))
+    ledger.prefix_loaded(Ended(Role.DECODE, "a", 1, Outcome.COMPLETED, seconds=2.0, prefix_tokens=32))
+    counted = ledger.stats((), 0, 0, 0).prefixes
+    assert counted == PrefixStats(
+        borrow={LendOutcome.LENT: 1, LendOutcome.PAUSED: 1},
+        lend={LendOutcome.LENT: 1, LendOutcome.BUSY: 1},
+        tokens_borrowed=32,
+        tokens_lent=16,
+        answer_seconds=0.75,
+        load_seconds=2.0,
+    )

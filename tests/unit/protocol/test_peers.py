@@ -100,7 +100,7 @@ def accept(
     """P accepts. Returns its number for D, and the HELLO_ACK that it sends."""
     ask = only(prefill.receive(now, source, hello), Accept)
     actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
-    assert only(actions, SessionUp) == SessionUp(ask.peer, None)
+    assert only(actions, SessionUp) == SessionUp(ask.peer, None, hello.incarnation)
     ack = only(actions, Reply)
     assert ack.source == source
     assert isinstance(ack.message, HelloAck)
@@ -113,7 +113,7 @@ def up(decode: PeerTable, prefill: PeerTable, now: float = 0.0) -> tuple[int, in
     complete = only(decode.receive(now, DIALLED, ack), Complete)
     assert (complete.answer, complete.lane) == (b"answer", "tcp")
     actions = decode.completed(now, complete.peer)
-    assert only(actions, SessionUp) == SessionUp(complete.peer, P_ADDRESS)
+    assert only(actions, SessionUp) == SessionUp(complete.peer, P_ADDRESS, ack.incarnation)
     return complete.peer, peer
 
 
@@ -806,5 +806,7 @@ def test_pass_over_dials_again_without_the_lane(decode: PeerTable, prefill: Peer
     assert last.without == ("host", "nvlink")
     decode.offered(0.0, last.peer, b"dialled 3", b"offer")
     third = only(decode.receive(0.0, b"dialled 3", ack), Complete)
-    assert only(decode.completed(0.0, third.peer), SessionUp) == SessionUp(third.peer, P_ADDRESS)
+    assert only(decode.completed(0.0, third.peer), SessionUp) == SessionUp(
+        third.peer, P_ADDRESS, ack.incarnation
+    )
     assert len(decode) == 1

@@ -27,6 +27,7 @@ from protocol_setup import (
 from kv_connector.protocol.actions import (
     Accept,
     Address,
+    CancelWrites,
     Connect,
     Deliver,
     Dial,
@@ -40,6 +41,7 @@ from kv_connector.protocol.actions import (
     OpenCounter,
     Outcome,
     PrefixAnswered,
+    PrefixDecided,
     PrefixRequested,
     Reply,
     Seal,
@@ -48,6 +50,7 @@ from kv_connector.protocol.actions import (
     SessionUp,
     Share,
 )
+from kv_connector.protocol.borrowing import _REMEMBERED, MAX_LOCATED
 from kv_connector.protocol.content_key import ContentKey, chain
 from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.legs import DecodeAction
@@ -62,6 +65,7 @@ from kv_connector.protocol.messages import (
     Hello,
     HelloAck,
     HelloNak,
+    LendOutcome,
     Lent,
     Locate,
     NakReason,
@@ -112,7 +116,9 @@ def assert_over(borrower: DecodeMachine) -> None:
 
 def test_borrower_reports_what_is_lent(borrower: DecodeMachine) -> None:
     asked(borrower)
-    assert borrower.borrowing.lent(0.3, PEER, Lent("t", 32)) == [PrefixAnswered("t", 32)]
+    assert borrower.borrowing.lent(0.5, PEER, Lent("t", 32)) == [
+        PrefixAnswered("t", 32, LendOutcome.LENT, 0.5)
+    ]
     assert_over(borrower)
 
 
@@ -139,35 +145,54 @@ def test_sessions_for_prompts_and_for_prefixes_with_one_address_are_apart(borrow
     assert only(borrower.reserve(1.0, decode_request("t", engine=LENDER)), OpenCounter).peers == (PEER,)
 
 
+def nothing(outcome: LendOutcome, seconds: float) -> PrefixAnswered:
+    return PrefixAnswered("t", 0, outcome, seconds)
+
+
 Ending = Callable[[DecodeMachine], list[DecodeAction]]
-LOOKING: dict[str, Ending] = {
-    "no engine": lambda borrower: borrower.engine_not_found(0.1, LENDER, "nobody answers"),
-    "deadline": lambda borrower: borrower.tick(1.0),
-    "shutting down": lambda borrower: borrower.close(0.1),
+LOOKING: dict[str, tuple[Ending, PrefixAnswered]] = {
+    "no engine": (
+        lambda borrower: borrower.engine_not_found(0.5, LENDER, "nobody answers"),
+        nothing(LendOutcome.UNREACHABLE, 0.5),
+    ),
+    "deadline": (lambda borrower: borrower.tick(1.0), nothing(LendOutcome.SILENT, 1.0)),
+    "shutting down": (lambda borrower: borrower.close(0.5), nothing(LendOutcome.CLOSING, 0.5)),
 }
 
 
-@pytest.mark.parametrize("end", LOOKING.values(), ids=LOOKING)
-def test_borrower_answers_nothing_when_no_lender_is_found(borrower: DecodeMachine, end: Ending) -> None:
+@pytest.mark.parametrize(("end", "answer"), LOOKING.values(), ids=LOOKING)
+def test_borrower_answers_nothing_when_no_lender_is_found(
+    borrower: DecodeMachine, end: Ending, answer: PrefixAnswered
+) -> None:
     borrower.borrowing.ask(0.0, ASKED)
-    assert end(borrower) == [PrefixAnswered("t", 0)]
+    assert end(borrower) == [answer]
     assert_over(borrower)
 
 
 def test_borrower_answers_nothing_when_it_gets_no_session(borrower: DecodeMachine) -> None:
     borrower.borrowing.ask(0.0, ASKED)
     borrower.engine_found(0.0, LENDER, (worker(PAGES),))
-    assert borrower.dial_failed(0.1, LENDER, "refused") == [PrefixAnswered("t", 0)]
+    assert borrower.dial_failed(0.5, LENDER, "refused") == [nothing(LendOutcome.UNREACHABLE, 0.5)]
     assert_over(borrower)
 
 
 RELEASED = Send(PEER, Release("t"))
 SENT: dict[str, tuple[Ending, list[DecodeAction]]] = {
-    "refused": (lambda b: b.borrowing.lent(0.3, PEER, Lent("t", 0, "no")), [PrefixAnswered("t", 0)]),
-    "deadline": (lambda b: b.tick(1.0), [RELEASED, PrefixAnswered("t", 0)]),
-    "session over": (lambda b: b.peer_down(0.3, PEER, "silent"), [PrefixAnswered("t", 0)]),
+    "refused": (
+        lambda b: b.borrowing.lent(0.5, PEER, Lent("t", 0, "no", LendOutcome.PAUSED)),
+        [nothing(LendOutcome.PAUSED, 0.5)],
+    ),
+    "refused without an outcome": (
+        lambda b: b.borrowing.lent(0.5, PEER, Lent("t", 0, "no")),
+        [nothing(LendOutcome.FAILED, 0.5)],
+    ),
+    "deadline": (lambda b: b.tick(1.0), [RELEASED, nothing(LendOutcome.SILENT, 1.0)]),
+    "session over": (
+        lambda b: b.peer_down(0.5, PEER, "silent"),
+        [nothing(LendOutcome.UNREACHABLE, 0.5)],
+    ),
     "withdrawn": (lambda b: b.borrowing.withdraw(0.3, "t"), [RELEASED]),
-    "shutting down": (lambda b: b.close(0.3), [RELEASED, PrefixAnswered("t", 0)]),
+    "shutting down": (lambda b: b.close(0.5), [RELEASED, nothing(LendOutcome.CLOSING, 0.5)]),
 }
 
 
@@ -185,17 +210,17 @@ def test_question_ends_once_and_releases_what_may_be_lent(
 @pytest.mark.parametrize("tokens", [8, 16, 40, 64])
 def test_borrower_refuses_a_length_that_it_has_not_asked_for(borrower: DecodeMachine, tokens: int) -> None:
     asked(borrower)
-    log, *rest = borrower.borrowing.lent(0.3, PEER, Lent("t", tokens))
+    log, *rest = borrower.borrowing.lent(0.5, PEER, Lent("t", tokens))
     assert isinstance(log, Log)
     assert log.level == logging.WARNING
-    assert rest == [RELEASED, PrefixAnswered("t", 0)]
+    assert rest == [RELEASED, nothing(LendOutcome.FAILED, 0.5)]
 
 
 def test_borrower_refuses_a_length_that_its_blocks_do_not_have(borrower: DecodeMachine) -> None:
     borrower.borrowing.ask(0.0, replace(ASKED, first_token=0, multiple=32))
     borrower.engine_found(0.1, LENDER, (worker(PAGES),))
     borrower.peer_up(0.2, LENDER, PEER)
-    assert PrefixAnswered("t", 0) in borrower.borrowing.lent(0.3, PEER, Lent("t", 48))
+    assert nothing(LendOutcome.FAILED, 0.5) in borrower.borrowing.lent(0.5, PEER, Lent("t", 48))
 
 
 def test_answer_of_another_peer_or_to_no_question_is_ignored(borrower: DecodeMachine) -> None:
@@ -209,8 +234,91 @@ def test_question_that_cannot_be_sent_is_answered_at_once(borrower: DecodeMachin
     empty = msgspec.structs.replace(KEY, digests=b"")
     log, answer = borrower.borrowing.ask(0.0, replace(ASKED, content=empty))
     assert isinstance(log, Log)
-    assert answer == PrefixAnswered("t", 0)
+    assert answer == nothing(LendOutcome.FAILED, 0.0)
     assert_over(borrower)
+
+
+# --- Lenders that do not answer
+
+
+def again(borrower: DecodeMachine, now: float, name: str = "u") -> list[DecodeAction]:
+    return borrower.borrowing.ask(now, replace(ASKED, transfer_id=name))
+
+
+def skipped(name: str = "u") -> list[PrefixAnswered]:
+    return [PrefixAnswered(name, 0, LendOutcome.SKIPPED, 0.0)]
+
+
+@pytest.mark.parametrize("located", [False, True])
+def test_lender_that_did_not_answer_is_asked_again_after_some_time(
+    borrower: DecodeMachine, located: bool
+) -> None:
+    if located:
+        asked(borrower)
+    else:
+        borrower.borrowing.ask(0.0, ASKED)
+    borrower.tick(1.0)
+    assert again(borrower, 1.0) == again(borrower, 30.9) == skipped()
+    assert_over(borrower)
+    again(borrower, 1.0 + TIMES.remember)
+    assert len(borrower.borrowing) == 1
+
+
+def test_silence_of_one_lender_concerns_no_other(borrower: DecodeMachine) -> None:
+    borrower.borrowing.ask(0.0, ASKED)
+    borrower.tick(1.0)
+    other = replace(ASKED, transfer_id="u", lender=replace(LENDER, port=1))
+    assert borrower.borrowing.ask(1.0, other) == [FindEngine(other.lender)]
+
+
+@pytest.mark.parametrize("outcome", [LendOutcome.PAUSED, LendOutcome.NOT_CACHED, LendOutcome.BUSY])
+def test_refusal_costs_one_question_and_does_not_count_as_silence(
+    borrower: DecodeMachine, outcome: LendOutcome
+) -> None:
+    asked(borrower)
+    borrower.borrowing.lent(0.3, PEER, Lent("t", 0, "no", outcome))
+    assert only(again(borrower, 0.3), Send).peer == PEER
+
+
+@pytest.mark.parametrize(("incarnation", "asks"), [("first", False), ("second", True)])
+@pytest.mark.parametrize("prefixes", [False, True], ids=["prompts", "prefixes"])
+def test_new_process_of_a_silent_lender_is_asked_at_once(
+    borrower: DecodeMachine, incarnation: str, asks: bool, prefixes: bool
+) -> None:
+    borrower.borrowing.ask(0.0, ASKED)
+    borrower.engine_found(0.1, LENDER, (worker(PAGES),))
+    borrower.peer_up(0.2, LENDER, PEER, "first")
+    borrower.tick(1.0)
+    borrower.peer_down(2.0, PEER, "silent")
+    borrower.peer_up(3.0, replace(LENDER, prefixes=prefixes), OTHER, incarnation)
+    assert (again(borrower, 3.0) != skipped()) is asks
+
+
+def test_late_session_of_a_silent_lender_ends_its_silence(borrower: DecodeMachine) -> None:
+    borrower.borrowing.ask(0.0, ASKED)
+    borrower.engine_found(0.1, LENDER, (worker(PAGES),))
+    borrower.tick(1.0)
+    borrower.peer_up(1.2, LENDER, PEER, "first")
+    assert only(again(borrower, 1.3), Send).peer == PEER
+
+
+def test_borrower_locates_few_lenders_at_once(borrower: DecodeMachine) -> None:
+    """Each costs a connection for seconds, and a request can name any address."""
+    wrong = [replace(ASKED, transfer_id=f"w{port}", lender=replace(LENDER, port=port)) for port in range(40)]
+    found = [action for request in wrong for action in borrower.borrowing.ask(0.0, request)]
+    assert len(every(found, FindEngine)) == MAX_LOCATED
+    assert len(every(found, PrefixAnswered)) == 40 - MAX_LOCATED
+    borrower.engine_not_found(5.0, wrong[0].lender, "nobody answers")
+    assert again(borrower, 5.0) == [FindEngine(LENDER)]
+
+
+def test_borrower_remembers_a_bounded_number_of_silent_lenders(borrower: DecodeMachine) -> None:
+    for port in range(2 * _REMEMBERED):
+        wrong = replace(LENDER, port=port)
+        borrower.borrowing.ask(0.0, replace(ASKED, lender=wrong))
+        borrower.tick(1.0)
+        borrower.engine_not_found(1.0, wrong, "nobody answers")
+    assert len(borrower.borrowing._silences) == _REMEMBERED
 
 
 # --- The borrower's load
@@ -266,7 +374,12 @@ def lent(lender: PrefillMachine, tokens: int = 32) -> None:
     assert lender.expect(0.1, prefix_request(tokens)) == []
     assert lender.pages_computed(0.1, computed(range(1, tokens // 16 + 1), base=None)) == []
     assert lender.request_finished(0.1, "t", ok=True, reason="") == []
-    assert lender.lend(0.1, "t", tokens) == [Send(BORROWER, Lent("t", tokens))]
+    assert lender.lend(0.1, "t", tokens) == answered(Lent("t", tokens), tokens - 16)
+
+
+def answered(lent: Lent, tokens: int = 0) -> list[object]:
+    """Returns the actions for an answer of the lender, which has ``tokens`` beyond the borrower's."""
+    return [Send(BORROWER, lent), PrefixDecided(lent.outcome, tokens)]
 
 
 def prefix_request(tokens: int = 32) -> PrefillRequest:
@@ -333,26 +446,36 @@ def test_lender_holds_a_prompt_of_a_client_longer_than_a_prefix(lender: PrefillM
     assert lender.next_deadline() == TIMES.hold
 
 
-REFUSED: dict[str, tuple[Callable[[PrefillMachine], object], Borrow, str]] = {
-    "other weights": (lambda m: m.set_weights(0.0, "8"), BORROW, "weights: lending engine has 8"),
-    "shutting down": (lambda m: m.close(0.0), BORROW, "shutting down"),
+REFUSED: dict[str, tuple[Callable[[PrefillMachine], object], Borrow, LendOutcome, str]] = {
+    "other weights": (
+        lambda m: m.set_weights(0.0, "8"),
+        BORROW,
+        LendOutcome.WEIGHTS,
+        "weights: lending engine has 8",
+    ),
+    "shutting down": (lambda m: m.close(0.0), BORROW, LendOutcome.CLOSING, "shutting down"),
     "no digests": (
         lambda m: None,
         msgspec.structs.replace(BORROW, content=ContentKey(KEY.basis, 16, 32, b"")),
+        LendOutcome.FAILED,
         "0 bytes of digests",
     ),
 }
 
 
-@pytest.mark.parametrize(("prepare", "question", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("prepare", "question", "outcome", "reason"), REFUSED.values(), ids=REFUSED)
 def test_lender_refuses_a_question_with_its_reason(
-    lender: PrefillMachine, prepare: Callable[[PrefillMachine], object], question: Borrow, reason: str
+    lender: PrefillMachine,
+    prepare: Callable[[PrefillMachine], object],
+    question: Borrow,
+    outcome: LendOutcome,
+    reason: str,
 ) -> None:
     prepare(lender)
     lender.admit(BORROWER, PAGES, WANTS, regions=1, prefixes=True)
     answer = message(lender.borrow(0.0, BORROWER, question))
     assert isinstance(answer, Lent)
-    assert answer.tokens == 0
+    assert (answer.tokens, answer.outcome) == (0, outcome)
     assert reason in answer.reason
     assert lender.next_deadline() is None
 
@@ -391,12 +514,75 @@ def test_lender_limits_the_questions_that_it_keeps(lender: PrefillMachine) -> No
     found: list[object] = []
     for number in range(MAX_QUESTIONS + 1):
         found += lender.borrow(0.0, BORROWER, msgspec.structs.replace(BORROW, transfer_id=f"t{number}"))
-    assert [type(action) for action in found] == [PrefixRequested] * MAX_QUESTIONS + [Send]
+    assert [type(action) for action in found] == [PrefixRequested] * MAX_QUESTIONS + [Send, PrefixDecided]
 
 
 def test_lender_that_shuts_down_answers_open_questions(lender: PrefillMachine) -> None:
     lending(lender)
-    assert Send(BORROWER, Lent("t", 0, "this engine is shutting down")) in lender.close(0.1)
+    assert Send(BORROWER, Lent("t", 0, "this engine is shutting down", LendOutcome.CLOSING)) in lender.close(
+        0.1
+    )
+
+
+ENDED = "the prefix cache was emptied"
+
+
+def test_lender_ends_a_prefix_that_waits_for_its_borrower_at_once(lender: PrefillMachine) -> None:
+    lent(lender)
+    assert only(lender.end_lendings(0.2, ENDED), FinishedSending) == FinishedSending("t")
+    answer = message(lender.reserve(0.3, BORROWER, reserve_prefix()))
+    assert isinstance(answer, Fail)
+    assert (answer.code, answer.message, answer.quiesced) == (FailCode.STALE, ENDED, True)
+    assert (len(lender), lender.next_deadline()) == (0, None)
+
+
+def test_lender_gives_blocks_back_only_when_no_write_reads_them(lender: PrefillMachine) -> None:
+    lent(lender)
+    lender.reserve(0.2, BORROWER, reserve_prefix())
+    actions = lender.end_lendings(0.3, ENDED)
+    assert only(actions, CancelWrites).share == Share("t")
+    assert not every(actions, FinishedSending)
+    actions = lender.writes_ended(0.4, Share("t"), WritesEnd.CANCELLED, quiesced=True, reason="")
+    answer = message(actions)
+    assert isinstance(answer, Fail)
+    assert (answer.code, answer.quiesced) == (FailCode.STALE, True)
+    assert only(actions, FinishedSending) == FinishedSending("t")
+
+
+def test_lender_does_not_answer_with_a_prefix_that_has_ended(lender: PrefillMachine) -> None:
+    lending(lender)
+    lender.expect(0.1, prefix_request())
+    lender.end_lendings(0.1, ENDED)
+    lender.pages_computed(0.1, computed((1, 2), base=None))
+    assert only(lender.request_finished(0.1, "t", ok=True, reason=""), FinishedSending).request_id == "t"
+    answer = message(lender.lend(0.1, "t", 32))
+    assert isinstance(answer, Lent)
+    assert answer.tokens == 0
+
+
+def test_lender_that_falls_asleep_ends_what_is_lent(lender: PrefillMachine) -> None:
+    lent(lender)
+    assert only(lender.forget_pages(0.2), FinishedSending) == FinishedSending("t")
+    assert (len(lender), lender.next_deadline()) == (0, None)
+
+
+def test_end_of_lendings_leaves_prompts_of_clients_alone(lender: PrefillMachine) -> None:
+    lender.expect(0.0, prefill_request())
+    lender.request_finished(0.0, "t", ok=True, reason="")
+    assert lender.end_lendings(0.1, ENDED) == []
+    assert lender.next_deadline() == TIMES.hold
+
+
+def test_paused_lender_refuses_without_its_scheduler(lender: PrefillMachine) -> None:
+    lending(lender)
+    assert lender.refuse_lending(0.1, "paused") == answered(Lent("t", 0, "paused", LendOutcome.PAUSED))
+    assert lender.next_deadline() is None
+    question = msgspec.structs.replace(BORROW, transfer_id="u")
+    assert lender.borrow(0.2, BORROWER, question) == answered(Lent("u", 0, "paused", LendOutcome.PAUSED))
+    assert lender.lend(0.3, "t", 0, LendOutcome.PAUSED, "the scheduler's own answer") == []
+    assert lender.refuse_lending(0.4, "") == []
+    again = msgspec.structs.replace(BORROW, transfer_id="v")
+    assert only(lender.borrow(0.5, BORROWER, again), PrefixRequested).transfer_id == "v"
 
 
 # --- Sessions
@@ -433,8 +619,11 @@ def test_any_engine_borrows_from_any_engine(borrows: Role, lends: Role) -> None:
     assert found.message.protocol == PREFIX_PROTOCOL_VERSION
     directory = only(other.receive(0.0, b"caller", found.message), Reply).message
     assert not isinstance(directory, HelloNak)
-    accept = only(other.receive(0.0, b"from b", hello_of(borrower, LENDER)), Accept)
-    assert SessionUp(accept.peer, None) in other.accepted(0.0, accept.peer, "tcp", b"answer")
+    hello = hello_of(borrower, LENDER)
+    accept = only(other.receive(0.0, b"from b", hello), Accept)
+    assert SessionUp(accept.peer, None, hello.incarnation) in other.accepted(
+        0.0, accept.peer, "tcp", b"answer"
+    )
     assert Deliver(accept.peer, BORROW) in other.receive(0.0, b"from b", BORROW)
 
 

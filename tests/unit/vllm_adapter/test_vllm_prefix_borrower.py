@@ -13,7 +13,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, PrefixRequest
 from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.metadata import StepMetadata
-from kv_connector.vllm.prefix_borrower import LEAST_TOKENS, PrefixBorrower
+from kv_connector.vllm.prefix_borrower import MOST_AT_ONCE, PrefixBorrower
 
 __all__ = ["model", "stage"]
 
@@ -44,7 +44,6 @@ def asked(
     """Brings an engine to a request "r" whose question the workers have."""
     role, params = HALVES[half]
     engine = stage(role, *specs, **options)
-    borrower(engine).least_tokens = BLOCK
     request = engine.add("r", prompt(TOKENS), {**params, **PREFIX})
     metadata = engine.step()
     assert metadata.new_pages == ()
@@ -112,7 +111,6 @@ def test_loaded_prefix_serves_later_requests(stage: MakeStage) -> None:
 
 def test_engine_loads_only_what_it_lacks(stage: MakeStage) -> None:
     engine = stage("kv_producer")
-    borrower(engine).least_tokens = BLOCK
     engine.add("before", [*prompt(2 * BLOCK), *[9] * 10])
     while engine.scheduler.has_requests():
         engine.step()
@@ -183,15 +181,138 @@ def test_prompt_is_computed_when_its_prefix_fails_at_one_of_several_workers(
     finish(engine, half)
 
 
-def test_short_prefix_is_computed_without_a_question(stage: MakeStage) -> None:
+def test_prefix_of_less_than_a_block_is_computed_without_a_question(stage: MakeStage) -> None:
     engine = stage("kv_producer")
-    assert borrower(engine).least_tokens == LEAST_TOKENS > LENT
-    engine.add("r", prompt(TOKENS), {**PARAMS_OF_P, **PREFIX})
+    short = {"prefix_from": {**PREFIX["prefix_from"], "tokens": BLOCK - 1}}
+    engine.add("r", prompt(TOKENS), {**PARAMS_OF_P, **short})
     output, metadata = engine.schedule()
     assert output.num_scheduled_tokens == {"r": TOKENS}
     assert [type(command) for command in metadata.commands] == [PrefillRequest]
     engine.update(output)
     finish(engine, "for a decode engine")
+
+
+def measured(engine: Stage, *, compute: float, question: float = 0.0, load: float = 0.0) -> None:
+    """Sets the seconds of computing a token, of a question and of loading a token."""
+    costs = borrower(engine).costs
+    costs.compute_seconds = lambda before, tokens: compute * tokens
+    costs.answered(LENDER, question)
+    costs.loaded(LENDER, 1000, 1000 * load, 1000 * load)
+
+
+@pytest.mark.parametrize(
+    ("costs", "asks"),
+    [
+        ({"compute": 0.01, "load": 0.009}, True),
+        ({"compute": 0.01, "load": 0.011}, False),
+        ({"compute": 0.01, "question": LENT * 0.009}, True),
+        ({"compute": 0.01, "question": LENT * 0.011}, False),
+    ],
+)
+def test_prefix_is_requested_if_its_load_takes_less_time_than_computing_it(
+    stage: MakeStage, costs: dict[str, float], asks: bool
+) -> None:
+    engine = stage("kv_consumer")
+    measured(engine, **costs)
+    engine.add("r", prompt(TOKENS), PREFIX)
+    output, metadata = engine.schedule()
+    assert bool(output.num_scheduled_tokens) is not asks
+    assert any(isinstance(command, PrefixRequest) for command in metadata.commands) is asks
+    engine.update(output)
+
+
+def test_prefix_is_released_if_the_lender_has_too_little_of_it(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone")
+    costs = borrower(engine).costs
+    costs.compute_seconds = lambda before, tokens: 0.01 * tokens
+    costs.loaded(LENDER, 1000, 10.0, 2.0)  # eight seconds beside the wire's
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: 2 * BLOCK})
+    output, metadata = engine.schedule()
+    assert only(metadata.commands, Release) == Release(question.transfer_id, LENDER)
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, "alone")
+
+
+def test_load_is_measured(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone")
+    now = [100.0]
+    borrower(engine).clock = borrower(engine).costs.clock = lambda: now[0]
+    borrower(engine)._prefixes["r"].since = 100.0
+    output, _ = engine.schedule()
+    now[0] += 0.25
+    engine.update(output, answers={question.transfer_id: LENT})
+    engine.step()
+    now[0] += 0.5
+    engine.step(received=[question.transfer_id], arrived={question.transfer_id: 0.125})
+    (lender,) = borrower(engine).costs._lenders.values()
+    assert (list(lender.questions), list(lender.overheads)) == ([0.25], [0.375])
+    assert list(lender.rates) == [LENT / 0.125]
+    finish(engine, "alone")
+
+
+def names(metadata: StepMetadata) -> int:
+    return sum(isinstance(command, PrefixRequest) for command in metadata.commands)
+
+
+def queue(engine: Stage, number: int, compute: float = 60.0) -> None:
+    """Adds requests with different prompts, all with a prefix. They may be computed after ``compute`` s."""
+    borrower(engine).costs.compute_seconds = lambda before, tokens: compute
+    for index in range(number):
+        engine.add(f"r{index:02}", prompt(TOKENS, seed=index + 1), PREFIX)
+
+
+def test_few_prefixes_are_requested_at_once_and_the_others_follow_in_order(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=1000)
+    queue(engine, MOST_AT_ONCE + 4)
+    metadata = engine.step()
+    assert names(metadata) == MOST_AT_ONCE
+    asked = list(borrower(engine)._by_transfer.values())
+    assert [one.request.request_id for one in asked] == [f"r{index:02}" for index in range(MOST_AT_ONCE)]
+    assert names(engine.step()) == 0
+    output, _ = engine.schedule()
+    engine.update(output, answers={one.transfer_id: 0 for one in asked[:2]})
+    # The first two are computed, in steps that have no room for others.
+    assert sum(names(engine.step()) for _ in range(4)) == 2
+    later = list(borrower(engine)._by_transfer.values())[-2:]
+    assert [one.request.request_id for one in later] == [f"r{MOST_AT_ONCE + i}" for i in range(2)]
+
+
+def test_loads_hold_a_share_of_the_pool_and_one_load_may_be_larger(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=40)  # ten for loads, and each needs four
+    queue(engine, 4)
+    assert names(engine.step()) == 2
+    large = stage("kv_consumer", blocks=12)
+    queue(large, 2)
+    assert names(large.step()) == 1
+
+
+def test_request_waits_for_others_no_longer_than_its_prompt_takes(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=40)
+    now = [100.0]
+    borrower(engine).clock = lambda: now[0]
+    queue(engine, 3, compute=5.0)
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {}
+    engine.update(output)
+    now[0] += 4.9
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {}
+    engine.update(output)
+    now[0] += 0.2
+    output, _ = engine.schedule()
+    assert list(output.num_scheduled_tokens) == ["r02"]
+    engine.update(output)
+
+
+def test_request_does_not_wait_for_others_if_its_cost_is_not_known(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=40)
+    queue(engine, 3)
+    borrower(engine).costs.compute_seconds = lambda before, tokens: None
+    output, metadata = engine.schedule()
+    assert (list(output.num_scheduled_tokens), names(metadata)) == (["r02"], 2)
+    engine.update(output)
 
 
 def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeStage) -> None:
@@ -283,6 +404,36 @@ def test_prefix_of_before_a_reset_is_computed(stage: MakeStage, loaded: bool) ->
     output, _ = engine.schedule()
     assert output.num_scheduled_tokens == {"r": TOKENS}
     engine.update(output)
+    finish(engine, "alone")
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("phase", ["asked", "held"])
+def test_reset_ends_what_a_lender_has_promised(stage: MakeStage, phase: str, half: str) -> None:
+    if phase == "asked":
+        engine, question, _ = asked(stage, half)
+        transfer_id = question.transfer_id
+    else:
+        engine, transfer_id = held(stage, half)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    output, metadata = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    if phase == "asked":
+        assert only(metadata.commands, WithdrawPrefix) == WithdrawPrefix(transfer_id)
+        engine.update(output, answers={transfer_id: LENT})  # it was in flight
+        assert only(engine.step().commands, Release) == Release(transfer_id, LENDER)
+    else:
+        assert only(metadata.commands, Release) == Release(transfer_id, LENDER)
+        engine.update(output)
+    finish(engine, half)
+
+
+def test_reset_ends_what_routers_have_proposed(stage: MakeStage) -> None:
+    engine = stage("kv_consumer")
+    engine.add("r", prompt(TOKENS), PREFIX)
+    assert engine.scheduler.reset_prefix_cache()
+    metadata = engine.step()
+    assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
     finish(engine, "alone")
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm_stage import BLOCK, FULL, SLIDING, WINDOW, MakeStage, Stage, model, prompt, stage
 
-from kv_connector.agent.commands import AnswerPrefix, FinishPrefill, NewPages
+from kv_connector.agent.commands import AnswerPrefix, EndLendings, FinishPrefill, NewPages, RefuseLending
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.content_key import ContentKey, chain
+from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.metadata import StepMetadata
@@ -18,6 +20,7 @@ from kv_connector.vllm.metadata import StepMetadata
 __all__ = ["model", "stage"]
 
 TOKENS = 6 * BLOCK
+PAUSED = "the lending engine is paused"
 
 
 def run(engine: Stage, name: str = "r", tokens: int = TOKENS + 5, seed: int = 1, **more: Any) -> Any:
@@ -144,15 +147,74 @@ def test_lender_names_the_reason_of_a_refusal(stage: MakeStage) -> None:
     assert refused(small, key(run(small))) == "too many blocks are lent"
 
 
-def test_cache_is_emptied_while_a_prefix_is_lent(stage: MakeStage) -> None:
+@pytest.mark.parametrize("connector", [False, True])
+def test_reset_ends_what_is_lent(stage: MakeStage, connector: bool) -> None:
     lender = stage("kv_consumer")
     request = run(lender)
     (pages,) = ask(lender, key(request)).new_pages
-    assert lender.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    # The connector reports that KV of before the reset is still in flight.
+    reset = lender.scheduler.reset_prefix_cache(reset_connector=connector)
+    assert reset is not connector
+    assert all(pool(lender).blocks[block].ref_cnt == 1 for block in pages.groups[0].blocks)
+    metadata = lender.step(sent=["x"])
+    assert metadata.commands == (EndLendings("the lending engine has emptied its prefix cache"),)
+    lender.step()
+    assert refused(lender, key(request)) == "0 of its tokens are cached"
+    assert lender.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_reset_ends_what_the_workers_have_not_lent_yet(stage: MakeStage) -> None:
+    lender = stage("kv_consumer")
+    request = run(lender)
+    output, _ = lender.schedule()
+    lender.update(output, requested=[PrefixRequested("x", key(request), 0, BLOCK)])
+    lender.scheduler.reset_prefix_cache()
+    metadata = lender.step()
+    # The workers know the lending when they end it, and they end it before they answer.
+    assert [type(command) for command in metadata.commands] == [PrefillRequest, EndLendings]
+    assert metadata.after_pages[-1] == AnswerPrefix("x", TOKENS)
+    lender.step(sent=["x"])
+    lender.step()
+    lender.assert_idle()
+
+
+def pause(engine: Stage, state: PauseState) -> None:
+    engine.scheduler.set_pause_state(state)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_pause_ends_what_is_lent_and_refuses_until_it_is_over(stage: MakeStage, state: PauseState) -> None:
+    lender = stage("kv_consumer")
+    request = run(lender)
+    (pages,) = ask(lender, key(request)).new_pages
+    pause(lender, state)
+    assert lender.scheduler.has_requests()  # vLLM's pause waits, and steps until nothing is lent
+    metadata = lender.step()
+    assert metadata.commands == (RefuseLending(PAUSED), EndLendings(PAUSED))
     assert all(pool(lender).blocks[block].ref_cnt == 1 for block in pages.groups[0].blocks)
     lender.step(sent=["x"])
     lender.step()
-    assert refused(lender, key(request)) == "0 of its tokens are cached"
+    lender.assert_idle()
+    assert refused(lender, key(request)) == PAUSED  # it was in flight
+    pause(lender, PauseState.UNPAUSED)
+    metadata = ask(lender, key(request))
+    assert metadata.after_pages[-1] == AnswerPrefix("x", TOKENS)
+
+
+def test_pause_of_an_engine_that_no_engine_has_asked_costs_no_step(stage: MakeStage) -> None:
+    lender = stage("kv_consumer")
+    request = run(lender)
+    lender.step()
+    pause(lender, PauseState.PAUSED_ALL)
+    lender.assert_idle()
+    output, _ = lender.schedule()
+    lender.update(output, requested=[PrefixRequested("x", key(request), 0, BLOCK)])
+    metadata = lender.step()
+    assert metadata.commands == (RefuseLending(PAUSED),)
+    assert metadata.after_pages == (AnswerPrefix("x", 0, LendOutcome.PAUSED, PAUSED),)
+    pause(lender, PauseState.UNPAUSED)
+    assert lender.step().commands == (RefuseLending(""),)
+    lender.assert_idle()
 
 
 def test_prefix_that_cannot_be_looked_up_is_refused(

@@ -65,6 +65,14 @@ def test_a_push_says_when_its_first_page_went_and_its_last_was_there(exported: I
     assert events == {"first push": 500_000_000, "last landing": 2_000_000_000}
 
 
+def test_load_of_a_prefix_has_a_span_of_its_own(exported: InMemorySpanExporter) -> None:
+    ended = Ended(Role.DECODE, "t", 1, Outcome.COMPLETED, seconds=2.0, request_id="r", prefix_tokens=96)
+    span = of(exported, ended, Timing(Role.DECODE, "tcp", 2.0, pages=10))
+    assert span.name == "kv.borrow"
+    assert span.attributes is not None
+    assert span.attributes["kv.tokens"] == 96
+
+
 def test_what_fails_is_an_error_with_its_reason(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.DECODE, "t", 1, Outcome.FAILED, "the peer is gone", 1.0, request_id="r")
     span = of(exported, ended, Timing(Role.DECODE, "tcp", 1.0))

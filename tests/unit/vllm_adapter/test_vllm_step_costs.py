@@ -457,13 +457,18 @@ def test_a_threshold_for_long_prompts_is_said(stage: MakeStage, monkeypatch: pyt
     assert (load.step_tokens, load.prompt_tokens) == (512, 64)
 
 
-def test_without_a_router_nothing_is_measured(stage: MakeStage) -> None:
+def test_without_a_router_nothing_is_reported(stage: MakeStage) -> None:
     engine = stage("kv_both")
-    connector = engine.scheduler.connector
-    assert isinstance(connector, WriteImmConnector)
-    assert connector._step_costs is None
     engine.add("a", prompt(100))
     assert engine.step().load is None
+
+
+def test_prompt_seconds_are_those_of_the_fitted_cost() -> None:
+    costs = StepCosts(WorkloadReport(256, 100, 0), 1, lambda request_id: False)
+    assert costs.prompt_seconds(0, 250) is None
+    costs._prompt = PromptCost(step_ns=1_000_000, token_ns=2000, pair_ps=1000)
+    # Three steps, 250 tokens, and pairs with 1,000 tokens before them and half of their own.
+    assert costs.prompt_seconds(1000, 250) == pytest.approx(0.003 + 0.0005 + 250 * 1125 * 1e-9)
 
 
 def test_a_step_is_not_lost_with_its_load(stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""Prefixes that a prefill engine loads from another engine, so that it computes only new tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from deployment import (
+    BLOCK,
+    DATA_HOST,
+    TIMEOUTS,
+    Client,
+    Deployment,
+    assert_quiescent,
+    decode_params,
+    engine_settings,
+    prefill_params,
+    prompt,
+    wait_until,
+)
+
+from kv_connector.lab.cluster import HOST, Engine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("deployment", ["llama"], indirect=True)]
+
+ANSWER = 40
+OUTPUT = 12
+
+
+def prefix_from(lender: Engine, tokens: int) -> dict[str, Any]:
+    return {"prefix_from": {"host": HOST, "port": lender.control_port, "tokens": tokens}}
+
+
+def in_blocks(tokens: int) -> int:
+    return tokens // BLOCK * BLOCK
+
+
+class Counted:
+    """The prompt tokens of an engine by source, and its requests for prefixes by outcome, since a moment."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        tokens = self._engine.samples("vllm:prompt_tokens_by_source_total")
+        found = {labels["source"]: value for labels, value in tokens}
+        for labels, value in self._engine.samples("kv_connector_prefix_requests_total"):
+            found[f"{labels['side']} {labels['outcome']}"] = value
+        return found
+
+    async def is_(self, **expected: float) -> None:
+        """Waits until the counts are these. Metrics follow with an engine's steps."""
+
+        async def missing() -> str:
+            now = await asyncio.to_thread(self._now)
+            grown = {name: now.get(name, 0) - self._before.get(name, 0) for name in now}
+            wrong = {name: grown.get(name, 0) for name in expected if grown.get(name, 0) != expected[name]}
+            return f"{expected}, not {wrong}" if wrong else ""
+
+        await wait_until(missing)
+
+
+async def first_turn(client: Client, deployment: Deployment, name: str) -> tuple[list[int], list[int], int]:
+    """P computes a prompt and D generates its answer.
+
+    Returns the next turn, its answer of one engine alone, and the number of leading tokens that D has.
+    """
+    one = prompt(f"first turn, {name}", 300)
+    answer = await client.complete(deployment.concurrent, one, ANSWER)
+    turn = [*one, *answer, *prompt(f"second turn, {name}", 50)]
+    expected = await client.complete(deployment.plain.url, turn, OUTPUT)
+    await assert_quiescent(client, deployment.prefill)  # and P forgets what it has computed
+    return turn, expected, len(one) + len(answer) - 1  # D has not computed the last token of its answer
+
+
+async def alone(client: Client, deployment: Deployment, turn: list[int], lender: Engine) -> list[int]:
+    """P computes the turn and its answer, with a prefix from the lender."""
+    params = prefix_from(lender, len(turn))
+    return await client.complete(deployment.prefill.url, turn, OUTPUT, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_next_turn_computes_only_what_is_new(
+    deployment: Deployment, client: Client, busy: bool
+) -> None:
+    prefill, decode = deployment.prefill, deployment.decode
+    turn, expected, had = await first_turn(client, deployment, f"busy {busy}")
+    counted = Counted(prefill)
+    started = asyncio.Event()
+    other = asyncio.create_task(
+        client.stream(decode.url, prompt("beside", 100), 200 if busy else 1, lambda tokens: started.set())
+    )
+    await started.wait()
+    transfer = f"next turn {busy}"
+    tokens, _ = await asyncio.gather(
+        client.complete(decode.url, turn, OUTPUT, kv_transfer_params=decode_params(transfer, prefill)),
+        client.complete(
+            prefill.url,
+            turn,
+            1,
+            kv_transfer_params={**prefill_params(transfer), **prefix_from(decode, len(turn))},
+        ),
+    )
+    assert tokens == expected
+    lent = in_blocks(had)
+    await counted.is_(**{"external_kv_transfer": lent, "local_compute": len(turn) - lent, "borrow lent": 1})
+    await other
+    await assert_quiescent(client, prefill, decode)
+
+
+async def test_prompt_of_a_refused_prefix_is_computed(deployment: Deployment, client: Client) -> None:
+    """The lender is paused, and then it has emptied its cache. Neither costs the wait for a lender."""
+    prefill, decode = deployment.prefill, deployment.decode
+    turn, expected, _ = await first_turn(client, deployment, "refused")
+    counted = Counted(prefill)
+    await client.post(f"{decode.url}/pause?mode=keep&clear_cache=false")
+    try:
+        assert await alone(client, deployment, turn, decode) == expected
+        await counted.is_(**{"borrow paused": 1, "local_compute": len(turn)})
+    finally:
+        await client.post(f"{decode.url}/resume")
+    await assert_quiescent(client, prefill, decode)
+    counted = Counted(prefill)
+    assert await alone(client, deployment, turn, decode) == expected
+    await counted.is_(**{"borrow not_cached": 1, "local_compute": len(turn)})
+    await assert_quiescent(client, prefill, decode)
+
+
+async def test_prompt_of_a_dead_lender_is_computed(deployment: Deployment, client: Client) -> None:
+    prefill = deployment.prefill
+    extra = {"providers": ("host", "tcp"), "data_host": DATA_HOST, "timeouts": TIMEOUTS}
+    lender = deployment.cluster.start_engine(
+        "lender", role="kv_consumer", extra=extra, settings=engine_settings(blocks=64)
+    )
+    try:
+        await asyncio.to_thread(deployment.cluster.wait_ready, lender)
+        one = prompt("dead lender", 300)
+        await client.complete(lender.url, one, 1)
+        turn = [*one, *prompt("after", 50)]
+        expected = await client.complete(deployment.plain.url, turn, OUTPUT)
+        counted = Counted(prefill)
+        assert await alone(client, deployment, turn, lender) == expected
+        await counted.is_(**{"borrow lent": 1, "external_kv_transfer": in_blocks(len(one))})
+        await assert_quiescent(client, prefill, lender)
+    finally:
+        lender.kill()
+    counted = Counted(prefill)
+    assert await alone(client, deployment, turn, lender) == expected
+    await counted.is_(**{"borrow lent": 0, "local_compute": len(turn)})
+    await assert_quiescent(client, prefill)
