@@ -7,6 +7,7 @@ ids, and prompts over 1 MiB, are hashed as the client wrote them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -238,6 +239,16 @@ class Prompt:
     def bytes_of(self, prefixes: int) -> int:
         """Returns the bytes of the first so many prefixes."""
         return self.ends[prefixes - 1] if prefixes else 0
+
+    def end_behind(self, nbytes: int) -> int:
+        """Returns the bytes of the shortest prefix that is longer than so many bytes."""
+        behind = bisect_right(self.ends, nbytes)
+        return self.ends[behind] if behind < len(self.ends) else self.size
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether prefixes end with messages."""
+        return self.tail.form == "messages"
 
     def tokens_of(self, nbytes: int, tokens: int) -> int:
         """Returns the tokens of so many bytes of the prompt, which has ``tokens`` in all."""
