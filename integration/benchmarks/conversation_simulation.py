@@ -2,7 +2,8 @@
 
 Each turn of a conversation repeats the turns before and their answers. The table shows what each policy lets
 the prefill engines compute, what moves to the decode engines, and how evenly both sides are used. The steps
-are those of goodput_simulation.py. A prefill engine has no answer in its cache: no engine lends a prefix.
+are those of goodput_simulation.py. A prefill engine has no answer in its cache. With `cache_aware, lending`
+it loads what the router proposes and another engine has.
 
 `thresholds CACHE, ABS, REL` is the rule of sglang-router and vllm-router, as their documentation describes
 it, for each side by itself:
@@ -28,7 +29,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import goodput_simulation as steps
 from goodput_simulation import LANDING_S, Clock, Engine, Request
+from msgspec.structs import replace
 
 from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.endpoint import Endpoint
@@ -50,6 +53,13 @@ BLOCK = 16
 AROUND, BEHIND = 4, 3
 # KV of a token in bytes, of the model with which the table of docs/decisions/012 was measured on CPUs.
 TOKEN_BYTES = 4096
+# Seconds to load a token from another engine: 128 KiB (8 billion parameters) at 2/3 of 400 Gb/s.
+LOAD_S = (128 << 10) / (400e9 / 8 * 2 / 3)
+# Seconds until an idle engine answers a question for a prefix. A busy engine ends its step first, which takes
+# half a step on average.
+ANSWER_S = 1e-3
+
+LENDING = "cache_aware, lending"
 
 Tokens = list[str]
 
@@ -191,7 +201,10 @@ class Affinity:
 class Fleet:
     """Prefill and decode engines behind one policy."""
 
-    def __init__(self, make: Callable[[Fleet], Any], prefills: int, decodes: int, room: int) -> None:
+    def __init__(
+        self, make: Callable[[Fleet], Any], prefills: int, decodes: int, room: int, *, lends: bool
+    ) -> None:
+        """``lends``: whether engines lend prefixes to prefill engines."""
         self.clock = Clock()
         self.pools = {side: Pool() for side in Side}
         self.index = PrefixIndex()
@@ -201,13 +214,14 @@ class Fleet:
         self.kept: dict[Endpoint, Cache] = {}
         self.computed: dict[Endpoint, int] = {}
         self.generated: dict[Endpoint, int] = {}
-        self.moved = 0
+        self.moved = self.lent = 0
+        self._reported = -1.0
         self.firsts: list[float] = []
         for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
             for number in range(count):
                 endpoint = Endpoint.parse(f"http://{side.value}{number}:1")
                 workload = Workload(self.clock)
-                self.pools[side].set_usable(endpoint, True, workload)
+                self.pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=lends)
                 self.index.add(workload.cache, endpoint)
                 self.engines[endpoint], self.kept[endpoint] = Engine(self.clock), Cache(room)
                 (self.computed if side is Side.PREFILL else self.generated)[endpoint] = 0
@@ -221,6 +235,7 @@ class Fleet:
         """Serves a turn; ``then`` is called at its end."""
         raw = json.dumps({"model": "m", "messages": one.messages, "stream": True}).encode()
         completion = Completion.decode(raw)
+        self._report()
         placement = self.policy.place(PlacementRequest(completion, PATH, session=one.number))
         if placement.prompt is None:
             placement = Placement(placement.prefill, placement.decode, "", prompt=completion.prompt(PATH))
@@ -229,7 +244,7 @@ class Fleet:
         prompt = placement.prompt
         prefill = self.pools[Side.PREFILL].acquire(p, placement.work, prompt=prompt)
         decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens, prompt=prompt)
-        cached = self.kept[p].hit(tokens)
+        cached, wait = self._cached(p, placement, tokens)
         request = Request(len(tokens), answer, self.clock.now, cached)
         self.computed[p] += len(tokens) - cached
         self.moved += len(tokens) - self.kept[d].hit(tokens)
@@ -238,7 +253,7 @@ class Fleet:
             self.engines[p].leave(request)
             self.firsts.append(self.clock.now - request.arrives)
             self.kept[p].add(tokens)
-            self.caches.prefilled(prefill, Computed(tokens=len(tokens), cached=cached))
+            self.caches.prefilled(prefill, Computed(tokens=len(tokens), cached=cached), placement.prefix)
             prefill.release()
             self.caches.began(decode, placement)
             self.clock.after(LANDING_S, lambda: self.engines[d].add(request))
@@ -253,7 +268,29 @@ class Fleet:
             then()
 
         request.on_first, request.on_end = first, end
-        self.engines[p].add(request)
+        self.clock.after(wait, lambda: self.engines[p].add(request))
+
+    def _report(self) -> None:
+        """Reports the engines' workloads to the router, each second."""
+        if self.clock.now < self._reported + 1.0:
+            return
+        self._reported = self.clock.now
+        for pool in self.pools.values():
+            for member in pool.choices():
+                member.workload.hear(self.engines[member.endpoint].load)
+
+    def _cached(self, p: Endpoint, placement: Placement, tokens: Tokens) -> tuple[int, float]:
+        """Returns the tokens that the prefill engine need not compute, and the seconds to load them."""
+        own = self.kept[p].hit(tokens)
+        if placement.prefix is None:
+            return own, 0.0
+        lender = placement.prefix.lender
+        wait = steps.DECODE_S / 2 if self.engines[lender].running else ANSWER_S
+        lent = self.kept[lender].hit(tokens) - own
+        if lent <= 0:
+            return own, wait
+        self.lent += lent
+        return own + lent, wait + lent * LOAD_S
 
     def run(self, shape: Workshape, seed: int) -> int:
         """Serves all conversations; returns their new tokens."""
@@ -303,22 +340,26 @@ def policies() -> dict[str, Callable[[Fleet], Any]]:
         "thresholds 0.3, 64, 1.5": lambda fleet: Thresholds(fleet.pools, 0.3, 64, 1.5),
         "thresholds 0.5, 32, 1.0001": lambda fleet: Thresholds(fleet.pools, 0.5, 32, 1.0001),
         "affinity": lambda fleet: Affinity(fleet.pools),
-        "cache_aware": lambda fleet: CacheAware(
-            fleet.pools, fleet.index, fleet.caches.sizes, fleet.caches.sessions, fleet.clock
-        ),
+        "cache_aware": _cache_aware,
+        LENDING: _cache_aware,
     }
+
+
+def _cache_aware(fleet: Fleet) -> CacheAware:
+    return CacheAware(fleet.pools, fleet.index, fleet.caches.sizes, fleet.caches.sessions, fleet.clock)
 
 
 def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
     """Returns the cells of one policy, as means over the seeds."""
     runs = []
     for seed in plan.seeds:
-        fleet = Fleet(policies()[name], plan.prefill, plan.decode, plan.room)
+        fleet = Fleet(policies()[name], plan.prefill, plan.decode, plan.room, lends=name == LENDING)
         new = fleet.run(shape, seed)
         runs.append(
             (
                 sum(fleet.computed.values()) / new,
                 fleet.moved * TOKEN_BYTES / 1e6 / shape.conversations,
+                fleet.lent * TOKEN_BYTES / 1e6 / shape.conversations,
                 spread(fleet.computed.values()),
                 spread(fleet.generated.values()),
                 statistics.median(fleet.firsts) * 1e3,
@@ -327,10 +368,11 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
             )
         )
     means = [statistics.fmean(column) for column in zip(*runs, strict=True)]
-    computed, moved, p, d, p50, p99, predicted = means
+    computed, moved, lent, p, d, p50, p99, predicted = means
     cells = [
         f"{computed:.2f}",
         f"{moved:.1f}",
+        f"{lent:.1f}",
         f"{p:.2f}",
         f"{d:.2f}",
         f"{p50:.1f} / {p99:.1f}",
@@ -340,7 +382,14 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    head = ["policy", "tokens computed per new token", "MB moved per conversation", "spread P", "spread D"]
+    head = [
+        "policy",
+        "tokens computed per new token",
+        "MB moved per conversation",
+        "MB lent",
+        "spread P",
+        "spread D",
+    ]
     head += ["first token, ms, p50 / p99", "predicted of actual hits, %"]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
@@ -366,11 +415,20 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--recent", type=float, help="weight of the last minute's work (cache_aware._RECENT)")
     parser.add_argument("--queued", type=float, help="weight of queued tokens (_QUEUED)")
+    parser.add_argument("--borrowed", type=float, help="weight of tokens to load (_BORROWED)")
     parser.add_argument("--context", type=float, help="weight of a decode engine's contexts (_CONTEXT)")
+    parser.add_argument("--token-us", type=int, help="time of a prompt's token, in us (COST)")
+    parser.add_argument("--step-ms", type=int, help="time of a step, in ms (DECODE_S and COST)")
     plan = parser.parse_args()
+    if plan.step_ms is not None:
+        steps.DECODE_S = plan.step_ms * 1e-3
+        steps.COST = replace(steps.COST, step_ns=plan.step_ms * 1_000_000)
+    if plan.token_us is not None:
+        steps.COST = replace(steps.COST, token_ns=plan.token_us * 1000, pair_ps=0)
     for name, value in (
         ("_RECENT", plan.recent),
         ("_QUEUED", plan.queued),
+        ("_BORROWED", plan.borrowed),
         ("_CONTEXT", plan.context),
     ):
         if value is not None:

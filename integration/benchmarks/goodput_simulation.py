@@ -26,6 +26,7 @@ from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.settings import Objectives as RouterObjectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.goodput import Goodput
@@ -186,6 +187,7 @@ class Pair:
         self._policy = Goodput(
             RouterObjectives(objectives.ttft * 1e-3, objectives.between * 1e-3),
             self.pools,
+            PrefixIndex(),
             self._caches.sizes,
         )
         self.engines = {Side.PREFILL: Engine(clock), Side.DECODE: Engine(clock, step_tokens, threshold)}

@@ -67,7 +67,7 @@ def main() -> None:
     for number in range(plan.engines):
         side = list(Side)[number % 2]
         endpoint, workload = Endpoint.parse(f"http://{side.value}{number}:1"), Workload()
-        pools[side].set_usable(endpoint, True, workload)
+        pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=True)
         index.add(workload.cache, endpoint)
         engines[side].append(workload)
     system = {"role": "system", "content": words(rng, 4000)}

@@ -50,8 +50,10 @@ class WorkerInfo:
     advice: Mapping[str, str]
     """Advice to the operator about a differing pair of the fingerprint."""
     early_tokens: bool = False
-    """Same meaning as in Register, like the next field."""
+    """Same meaning as in Register, like the next fields."""
     load: WorkloadReport | None = None
+    prefixes: str = ""
+    borrows: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ def _register(
         rank=worker.data_parallel_rank,
         early_tokens=worker.early_tokens,
         load=worker.load,
+        prefixes=worker.prefixes,
+        borrows=worker.borrows,
     )
     announcer = _announcer(settings, registration) if settings.announce else None
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)

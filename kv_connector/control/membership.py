@@ -24,6 +24,7 @@ Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Why = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+PrefixKey = Annotated[str, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
 
@@ -88,6 +89,9 @@ class Register(Message, frozen=True, tag="register"):
     """The weight version that it serves."""
     torn: Text = ""
     """Why it stays paused after some of its workers did not apply a new version."""
+    prefixes: PrefixKey = ""
+    """Key of its block hashes. It lends prefixes to engines with the same key. Empty: it lends none."""
+    borrows: bool = False  # it loads the prefixes that a router proposes (prefix_from)
 
 
 class Leave(Message, frozen=True, tag="leave"):

@@ -26,6 +26,7 @@ from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
+from kv_connector.vllm.content import prefix_key
 from kv_connector.vllm.first_token import choose_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
@@ -40,7 +41,12 @@ from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
-from kv_connector.vllm.model_facts import block_tokens, kv_cache_tokens, rank_fingerprint
+from kv_connector.vllm.model_facts import (
+    block_tokens,
+    hashed_block_tokens,
+    kv_cache_tokens,
+    rank_fingerprint,
+)
 from kv_connector.vllm.patches import (
     replace_idle_pause,
     report_pauses,
@@ -133,6 +139,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         # With recurrent states, P leaves the prompt's last token to D and samples no first token.
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
+        self._prefixes = "" if has_states(block_sizes) else _prefix_key(vllm_config, kv_cache_config)
+        self._borrows = bool(self._prefixes) and not no_prefixes
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
                 self._transfer_role,
@@ -241,6 +249,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             advice=ADVICE,
             early_tokens=self._early_tokens,
             load=self._idle,
+            prefixes=self._prefixes,
+            borrows=self._borrows,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent
@@ -483,6 +493,15 @@ def _no_prefixes(vllm_config: Any, role: Role) -> str:
     if role is Role.PREFILL and vllm_config.max_concurrent_batches > 1:
         return "several steps are in flight: start this prefill engine with kv_role kv_both"
     return ""
+
+
+def _prefix_key(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Returns the key of the engine's block hashes, or "" if it keeps no prefixes."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return ""
+    hashed = hashed_block_tokens(vllm_config, kv_cache_config)
+    return prefix_key(cache.prefix_caching_hash_algo, hashed)
 
 
 def transfer_role(kv_role: str | None) -> Role:

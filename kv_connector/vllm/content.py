@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 from kv_connector.protocol.content_key import BASIS_BYTES, ContentKey, content_key
 from kv_connector.vllm.internals import Request, block_hashing
@@ -26,6 +27,19 @@ def hash_basis(algorithm: str, block_tokens: int) -> bytes:
     function = hashing.get_hash_fn_by_name(algorithm)
     block: bytes = caches.hash_block_tokens(function, None, range(block_tokens), _FACTS)
     return hashlib.blake2b(block, digest_size=BASIS_BYTES).digest()
+
+
+def prefix_key(algorithm: str, block_tokens: int) -> str:
+    """Returns a key by which routers find engines with equal block hashes; "": no other engine has them.
+
+    ``algorithm``, ``block_tokens``: as of hash_basis(). Unlike the basis, the key is known in every process,
+    and before the first request. The lender still compares the bases.
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("xxhash"):
+        return ""
+    facts = f"{algorithm}/{block_tokens}/{seed or ''}"
+    return hashlib.blake2b(facts.encode(), digest_size=BASIS_BYTES).hexdigest()
 
 
 def content_key_of(request: Request, basis: bytes, block_tokens: int) -> ContentKey:

@@ -19,6 +19,7 @@ from kv_connector.vllm.internals import (
     get_tp_group,
     is_quantized_kv_cache,
     iter_layer_specs,
+    resolve_kv_cache_block_sizes,
 )
 
 # Parts of the keys by which models' configurations name their numbers of KV heads.
@@ -41,6 +42,11 @@ def block_tokens(kv_cache_spec: Any) -> int:
     if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
         return 0
     return int(kv_cache_spec.block_size)
+
+
+def hashed_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Returns the tokens of a block that vLLM hashes."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:

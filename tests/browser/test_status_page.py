@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.workload import CacheUse
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -65,6 +67,16 @@ async def test_it_shows_what_happens_while_it_is_open(browser: Chromium) -> None
         asking.cancel()
         await within(d.aborted.wait())
         await page.until(has("#in-flight", "0"))
+
+
+async def test_page_shows_where_cached_tokens_came_from(
+    browser: Chromium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = CacheUse(predicted=12345, actual=12000, borrowed=Counter({Endpoint.parse("http://gone:1"): 678}))
+    monkeypatch.setattr("kv_connector.router.engines.workload.CacheUse", lambda: use)
+    async with cluster(answer_ok, answer_ok) as (_, _, client), shown(browser, client) as page:
+        await page.until(has("#engines", "12,000 of 12,345"))
+        await page.until(has("#engines", "678 from an engine"))
 
 
 async def test_a_failure_appears_with_its_reason_and_no_stranger_learns_more(browser: Chromium) -> None:

@@ -105,6 +105,17 @@ def check_metrics(output: str) -> None:
     assert values["kv_connector_router_requests_total"] == values["kv_connector_transfers_total"] == 4
 
 
+def check_conversation(output: str) -> None:
+    turns = [list(map(int, line.split()[:5])) for line in output.splitlines() if re.match(r" *\d+ ", line)]
+    assert [turn for turn, *_ in turns] == [*range(1, 11)], output
+    assert all(prompt == own + loaded + computed for _, prompt, own, loaded, computed in turns), output
+    assert len(re.findall(r"^ +prefill-\d is killed$", output, re.MULTILINE)) == 1, output
+    _, prompt, own, loaded, _ = turns[5]  # at the second prefill engine
+    assert own == 0, output
+    # The decode engine has all but the last question, and blocks have 32 tokens.
+    assert prompt - 200 - 32 <= loaded < prompt - 200, output
+
+
 def example(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLES / file)
     assert spec is not None
@@ -153,7 +164,12 @@ def check_failure(output: str) -> None:
 @reader
 @pytest.mark.parametrize(
     ("name", "check"),
-    [("membership", check_membership), ("failure", check_failure), ("metrics", check_metrics)],
+    [
+        ("membership", check_membership),
+        ("failure", check_failure),
+        ("conversation", check_conversation),
+        ("metrics", check_metrics),
+    ],
 )
 def test_command(name: str, check: object) -> None:
     assert callable(check)

@@ -24,7 +24,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.workload import Workload
+from kv_connector.router.engines.workload import CacheUse, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class _Engine:
     models: frozenset[str] | None = None  # None: unknown
     learn_at: float = 0.0  # when to request the models next
     silent: bool = False
-    early_tokens: bool = False  # as reported by its REGISTER
+    early_tokens: bool = False  # as reported by its REGISTER, like the next two
+    prefixes: str = ""
+    borrows: bool = False
     workload: Workload = field(default_factory=Workload)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -142,6 +144,8 @@ class EngineInfo:
     """Weight version that it serves; empty: the weights that it was started with."""
     models: frozenset[str] | None
     """Models that its API server lists; None: unknown."""
+    use: CacheUse
+    """Use of its prefix cache by this router's requests."""
 
 
 class Members:
@@ -200,6 +204,7 @@ class Members:
                 engine.pushing,
                 engine.weights,
                 engine.models,
+                engine.workload.use,
             )
 
     def label(self, endpoint: Endpoint) -> str:
@@ -283,6 +288,7 @@ class Members:
             # Sleep unmaps the KV cache. With other weights the engine has dropped its KV.
             engine.workload.cache.clear()
         engine.early_tokens, engine.weights = message.early_tokens, message.weights
+        engine.prefixes, engine.borrows = message.prefixes, message.borrows
         engine.workload.hear(message.load)
         # A REGISTER that was sent before the engine knew of its drain does not end the drain.
         draining = message.draining or (engine.draining and not engine.reports_drain)
@@ -546,6 +552,8 @@ class Members:
                 reserve=reserve,
                 weights=engine.weights,
                 models=engine.models,
+                prefixes=engine.prefixes,
+                borrows=engine.borrows,
             )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:

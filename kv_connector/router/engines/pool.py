@@ -42,6 +42,10 @@ class Member:
     """Weight version that it serves; empty: the weights that it was started with."""
     models: frozenset[str] | None = None
     """Models that it lists; None: unknown."""
+    prefixes: str = ""
+    """Key of its block hashes: it lends prefixes to engines with the same key. Empty: it lends none."""
+    borrows: bool = False
+    """Whether it loads the prefixes that this router proposes."""
     breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
     context: int = 0
@@ -248,18 +252,21 @@ class Pool:
         reserve: bool = False,
         weights: str = "",
         models: frozenset[str] | None = None,
+        prefixes: str = "",
+        borrows: bool = False,
     ) -> None:
         """Sets whether the engine takes new requests; its running requests continue.
 
         A new engine is added, with its workload and its breaker. ``reserve``: use it only if no regular
-        engine is usable. ``weights``: its version. ``models``: the models that it lists.
+        engine is usable. ``weights``: its version. ``models``: the models that it lists. ``prefixes``,
+        ``borrows``: as of Member.
         """
         member = self._members.get(endpoint)
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
             self._members[endpoint] = member
         member.usable, member.reserve, member.weights = usable, reserve, weights
-        member.models = models
+        member.models, member.prefixes, member.borrows = models, prefixes, borrows
         if not member.takes:
             # Its recent work halves while its peers work. When it comes back, it gets no more than its part.
             member.recent = None

@@ -7,6 +7,7 @@ ids, and prompts over 1 MiB, are hashed as the client wrote them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -19,9 +20,14 @@ from kv_connector.router.bodies.messages import LOOKED_AT, PICTURE, Message, Pic
 # About 256 tokens of text, which a GPU computes in milliseconds. Shorter hits are not worth counting.
 PREFIX_BYTES = 1024
 
+# The same for lists of token ids: about 50 tokens. In a chat, each message ends a prefix. In a list, the end
+# of an answer, from which the next turn goes on, is only known to such a piece.
+ID_PREFIX_BYTES = 256
+
 # Most prefixes of one prompt: those of LOOKED_AT bytes, and as many that end with a message. Each takes 80
-# bytes of memory, so all take 160 KiB at most, and 0.5 us to hash.
+# bytes of memory, so all take 160 KiB at most, and 0.5 us to hash. Those of token ids take 320 KiB.
 _MOST_PREFIXES = 2 * LOOKED_AT // PREFIX_BYTES
+_MOST_ID_PREFIXES = LOOKED_AT // ID_PREFIX_BYTES
 
 # Average of common tokenizers for English text, used until answers give a better value.
 PRIOR_BYTES_PER_TOKEN = 4.0
@@ -83,14 +89,16 @@ class _Chain:
     Python's hash() is keyed by this process, and takes 0.45 us for 1 KiB (Intel Xeon, 2026-11-29).
     """
 
-    def __init__(self, last: int, size: int = 0, most: int = _MOST_PREFIXES) -> None:
+    def __init__(self, last: int, size: int = 0, *, before: int = 0, ids: bool = False) -> None:
+        """``before``: number of prefixes that the prompt has already. ``ids``: it is a list of token ids."""
         self.last = last
         self.size = size
+        self._piece = ID_PREFIX_BYTES if ids else PREFIX_BYTES
         self.rest = b""
         self.prefixes: list[int] = []
         self.ends: list[int] = []
         self.pictures = False
-        self._most = most
+        self._most = (_MOST_ID_PREFIXES if ids else _MOST_PREFIXES) - before
 
     def add(self, data: bytes) -> None:
         """Adds bytes that a later prompt may continue: only whole pieces become prefixes."""
@@ -98,10 +106,10 @@ class _Chain:
         self.size += len(data)
         if self.rest:
             data = self.rest + data
-        whole = max(0, min(len(data), LOOKED_AT - begin)) // PREFIX_BYTES * PREFIX_BYTES
+        whole = max(0, min(len(data), LOOKED_AT - begin)) // self._piece * self._piece
         self._put(data, whole, begin)
         # Behind the limit, no more prefixes follow.
-        self.rest = data[whole:] if len(data) - whole < PREFIX_BYTES else b""
+        self.rest = data[whole:] if len(data) - whole < self._piece else b""
 
     def close(self) -> None:
         """Makes a prefix end here: the next bytes belong to another message."""
@@ -127,12 +135,12 @@ class _Chain:
     def _put(self, data: bytes, length: int, begin: int) -> None:
         """Adds prefixes that end with the pieces of so many bytes of ``data``, which are behind ``begin``
         bytes of the prompt."""
-        last, prefixes, ends = self.last, self.prefixes, self.ends
-        stop = min(length, PREFIX_BYTES * (self._most - len(prefixes)))
+        last, prefixes, ends, piece = self.last, self.prefixes, self.ends, self._piece
+        stop = min(length, piece * (self._most - len(prefixes)))
         end = begin
-        for at in range(0, stop, PREFIX_BYTES):
-            last = hash((last, data[at : at + PREFIX_BYTES]))
-            end += PREFIX_BYTES
+        for at in range(0, stop, piece):
+            last = hash((last, data[at : at + piece]))
+            end += piece
             prefixes.append(last)
             ends.append(end)
         if end > begin + length:  # the last piece is shorter
@@ -157,9 +165,9 @@ class Prompt:
     tokens: int | None
     """Number of tokens, if the prompt is a list of token ids; None: it is text."""
     prefixes: tuple[int, ...]
-    """Hashes of the beginnings of the prompt. A prefix ends PREFIX_BYTES behind the one before, or with a
-    message. Requests for different KV differ in the first hash already. Different processes have different
-    hashes."""
+    """Hashes of the beginnings of the prompt. A prefix ends PREFIX_BYTES behind the one before (of token ids:
+    ID_PREFIX_BYTES), or with a message. Requests for different KV differ in the first hash already. Different
+    processes have different hashes."""
     pictures: bool = False
     """Whether the prompt has pictures: its bytes do not indicate its number of tokens."""
     ends: tuple[int, ...] = field(default=(), compare=False)
@@ -193,7 +201,8 @@ class Prompt:
 
         tokens = shapes.of(name, raw).tokens
         model = body.get("model")
-        chain = _Chain(hash(msgspec.json.encode([path, *map(known, _ELSE)])))
+        seed = hash(msgspec.json.encode([path, *map(known, _ELSE)]))
+        chain = _Chain(seed, ids=tokens is not None)
         unseen = _add_head(chain, body, shapes)
         texts = shapes.texts(name, raw) if tokens is None else None
         form = ""
@@ -231,6 +240,16 @@ class Prompt:
         """Returns the bytes of the first so many prefixes."""
         return self.ends[prefixes - 1] if prefixes else 0
 
+    def end_behind(self, nbytes: int) -> int:
+        """Returns the bytes of the shortest prefix that is longer than so many bytes."""
+        behind = bisect_right(self.ends, nbytes)
+        return self.ends[behind] if behind < len(self.ends) else self.size
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether prefixes end with messages."""
+        return self.tail.form == "messages"
+
     def tokens_of(self, nbytes: int, tokens: int) -> int:
         """Returns the tokens of so many bytes of the prompt, which has ``tokens`` in all."""
         return min(tokens, tokens * nbytes // self.size) if self.size else 0
@@ -242,7 +261,7 @@ class Prompt:
         behind token ids. If the answer does not fit the prompt, the result is the prompt itself.
         """
         last, rest, form = self.tail
-        chain = _Chain(last, self.size, _MOST_PREFIXES - len(self.prefixes))
+        chain = _Chain(last, self.size, before=len(self.prefixes), ids=self.tokens is not None)
         chain.rest = rest
         tokens = None
         match answer:

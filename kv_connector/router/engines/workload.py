@@ -1,13 +1,18 @@
 """Workload: what an engine has to compute, what of it is cached, and how fast the engine is."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.backlog import Backlog
+from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prefix_cache import PrefixCache
+
+# Lenders that are counted for one engine: more than operators read on the status page.
+MOST_LENDERS = 64
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,25 @@ class Cost:
         return -(-tokens // chunk) * self.step + tokens * self.token + pairs * self.pair
 
 
+@dataclass
+class CacheUse:
+    """Tokens of prompts at one engine, as far as the engine has reported its hits."""
+
+    predicted: int = 0
+    """Tokens that the router expected in the engine's prefix cache."""
+    actual: int = 0
+    """Tokens that were there."""
+    borrowed: Counter[Endpoint] = field(default_factory=Counter)
+    """Tokens that the engine loaded from other engines, by lender. The latest MOST_LENDERS lenders."""
+
+    def borrow(self, lender: Endpoint, tokens: int) -> None:
+        """Notes a loaded prefix."""
+        total = self.borrowed.pop(lender, 0) + tokens
+        if len(self.borrowed) >= MOST_LENDERS:
+            del self.borrowed[next(iter(self.borrowed))]
+        self.borrowed[lender] = total
+
+
 class Workload:
     """The workload of one engine process. Used from the event loop's thread only."""
 
@@ -36,6 +60,8 @@ class Workload:
         self.backlog = Backlog(clock)
         """Prompts of this router at the engine."""
         self.cache = PrefixCache()
+        self.use = CacheUse()
+        """Use of the prefix cache, for observers."""
         self.load: WorkloadReport | None = None
         """Latest report of the engine, if it reports its workload."""
         self.cost: Cost | None = None

@@ -3,6 +3,7 @@ readers.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -10,11 +11,23 @@ import msgspec
 from kv_connector.protocol.version import shown
 from kv_connector.router.engines.incidents import Incident, Incidents
 from kv_connector.router.engines.members import EngineInfo, Members
+from kv_connector.router.engines.workload import CacheUse
 from kv_connector.router.observe.first_bytes import SLICE_SECONDS, Slice
 from kv_connector.router.observe.metrics import Metrics
 
 # A reader who requests the status earlier gets the same answer: many readers cost as much as one.
 _FRESH_SECONDS = 0.5
+
+
+class CacheStatus(msgspec.Struct, frozen=True):
+    """Tokens of prompts, as far as the engine has reported its hits."""
+
+    predicted: int
+    """Tokens that the router expected in the engine's prefix cache."""
+    actual: int
+    """Tokens that were there."""
+    borrowed: dict[str, int]
+    """Tokens that the engine loaded from other engines' caches, by the name of that engine."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,6 +45,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompts whose KV is in flight from or to the engine."""
     pushing: float | None
     """Bytes of KV per second that the engine's first worker pushes."""
+    cache: CacheStatus | None = None
+    """Use of the prefix cache; absent until the engine has reported hits."""
     weights: str = ""
     """Weight version that the engine serves; only with --status-details."""
     models: tuple[str, ...] | None = None
@@ -137,10 +152,19 @@ class Status:
             lanes=None if activity is None else activity.lanes,
             transfers=None if activity is None else activity.transfers,
             pushing=None if activity is None else round(engine.pushing),
+            cache=self._cache(engine.use),
             weights=shown(engine.weights) if self._details else "",
             models=tuple(sorted(engine.models)) if self._details and engine.models is not None else None,
             address=str(engine.endpoint) if self._details else None,
         )
+
+    def _cache(self, use: CacheUse) -> CacheStatus | None:
+        if not (use.predicted or use.actual or use.borrowed):
+            return None
+        borrowed: Counter[str] = Counter()
+        for lender, tokens in use.borrowed.items():
+            borrowed[self._members.label(lender)] += tokens
+        return CacheStatus(use.predicted, use.actual, borrowed)
 
     def _failure(self, now: float, incident: Incident) -> FailureStatus:
         return FailureStatus(

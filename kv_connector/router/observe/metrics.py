@@ -66,6 +66,19 @@ class Metrics:
             ["side"],
             registry=self.registry,
         )
+        self._proposals = Counter(
+            "kv_connector_router_prefix_proposals",
+            "Proposals to prefill engines to load a prefix from another engine, by result. borrowed: loaded. "
+            "computed: not loaded. unknown: the engine reports no cached tokens.",
+            ["result"],
+            registry=self.registry,
+        )
+        self._borrowed_tokens = Counter(
+            "kv_connector_router_borrowed_tokens",
+            "Prompt tokens that prefill engines loaded from other engines after a proposal. A forecast: "
+            "engines count loaded tokens as cached.",
+            registry=self.registry,
+        )
         self.early_tokens = Counter(
             "kv_connector_router_early_tokens",
             "Requests by early first token. sent: the client got the prefill engine's token. mismatch: the "
@@ -148,6 +161,11 @@ class Metrics:
             for side in engine.sides:
                 self._engine_ready.labels(side.value, name).set(engine.state is State.READY)
             self._engine_requests.labels(name).set(engine.outstanding)
+
+    def proposed(self, result: str, tokens: int) -> None:
+        """Counts a proposal to load a prefix, with the tokens that were loaded."""
+        self._proposals.labels(result).inc()
+        self._borrowed_tokens.inc(tokens)
 
     def requests_in_flight(self) -> int:
         return _total(self.in_flight)

@@ -23,6 +23,7 @@ from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.recent_work import RecentWork
+from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import (
     NO_PREFILL,
     Placement,
@@ -36,6 +37,10 @@ from kv_connector.router.placement.sessions import Sessions
 # Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the
 # same speed, one after the other, so both delay the first token alike.
 _QUEUED = 1.0
+# Weight of a token that a prefill engine would load from another engine, against a token that it computes. A
+# token of an 8B model has 128 KiB. At 2/3 of 400 Gb/s it moves in 4 us; if eight GPUs share such a NIC, in 31
+# us. An H200 computes it in 23 us. The geometric mean of 4 / 23 and 31 / 23 is about 1/2.
+_BORROWED = 1 / 2
 # Weight of a token in the contexts of a decode engine's streams against a token that moves to the engine. An
 # answer of 300 tokens (the chat preset of `bench conversations`) reads each context token 300 times more, at
 # 4,800 GB/s of an H200. A token moves at 4 GB/s where eight GPUs share a NIC of 400 Gb/s, at 2/3 of its rate.
@@ -79,14 +84,16 @@ class CacheAware:
         if not shared:
             return self._local(wanted, decodes, "other_weights")
         decode = self._decode(wanted, [one for one in decodes if one.weights in shared])
-        prefill = self._prefill(wanted, [one for one in prefills if one.weights == decode.weights])
+        lenders = Lenders(wanted.matches, (*prefills, *decodes))
+        alike = [one for one in prefills if one.weights == decode.weights]
+        prefill, prefix = self._prefill(wanted, alike, lenders)
         if decode.endpoint == prefill.endpoint:
             others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
             if not others:
                 return self._local(wanted, [decode], "one_engine")
             decode = self._decode(wanted, others)
         at_decode = wanted.cached(decode)
-        work = wanted.work(prefill, reported=True)
+        work = wanted.work(prefill, reported=True, prefix=prefix)
         reason = "cached" if work.cached or at_decode else "least_work"
         return Placement(
             prefill.endpoint,
@@ -97,6 +104,7 @@ class CacheAware:
             tokens=wanted.tokens,
             decode_cached=at_decode,
             session=wanted.session,
+            prefix=prefix,
         )
 
     def alone(self, request: PlacementRequest) -> Placement:
@@ -110,15 +118,23 @@ class CacheAware:
         matches = self._index.matches(prompt)
         return _Wanted(prompt, tokens, matches, request.session, completion.streamed)
 
-    def _prefill(self, wanted: _Wanted, engines: Sequence[Member]) -> Member:
-        """Returns the cheapest prefill engine."""
+    def _prefill(
+        self, wanted: _Wanted, engines: Sequence[Member], lenders: Lenders
+    ) -> tuple[Member, Prefix | None]:
+        """Returns the cheapest prefill engine, and the prefix that it may load from another engine."""
         hinted, _ = self._sessions.engines(wanted.session)
         recent = excess(engines, self._clock())
-        costs = [
-            wanted.tokens - wanted.cached(one) + _QUEUED * one.workload.queued() + _RECENT * more
-            for one, more in zip(engines, recent, strict=True)
-        ]
-        return _cheapest(engines, costs, hinted)
+        costs = []
+        prefixes = {}
+        for one, more in zip(engines, recent, strict=True):
+            cached = wanted.cached(one)
+            cost = wanted.tokens - cached + _QUEUED * one.workload.queued() + _RECENT * more
+            if (prefix := lenders.propose(one, cached)) is not None:
+                prefixes[one] = prefix
+                cost -= (1 - _BORROWED) * (prefix.tokens - cached)
+            costs.append(cost)
+        chosen = _cheapest(engines, costs, hinted)
+        return chosen, prefixes.get(chosen)
 
     def _decode(self, wanted: _Wanted, engines: Sequence[Member], *, computes: bool = False) -> Member:
         """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
@@ -164,20 +180,24 @@ class _Wanted:
         self.tokens = tokens
         self.session = session
         self.streamed = streamed
-        self._matches = [(mask, prompt.tokens_of(nbytes, tokens)) for mask, nbytes in matches]
+        self.matches = [(mask, prompt.tokens_of(nbytes, tokens)) for mask, nbytes in matches]
+        """(mask of engines, tokens that each of them has), the most tokens first."""
 
     def cached(self, engine: Member) -> int:
         """Returns the tokens of the prompt that the engine has cached."""
         bit = engine.workload.cache.bit
-        for mask, tokens in self._matches:
+        for mask, tokens in self.matches:
             if mask & bit:
                 return tokens
         return 0
 
-    def work(self, engine: Member, *, reported: bool) -> Work:
-        """Returns the work of the prompt, for the backlog of the engine that computes it."""
-        # An engine always computes the last token.
-        cached = min(self.cached(engine), self.tokens - 1)
+    def work(self, engine: Member, *, reported: bool, prefix: Prefix | None = None) -> Work:
+        """Returns the work of the prompt, for the backlog of the engine that computes it.
+
+        ``prefix``: the engine loads these tokens.
+        """
+        cached = self.cached(engine) if prefix is None else prefix.tokens
+        cached = min(cached, self.tokens - 1)  # an engine always computes the last token
         cost, load, rest = engine.workload.cost, engine.workload.load, self.tokens - cached
         seconds = 0.0
         if cost is not None and load is not None:

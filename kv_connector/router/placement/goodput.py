@@ -23,9 +23,11 @@ from typing import NamedTuple
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
+from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
+from kv_connector.router.placement.lender import Lenders
 from kv_connector.router.placement.policy import (
     Placement,
     PlacementRequest,
@@ -60,10 +62,15 @@ class Goodput:
     """Places prompts by forecast. If no engine's speed is known, places them as FewestOutstanding does."""
 
     def __init__(
-        self, objectives: Objectives, pools: Mapping[Side, Pool], sizes: TokenSizes | None = None
+        self,
+        objectives: Objectives,
+        pools: Mapping[Side, Pool],
+        index: PrefixIndex,
+        sizes: TokenSizes | None = None,
     ) -> None:
         self._objectives = objectives
         self._pools = pools
+        self._index = index
         self._sizes = sizes or TokenSizes()
 
     def alone(self, request: PlacementRequest) -> Placement:
@@ -101,8 +108,14 @@ class Goodput:
         reported = not local or completion.streamed
         work = Work(chosen.tokens, chosen.computing, chosen.cached, reported)
         late = chosen.seconds > self._objectives.ttft
-        place = None if local else prefill.engine.endpoint
-        return Placement(place, receiver, reason, work, prompt=prompt, tokens=tokens, late=late)
+        place, prefix = None, None
+        if not local:
+            place = prefill.engine.endpoint
+            matches = [(mask, prompt.tokens_of(size, tokens)) for mask, size in self._index.matches(prompt)]
+            prefix = Lenders(matches, (*prefills, *decodes)).propose(prefill.engine, prefill.cached)
+        return Placement(
+            place, receiver, reason, work, prompt=prompt, tokens=tokens, prefix=prefix, late=late
+        )
 
     def _compare(self, prefill: _Forecast, decode: _Forecast) -> tuple[bool, str]:
         """Returns whether the decode engine computes the prompt, and the reason."""

@@ -9,6 +9,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool, least
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
+from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.requests.completion import Completion
 
 # Reason of a placement without a prefill engine.
@@ -36,6 +37,8 @@ class Placement:
     """Tokens of the prompt for which the decode engine was chosen."""
     session: int | None = None
     """Key of the client's conversation, if the policy looks at it."""
+    prefix: Prefix | None = None
+    """Engine from which the prefill engine may load the prompt's beginning; None: no proposal."""
     late: bool = False
     """Whether the first token is forecast to come later than the objective."""
 

@@ -6,6 +6,7 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.placement.policy import Placement
 from kv_connector.router.placement.sessions import Sessions
 from kv_connector.router.requests.answers import Computed
@@ -15,7 +16,15 @@ Count = Callable[[Side, int, int], None]
 """Counts the hits of a prompt whose engine has reported them: side, predicted tokens, actual tokens."""
 
 
+Proposed = Callable[[str, int], None]
+"""Counts a proposal to load a prefix: its result, and the tokens that were loaded."""
+
+
 def _count_nothing(side: Side, predicted: int, actual: int) -> None:
+    pass
+
+
+def _count_no_proposal(result: str, tokens: int) -> None:
     pass
 
 
@@ -31,15 +40,23 @@ class CacheRecords:
         sizes: TokenSizes | None = None,
         sessions: Sessions | None = None,
         count: Count = _count_nothing,
+        proposed: Proposed = _count_no_proposal,
     ) -> None:
         self.sizes = sizes or TokenSizes()
         self.sessions = Sessions() if sessions is None else sessions
         self._count = count
+        self._proposed = proposed
 
-    def prefilled(self, lease: Lease, report: Computed) -> None:
-        """Takes a prefill engine's report on a prompt that it has computed."""
+    def prefilled(self, lease: Lease, report: Computed, prefix: Prefix | None = None) -> None:
+        """Takes a prefill engine's report on a prompt that it has computed.
+
+        ``prefix``: what it was proposed to load.
+        """
         lease.prompt_computed()
-        self._reported(Side.PREFILL, lease, report.tokens, report.cached)
+        own = report.cached
+        if prefix is not None:
+            own = self._own(lease, prefix, report)
+        self._reported(Side.PREFILL, lease, report.tokens, own, (report.cached or 0) - (own or 0))
         if lease.prompt is not None:
             _computed(lease.workload, lease.prompt)
 
@@ -66,16 +83,43 @@ class CacheRecords:
         if answer:
             _computed((moved or lease).workload, prompt.followed_by(answer))
 
-    def _reported(self, side: Side, lease: Lease, tokens: int | None, cached: int | None) -> None:
+    def _own(self, lease: Lease, prefix: Prefix, report: Computed) -> int | None:
+        """Counts a proposal by its result. Returns the tokens that were in the engine's own cache.
+
+        Engines report tokens of their own cache and loaded tokens in one number. The engine lacks the prefix
+        behind those that it has, so its own tokens end before the end of that prefix.
+        """
+        prompt, cached = lease.prompt, report.cached
+        if prompt is None or cached is None or report.tokens is None:
+            self._proposed("unknown", 0)
+            return None
+        own = prompt.tokens_of(lease.expected, report.tokens)
+        most = prompt.tokens_of(prompt.end_behind(lease.expected), report.tokens)
+        # In a chat, what the engine has ends with a message, so it is known to a block. Elsewhere it may end
+        # anywhere before the end of the next prefix.
+        if 2 * cached <= own + most if prompt.in_messages else cached < most:
+            self._proposed("computed", 0)
+            return cached
+        self._proposed("borrowed", cached - own)
+        lease.workload.use.borrow(prefix.lender, cached - own)
+        return own
+
+    def _reported(
+        self, side: Side, lease: Lease, tokens: int | None, cached: int | None, borrowed: int = 0
+    ) -> None:
+        """Takes an engine's count of a prompt. ``cached``: tokens that were in its own cache. ``borrowed``:
+        tokens that it has loaded."""
         prompt = lease.prompt
         if prompt is None or tokens is None:
             return
         self.sizes.learn(prompt, tokens)
         predicted = prompt.tokens_of(lease.expected, tokens)
-        computed = tokens - (predicted if cached is None else cached)
+        computed = tokens - borrowed - (predicted if cached is None else cached)
         lease.counted(tokens if side is Side.DECODE else max(1, computed))
         if cached is not None and prompt.measurable:
             lease.workload.cache.corrected(prompt, cached, tokens, lease.expected)
+            lease.workload.use.predicted += predicted
+            lease.workload.use.actual += cached
             self._count(side, predicted, cached)
 
 

@@ -176,11 +176,13 @@ class Completion:
             return "tools"
         return None
 
-    def prefill_body(self, transfer_id: str, *, serial: bool, early: bool = False) -> Content:
+    def prefill_body(
+        self, transfer_id: str, *, serial: bool, early: bool = False, prefix: Body | None = None
+    ) -> Content:
         """Returns the body for the prefill engine: the same prompt, one token, answered at once.
 
         ``serial``: the decode engine gets the request after that. ``early``: the client gets the token, as a
-        stream.
+        stream. ``prefix``: prefix_params() of the engine that may have the prompt's beginning.
 
         The one token makes vLLM run the prefill to its end. The decode engine computes the token again from
         the pages that it received.
@@ -200,6 +202,7 @@ class Completion:
             "do_remote_prefill": False,
             "transfer_id": transfer_id,
             "serial": serial,
+            **({} if prefix is None else {"prefix_from": prefix}),
         }
         return encode(body)
 
@@ -235,6 +238,11 @@ def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -
         "remote_port": prefill.control_port,
         "remote_engine_id": None,
     }
+
+
+def prefix_params(lender: Endpoint, tokens: int) -> dict[str, Any]:
+    """Returns the proposal for a prefill engine that ``lender`` has so many leading tokens of the prompt."""
+    return {"host": lender.control_host, "port": lender.control_port, "tokens": tokens}
 
 
 DISOWNED_PATH = "/v1/completions"

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kv_connector.router.bodies.fields import Content
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -23,7 +24,7 @@ from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.placement.sessions import Sessions
-from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.completion import Completion, prefix_params
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
 
@@ -69,7 +70,7 @@ class Components:
         )
         policy: Policy
         if settings.objectives is not None:
-            policy = Goodput(settings.objectives, pools, sizes)
+            policy = Goodput(settings.objectives, pools, index, sizes)
         elif settings.policy is PolicyName.FEWEST_OUTSTANDING:
             policy = FewestOutstanding(pools)
         else:
@@ -80,7 +81,7 @@ class Components:
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
             learns=not isinstance(policy, FewestOutstanding),
-            caches=CacheRecords(sizes, sessions, metrics.hit),
+            caches=CacheRecords(sizes, sessions, metrics.hit, metrics.proposed),
             holds=PrefillHolds(pools, client, settings.patience),
             metrics=metrics,
             incidents=incidents,
@@ -99,6 +100,12 @@ class Attempt:
     prefill: Endpoint
     """The placement's prefill engine."""
     transfer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def prefill_body(self, *, serial: bool, early: bool = False) -> Content:
+        """Returns the body for the prefill engine. ``serial``, ``early``: as of Completion.prefill_body()."""
+        proposed = self.placement.prefix
+        prefix = None if proposed is None else prefix_params(proposed.lender, proposed.tokens)
+        return self.completion.prefill_body(self.transfer_id, serial=serial, early=early, prefix=prefix)
 
     def hold(self, holds: PrefillHolds, prefill: Lease) -> PrefillHold:
         return PrefillHold(holds, self.transfer_id, prefill, self.call)

@@ -96,7 +96,7 @@ class ConcurrentAttempt:
 
     def start_prefill(self) -> None:
         calls, early = self._parts.calls, self._late is None
-        body = self._completion.prefill_body(self._attempt.transfer_id, serial=False, early=early)
+        body = self._attempt.prefill_body(serial=False, early=early)
         self._prefilling = asyncio.create_task(
             calls.prefill_early(self._prefill, body, self._call, self._at_prefill, self._token)
             if early
@@ -181,7 +181,7 @@ class ConcurrentAttempt:
         if not task.cancelled() and task.exception() is None:
             report = task.result()
             self._call.running.cached = report.cached
-            self._parts.caches.prefilled(self._prefill, report)
+            self._parts.caches.prefilled(self._prefill, report, self._attempt.placement.prefix)
             if report.tokens is not None:
                 self._decode.counted(report.tokens)
         self._prefill_lease.close()

@@ -26,9 +26,9 @@ async def answer_serially(
     placement = attempt.placement
     prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, placement.work, prompt=placement.prompt)
     with prefilling as prefill, attempt.hold(parts.holds, prefill):
-        body = completion.prefill_body(transfer_id, serial=True)
+        body = attempt.prefill_body(serial=True)
         computed = await parts.calls.prefill(prefill, body, call)
-        parts.caches.prefilled(prefill, computed)
+        parts.caches.prefilled(prefill, computed, placement.prefix)
     params = computed.params
     if not params:
         # Without this error, the prompt would silently be computed twice.

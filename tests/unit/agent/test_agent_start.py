@@ -201,7 +201,14 @@ def router() -> Iterator[Router]:
 
 def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, router: Router) -> None:
     load = WorkloadReport(8192, 512, 100_000)
-    running = starts(registered(router.address), role=Role.DECODE, data_parallel_rank=3, load=load)
+    running = starts(
+        registered(router.address),
+        role=Role.DECODE,
+        data_parallel_rank=3,
+        load=load,
+        prefixes="key",
+        borrows=True,
+    )
     told = router.hears(lambda message: isinstance(message, Register))
     assert (told.engine_id, told.role, told.url, told.rank) == (
         "started",
@@ -211,7 +218,7 @@ def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, 
     )
     assert Address(told.control_host, told.control_port) == running.address
     assert told.activity == Activity(), "it has no peer yet, and says so"
-    assert told.load == load
+    assert (told.load, told.prefixes, told.borrows) == (load, "key", True)
     running.sleep()
     router.hears(lambda message: isinstance(message, Register) and message.asleep)
     router.heard.clear()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
-from conversation_simulation import Cache, Conversation, Fleet, Workshape, policies, spread
+from conversation_simulation import LENDING, Cache, Conversation, Fleet, Workshape, policies, spread
 
 SHAPE = Workshape(10, 4, 0, 300, 100, 40, 3, 0.0)
 
 
-def served(name: str) -> tuple[Fleet, int]:
-    fleet = Fleet(policies()[name], 2, 2, 1 << 20)
-    return fleet, fleet.run(SHAPE, 1)
+def served(name: str, shape: Workshape = SHAPE) -> tuple[Fleet, int]:
+    fleet = Fleet(policies()[name], 2, 2, 1 << 20, lends=name == LENDING)
+    return fleet, fleet.run(shape, 1)
 
 
 def test_cache_keeps_whole_blocks_and_always_computes_the_last_token() -> None:
@@ -30,6 +31,14 @@ def test_cache_aware_computes_and_moves_less_than_fewest_outstanding() -> None:
     assert aware.moved < fewest.moved
     for counts in (aware.computed, aware.generated):
         assert spread(counts.values()) <= 1.5
+
+
+def test_prefill_engines_compute_no_long_answers_if_engines_lend() -> None:
+    shape = replace(SHAPE, answer=400)
+    (lending, _), (alone, _) = served(LENDING, shape), served("cache_aware", shape)
+    assert sum(lending.computed.values()) < 0.7 * sum(alone.computed.values())
+    assert lending.lent > 0 == alone.lent
+    assert lending.moved < 1.2 * alone.moved
 
 
 def test_conversations_leave_nothing_behind() -> None:

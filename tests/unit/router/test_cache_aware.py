@@ -108,13 +108,13 @@ class Request:
 
     def prefilled(self, report: Computed) -> None:
         assert self.prefill is not None
-        self._caches.prefilled(self.prefill, report)
+        self._caches.prefilled(self.prefill, report, self.placement.prefix)
         self.prefill.release()
 
-    def answer(self, moved: Lease | None = None, **more: Any) -> None:
-        """The decode engine answers "Because."."""
+    def answer(self, moved: Lease | None = None, text: str = "Because.", **more: Any) -> None:
+        """The decode engine answers."""
         self._caches.began(self.decode, self.placement)
-        said = Said(Message(role="assistant", content="Because."), **more)
+        said = Said(Message(role="assistant", content=text), **more)
         local = self.placement.prefill is None
         self._caches.answered(self.decode, said, moved=moved, local=local)
         self.decode.release()
@@ -547,3 +547,106 @@ def test_session_belongs_to_one_model_and_one_tenant(headers: dict[str, str], ot
 )
 def test_session_has_no_name_in_odd_metadata(metadata: Any) -> None:
     assert session_of({}, {"metadata": metadata}) is None
+
+
+# --- Prefixes from other engines
+
+
+def lending(prefills: int = 2, decodes: int = 2) -> Fleet:
+    """Returns a fleet whose engines exchange prefixes."""
+    fleet = Fleet(prefills, decodes)
+    for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
+        for number in range(count):
+            name = fleet.engine(f"{side.value[0]}{number}")
+            fleet.pools[side].set_usable(name, True, prefixes="key", borrows=side is Side.PREFILL)
+    return fleet
+
+
+ANSWER = "Because the answer of a decode engine is a part of the next turn. " * 20  # 325 tokens
+
+
+def answered(fleet: Fleet, *messages: dict[str, Any]) -> Placement:
+    """Places a request and answers it, ANSWER."""
+    request = fleet.begin(*messages)
+    request.prefilled(Computed())
+    request.answer(text=ANSWER)
+    return request.placement
+
+
+def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it() -> None:
+    fleet = lending()
+    first = answered(fleet, user(LONG))
+    assert first.prefix is None
+    second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))
+    assert names(second) == names(first)
+    assert second.prefix is not None
+    assert second.prefix.lender == first.decode
+    assert second.prefix.tokens - second.prefix.own == pytest.approx(325, rel=0.1)
+    assert second.work is not None
+    assert second.work.tokens == second.tokens - second.prefix.tokens < 20
+    assert second.work.cached == second.prefix.tokens
+
+
+def test_engines_that_do_not_lend_get_no_proposal(fleet: Fleet) -> None:
+    answered(fleet, user(LONG))
+    second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))
+    assert second.prefix is None
+    assert second.work is not None
+    assert second.work.tokens > 325
+
+
+@pytest.mark.parametrize(("queue", "leaves"), [(400, False), (1200, True)])
+def test_prompt_leaves_a_busy_prefill_engine_and_takes_its_prefix_along(queue: int, leaves: bool) -> None:
+    """A prefix that is loaded costs half of one that is computed: of 1,925 tokens about 960."""
+    fleet = lending(decodes=1)
+    first = answered(fleet, user(LONG))
+    assert first.prefill is not None
+    with fleet.pools[Side.PREFILL].lease(first.prefill, Work(queue, 0.0)):
+        second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))
+    assert (second.prefill != first.prefill) == leaves
+    assert second.prefix is not None
+    assert (second.prefix.own == 0) == leaves
+
+
+@pytest.mark.parametrize("way", ["unusable", "avoided", "cleared"])
+def test_engine_that_takes_no_requests_or_lost_its_cache_lends_nothing(way: str) -> None:
+    fleet = lending()
+    first = answered(fleet, user(LONG))
+    avoid: tuple[str, ...] = ()
+    match way:
+        case "unusable":
+            fleet.pools[Side.DECODE].set_usable(first.decode, False, prefixes="key")
+        case "avoided":
+            avoid = (first.decode.control_host,)
+        case "cleared":
+            fleet.workload(names(first)[1]).cache.clear()
+    second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"), avoid=avoid)
+    assert second.prefill == first.prefill
+    assert second.prefix is None
+
+
+@pytest.mark.parametrize(
+    ("cached", "result", "own"),
+    [(2240, "borrowed", True), (1920, "computed", True), (None, "unknown", False)],
+)
+def test_proposal_is_counted_by_what_the_prefill_engine_reports(
+    cached: int | None, result: str, own: bool
+) -> None:
+    """Loaded tokens are not counted as hits of the engine's own cache."""
+    fleet = lending()
+    counted: list[tuple[str, int]] = []
+    fleet.caches = CacheRecords(
+        count=lambda *hit: fleet.hits.append(hit), proposed=lambda *one: counted.append(one)
+    )
+    first = answered(fleet, user(LONG))
+    request = fleet.begin(user(LONG), assistant(ANSWER), user("Why?"))
+    second = request.placement
+    request.prefilled(Computed(tokens=second.tokens, cached=cached))
+    assert second.prefix is not None
+    borrowed = 2240 - second.prefix.own if result == "borrowed" else 0
+    assert counted == [(result, borrowed)]
+    use = fleet.workload(names(second)[0]).use
+    assert dict(use.borrowed) == ({first.decode: borrowed} if borrowed else {})
+    expected = [(Side.PREFILL, second.prefix.own, min(cached or 0, second.prefix.own))] if own else []
+    assert fleet.hits == expected
+    assert (use.predicted, use.actual) == (expected[0][1:] if expected else (0, 0))

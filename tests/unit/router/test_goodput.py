@@ -51,12 +51,19 @@ class Router:
         self.pools = {side: Pool() for side in Side}
         self.members = Members(self.pools, {side: [] for side in Side}, Incidents(), suspect=3.0, dead=5.0)
         self.caches = CacheRecords()
-        self.policy = Goodput(Objectives(ttft, tbt), self.pools, self.caches.sizes)
+        self.policy = Goodput(Objectives(ttft, tbt), self.pools, self.members.index, self.caches.sizes)
 
-    def join(self, role: Role, number: int, said: WorkloadReport | None, incarnation: str = "1") -> Endpoint:
+    def join(
+        self,
+        role: Role,
+        number: int,
+        said: WorkloadReport | None,
+        incarnation: str = "1",
+        **facts: Any,
+    ) -> Endpoint:
         name = f"{role.value}-{number}"
         port = 8000 + 100 * [*Role].index(role) + number
-        message = Register(name, incarnation, role, f"http://h:{port}", "h", port + 50, load=said)
+        message = Register(name, incarnation, role, f"http://h:{port}", "h", port + 50, load=said, **facts)
         endpoint = self.members.register(0.0, message)
         for joining in self.members.to_probe():
             self.members.answered(joining)
@@ -366,3 +373,25 @@ def test_without_objectives_the_fewest_requests_decide() -> None:
         placement = policy.place(PlacementRequest(completion, PATH))
     assert (placement.prefill, placement.decode, placement.reason) == (other, decode, "fewest_outstanding")
     assert placement.work is None
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_prefill_engine_may_load_what_a_decode_engine_has(router: Router, lends: bool) -> None:
+    """The decode engine reports no workload, so it computes no prompt itself."""
+    key = "key" if lends else ""
+    router.join(Role.PREFILL, 0, load(), prefixes="key", borrows=True)
+    decode = router.join(Role.DECODE, 0, None, prefixes=key)
+    router.serve(2000, computed=True)
+    known, workload = router.place(2600).prompt, router.pools[Side.DECODE].workload(decode)
+    assert known is not None
+    assert workload is not None
+    workload.cache.prompt_computed(known)
+    placement = router.place(2700)
+    assert placement.prefill is not None
+    if not lends:
+        assert placement.prefix is None
+        return
+    assert placement.prefix is not None
+    assert placement.prefix.lender == decode
+    assert placement.prefix.own == pytest.approx(2000, abs=100)
+    assert placement.prefix.tokens == pytest.approx(2600, abs=100)

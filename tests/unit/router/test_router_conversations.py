@@ -14,8 +14,11 @@ from router_setup import PATIENCE, FakeEngine, client_of, metric, serve, serve_e
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kv_connector.control.membership import Register
+from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
@@ -73,6 +76,10 @@ class Site:
             while (await self.client.get("/load")).json()["server_load"]:
                 await asyncio.sleep(0.001)  # polled: there is no event to wait for
         return (new[0] if new[0] < len(self.p) else -1), new[-1] - len(self.p)
+
+    async def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self.client.get("/status.json")).json()
+        return answer
 
 
 @contextlib.asynccontextmanager
@@ -165,3 +172,45 @@ async def test_router_with_fewest_outstanding_takes_turns_and_records_nothing() 
             'predicted_hit_tokens_total{side="prefill"} 0' in text
             or "predicted_hit_tokens_total{" not in text
         )
+
+
+async def register(s: Site, address: Address, stack: contextlib.ExitStack) -> None:
+    """Registers the first engine of each side, as engines that exchange prefixes."""
+    for port, (role, engine) in enumerate(((Role.PREFILL, s.p[0]), (Role.DECODE, s.d[0])), 5601):
+        facts: dict[str, Any] = {"prefixes": "key", "borrows": role is Role.PREFILL}
+        message = Register(role.value, "1", role, engine.url, "10.0.0.7", port, **facts)
+        registrar = Registrar(message, [address], None)
+        stack.callback(registrar.close)
+    async with asyncio.timeout(PATIENCE):
+        while any(one["silence"] is None for one in (await s.status())["engines"]):
+            await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_router_proposes_to_load_the_answer_from_the_decode_engine(
+    monkeypatch: pytest.MonkeyPatch, dispatch: str, stream: bool
+) -> None:
+    monkeypatch.setattr("kv_connector.router.front.status._FRESH_SECONDS", 0.0)
+    address = Address("127.0.0.1", free_ports(1)[0])
+    with contextlib.ExitStack() as stack:
+        async with site(1, 1, dispatch=dispatch, registration=address) as s:
+            await register(s, address, stack)
+            turns = [{"role": "user", "content": "Why?"}]
+            await s.ask(CHAT, {"messages": turns, "stream": stream})
+            turns += [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And?"}]
+            await s.ask(CHAT, {"messages": turns, "stream": stream})
+            first, second = (body["kv_transfer_params"] for body in s.p[0].bodies)
+            assert "prefix_from" not in first
+            proposed = second["prefix_from"]
+            assert (proposed["host"], proposed["port"]) == ("10.0.0.7", 5602)
+            assert proposed["tokens"] == pytest.approx(len(ANSWER) / 4, rel=0.2)
+            assert [body["kv_transfer_params"].get("prefix_from") for body in s.d[0].bodies] == [None, None]
+            name = 'kv_connector_router_prefix_proposals_total{result="borrowed"}'
+            assert await metric(s.client, name) == 1, "640 of 1,000 tokens are cached"
+            borrowed = await metric(s.client, "kv_connector_router_borrowed_tokens_total")
+            assert 600 < borrowed <= 640
+            engines = {one["name"]: one for one in (await s.status())["engines"]}
+            assert engines["prefill 1"]["cache"]["borrowed"] == {"decode 1": borrowed}
+            assert "cache" not in engines["decode 1"]

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, TokenSizes
+from kv_connector.router.engines.prompt import (
+    ID_PREFIX_BYTES,
+    PREFIX_BYTES,
+    PRIOR_BYTES_PER_TOKEN,
+    Prompt,
+    TokenSizes,
+)
 from kv_connector.router.requests.completion import Completion
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
@@ -65,6 +71,18 @@ def test_a_prefix_has_its_hash_and_the_remainder_has_none() -> None:
     whole = [len(prompt(prompt="x" * size).prefixes) for size in (1, PREFIX_BYTES - 1, PREFIX_BYTES)]
     assert whole == [0, 0, 1]
     assert len(prompt(prompt="x" * (4 * PREFIX_BYTES - 1)).prefixes) == 3
+
+
+def test_prefix_of_token_ids_ends_each_256_bytes() -> None:
+    """So an answer of 50 tokens makes the prefix longer that an engine is known to have."""
+    before = prompt(prompt=[1000 + number for number in range(400)])
+    assert [len(before.prefixes), before.ends[:2]] == [400 * 6 // ID_PREFIX_BYTES, (256, 512)]
+    answer = ",".join(str(2000 + number) for number in range(50)).encode()
+    after = before.followed_by(answer)
+    assert len(before.prefixes) < len(after.prefixes)
+    assert after.tokens == 450
+    whole = [*(1000 + number for number in range(400)), *(2000 + number for number in range(50)), 7, 7]
+    assert prompt(prompt=whole).prefixes[: len(after.prefixes)] == after.prefixes
 
 
 def test_no_more_than_the_beginning_of_a_huge_prompt_is_looked_at() -> None:

@@ -38,7 +38,7 @@ class Router:
         self.members = Members(self.pools, {side: [] for side in Side}, self.incidents, suspect=3.0, dead=5.0)
         self.policy: Policy = FewestOutstanding(self.pools)
         if objectives:
-            self.policy = Goodput(Objectives(0.4, 0.1), self.pools)
+            self.policy = Goodput(Objectives(0.4, 0.1), self.pools, self.members.index)
 
     def says(self, name: str, weights: str = "", torn: str = "") -> Endpoint:
         role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.vllm.content import content_key_of, hash_basis
+from kv_connector.vllm.content import content_key_of, hash_basis, prefix_key
 from kv_connector.vllm.internals import block_hashing
 
 caches, hashing = block_hashing()
@@ -50,6 +50,20 @@ def test_basis_depends_on_the_algorithm_the_block_and_the_seed(monkeypatch: pyte
     found = {basis(), basis("sha256_cbor"), basis(tokens=32)}
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert len({*found, basis()}) == 4
+
+
+def test_prefix_key_is_equal_where_the_basis_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [("sha256", 16), ("sha256", 16), ("sha256_cbor", 16), ("sha256", 32)]
+    bases, keys = [basis(*one) for one in made], [prefix_key(*one) for one in made]
+    assert [bases.index(one) for one in bases] == [keys.index(one) for one in keys] == [0, 0, 2, 3]
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert prefix_key("sha256", 16) not in keys
+
+
+def test_engine_with_a_random_seed_has_no_prefix_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefix_key("xxhash", 16) == prefix_key("xxhash_cbor", 16) == ""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert prefix_key("xxhash", 16)
 
 
 def test_two_engines_with_random_seeds_have_two_bases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,81 @@
+"""Lenders: engines from which a prefill engine can load the beginning of a prompt, in place of computing it.
+
+A proposal is a hint. The prefill engine decides by cost whether it asks the lender, and the lender answers by
+content. If the lender lacks the prefix, the request has lost one round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.pool import Member
+
+# Engines keep whole blocks. A block of 32 tokens is the largest that is usual for attention on GPUs and the
+# smallest on CPUs. A lead of less than a block may be no block at all.
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The proposal that a prefill engine loads the beginning of a prompt from another engine."""
+
+    lender: Endpoint
+    tokens: int
+    """Tokens of the prompt that the lender is expected to have."""
+    own: int
+    """Tokens of the prompt that the prefill engine is expected to have."""
+
+
+class Lenders:
+    """The engines that can lend a prefix of one prompt."""
+
+    def __init__(self, matches: Sequence[tuple[int, int]], engines: Iterable[Member]) -> None:
+        """``matches``: (mask of engines, tokens that each of them has), the most tokens first. ``engines``:
+        those that take requests for the prompt's model. Only these are proposed."""
+        self._matches = matches
+        self._engines = engines
+        self._able: list[list[Member]] = []
+        """For each match, the engines that lend, the least busy first. Filled as far as was needed."""
+
+    def propose(self, prefill: Member, own: int) -> Prefix | None:
+        """Returns the best lender for this prefill engine, which has ``own`` tokens of the prompt.
+
+        It is the engine with the most tokens, and of equals the one with the fewest requests. None: no
+        engine has enough more to pay for the question.
+        """
+        if not prefill.borrows:
+            return None
+        for number, (_, tokens) in enumerate(self._matches):
+            if tokens - own < _BLOCK:
+                break
+            for one in self._lending(number):
+                if one.prefixes != prefill.prefixes or one.weights != prefill.weights:
+                    continue
+                if tokens - own >= least_lead(prefill, one):
+                    return Prefix(one.endpoint, tokens, own)
+        return None
+
+    def _lending(self, number: int) -> list[Member]:
+        while len(self._able) <= number:
+            mask, _ = self._matches[len(self._able)]
+            holders = [one for one in self._engines if one.prefixes and one.workload.cache.bit & mask]
+            self._able.append(sorted(holders, key=_requests))
+        return self._able[number]
+
+
+def least_lead(prefill: Member, lender: Member) -> int:
+    """Returns the tokens that a lender must have beyond those of the prefill engine.
+
+    A busy lender answers at the end of its step, in half a step on average. The prefill engine computes that
+    many tokens meanwhile.
+    """
+    cost, load = prefill.workload.cost, lender.workload.load
+    if not lender.outstanding or cost is None or load is None or not cost.token:
+        return _BLOCK
+    return max(_BLOCK, round((load.decode_ns or 0) * 1e-9 / 2 / cost.token))
+
+
+def _requests(engine: Member) -> int:
+    return engine.outstanding

@@ -1,0 +1,58 @@
+"""The part of a registration about prefixes: the key of the block hashes, and whether the engine borrows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm_stage import BLOCK, FULL, SLIDING, MakeStage, Stage, model, stage, vllm_config
+
+from kv_connector.vllm.connector import WriteImmConnector
+from kv_connector.vllm.content import prefix_key
+
+__all__ = ["model", "stage"]
+
+STATE = MambaSpec(
+    block_size=BLOCK,
+    shapes=((3, 96), (4, 32, 16)),
+    dtypes=(torch.float32, torch.float32),
+    page_size_padded=FULL.page_size_bytes,
+    mamba_cache_mode="align",
+)
+
+
+def reported(engine: Stage) -> tuple[str, bool]:
+    connector = engine.scheduler.connector
+    assert isinstance(connector, WriteImmConnector)
+    return connector._prefixes, connector._borrows
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, SLIDING)])
+def test_engines_of_all_roles_and_windows_report_one_key(
+    stage: MakeStage, role: str, specs: tuple[Any, ...]
+) -> None:
+    assert reported(stage(role, *specs)) == (prefix_key("sha256", BLOCK), True)
+
+
+def test_prefill_engine_with_several_steps_in_flight_lends_and_does_not_borrow(
+    stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "kv_connector.vllm.connector._no_prefixes"
+    monkeypatch.setattr(reason, lambda *_: "several steps are in flight")
+    assert reported(stage("kv_producer")) == (prefix_key("sha256", BLOCK), False)
+
+
+def test_engine_with_recurrent_states_reports_no_key(model: Path) -> None:
+    config = vllm_config(model, "kv_consumer")
+    config.cache_config.mamba_cache_mode = "align"
+    assert reported(Stage(config, [FULL, STATE])) == ("", False)
+
+
+def test_engine_without_prefix_caching_reports_no_key(model: Path) -> None:
+    config = vllm_config(model, "kv_consumer")
+    config.cache_config.enable_prefix_caching = False
+    assert reported(Stage(config, [FULL])) == ("", False)
