@@ -44,6 +44,7 @@ from kv_connector.protocol.actions import (
     PeerId,
     PrefixAnswered,
     PrefixRequested,
+    PromptDue,
     Push,
     Reached,
     Reply,
@@ -62,6 +63,8 @@ from kv_connector.protocol.messages import (
     Borrow,
     Cancel,
     CancelAck,
+    Defer,
+    Due,
     Fail,
     FailCode,
     Hello,
@@ -278,8 +281,8 @@ class Effects:
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
                 self._ledger.load_ended(request_id, failed, sampled, stale=stale)
-            case PrefixRequested() | PrefixAnswered():
-                self._ledger.prefix_news(action)
+            case PrefixRequested() | PrefixAnswered() | PromptDue():
+                self._ledger.news(action)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -314,8 +317,8 @@ class Effects:
                 return self._accept(now, action)
             case Complete():
                 return self._complete(now, action)
-            case SessionUp(peer, address):
-                return [] if address is None else self.decode.peer_up(now, address, peer)
+            case SessionUp(peer, address, knows_defer):
+                return [] if address is None else self.decode.peer_up(now, address, peer, knows_defer)
             case DialFailed(address, reason):
                 return self.decode.dial_failed(now, address, reason)
             case Fence(peer, reason):
@@ -366,6 +369,10 @@ class Effects:
                 return self.prefill.cancel(now, peer, message)
             case Release():
                 return self.prefill.release(now, peer, message)
+            case Defer():
+                return self.prefill.defer(now, peer, message)
+            case Due():
+                return self.decode.deferring.due(peer, message)
             case Borrow():
                 return self.prefill.borrow(now, peer, message)
             case Lent():

@@ -11,7 +11,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_connector.protocol.actions import Ended, Outcome, PrefixAnswered, PrefixRequested, Reached, State
+from kv_connector.protocol.actions import (
+    Ended,
+    Outcome,
+    PrefixAnswered,
+    PrefixRequested,
+    PromptDue,
+    Reached,
+    State,
+)
 from kv_connector.protocol.lending import MAX_QUESTIONS
 from kv_connector.protocol.messages import Role
 from kv_connector.protocol.sessions import PeerInfo
@@ -113,6 +121,7 @@ class Ledger:
         # time.
         self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
         self._prefix_answers: dict[str, int] = {}
+        self._prompts_due: set[str] = set()
         self.on_prefix_request: Callable[[], None] = lambda: None
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
@@ -124,15 +133,24 @@ class Ledger:
         self._received_pages = 0
         self._timings: deque[Timing] = deque(maxlen=_TIMINGS)
 
-    def prefix_news(self, news: PrefixRequested | PrefixAnswered) -> None:
+    def news(self, news: PrefixRequested | PrefixAnswered | PromptDue) -> None:
+        """Keeps news for the engine's scheduler."""
         with self._lock:
-            if isinstance(news, PrefixRequested):
-                self._prefix_requests.append(news)
-            else:
-                self._prefix_answers[news.transfer_id] = news.tokens
+            match news:
+                case PrefixRequested():
+                    self._prefix_requests.append(news)
+                case PrefixAnswered(transfer_id, tokens):
+                    self._prefix_answers[transfer_id] = tokens
+                case PromptDue(transfer_id):
+                    self._prompts_due.add(transfer_id)
             self._news.notify_all()
         if isinstance(news, PrefixRequested):
             self.on_prefix_request()
+
+    def take_prompts_due(self) -> set[str]:
+        with self._lock:
+            due, self._prompts_due = self._prompts_due, set()
+            return due
 
     def take_prefix_requests(self) -> list[PrefixRequested]:
         with self._lock:
@@ -264,6 +282,7 @@ class Ledger:
                     or self._reports.finished_recving
                     or self._prefix_requests
                     or self._prefix_answers
+                    or self._prompts_due
                 ),
                 timeout,
             )

@@ -104,8 +104,8 @@ def test_ledger_keeps_news_of_prefixes_until_they_are_taken() -> None:
     key = chain(range(32), 16)
     requests = [PrefixRequested(f"t{number}", key, 0, 16) for number in range(MAX_QUESTIONS + 1)]
     for request in requests:
-        ledger.prefix_news(request)
-    ledger.prefix_news(PrefixAnswered("u", 32))
+        ledger.news(request)
+    ledger.news(PrefixAnswered("u", 32))
     ledger.await_news(60.0)  # returns at once
     assert ledger.take_prefix_requests() == requests[1:]  # the first one has no answer in time
     assert ledger.take_prefix_answers() == {"u": 32}
