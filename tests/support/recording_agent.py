@@ -26,6 +26,7 @@ class RecordingAgent:
         self.reports = Reports()
         self.prefix_requests: list[PrefixRequested] = []
         self.prefix_answers: dict[str, int] = {}
+        self.prompts_due: set[str] = set()
         self.refused: set[str] = set()
         self.signal = self
 
@@ -60,6 +61,10 @@ class RecordingAgent:
     def take_prefix_answers(self) -> dict[str, int]:
         answers, self.prefix_answers = self.prefix_answers, {}
         return answers
+
+    def take_prompts_due(self) -> set[str]:
+        due, self.prompts_due = self.prompts_due, set()
+        return due
 
     def take_calls(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []
