@@ -50,7 +50,7 @@ from kv_connector.vllm.patches import (
 )
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
-from kv_connector.vllm.step_costs import StepCosts, idle_load
+from kv_connector.vllm.step_costs import StepCosts, idle_load, step_tokens
 from kv_connector.vllm.step_requests import StepRequests
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
@@ -140,6 +140,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
                 no_prefixes=_no_prefixes(vllm_config, self._transfer_role),
                 lend_s=self._settings.agent_timeouts().lend,
+                step_tokens=step_tokens(vllm_config.scheduler_config),
             )
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()

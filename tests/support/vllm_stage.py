@@ -194,13 +194,21 @@ class Stage:
         sampled: Mapping[str, int] | None = None,
         discarded: Iterable[str] = (),
         requested: Iterable[PrefixRequested] = (),
+        due: Iterable[str] = (),
         answers: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Runs a step. The model samples token 7 for each request whose tokens are all computed. Returns the
         kv_transfer_params of the requests that finished."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        news = News(set(reserved), dict(sampled or {}), set(discarded), list(requested), dict(answers or {}))
+        news = News(
+            set(reserved),
+            dict(sampled or {}),
+            set(discarded),
+            list(requested),
+            set(due),
+            dict(answers or {}),
+        )
         tokens = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
         outputs = self.scheduler.update_from_output(
             output,
