@@ -12,6 +12,7 @@ from kv_connector.protocol.actions import (
     PrefixAnswered,
     PrefixDecided,
     PrefixRequested,
+    PromptDue,
     Reached,
     State,
 )
@@ -30,10 +31,11 @@ NEWS: list[Callable[[Ledger], None]] = [
     lambda ledger: ledger.sent("p"),
     lambda ledger: ledger.load_ended("d", failed=True),
     lambda ledger: ledger.reached(prefill(State.MOVING)),
+    lambda ledger: ledger.news(PromptDue("t")),
 ]
 
 
-@pytest.mark.parametrize("report", NEWS, ids=["sent", "received", "reserved"])
+@pytest.mark.parametrize("report", NEWS, ids=["sent", "received", "reserved", "due"])
 def test_news_ends_the_wait(report: Callable[[Ledger], None]) -> None:
     ledger = Ledger()
     waiter = threading.Thread(target=ledger.await_news, args=(2 * LIMIT,))

@@ -63,7 +63,9 @@ def test_loads_whose_prompts_wait_leave_as_many_blocks_free() -> None:
     loads.enter("b", 5)
     free -= 5
     assert loads.must_wait("c", 1), "these loads then hold more than stays free"
-    free += 2  # another request ends
+    free += 1  # another request ends
+    assert loads.must_wait("c", 1), "its own block does not stay free"
+    free += 1
     assert not loads.must_wait("c", 1)
 
 
