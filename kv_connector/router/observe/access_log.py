@@ -172,7 +172,12 @@ class _Written(AccessLog):
             yield
         finally:
             line = _line(exchange, scope, arrived)
-            self._handler.emit(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
+            record = logging.LogRecord("access", logging.INFO, "", 0, line, None, None)
+            try:
+                self._handler.emit(record)
+            except OSError:
+                # The handler reports failed writes itself, but it raises if it cannot open the file again.
+                self._failed(record)
 
     def close(self) -> None:
         self._handler.close()
