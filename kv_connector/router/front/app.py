@@ -475,7 +475,7 @@ class _Answering:
             answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
         self._exchange.send(body)
-        self.complete = True
+        self._finish()
         await self._request._send({"type": "http.response.body", "body": body})
 
     async def _send(self, answer: Answer) -> None:
@@ -487,8 +487,14 @@ class _Answering:
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._deadline.waiting()
-        self.complete = True
+        self._finish()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _finish(self) -> None:
+        """Notes that the answer is complete: nothing may follow it. The prefill engine may still have to
+        finish its own answer."""
+        self.complete = True
+        self._deadline.complete()
 
 
 def _drop(chunk: bytes) -> None:
