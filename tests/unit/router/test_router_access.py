@@ -275,6 +275,18 @@ async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]
         await within(task)
 
 
+async def test_access_log_has_the_address_of_the_connection_and_none_that_a_client_writes(
+    tmp_path: Path,
+) -> None:
+    path, engines = tmp_path / "access.log", (Endpoint.parse("http://127.0.0.1:1"),)
+    async with (
+        shipped(Settings(engines, engines, access_log=str(path))) as (url, _),
+        client_of(url) as client,
+    ):
+        await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
+    assert json.loads(path.read_text())["client"] == "127.0.0.1"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
