@@ -242,6 +242,19 @@ async def test_reload_of_a_wrong_file_changes_nothing(
             assert (await status("a" * 16), await status("b" * 16)) == (401, 200)
 
 
+async def test_reload_keeps_the_engines_if_the_new_file_needs_a_restart_for_others(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "router.yaml"
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        path.write_text(f"prefill: {p.url}\ndecode: {d.url}\nshutdown-timeout: 1\n")
+        async with running(path, started) as (client, _):
+            path.write_text("registration: 127.0.0.1:8500\nshutdown-timeout: 1\n")
+            await reload(caplog, "Restart the router to change --registration. The router keeps its settings")
+            assert "reload failed: the router has no engines" in caplog.text
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
 async def test_options_of_the_command_line_stay_after_a_reload(
     tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
 ) -> None:
