@@ -1,7 +1,6 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -318,8 +317,8 @@ class RouterApp(Starlette):
         at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
         answer = self._of_operators if at_admin else super().__call__
         # Probes and scrapes would be most lines of the log.
-        quiet = scope["path"] in OWN
-        with contextlib.nullcontext() if quiet else self._access_log.request(exchange, scope):
+        exchange.logged = scope["path"] not in OWN
+        with self._access_log.request(exchange, scope):
             await answer(scope, receive, note)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -98,6 +98,16 @@ async def test_access_log_has_the_name_of_a_key_and_not_the_key(key_file: str, t
     assert "c" * 16 not in text
 
 
+async def test_access_log_has_every_request_without_a_valid_key(key_file: str, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file, access_log=str(log)) as (_, _, client):
+        for headers in (bearer("guess" * 4), bearer(ALICE)):
+            for path in ("/metrics", "/live"):
+                await client.get(path, headers=headers)
+    (line,) = map(json.loads, log.read_text().splitlines())
+    assert (line["path"], line["status"]) == ("/metrics", 401)
+
+
 async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str) -> None:
     async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (_, _, client):
         for path in ("/", "/status.json", "/metrics", "/load", "/openapi.json", "/v1/models", "/nothing"):
