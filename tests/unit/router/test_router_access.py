@@ -387,6 +387,12 @@ async def test_router_without_origins_answers_no_preflight() -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.parametrize("origin", ["*", "https://a.example", "http://127.0.0.1:3000", "http://[::1]:3000"])
+def test_origin_that_a_browser_sends_is_accepted(origin: str) -> None:
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    assert Settings(engines, engines, allow_origins=(origin,)).allow_origins == (origin,)
+
+
 @pytest.mark.parametrize(
     "origin", ["", "chat.example.com", "https://a.example/", "https://", "http://a:b", "**"]
 )
