@@ -1,7 +1,6 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -318,8 +317,8 @@ class RouterApp(Starlette):
         at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
         answer = self._of_operators if at_admin else super().__call__
         # Probes and scrapes would be most lines of the log.
-        quiet = scope["path"] in OWN
-        with contextlib.nullcontext() if quiet else self._access_log.request(exchange, scope):
+        exchange.logged = scope["path"] not in OWN
+        with self._access_log.request(exchange, scope):
             await answer(scope, receive, note)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -475,7 +474,7 @@ class _Answering:
             answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
         self._exchange.send(body)
-        self.complete = True
+        self._finish()
         await self._request._send({"type": "http.response.body", "body": body})
 
     async def _send(self, answer: Answer) -> None:
@@ -487,8 +486,14 @@ class _Answering:
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._deadline.waiting()
-        self.complete = True
+        self._finish()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _finish(self) -> None:
+        """Notes that the answer is complete: nothing may follow it. The prefill engine may still have to
+        finish its own answer."""
+        self.complete = True
+        self._deadline.complete()
 
 
 def _drop(chunk: bytes) -> None:
