@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,5 +205,5 @@ def test_access_log_writes_to_standard_output() -> None:
         "with AccessLog.to('-').request(Exchange('r'), {'method': 'GET', 'path': '/live'}):\n"
         "    pass\n"
     )
-    done = subprocess.run(["python", "-c", words], capture_output=True, check=True, text=True)
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, check=True, text=True)
     assert json.loads(done.stdout)["request_id"] == "r"
