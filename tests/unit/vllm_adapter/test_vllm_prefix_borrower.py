@@ -252,6 +252,52 @@ def test_load_is_measured(stage: MakeStage) -> None:
     finish(engine, "alone")
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_load_that_takes_longer_than_computing_its_tokens_is_discarded(stage: MakeStage, half: str) -> None:
+    now = [100.0]
+    engine, question, _ = asked(stage, half)
+    borrower(engine).clock = borrower(engine).costs.clock = lambda: now[0]
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    engine.step()
+    borrower(engine).costs.compute_seconds = lambda before, tokens: 5.0
+    now[0] += 4.9
+    assert not engine.step().commands
+    now[0] += 0.2
+    assert only(engine.step().commands, Cancel) == Cancel(question.transfer_id)
+    assert not engine.step().commands  # the lender may still write
+    engine.step(received=[question.transfer_id])
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, half)
+    engine.add("next", prompt(TOKENS, seed=2), PREFIX)
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"next": TOKENS}
+    engine.update(output)
+
+
+def test_short_prefix_may_take_as_long_as_a_question(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).costs.compute_seconds = lambda before, tokens: 0.01
+    borrower(engine).clock = lambda: begin + 0.9
+    assert not engine.step().commands
+    borrower(engine).clock = lambda: begin + 1.1
+    assert only(engine.step().commands, Cancel) == Cancel(transfer_id)
+
+
+def test_load_that_failed_as_late_is_not_repeated_if_the_cost_is_not_known(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).clock = lambda: begin + 30.0
+    assert not engine.step().commands
+    engine.step(received=[transfer_id], discarded=[transfer_id])
+    engine.add("next", prompt(TOKENS, seed=2), PREFIX)
+    metadata = engine.step()
+    assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
+
+
 def names(metadata: StepMetadata) -> int:
     return sum(isinstance(command, PrefixRequest) for command in metadata.commands)
 
