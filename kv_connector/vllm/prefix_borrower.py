@@ -181,7 +181,8 @@ class PrefixBorrower:
             case PrefixPhase.HELD if prefix.tokens <= local_tokens:
                 self._release(prefix)
                 prefix.enter(PrefixPhase.OVER)
-            case PrefixPhase.HELD if self.clock() >= prefix.until:
+            case PrefixPhase.HELD if self.clock() >= prefix.until or local_tokens < prefix.local:
+                # Without tokens that were in its own cache at the question, the lender holds too few pages.
                 self._release(prefix)
                 self._ask(prefix, local_tokens)
         return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)

@@ -379,6 +379,28 @@ def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeSta
     finish(engine, "alone")
 
 
+def test_prefix_is_requested_again_when_own_tokens_are_evicted_meanwhile(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=12)
+    engine.add("before", [*prompt(2 * BLOCK), *[9] * 10])
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.add("r", prompt(TOKENS), PREFIX)
+    question = only(engine.step().commands, PrefixRequest)
+    assert question.first_token == 2 * BLOCK
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    engine.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(12)))
+    commands = engine.step().commands
+    assert only(commands, Release) == Release(question.transfer_id, LENDER)
+    again = only(commands, PrefixRequest)
+    assert again.first_token == 0
+    output, _ = engine.schedule()
+    engine.update(output, answers={again.transfer_id: LENT})
+    assert only(engine.step().commands, DecodeRequest).first_token == 0
+    engine.step(received=[again.transfer_id])
+    finish(engine, "alone")
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_request_that_is_left_before_its_answer_withdraws_the_question(stage: MakeStage, half: str) -> None:
     engine, question, _ = asked(stage, half)
