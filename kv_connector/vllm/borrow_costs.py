@@ -46,7 +46,7 @@ class BorrowCosts:
         self.clock: Callable[[], float] = time.monotonic
 
     def answered(self, lender: Address, seconds: float) -> None:
-        """Notes a question that was answered with a prefix."""
+        """Notes a question that was answered, with a prefix or with a refusal."""
         self._of(lender).questions.append(seconds)
 
     def loaded(self, lender: Address, tokens: int, seconds: float, wire_s: float) -> None:

@@ -255,6 +255,8 @@ class PrefixBorrower:
                     self._release(prefix)
                     prefix.enter(PrefixPhase.OVER)
             elif prefix.phase is PrefixPhase.ASKED:
+                # A refusal has cost the request as much as another answer.
+                self.costs.answered(prefix.lender, self.clock() - prefix.since)
                 del self._by_transfer[transfer_id]
                 prefix.enter(PrefixPhase.OVER)
 

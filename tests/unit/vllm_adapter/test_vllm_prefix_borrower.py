@@ -235,6 +235,17 @@ def test_prefix_is_released_if_the_lender_has_too_little_of_it(stage: MakeStage)
     finish(engine, "alone")
 
 
+def test_refusal_is_measured(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).clock = lambda: begin + 0.25
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: 0})
+    (lender,) = borrower(engine).costs._lenders.values()
+    assert list(lender.questions) == [0.25]
+    finish(engine, "alone")
+
+
 def test_load_is_measured(stage: MakeStage) -> None:
     engine, question, _ = asked(stage, "alone")
     now = [100.0]
