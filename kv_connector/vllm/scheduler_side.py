@@ -201,6 +201,8 @@ class SchedulerSide:
         if self._prefill.must_wait(request) or self._decode.must_wait(request):
             return None
         if self._borrower.must_wait(request, local_tokens):
+            # It is inside the gate, where no prompt waits behind it.
+            self._prefill.allocated(request)
             return None
         borrowed = self._borrower.tokens_to_load(request, local_tokens)
         return borrowed or self._decode.tokens_to_load(request, local_tokens)

@@ -309,6 +309,22 @@ def test_load_that_failed_as_late_is_not_repeated_if_the_cost_is_not_known(stage
     assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
 
 
+def test_prompts_do_not_wait_for_the_lender_of_another(stage: MakeStage) -> None:
+    """The gate for early prompts holds three prompts of seven blocks in turn: its share is 20 blocks."""
+    engine = stage("kv_producer", blocks=40)
+    for seed, name in enumerate(("a", "b", "borrows", "c"), 1):
+        prefix = PREFIX if name == "borrows" else {}
+        engine.add(name, prompt(TOKENS, seed), {"do_remote_decode": True, "transfer_id": name, **prefix})
+    while engine.scheduler.running or "b" not in engine.side._prefill.gate._held:
+        engine.step()
+    output, metadata = engine.schedule()
+    assert (output.num_scheduled_tokens, names(metadata)) == ({}, 0)
+    engine.update(output, reserved=["a", "b"])
+    output, metadata = engine.schedule()
+    assert (output.num_scheduled_tokens, names(metadata)) == ({"c": TOKENS}, 1)
+    engine.update(output)
+
+
 def names(metadata: StepMetadata) -> int:
     return sum(isinstance(command, PrefixRequest) for command in metadata.commands)
 
