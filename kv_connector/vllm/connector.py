@@ -152,6 +152,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 no_prefixes=no_prefixes,
                 lend_s=self._settings.agent_timeouts().lend,
                 remember_s=self._settings.agent_timeouts().remember,
+                ask_s=self._settings.agent_timeouts().ask,
             )
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()

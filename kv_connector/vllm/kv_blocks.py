@@ -21,6 +21,11 @@ class KvBlocks:
         """Tokens of a block that vLLM hashes."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
+    @property
+    def unused(self) -> int:
+        """Blocks that no request holds, cached or not."""
+        return int(self._pool.get_num_free_blocks())
+
     def first_attended(self, group: int, computed_tokens: int) -> int:
         """Returns the first logical block of the group to which the next token attends.
 
