@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -404,23 +404,37 @@ class Reloads:
     async def reload(self) -> None:
         """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
         try:
-            given, settings = await asyncio.to_thread(self._read)
+            used, settings, fixed = await asyncio.to_thread(self._read)
             self._app.change(settings)
         except (UsageError, KeyFileError) as error:
-            logger.error("reload failed: %s. The router keeps its settings", getattr(error, "message", error))
+            logger.error("reload failed: %s. The router keeps its settings", _message(error))
             return
-        changed = {name for name, value in given.items() if value != self._running[name]}
-        if (given["api_key_file"] is None) == (self._running["api_key_file"] is None):
-            changed.discard("api_key_file")
-        fixed = sorted(changed - _RELOADED)
-        self._running |= {name: given[name] for name in changed & _RELOADED}
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
-        rest = f". Restart the router to change {options}" if fixed else ""
-        logger.info("reload: the router uses the new configuration%s", rest)
+        self._running |= {name: used[name] for name in _RELOADED}
+        logger.info("reload: the router uses the new configuration%s", _restart(fixed))
 
-    def _read(self) -> tuple[dict[str, Any], Settings]:
+    def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
+        """Returns the parameters to use, their settings, and the parameters that need a restart."""
         given = self._command.make_context("router", list(self._words)).params
-        return given, settings_of(given, cluster_key(given["key_file"]), self._requests)
+        settings_of(given, cluster_key(given["key_file"]), self._requests)
+        fixed = {name for name, value in given.items() if value != self._running[name]} - _RELOADED
+        if (given["api_key_file"] is None) == (self._running["api_key_file"] is None):
+            fixed.discard("api_key_file")
+        # The new options must fit the options that stay. A list of engines that ends because they are to
+        # register would leave this router without engines.
+        used = {**given, **{name: self._running[name] for name in fixed}}
+        try:
+            return used, settings_of(used, cluster_key(used["key_file"]), self._requests), fixed
+        except UsageError as error:
+            raise typer.BadParameter(f"{_message(error)}{_restart(fixed)}") from None
+
+
+def _message(error: Exception) -> str:
+    return str(getattr(error, "message", error))
+
+
+def _restart(fixed: Collection[str]) -> str:
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))
+    return f". Restart the router to change {options}" if fixed else ""
 
 
 def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int) -> Settings:

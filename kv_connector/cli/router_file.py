@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,18 @@ def read_router_file(path: Path, options: Collection[Any]) -> dict[str, Any]:
         raise RouterFileError(f"{path} is longer than {_LONGEST} bytes, the most for a configuration file")
     try:
         found = documents(text.decode())
+        root = yaml.compose(text, yaml.SafeLoader) if len(found) == 1 else None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RouterFileError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise RouterFileError(f"{path} is nested too deeply") from None
     if len(found) != 1 or not isinstance(found[0], dict):
         raise RouterFileError(f"{path} must be one mapping of options, for example `port: 8000`")
+    assert root is not None
+    # YAML's loader keeps the last value: of two lines `decode`, the first would have no effect.
+    for key, count in Counter(str(key.value) for key, _ in root.value).items():
+        if count > 1:
+            raise RouterFileError(f"{path}: `{key}` is given twice. Write several values as a list")
     return defaults(str(path), found[0], options)
 
 
@@ -71,5 +78,6 @@ def _checked(where: str, key: str, value: Any, option: Any) -> Any:
             return value
         raise RouterFileError(f"{where}: `{key}` must be true or false")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return value
+        # Parsers of texts, such as that of an address, expect a text.
+        return str(value)
     raise RouterFileError(f"{where}: `{key}` must be a text or a number")

@@ -7,8 +7,9 @@ A question goes through these phases:
     ASKED    LENT                                                 over
 
 A lender that leaves a question without an answer is not asked again for some time, unless its process is
-replaced. A question ends in one PrefixAnswered, unless it is withdrawn. A lender may hold pages for a
-question that ends without its answer. Such a question ends in a RELEASE, unless the session is over.
+replaced. Neither is an engine that cannot lend to this one. A question ends in one PrefixAnswered, unless it
+is withdrawn. A lender may hold pages for a question that ends without its answer. Such a question ends in a
+RELEASE, unless the session is over.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class LocatedEngine(Protocol):
 # default. A fleet of more engines gets the others' answers a moment later.
 MAX_LOCATED = 16
 
-# Lenders that left a question without an answer. Their addresses come from outside, so their number is
-# limited.
+# Lenders that left a question without an answer, or cannot lend. Their addresses come from outside, so their
+# number is limited.
 _REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
 class _Silence:
-    """A lender left a question without an answer."""
+    """A lender left a question without an answer, or cannot lend to this engine."""
 
     until: float
     incarnation: str  # of the process that got the question; empty: no process was reached
@@ -140,6 +141,8 @@ class Borrowing:
     def engine_not_found(self, now: float, lender: Address) -> list[DecodeAction]:
         """No engine answered at this address, it lends nothing, or its layout does not fit."""
         lost = [q for q in self._looking() if q.request.lender == lender and q.worker is None]
+        for question in lost[:1]:
+            self._remember(now, question)
         return self._give_up(now, lost, LendOutcome.UNREACHABLE)
 
     def peer_up(self, now: float, worker: Address, peer: PeerId, incarnation: str) -> list[DecodeAction]:
@@ -172,6 +175,8 @@ class Borrowing:
         request, tokens = question.request, message.tokens
         self._silences.pop(request.lender, None)
         if tokens == 0:
+            if message.outcome is LendOutcome.UNLIKE:
+                self._remember(now, question)
             text = f"prefix {request.transfer_id} is not lent by {request.lender}: {message.reason}"
             outcome = LendOutcome.FAILED if message.outcome is LendOutcome.LENT else message.outcome
             return [Log(logging.DEBUG, text), self._answer(now, question, outcome)]
@@ -231,7 +236,7 @@ class Borrowing:
         return sum(engine.workers is None and one.prefixes for one, engine in self._engines.items())
 
     def _remember(self, now: float, question: _Question) -> None:
-        """Remembers that a lender does not answer. The request of the next prompt must not wait for it."""
+        """Remembers that a lender does not answer, or cannot lend. The next prompt must not wait for it."""
         lender, incarnation = question.request.lender, ""
         if question.peer is not None:
             incarnation = self._incarnations.get(question.peer, "")

@@ -327,7 +327,7 @@ class LendOutcome(enum.Enum):
     # Outcomes that the borrower knows by itself:
     UNREACHABLE = "unreachable"  # no session with the lender
     SILENT = "silent"  # no answer in time
-    SKIPPED = "skipped"  # not sent: the lender was silent, or too many lenders are being located
+    SKIPPED = "skipped"  # not sent: the lender was silent or unlike, or too many lenders are being located
 
 
 class Lent(Message, frozen=True, tag="lent"):

@@ -22,6 +22,8 @@ class _Lender:
     """Seconds of a load in the scheduler beyond those in which its pages arrived."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     """Tokens a second of a load, from its reservation to its last page."""
+    late: bool = False
+    """Whether a load took longer than computing its tokens, or ended without its pages as late."""
     measured_at: float = 0.0
 
 
@@ -44,7 +46,7 @@ class BorrowCosts:
         self.clock: Callable[[], float] = time.monotonic
 
     def answered(self, lender: Address, seconds: float) -> None:
-        """Notes a question that was answered with a prefix."""
+        """Notes a question that was answered, with a prefix or with a refusal."""
         self._of(lender).questions.append(seconds)
 
     def loaded(self, lender: Address, tokens: int, seconds: float, wire_s: float) -> None:
@@ -54,21 +56,34 @@ class BorrowCosts:
         if wire_s > 0:
             measured.rates.append(tokens / wire_s)
 
+    def late(self, lender: Address) -> None:
+        """Notes a load that was given up because of its duration. How long it would have taken is unknown."""
+        self._of(lender).late = True
+
     def pays(self, lender: Address, first: int, end: int, ahead: int, *, asked: bool = False) -> bool:
         """Returns whether the tokens [``first``, ``end``) are here sooner if they are loaded.
 
         ``ahead``: tokens that are being loaded, and share the wire. ``asked``: the question is answered.
         """
+        measured = self._measured(lender)
+        if measured is not None and measured.late:
+            return False
         computed = self.compute_seconds(first, end - first)
         return computed is None or self._load_seconds(lender, end - first + ahead, asked=asked) < computed
 
     def _load_seconds(self, lender: Address, tokens: int, *, asked: bool) -> float:
-        measured = self._lenders.get(lender)
-        if measured is None or self.clock() - measured.measured_at >= self._remember_s:
+        measured = self._measured(lender)
+        if measured is None:
             return 0.0
         fixed = _median(measured.overheads) + (0.0 if asked else _median(measured.questions))
         # A short load consists mostly of round trips, so the highest rate comes closest to that of the wire.
         return fixed + (tokens / max(measured.rates) if measured.rates else 0.0)
+
+    def _measured(self, lender: Address) -> _Lender | None:
+        measured = self._lenders.get(lender)
+        if measured is None or self.clock() - measured.measured_at >= self._remember_s:
+            return None
+        return measured
 
     def _of(self, lender: Address) -> _Lender:
         now = self.clock()

@@ -153,6 +153,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 lend_s=self._settings.agent_timeouts().lend,
                 remember_s=self._settings.agent_timeouts().remember,
                 step_tokens=step_tokens(vllm_config.scheduler_config),
+                ask_s=self._settings.agent_timeouts().ask,
             )
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()

@@ -21,8 +21,9 @@ class KvBlocks:
         """Tokens of a block that vLLM hashes."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
-    def free_blocks(self) -> int:
-        """Returns the number of blocks that a request may get, cached ones included."""
+    @property
+    def unused(self) -> int:
+        """Blocks that no request holds, cached or not."""
         return int(self._pool.get_num_free_blocks())
 
     def first_attended(self, group: int, computed_tokens: int) -> int:

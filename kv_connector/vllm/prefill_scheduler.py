@@ -132,7 +132,7 @@ class PrefillScheduler:
         return self.gate.must_wait(request.request_id, blocks, self.place(request))
 
     def allocated(self, request: Request) -> None:
-        """Notes that vLLM has given the request its first blocks."""
+        """Notes that vLLM has given the request its first blocks, or that it waits only for a lender."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return

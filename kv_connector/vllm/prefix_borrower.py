@@ -2,8 +2,9 @@
 
 No call blocks.
 
-A prefix is loaded if that takes less time than computing it (borrow_costs.py). Few prefixes are requested or
-loaded at once. A request that comes too late for that waits, but no longer than its tokens take to compute.
+A prefix is loaded if that takes less time than computing it (borrow_costs.py). A load that takes longer all
+the same is discarded. Few prefixes are requested or loaded at once. A request that comes too late for that
+waits, but no longer than its tokens take to compute.
 
 A request's prefix goes through these phases:
 
@@ -131,13 +132,15 @@ class PrefixBorrower:
         algorithm: str,
         hold_s: float,
         remember_s: float,
+        ask_s: float,
     ) -> None:
         """``algorithm``: of vLLM's block hashes. ``hold_s``: how long a lender holds a prefix, in seconds.
-        ``remember_s``: how long a lender's measurements count."""
+        ``remember_s``: how long a lender's measurements count. ``ask_s``: how long any prefix may take."""
         self._block_sizes = block_sizes
         self._commands = commands
         self._algorithm = algorithm
         self._hold_s = hold_s
+        self._ask_s = ask_s
         self._basis: bytes | None = None
         self._prefixes: dict[str, _Prefix] = {}
         """Prefixes of live requests, by request id."""
@@ -178,7 +181,8 @@ class PrefixBorrower:
             case PrefixPhase.HELD if prefix.tokens <= local_tokens:
                 self._release(prefix)
                 prefix.enter(PrefixPhase.OVER)
-            case PrefixPhase.HELD if self.clock() >= prefix.until:
+            case PrefixPhase.HELD if self.clock() >= prefix.until or local_tokens < prefix.local:
+                # Without tokens that were in its own cache at the question, the lender holds too few pages.
                 self._release(prefix)
                 self._ask(prefix, local_tokens)
         return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)
@@ -251,6 +255,8 @@ class PrefixBorrower:
                     self._release(prefix)
                     prefix.enter(PrefixPhase.OVER)
             elif prefix.phase is PrefixPhase.ASKED:
+                # A refusal has cost the request as much as another answer.
+                self.costs.answered(prefix.lender, self.clock() - prefix.since)
                 del self._by_transfer[transfer_id]
                 prefix.enter(PrefixPhase.OVER)
 
@@ -343,6 +349,23 @@ class PrefixBorrower:
             if prefix := self._by_transfer.get(transfer_id):
                 prefix.wire_s = wire_s
 
+    def discard_late(self) -> None:
+        """Discards loads that take longer than computing their tokens would, so that requests compute these.
+
+        Call it each step. The rate of a lender is not known before its first load, and changes.
+        """
+        now = self.clock()
+        for prefix in self._by_transfer.values():
+            if prefix.phase is not PrefixPhase.LOADING or prefix.discarded:
+                continue
+            taken = now - prefix.since
+            if taken < self._ask_s:
+                continue
+            computed = self.costs.compute_seconds(prefix.local, prefix.missing)
+            if computed is not None and taken >= computed:
+                prefix.discarded = True
+                self._commands.append(Cancel(prefix.transfer_id))
+
     def load_ended(self, ids: Iterable[str], failed: Collection[str]) -> tuple[set[str], set[str]]:
         """Handles the ends of loads, successful or not. Returns those of ``ids`` that are prefixes, and the
         requests for which vLLM gets the report."""
@@ -360,12 +383,14 @@ class PrefixBorrower:
                     reported.add(request.request_id)
                 continue
             reported.add(request.request_id)
+            taken = self.clock() - prefix.since
             if prefix.discarded or transfer_id in failed:
                 prefix.enter(PrefixPhase.OVER)
+                if taken >= self._ask_s:
+                    self.costs.late(prefix.lender)
                 self._begin_anew(request)
             else:
                 prefix.enter(PrefixPhase.LOADED)
-                taken = self.clock() - prefix.since
                 self.costs.loaded(prefix.lender, prefix.missing, taken, prefix.wire_s)
         return over, reported
 

@@ -36,6 +36,8 @@ class PrefixCache(Protocol):
     total: int
     hash_block_tokens: int
 
+    @property
+    def unused(self) -> int: ...
     def cached_prefix(
         self, digests: list[bytes], tokens: int, multiple: int
     ) -> tuple[tuple[list[Any], ...], int]: ...
@@ -111,6 +113,9 @@ class PrefixLender:
         held = sum(map(len, self._lent.values()))
         if not may_lend(held, len(blocks), self.cache.total):
             return LendOutcome.BUSY, "too many blocks are lent"
+        # Running requests need the free blocks. If none is left, vLLM preempts a stream.
+        if sum(block.ref_cnt == 0 for block in blocks) > self.cache.unused // 2:
+            return LendOutcome.BUSY, "too few blocks are free"
         self.cache.hold(blocks)
         self._lent[transfer_id] = blocks
         prompt_hash = content.prompt_hash(tokens)

@@ -59,12 +59,13 @@ class SchedulerSide:
         lend_s: float = Timeouts.lend,
         remember_s: float = Timeouts.remember,
         step_tokens: int = 0,
+        ask_s: float = Timeouts.ask,
     ) -> None:
         """``block_sizes``: tokens a block, per KV cache group. 0: the blocks are recurrent states.
         ``early_tokens``: as of DecodeScheduler. ``place``: returns a request's place in the policy's order.
         ``hash_algorithm``: of vLLM's block hashes. ``no_prefixes``: the reason why this engine borrows no
         prefixes. ``lend_s``: how long a lender holds one, in seconds. ``remember_s``: how long this engine
-        relies on measurements of a lender.
+        relies on measurements of a lender. ``ask_s``: how long it waits for one at least.
         ``step_tokens``: most tokens that a step computes.
         """
         self._role = role
@@ -77,7 +78,9 @@ class SchedulerSide:
         self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands, step_tokens)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
         self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
-        self._borrower = PrefixBorrower(block_sizes, self._commands, hash_algorithm, lend_s, remember_s)
+        self._borrower = PrefixBorrower(
+            block_sizes, self._commands, hash_algorithm, lend_s, remember_s, ask_s
+        )
         self._no_prefixes = no_prefixes
         self.step_requests: StepRequests | None = None
         """The workers' requests for steps. None: only steps for other reasons carry their news."""
@@ -101,7 +104,7 @@ class SchedulerSide:
         blocks = KvBlocks(kv_cache_manager)
         self._prefill.blocks = self._decode.blocks = self._borrower.blocks = blocks
         self._lender.cache = blocks
-        self._prefill.gate, self._decode.gate = gates(self._role, blocks.total, blocks.free_blocks)
+        self._prefill.gate, self._decode.gate = gates(self._role, blocks.total, lambda: blocks.unused)
         if has_states(self._block_sizes):
             let_states_load(kv_cache_manager)
         around_reset(kv_cache_manager, self._before_reset, self._after_reset, lambda: self._lender.held)
@@ -200,6 +203,8 @@ class SchedulerSide:
         if self._prefill.must_wait(request) or self._decode.must_wait(request):
             return None
         if self._borrower.must_wait(request, local_tokens):
+            # It is inside the gate, where no prompt waits behind it.
+            self._prefill.allocated(request)
             return None
         borrowed = self._borrower.tokens_to_load(request, local_tokens)
         return borrowed or self._decode.tokens_to_load(request, local_tokens)
@@ -225,6 +230,7 @@ class SchedulerSide:
             scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         )
         self._prefill.notice_next(scheduler_output.num_scheduled_tokens)
+        self._borrower.discard_late()
         lent, after_pages = self._lender.take_pages()
         commands = tuple(self._commands)
         self._commands.clear()

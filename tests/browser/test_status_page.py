@@ -150,7 +150,7 @@ async def test_it_says_when_the_router_does_not_answer_and_goes_on_when_it_does(
         await page.until("document.getElementById('stale').hidden")
 
 
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 400)])
 async def test_it_fits_a_phone_and_a_desk_in_the_light_and_in_the_dark(
     browser: Chromium, width: int, height: int
 ) -> None:
@@ -163,5 +163,16 @@ async def test_it_fits_a_phone_and_a_desk_in_the_light_and_in_the_dark(
             wide = await page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width, "it has to be pushed sideways"
             grounds.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            assert (await page.picture()).startswith(b"\x89PNG")
+            picture = await page.picture()
+            assert picture.startswith(b"\x89PNG")
+            assert int.from_bytes(picture[16:20]) == width, "a part of the page is not in the picture"
     assert len(set(grounds)) == 2
+
+
+async def test_numbers_beside_each_other_stand_on_one_line_when_a_label_is_broken(browser: Chromium) -> None:
+    async with cluster(answer_ok, answer_ok) as (_, _, client), shown(browser, client) as page:
+        await page.screen(360, 600)
+        bottom = "document.getElementById({!r}).getBoundingClientRect().bottom"
+        label = "document.querySelector('#{}').closest('div').querySelector('dt').offsetHeight"
+        assert await page.evaluate(f"{label.format('p50')} > {label.format('pushing')}"), "no label is broken"
+        assert await page.evaluate(f"{bottom.format('p50')} === {bottom.format('pushing')}")

@@ -28,7 +28,7 @@ from uvicorn.server import ServerState
 
 from kv_connector.router.bodies.body_parser import BodyParser
 from kv_connector.router.bodies.fields import Pieces
-from kv_connector.router.bodies.parser_process import Parsed, parsed
+from kv_connector.router.bodies.parser_process import Parsed, Wanted, parsed
 from kv_connector.router.engines.client import Reply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
@@ -486,11 +486,11 @@ class WatchedRoom(Limits):
         self.check()
 
     @contextmanager
-    def enter(self) -> Iterator[Any]:
+    def enter(self, key: str | None = None) -> Iterator[Any]:
         before = len(self._tasks)
         with ExitStack() as stack:
             try:
-                place = stack.enter_context(super().enter())
+                place = stack.enter_context(super().enter(key))
             except Failure:
                 if before < self._most_requests:
                     raise Wrong("a request is refused though there is room") from None
@@ -514,8 +514,8 @@ class World:
         self.dispatchers: list[Dispatcher] = []
         self.clients: list[Client] = []
 
-    def room(self, requests: int, nbytes: int) -> Limits:
-        self.rooms.append(WatchedRoom(requests, nbytes))
+    def room(self, requests: int, nbytes: int, per_key: int | None) -> Limits:
+        self.rooms.append(WatchedRoom(requests, nbytes, per_key))
         return self.rooms[-1]
 
     def dispatcher(self, *args: Any) -> Dispatcher:
@@ -527,11 +527,11 @@ class World:
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
         return call(*args)
 
-    def exchange(self, raw: bytes | memoryview, only_model: bool) -> Parsed:
+    def exchange(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
         """Replaces BodyParser._exchange() and parses in this process."""
         if self.given.trouble and self.rng.random() < 0.05:
             raise EOFError
-        return parsed(bytes(raw), only_model=only_model)
+        return parsed(bytes(raw), wanted)
 
     def check(self) -> None:
         """Checks the limits. It may be called at any moment."""
@@ -651,14 +651,14 @@ def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = No
     def note(_: object, context: dict[str, Any]) -> None:
         faults.append(f"{context['message']}: {context.get('exception')!r}")
 
-    def exchange(_: BodyParser, raw: bytes | memoryview, only_model: bool) -> Parsed:
-        return world.exchange(raw, only_model)
+    def exchange(_: BodyParser, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
+        return world.exchange(raw, wanted)
 
     loop.set_exception_handler(note)
     with (
         patch("time.monotonic", loop.time),
         patch("asyncio.to_thread", world.to_thread),
-        patch.object(app_module, "EngineClient", lambda: world.engines),
+        patch.object(app_module, "EngineClient", lambda *_: world.engines),
         patch.object(app_module, "Limits", world.room),
         patch.object(app_module, "Dispatcher", world.dispatcher),
         patch("kv_connector.router.bodies.body_parser.LONG", LONG),

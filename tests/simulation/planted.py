@@ -337,8 +337,8 @@ PREFIX_BUGS = (
     Bug(
         "a lender that does not answer is asked again by each prompt",
         "protocol/borrowing.py",
-        "            self._remember(now, question)\n",
-        "",
+        "            question = self._questions[transfer_id]\n            self._remember(now, question)\n",
+        "            question = self._questions[transfer_id]\n",
     ),
     # The prompt waits for an answer that a stopped lender never gives.
     Bug(

@@ -121,7 +121,8 @@ _MOST_NODES = 1_000_000
 
 
 def documents(text: str) -> list[Any]:
-    """Returns the documents of a YAML text. YAMLError: aliases expand to more nodes than can be walked."""
+    """Returns the documents of a YAML text. YAMLError: a text or value cannot be read, or aliases
+    expand to more nodes than can be walked."""
     loader = yaml.SafeLoader(text)
     documents = []
     try:
@@ -131,6 +132,8 @@ def documents(text: str) -> list[Any]:
             if _nodes(node, {}) > _MOST_NODES:
                 raise yaml.YAMLError(f"its aliases expand to more than {_MOST_NODES} nodes")
             documents.append(loader.construct_document(node))
+    except ValueError as error:  # an impossible date, for example
+        raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
     return documents

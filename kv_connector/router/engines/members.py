@@ -22,6 +22,7 @@ from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
+from kv_connector.router.engines.labels import Labels
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import CacheUse, Workload
@@ -176,8 +177,7 @@ class Members:
         self._suspect = suspect
         self._dead = dead
         self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
-        self._labels: dict[tuple[str, int], str] = {}  # by Endpoint.place, including engines that are gone
-        self._labelled: Counter[tuple[Side, ...]] = Counter()
+        self._labels = Labels(2 * MAX_ENGINES)
         self._ticked: float | None = None
         for endpoint, sides in _listed(listed):
             self._list(_Engine(endpoint, sides, listed=True, answers=True, name=str(endpoint), joined=True))
@@ -209,7 +209,7 @@ class Members:
 
     def label(self, endpoint: Endpoint) -> str:
         """Returns the engine's label, which does not reveal its address."""
-        return self._labels.get(endpoint.place, "an engine")
+        return self._labels.get(endpoint.place)
 
     def has_ranks(self, side: Side) -> bool:
         """Returns whether engines of this side share an API server."""
@@ -575,15 +575,7 @@ class Members:
             self._publish(again)
 
     def _label(self, engine: _Engine) -> str:
-        """Returns the label for a new engine. An engine that comes back to its place gets its old label."""
-        role = " and ".join(side.value for side in engine.sides)
-        label = self._labels.get(engine.endpoint.place, "")
-        if label.rpartition(" ")[0] != role:
-            if len(self._labels) > 2 * MAX_ENGINES:
-                self._labels.clear()  # most are of engines long gone
-            self._labelled[engine.sides] += 1
-            label = self._labels[engine.endpoint.place] = f"{role} {self._labelled[engine.sides]}"
-        return label
+        return self._labels.assign(engine.endpoint.place, [side.value for side in engine.sides])
 
 
 def _one_a_server(endpoints: Iterable[Endpoint]) -> list[Endpoint]:

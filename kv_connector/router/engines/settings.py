@@ -162,5 +162,7 @@ def _is_origin(text: str) -> bool:
     except ValueError:
         return False
     host = parts.hostname or ""
+    if ":" in host:  # an IPv6 address
+        host = f"[{host}]"
     plain = f"{parts.scheme}://{host}" if port is None else f"{parts.scheme}://{host}:{port}"
     return text == "*" or (parts.scheme in ("http", "https") and host != "" and text == plain)

@@ -85,6 +85,7 @@ class KeyCheck:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             client = self._keys.client(Headers(scope=scope))
             if client is None:
+                exchange_of(scope).logged = True  # also at the metrics: an attacker may be guessing keys
                 words = "no valid API key. Send one as `Authorization: Bearer KEY`"
                 body = failure(401, "invalid_request_error", words).body
                 headers = {"www-authenticate": "Bearer"}

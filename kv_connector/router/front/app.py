@@ -1,11 +1,9 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,16 +12,14 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from kv_connector.protocol.actions import Address
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import content
 from kv_connector.router.engines.client import EngineClient, Reply, read_authority
@@ -35,9 +31,10 @@ from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_ke
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
+from kv_connector.router.front.router_app import RouterApp
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
-from kv_connector.router.observe.access_log import AccessLog, Exchange, begin_exchange, exchange_of
+from kv_connector.router.observe.access_log import AccessLog, Exchange, exchange_of
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.balance import EvenStreams
@@ -82,7 +79,6 @@ PASSED_HEADERS = (
     "x-session-id",
     "x-vllm-priority",
 )
-LONGEST_REQUEST_ID = 128
 # Headers of an answer that scripts of another origin may read (CORS).
 _EXPOSED_HEADERS = ("retry-after", "x-request-id")
 
@@ -102,7 +98,7 @@ class Current:
         self.settings = settings
 
 
-def create_app(settings: Settings) -> "RouterApp":
+def create_app(settings: Settings) -> RouterApp:
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     current = Current(settings)
     metrics = Metrics()
@@ -256,6 +252,7 @@ def create_app(settings: Settings) -> "RouterApp":
     application = RouterApp(
         change,
         access_log,
+        OWN,
         settings.admin,
         Starlette(routes=[*of_operators, *probes(health)], exception_handlers=handlers),
         routes=[
@@ -270,66 +267,6 @@ def create_app(settings: Settings) -> "RouterApp":
         lifespan=lifespan,
     )
     return application
-
-
-class RouterApp(Starlette):
-    """The application of the clients' address and of the operators' address."""
-
-    refusal: str | None = None
-    """The operator's mistake for which the router does not start."""
-
-    def __init__(
-        self,
-        change: Callable[[Settings], None],
-        access_log: AccessLog,
-        admin: Address | None,
-        of_operators: ASGIApp,
-        **options: Any,
-    ) -> None:
-        """``of_operators``: answers requests at the address ``admin``. ``options``: those of Starlette."""
-        super().__init__(**options)
-        self.change = change
-        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
-        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
-        self._access_log = access_log
-        self._admin_port = None if admin is None else admin.port
-        self._of_operators = of_operators
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._answer(scope, receive, send)
-        else:
-            await self._live(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request. Its id is in the answer's headers, and in its line of the access log."""
-        exchange = begin_exchange(scope, _request_id(Headers(scope=scope)))
-        named = b"x-request-id", exchange.request_id.encode("latin-1")
-
-        async def note(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), named]}
-            elif exchange.first_byte is None and message.get("body"):
-                exchange.body_begins()
-            await send(message)
-
-        server = scope.get("server")
-        at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
-        answer = self._of_operators if at_admin else super().__call__
-        # Probes and scrapes would be most lines of the log.
-        quiet = scope["path"] in OWN
-        with contextlib.nullcontext() if quiet else self._access_log.request(exchange, scope):
-            await answer(scope, receive, note)
-
-    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(message: Message) -> None:
-            # A server logs this message. Starlette's own message is a traceback of a page.
-            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
-                message = {**message, "message": self.refusal}
-            await send(message)
-
-        await super().__call__(scope, receive, say)
 
 
 class Completions:
@@ -475,7 +412,7 @@ class _Answering:
             answer.transcript.whole(body)
         await self._begin(answer.status, answer.content_type, len(body))
         self._exchange.send(body)
-        self.complete = True
+        self._finish()
         await self._request._send({"type": "http.response.body", "body": body})
 
     async def _send(self, answer: Answer) -> None:
@@ -487,8 +424,14 @@ class _Answering:
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._deadline.waiting()
-        self.complete = True
+        self._finish()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _finish(self) -> None:
+        """Notes that the answer is complete: nothing may follow it. The prefill engine may still have to
+        finish its own answer."""
+        self.complete = True
+        self._deadline.complete()
 
 
 def _drop(chunk: bytes) -> None:
@@ -568,14 +511,6 @@ def _passed(request: Request) -> dict[str, str]:
     if exchange_of(request.scope).key is not None:
         passed.pop("authorization", None)
     return passed
-
-
-def _request_id(headers: Headers) -> str:
-    """Returns the client's X-Request-Id if it is fit for a log line, else a new one."""
-    given = headers.get("x-request-id", "")
-    if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
 
 
 def _response(failed: Failure) -> Response:

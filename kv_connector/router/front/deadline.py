@@ -51,6 +51,11 @@ class Deadline:
         """Notes that the next events are awaited."""
         self._limit(self._timeouts.idle, "the next token did not arrive", "--idle-timeout")
 
+    def complete(self) -> None:
+        """Notes that the client has the whole answer. The rest of the block has no limit."""
+        self._end = math.inf
+        self._limit(None)
+
     def _limit(self, seconds: float | None, what: str = "", option: str = "") -> None:
         """Sets the time until which the block may take: so many seconds, or the end of the request."""
         due, self._passed = self._end, self._whole

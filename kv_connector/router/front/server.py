@@ -95,8 +95,17 @@ class ServerConfig(uvicorn.Config):
         """``connections``: open connections above which an idle connection is closed for a new one.
         ``stall``: seconds that headers may take, and that a reader may take nothing. ``options``: uvicorn's
         options."""
-        # A WebSocket would leave this protocol and its bounds. The router has no route for a WebSocket.
-        super().__init__(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, **options)
+        super().__init__(
+            app,
+            http=BoundedProtocol,
+            # A WebSocket would leave this protocol and its bounds. The router has no route for a WebSocket.
+            ws="none",
+            # Clients can write X-Forwarded-For themselves. A proxy on this host passes it on by default.
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            **options,
+        )
         self.most_connections = connections
         self.stall = stall
         self.turns = Turns()

@@ -51,6 +51,8 @@ class Exchange:
     """Name of the client's API key; None: the router has no keys, or the request has no valid key."""
     status: int | None = None
     """Status of the answer, as the metrics count it; None: no answer has begun."""
+    logged: bool = True
+    """Whether the request gets a line in the access log."""
     model: str | None = None
     prefill: list[str] = field(default_factory=list)
     """Prefill engines that got the request, in this order."""
@@ -142,7 +144,7 @@ class AccessLog:
 
     @contextmanager
     def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
-        """Writes the line of a request at the end of a block. ``scope``: the ASGI scope."""
+        """Writes the line of a request, if it gets one, at the end of a block. ``scope``: the ASGI scope."""
         yield
 
     def close(self) -> None:
@@ -171,8 +173,16 @@ class _Written(AccessLog):
         try:
             yield
         finally:
-            line = _line(exchange, scope, arrived)
-            self._handler.emit(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
+            if exchange.logged:
+                self._write(_line(exchange, scope, arrived))
+
+    def _write(self, line: str) -> None:
+        record = logging.LogRecord("access", logging.INFO, "", 0, line, None, None)
+        try:
+            self._handler.emit(record)
+        except OSError:
+            # The handler reports failed writes itself, but it raises if it cannot open the file again.
+            self._failed(record)
 
     def close(self) -> None:
         self._handler.close()

@@ -280,6 +280,19 @@ def test_refusal_costs_one_question_and_does_not_count_as_silence(
     assert only(again(borrower, 0.3), Send).peer == PEER
 
 
+@pytest.mark.parametrize("located", [False, True], ids=["other layout", "other hashes"])
+def test_engine_that_cannot_lend_is_not_asked_for_some_time(borrower: DecodeMachine, located: bool) -> None:
+    if located:
+        asked(borrower)
+        answers = borrower.borrowing.lent(0.3, PEER, Lent("t", 0, "no", LendOutcome.UNLIKE))
+    else:
+        borrower.borrowing.ask(0.0, ASKED)
+        answers = borrower.engine_not_found(0.3, LENDER, "does not fit")
+    assert only(answers, PrefixAnswered).tokens == 0
+    assert again(borrower, 0.3) == again(borrower, 30.2) == skipped()
+    assert again(borrower, 0.3 + TIMES.remember) != skipped()
+
+
 @pytest.mark.parametrize(("incarnation", "asks"), [("first", False), ("second", True)])
 @pytest.mark.parametrize("prefixes", [False, True], ids=["prompts", "prefixes"])
 def test_new_process_of_a_silent_lender_is_asked_at_once(

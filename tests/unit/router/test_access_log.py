@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,30 @@ def test_full_disk_costs_a_line_and_no_request(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("access log: a line was not written") == 1
 
 
+def test_file_that_cannot_be_opened_again_costs_lines_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    log = AccessLog.to(str(directory / "access.log"))
+    scope = {"method": "GET", "path": "/", "client": None}
+    directory.rename(tmp_path / "moved")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            with log.request(Exchange("lost"), scope):
+                pass
+    assert caplog.text.count("access log: a line was not written") == 1
+    directory.mkdir()
+    with log.request(Exchange("written"), scope):
+        pass
+    assert [line["request_id"] for line in lines(directory / "access.log")] == ["written"]
+
+
 def test_access_log_writes_to_standard_output() -> None:
     words = (
         "from kv_connector.router.observe.access_log import AccessLog, Exchange\n"
         "with AccessLog.to('-').request(Exchange('r'), {'method': 'GET', 'path': '/live'}):\n"
         "    pass\n"
     )
-    done = subprocess.run(["python", "-c", words], capture_output=True, check=True, text=True)
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, check=True, text=True)
     assert json.loads(done.stdout)["request_id"] == "r"

@@ -98,6 +98,16 @@ async def test_access_log_has_the_name_of_a_key_and_not_the_key(key_file: str, t
     assert "c" * 16 not in text
 
 
+async def test_access_log_has_every_request_without_a_valid_key(key_file: str, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file, access_log=str(log)) as (_, _, client):
+        for headers in (bearer("guess" * 4), bearer(ALICE)):
+            for path in ("/metrics", "/live"):
+                await client.get(path, headers=headers)
+    (line,) = map(json.loads, log.read_text().splitlines())
+    assert (line["path"], line["status"]) == ("/metrics", 401)
+
+
 async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str) -> None:
     async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (_, _, client):
         for path in ("/", "/status.json", "/metrics", "/load", "/openapi.json", "/v1/models", "/nothing"):
@@ -275,6 +285,18 @@ async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]
         await within(task)
 
 
+async def test_access_log_has_the_address_of_the_connection_and_none_that_a_client_writes(
+    tmp_path: Path,
+) -> None:
+    path, engines = tmp_path / "access.log", (Endpoint.parse("http://127.0.0.1:1"),)
+    async with (
+        shipped(Settings(engines, engines, access_log=str(path))) as (url, _),
+        client_of(url) as client,
+    ):
+        await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
+    assert json.loads(path.read_text())["client"] == "127.0.0.1"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -363,6 +385,12 @@ async def test_router_without_origins_answers_no_preflight() -> None:
         answer = await client.options("/v1/completions", headers=asked)
         assert answer.status_code == 405
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["*", "https://a.example", "http://127.0.0.1:3000", "http://[::1]:3000"])
+def test_origin_that_a_browser_sends_is_accepted(origin: str) -> None:
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    assert Settings(engines, engines, allow_origins=(origin,)).allow_origins == (origin,)
 
 
 @pytest.mark.parametrize(

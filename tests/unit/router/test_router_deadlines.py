@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from command_line import invoke, one_line
-from router_setup import Stream, answer_ok, cluster, no_answer, until_metric, within
+from router_setup import PATIENCE, Stream, answer_ok, cluster, no_answer, streaming, until_metric, within
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -113,6 +113,33 @@ async def test_deadline_without_limits_is_none() -> None:
         deadline.received()
         deadline.waiting()
         assert deadline._scope.when() is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_complete_answer_has_no_limit_while_the_prefill_engine_ends(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Deadline] = []
+    released = asyncio.Event()
+
+    def make(timeouts: Timeouts, *, streamed: bool) -> Deadline:
+        made.append(Deadline(timeouts, streamed=streamed))
+        return made[-1]
+
+    async def answer_when_released(request: Request, body: dict[str, Any]) -> Response:
+        await within(released.wait())
+        return await answer_ok(request, body)
+
+    monkeypatch.setattr("kv_connector.router.front.app.Deadline", make)
+    timeouts = Timeouts(first_token=3600, idle=3600, request=3600)
+    decode = streaming(EVENT, DONE) if stream else answer_ok
+    async with cluster(answer_when_released, decode, timeouts=timeouts, patience=PATIENCE) as (_, _, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+        assert answer.status_code == 200
+        (deadline,) = made
+        assert deadline._scope.when() is None
+        released.set()
+        await until_metric(client, TIMED_OUT.replace("504", "200"), 1)
 
 
 async def test_timeout_of_another_cause_is_not_the_deadline() -> None:

@@ -82,6 +82,12 @@ def test_file_may_be_json(tmp_path: Path, started: list[RouterServer]) -> None:
         ("prefil: x", "unknown option `prefil`: did you mean `prefill`?"),
         ("config: other.yaml", "unknown option `config`"),
         ("body-limit: 1\nbody_limit: 2", "`body_limit` is given twice"),
+        ("decode: http://a:1\ndecode: http://b:1", "`decode` is given twice. Write several values as a list"),
+        ("admin: 9000", "'9000' must be host:port"),
+        ("registration: 8500", "'8500' must be host:port"),
+        ("host: 2026-13-45", "is not YAML: month must be in 1..12"),
+        ("port: 8000.7", "--port"),
+        ("port: .inf", "--port"),
         ("port: [8000]", "`port` must be a text or a number"),
         ("port: true", "`port` must be a text or a number"),
         ("port:", "`port` must be a text or a number"),
@@ -234,6 +240,19 @@ async def test_reload_of_a_wrong_file_changes_nothing(
             caplog.set_level(logging.INFO)
             await reload(caplog, "reload: the router uses the new configuration")
             assert (await status("a" * 16), await status("b" * 16)) == (401, 200)
+
+
+async def test_reload_keeps_the_engines_if_the_new_file_needs_a_restart_for_others(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "router.yaml"
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        path.write_text(f"prefill: {p.url}\ndecode: {d.url}\nshutdown-timeout: 1\n")
+        async with running(path, started) as (client, _):
+            path.write_text("registration: 127.0.0.1:8500\nshutdown-timeout: 1\n")
+            await reload(caplog, "Restart the router to change --registration. The router keeps its settings")
+            assert "reload failed: the router has no engines" in caplog.text
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
 async def test_options_of_the_command_line_stay_after_a_reload(

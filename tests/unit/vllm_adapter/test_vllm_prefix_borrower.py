@@ -235,6 +235,17 @@ def test_prefix_is_released_if_the_lender_has_too_little_of_it(stage: MakeStage)
     finish(engine, "alone")
 
 
+def test_refusal_is_measured(stage: MakeStage) -> None:
+    engine, question, _ = asked(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).clock = lambda: begin + 0.25
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: 0})
+    (lender,) = borrower(engine).costs._lenders.values()
+    assert list(lender.questions) == [0.25]
+    finish(engine, "alone")
+
+
 def test_load_is_measured(stage: MakeStage) -> None:
     engine, question, _ = asked(stage, "alone")
     now = [100.0]
@@ -250,6 +261,68 @@ def test_load_is_measured(stage: MakeStage) -> None:
     assert (list(lender.questions), list(lender.overheads)) == ([0.25], [0.375])
     assert list(lender.rates) == [LENT / 0.125]
     finish(engine, "alone")
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_load_that_takes_longer_than_computing_its_tokens_is_discarded(stage: MakeStage, half: str) -> None:
+    now = [100.0]
+    engine, question, _ = asked(stage, half)
+    borrower(engine).clock = borrower(engine).costs.clock = lambda: now[0]
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    engine.step()
+    borrower(engine).costs.compute_seconds = lambda before, tokens: 5.0
+    now[0] += 4.9
+    assert not engine.step().commands
+    now[0] += 0.2
+    assert only(engine.step().commands, Cancel) == Cancel(question.transfer_id)
+    assert not engine.step().commands  # the lender may still write
+    engine.step(received=[question.transfer_id])
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, half)
+    engine.add("next", prompt(TOKENS, seed=2), PREFIX)
+    output, _ = engine.schedule()
+    assert output.num_scheduled_tokens == {"next": TOKENS}
+    engine.update(output)
+
+
+def test_short_prefix_may_take_as_long_as_a_question(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).costs.compute_seconds = lambda before, tokens: 0.01
+    borrower(engine).clock = lambda: begin + 0.9
+    assert not engine.step().commands
+    borrower(engine).clock = lambda: begin + 1.1
+    assert only(engine.step().commands, Cancel) == Cancel(transfer_id)
+
+
+def test_load_that_failed_as_late_is_not_repeated_if_the_cost_is_not_known(stage: MakeStage) -> None:
+    engine, transfer_id = loading(stage, "alone")
+    begin = borrower(engine)._prefixes["r"].since
+    borrower(engine).clock = lambda: begin + 30.0
+    assert not engine.step().commands
+    engine.step(received=[transfer_id], discarded=[transfer_id])
+    engine.add("next", prompt(TOKENS, seed=2), PREFIX)
+    metadata = engine.step()
+    assert not any(isinstance(command, PrefixRequest) for command in metadata.commands)
+
+
+def test_prompts_do_not_wait_for_the_lender_of_another(stage: MakeStage) -> None:
+    """The gate for early prompts holds three prompts of seven blocks in turn: its share is 20 blocks."""
+    engine = stage("kv_producer", blocks=40)
+    for seed, name in enumerate(("a", "b", "borrows", "c"), 1):
+        prefix = PREFIX if name == "borrows" else {}
+        engine.add(name, prompt(TOKENS, seed), {"do_remote_decode": True, "transfer_id": name, **prefix})
+    while engine.scheduler.running or "b" not in engine.side._prefill.gate._held:
+        engine.step()
+    output, metadata = engine.schedule()
+    assert (output.num_scheduled_tokens, names(metadata)) == ({}, 0)
+    engine.update(output, reserved=["a", "b"])
+    output, metadata = engine.schedule()
+    assert (output.num_scheduled_tokens, names(metadata)) == ({"c": TOKENS}, 1)
+    engine.update(output)
 
 
 def names(metadata: StepMetadata) -> int:
@@ -329,6 +402,28 @@ def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeSta
     output, _ = engine.schedule()
     engine.update(output, answers={again.transfer_id: LENT})
     assert only(engine.step().commands, DecodeRequest).transfer_id == again.transfer_id
+    engine.step(received=[again.transfer_id])
+    finish(engine, "alone")
+
+
+def test_prefix_is_requested_again_when_own_tokens_are_evicted_meanwhile(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=12)
+    engine.add("before", [*prompt(2 * BLOCK), *[9] * 10])
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.add("r", prompt(TOKENS), PREFIX)
+    question = only(engine.step().commands, PrefixRequest)
+    assert question.first_token == 2 * BLOCK
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    engine.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(12)))
+    commands = engine.step().commands
+    assert only(commands, Release) == Release(question.transfer_id, LENDER)
+    again = only(commands, PrefixRequest)
+    assert again.first_token == 0
+    output, _ = engine.schedule()
+    engine.update(output, answers={again.transfer_id: LENT})
+    assert only(engine.step().commands, DecodeRequest).first_token == 0
     engine.step(received=[again.transfer_id])
     finish(engine, "alone")
 

@@ -90,6 +90,20 @@ def test_lent_blocks_are_not_evicted_until_they_are_sent(stage: MakeStage) -> No
     lender.assert_idle()
 
 
+@pytest.mark.parametrize(("taken", "lends"), [(26, True), (28, False)])
+def test_engine_lends_at_most_half_of_its_free_blocks(stage: MakeStage, taken: int, lends: bool) -> None:
+    lender = stage("kv_consumer", blocks=40)
+    request = run(lender)
+    stream = lender.add("stream", prompt(taken * BLOCK - 20, seed=2), max_tokens=100)
+    while not stream.output_token_ids:
+        lender.step()
+    answer = ask(lender, key(request)).after_pages[-1]
+    assert isinstance(answer, AnswerPrefix)
+    assert answer.tokens == (TOKENS if lends else 0)
+    assert answer.reason == ("" if lends else "too few blocks are free")
+    assert answer.outcome is (LendOutcome.LENT if lends else LendOutcome.BUSY)
+
+
 def run_beside(engine: Stage, seed: int) -> None:
     engine.add(f"r{seed}", prompt(16 * BLOCK, seed))
     while f"r{seed}" in engine.scheduler.requests:

@@ -1,0 +1,87 @@
+"""RouterApp: the ASGI application of a router's two addresses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kv_connector.protocol.actions import Address
+from kv_connector.router.engines.settings import Settings
+from kv_connector.router.observe.access_log import AccessLog, begin_exchange
+
+LONGEST_REQUEST_ID = 128
+
+
+class RouterApp(Starlette):
+    """The application of the clients' address and of the operators' address."""
+
+    refusal: str | None = None
+    """The operator's mistake for which the router does not start."""
+
+    def __init__(
+        self,
+        change: Callable[[Settings], None],
+        access_log: AccessLog,
+        unlogged: Collection[str],
+        admin: Address | None,
+        of_operators: ASGIApp,
+        **options: Any,
+    ) -> None:
+        """``unlogged``: paths of probes and scrapes, which would be most lines of the log. ``of_operators``:
+        answers requests at the address ``admin``. ``options``: those of Starlette."""
+        super().__init__(**options)
+        self.change = change
+        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
+        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
+        self._access_log = access_log
+        self._unlogged = unlogged
+        self._admin_port = None if admin is None else admin.port
+        self._of_operators = of_operators
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await self._live(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. Its id is in the answer's headers, and in its line of the access log."""
+        exchange = begin_exchange(scope, _request_id(Headers(scope=scope)))
+        named = b"x-request-id", exchange.request_id.encode("latin-1")
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            elif exchange.first_byte is None and message.get("body"):
+                exchange.body_begins()
+            await send(message)
+
+        server = scope.get("server")
+        at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
+        answer = self._of_operators if at_admin else super().__call__
+        exchange.logged = scope["path"] not in self._unlogged
+        with self._access_log.request(exchange, scope):
+            await answer(scope, receive, note)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            # A server logs this message. Starlette's own message is a traceback of a page.
+            if message["type"] == "lifespan.startup.failed" and self.refusal is not None:
+                message = {**message, "message": self.refusal}
+            await send(message)
+
+        await super().__call__(scope, receive, say)
+
+
+def _request_id(headers: Headers) -> str:
+    """Returns the client's X-Request-Id if it is fit for a log line, else a new one."""
+    given = headers.get("x-request-id", "")
+    if 0 < len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
