@@ -203,11 +203,27 @@ class Agent:
         """Reports to P that nothing of the transfer is needed. Best effort."""
         self._thread.submit(lambda now: self._effects.decode.release(now, transfer_id, engine))
 
+    def defer(self, transfer_id: str, engine: Address) -> None:
+        """The transfer gets no blocks here before P is about to compute its prompt. Rank 0 waits for that for
+        all ranks, and take_prompts_due() returns it there, also after a failure. reserve() and release() end
+        the wait, too."""
+        if self._config.rank == 0:
+            self._thread.submit(lambda now: self._effects.decode.deferring.defer(now, transfer_id, engine))
+
+    def take_prompts_due(self) -> set[str]:
+        """The deferred transfers that wait for nothing any more, since the last call."""
+        return self._ledger.take_prompts_due()
+
     # --- Prefill
 
     def expect(self, request: PrefillRequest) -> None:
         """The request has reached the scheduler."""
         self._thread.submit(lambda now: self._effects.prefill.expect(now, request))
+
+    def prompt_next(self, transfer_id: str) -> None:
+        """The next steps compute this prompt, so a D that waits for it may reserve. pages_computed() reports
+        that, too."""
+        self._thread.submit(lambda now: self._effects.prefill.due(now, transfer_id))
 
     def order_layers(self, signal_base: int, ordinals: Sequence[int]) -> None:
         """Sets the order in which layers are computed, from this step on. The signal reaches ``signal_base +
@@ -388,7 +404,7 @@ class Agent:
         return self._ledger.take_reserved()
 
     def await_news(self, timeout: float) -> None:
-        """Blocks until take_reports() or take_reserved() has something, at most ``timeout`` seconds."""
+        """Blocks until one of the take methods for a scheduler has something, at most ``timeout`` seconds."""
         self._ledger.await_news(timeout)
 
     def take_reports(self) -> Reports:

@@ -14,10 +14,12 @@ from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
+    DeferLoad,
     EndLendings,
     FailLoad,
     FinishPrefill,
     NewPages,
+    PromptNext,
     RefuseLending,
     Release,
     SetRanks,
@@ -42,6 +44,7 @@ class CommandLedger:
         self._sent: set[str] = set()
         self._failed_here: dict[str, bool] = {}  # whether the load is stale, by request id
         self._refused_prefixes: dict[str, int] = {}
+        self._refused_deferrals: set[str] = set()
 
     def execute(self, commands: Iterable[Command]) -> None:
         """Executes the commands in their order. Raises nothing."""
@@ -92,6 +95,11 @@ class CommandLedger:
         refused, self._refused_prefixes = self._refused_prefixes, {}
         return self._agent.take_prefix_answers() | refused
 
+    def take_prompts_due(self) -> set[str]:
+        """The deferred transfers that wait for nothing any more, since the last call."""
+        refused, self._refused_deferrals = self._refused_deferrals, set()
+        return self._agent.take_prompts_due() | refused
+
     def _execute(self, command: Command) -> None:
         match command:
             case SetRanks():
@@ -109,6 +117,10 @@ class CommandLedger:
                 self._agent.cancel(command.request_id)
             case Release():
                 self._agent.release(command.transfer_id, command.engine)
+            case DeferLoad():
+                self._agent.defer(command.transfer_id, command.engine)
+            case PromptNext():
+                self._agent.prompt_next(command.transfer_id)
             case FailLoad():
                 self._failed_here[command.request_id] = command.stale
             case CacheCleared():
@@ -134,5 +146,7 @@ class CommandLedger:
                 self._sent.add(command.request_id)
             case DecodeRequest():
                 self._failed_here[command.request_id] = command.engine.prefixes
+            case DeferLoad():
+                self._refused_deferrals.add(command.transfer_id)
             case PrefixRequest():
                 self._refused_prefixes[command.transfer_id] = 0

@@ -43,6 +43,22 @@ class Release:
 
 
 @dataclass(frozen=True)
+class DeferLoad:
+    """D is short of blocks, and gives this transfer none before P is about to compute its prompt. The workers
+    report that."""
+
+    transfer_id: str
+    engine: Address
+
+
+@dataclass(frozen=True)
+class PromptNext:
+    """P's next steps compute this prompt. No page of it is computed yet."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True)
 class FailLoad:
     """D's scheduler could not build the reservation. The load is to be reported as failed."""
 
@@ -105,6 +121,8 @@ Command = (
     | DecodeRequest
     | Cancel
     | Release
+    | DeferLoad
+    | PromptNext
     | FailLoad
     | CacheCleared
     | PrefixRequest

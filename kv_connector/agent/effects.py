@@ -45,6 +45,7 @@ from kv_connector.protocol.actions import (
     PrefixAnswered,
     PrefixDecided,
     PrefixRequested,
+    PromptDue,
     Push,
     Reached,
     Reply,
@@ -63,6 +64,8 @@ from kv_connector.protocol.messages import (
     Borrow,
     Cancel,
     CancelAck,
+    Defer,
+    Due,
     Fail,
     FailCode,
     Hello,
@@ -279,8 +282,8 @@ class Effects:
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
                 self._ledger.load_ended(request_id, failed, sampled, stale=stale)
-            case PrefixRequested() | PrefixAnswered() | PrefixDecided():
-                self._ledger.prefix_news(action)
+            case PrefixRequested() | PrefixAnswered() | PrefixDecided() | PromptDue():
+                self._ledger.news(action)
             case Ended():
                 self._ended(now, action)
             case Reached():
@@ -291,11 +294,8 @@ class Effects:
                 return [] if source is None else self._execute(now, Reply(source, message))
             case Reply(source, message):
                 if not self._control.send(source, message):
-                    hint = (
-                        " (does only one of the two engines have a cluster key?)"
-                        if isinstance(message, Hello | Locate)
-                        else ""
-                    )
+                    first = isinstance(message, Hello | Locate)
+                    hint = " (does only one of the two engines have a cluster key?)" if first else ""
                     return self.peers.lost(now, source, f"its control connection accepts no messages{hint}")
             case Deliver(peer, message):
                 return self._deliver(now, peer, message)
@@ -315,8 +315,8 @@ class Effects:
                 return self._accept(now, action)
             case Complete():
                 return self._complete(now, action)
-            case SessionUp(peer, address, incarnation):
-                return [] if address is None else self.decode.peer_up(now, address, peer, incarnation)
+            case SessionUp(peer, address, incarnation, defers):
+                return [] if address is None else self.decode.peer_up(now, address, peer, incarnation, defers)
             case DialFailed(address, reason):
                 return self.decode.dial_failed(now, address, reason)
             case Fence(peer, reason):
@@ -367,6 +367,10 @@ class Effects:
                 return self.prefill.cancel(now, peer, message)
             case Release():
                 return self.prefill.release(now, peer, message)
+            case Defer():
+                return self.prefill.defer(now, peer, message)
+            case Due():
+                return self.decode.deferring.due(peer, message)
             case Borrow():
                 return self.prefill.borrow(now, peer, message)
             case Lent():

@@ -17,6 +17,7 @@ from kv_connector.protocol.actions import (
     PrefixAnswered,
     PrefixDecided,
     PrefixRequested,
+    PromptDue,
     Reached,
     State,
 )
@@ -138,6 +139,7 @@ class Ledger:
         self._prefix_requests: deque[PrefixRequested] = deque(maxlen=MAX_QUESTIONS)
         self._prefix_answers: dict[str, int] = {}
         self._prefix_loads: dict[str, float] = {}
+        self._prompts_due: set[str] = set()
         self.on_prefix_request: Callable[[], None] = lambda: None
         # The state of each request, until its end was taken. Changed under the lock, looked up without it.
         self._reached: dict[str, Reached] = {}
@@ -153,7 +155,8 @@ class Ledger:
         self._answer_seconds = self._load_seconds = 0.0
         self._timings: deque[Timing] = deque(maxlen=_TIMINGS)
 
-    def prefix_news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided) -> None:
+    def news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided | PromptDue) -> None:
+        """Keeps news for the engine's scheduler, and counts answers about prefixes."""
         with self._lock:
             match news:
                 case PrefixRequested():
@@ -162,6 +165,8 @@ class Ledger:
                     self._prefix_answers[news.transfer_id] = news.tokens
                     self._borrow[news.outcome] += 1
                     self._answer_seconds += news.seconds
+                case PromptDue(transfer_id):
+                    self._prompts_due.add(transfer_id)
                 case PrefixDecided():
                     self._lend[news.outcome] += 1
                     self._tokens_lent += news.tokens
@@ -181,6 +186,11 @@ class Ledger:
         with self._lock:
             loads, self._prefix_loads = self._prefix_loads, {}
             return loads
+
+    def take_prompts_due(self) -> set[str]:
+        with self._lock:
+            due, self._prompts_due = self._prompts_due, set()
+            return due
 
     def take_prefix_requests(self) -> list[PrefixRequested]:
         with self._lock:
@@ -312,6 +322,7 @@ class Ledger:
                     or self._reports.finished_recving
                     or self._prefix_requests
                     or self._prefix_answers
+                    or self._prompts_due
                 ),
                 timeout,
             )

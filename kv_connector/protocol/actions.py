@@ -18,6 +18,8 @@ from kv_connector.protocol.messages import (
     Borrow,
     Cancel,
     CancelAck,
+    Defer,
+    Due,
     Fail,
     Hello,
     LendOutcome,
@@ -259,6 +261,13 @@ class FinishedReceiving:
     stale: bool = False
 
 
+@dataclass(frozen=True)
+class PromptDue:
+    """A deferred load waits for nothing any more: it may take blocks as soon as the engine has them."""
+
+    transfer_id: str
+
+
 # --- Of prefixes
 
 
@@ -353,6 +362,7 @@ class SessionUp:
     peer: PeerId
     address: Address | None
     incarnation: str = ""  # of the peer's process
+    knows_defer: bool = False  # whether DEFER and DUE may be sent in it
 
 
 @dataclass(frozen=True)
@@ -402,7 +412,7 @@ class Distrust:
     reason: str
 
 
-RequestMessage = Reserve | Cancel | Release | Sampled | Fail | CancelAck | Borrow | Lent | Ping
+RequestMessage = Reserve | Cancel | Release | Sampled | Fail | CancelAck | Defer | Due | Borrow | Lent | Ping
 """A message about requests, not about the session."""
 
 

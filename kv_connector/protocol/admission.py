@@ -23,6 +23,17 @@ enough: prompts that fill it at both engines wait for loads that fit at neither.
 share enters when no request of its kind holds blocks. Two such requests may still wait for each other
 until a deadline.
 
+An engine that is only D is never part of such a circle, but its loads could hold all blocks while their
+prompts queue at P. So the loads whose prompts wait take no more than half of the blocks that other requests
+leave (DeferralGate). A load that this gate holds has no blocks. It passes once P reports that the prompt is
+next in its queue. The points above hold with these loads:
+
+- P reports the next prompts in its queue, whether or not its gate holds them. P waits for no answer. So the
+  report depends only on the prompts before it, which end by point 1 or wait at P's gate.
+- A load with the report needs no gate, only blocks. The loads before it end by point 2, or have no blocks.
+- A load without a report passes once no such load has blocks and it fits. So even a lost report holds it no
+  longer than the requests that run.
+
 A prefix that one engine lends to another adds no kind, and no wait for blocks of another engine:
 
 - A question holds no blocks.
@@ -42,11 +53,12 @@ from collections.abc import Callable
 from kv_connector.protocol.messages import Role
 
 
-def gates(role: Role, blocks: int) -> tuple[AdmissionGate, AdmissionGate]:
-    """The gates for early prompts and for loads, in a pool of this many blocks."""
+def gates(role: Role, blocks: int, free: Callable[[], int]) -> tuple[AdmissionGate, AdmissionGate]:
+    """The gates for early prompts and for loads, in a pool of this many blocks. ``free``: returns how many of
+    them are free."""
     if role is Role.BOTH:
         return AdmissionGate(blocks // 3), AdmissionGate(blocks // 3)
-    return AdmissionGate(blocks // 2), AdmissionGate(None)
+    return AdmissionGate(blocks // 2), DeferralGate(free)
 
 
 # Blocks that an engine holds for borrowers are missing in its cache for seconds. An 8B model on an H200 has
@@ -74,6 +86,9 @@ class AdmissionGate:
     """The gate to one kind's share of the pool. The cost of an answer does not depend on how many requests
     wait."""
 
+    defers = False
+    """Whether a request that the gate holds may pass once P reports that its prompt is next."""
+
     def __init__(self, blocks: int | None) -> None:
         """``blocks``: size of the share. None: the kind may fill the pool."""
         self._share = blocks
@@ -93,20 +108,20 @@ class AdmissionGate:
         No request passes the first waiting one, because small requests could otherwise pass it forever. The
         exception is a request whose place comes before that one's.
         """
-        if self._share is None:
-            return False
         # A request that was inside before was preempted. Its leave() comes only at the step's end. It enters
         # before all others.
         back = request_id in self._held
         held = self._total - self._held.get(request_id, 0)
-        fits = held == 0 or held + blocks <= self._share
-        if fits and (back or self._passes(request_id, place)):
+        if self._fits(held, blocks) and (back or self._passes(request_id, place)):
             return False
         if request_id not in self._waiting:
             self._refusals += 1
             self._waiting[request_id] = place, self._refusals
             heapq.heappush(self._order, (place, self._refusals, request_id))
         return True
+
+    def _fits(self, held: int, blocks: int) -> bool:
+        return self._share is None or held == 0 or held + blocks <= self._share
 
     def _passes(self, request_id: str, place: Place) -> bool:
         first = self.first()
@@ -136,3 +151,24 @@ class AdmissionGate:
             self._order = [(place, refusal, one) for one, (place, refusal) in self._waiting.items()]
             heapq.heapify(self._order)
         self.on_leave(request_id)
+
+
+class DeferralGate(AdmissionGate):
+    """The gate for loads whose prompts still wait at P, in an engine that is only D.
+
+    Such a load takes blocks only if at least as many stay free as these loads then hold. So together they
+    never hold more than half of the blocks that other requests leave. The only one of them may take all that
+    are free, so that an engine without other loads gets the overlap of pages with the prefill. A load that
+    does not fit is held too, because it would stop the requests behind it.
+    """
+
+    defers = True
+
+    def __init__(self, free: Callable[[], int]) -> None:
+        """``free``: returns the number of free blocks."""
+        super().__init__(None)
+        self._free = free
+
+    def _fits(self, held: int, blocks: int) -> bool:
+        free = self._free()
+        return blocks <= free if held == 0 else held + blocks <= free - blocks

@@ -12,10 +12,12 @@ from kv_connector.protocol.actions import (
     Source,
 )
 from kv_connector.protocol.messages import (
+    DEFER_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     Borrow,
     Cancel,
+    Defer,
     Directory,
     Hello,
     HelloAck,
@@ -113,6 +115,8 @@ class Answering:
             return [*actions, Deliver(peer.peer, message)] if message.waiting else actions
         if isinstance(message, Reserve | Cancel | Release) or (isinstance(message, Borrow) and peer.prefixes):
             return [Deliver(peer.peer, message)]
+        if isinstance(message, Defer) and peer.knows_defer:
+            return [Deliver(peer.peer, message)]
         return self._sessions.violation(peer.last_seen, peer, message)
 
     def _refusal(self, hello: Hello | Locate) -> tuple[NakReason, str] | None:
@@ -126,7 +130,7 @@ class Answering:
         if hello.role is Role.PREFILL and not prefixes:
             text = f"{hello.engine_id} is a prefill engine: start it as a decode engine to receive pages"
             return NakReason.WRONG_ROLE, text
-        if hello.protocol != PROTOCOL_VERSION and not prefixes:
+        if hello.protocol not in (PROTOCOL_VERSION, DEFER_PROTOCOL_VERSION) and not prefixes:
             versions = f"prefill engine has {PROTOCOL_VERSION}, decode engine has {hello.protocol}"
             return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
         problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)

@@ -40,6 +40,7 @@ from kv_connector.protocol.actions import (
     UnderWay,
 )
 from kv_connector.protocol.borrowing import Borrowing
+from kv_connector.protocol.deferring import Deferring
 from kv_connector.protocol.layout import KvLayout, layout_problem
 from kv_connector.protocol.legs import DecodeAction, Leg, LegPhase, Phase, Reception
 from kv_connector.protocol.messages import (
@@ -97,6 +98,8 @@ class DecodeMachine:
         self._weights = ""
         self.borrowing = Borrowing(timeouts, self._engines, self._sessions, self._find)
         """The questions that precede transfers of prefixes."""
+        self.deferring = Deferring(timeouts, self._engines, self._sessions, self._find)
+        """The loads that wait without blocks until P is about to compute their prompts."""
 
     def __len__(self) -> int:
         """Number of transfers that are not over."""
@@ -107,7 +110,7 @@ class DecodeMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        return earliest((self._timers.next(), self.borrowing.next_deadline()))
+        return earliest((self._timers.next(), self.borrowing.next_deadline(), self.deferring.next_deadline()))
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""
@@ -135,6 +138,7 @@ class DecodeMachine:
         """The request has its blocks and wants its pages."""
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
+        self.deferring.withdraw(request.transfer_id)
         transfer = Reception(request, self._next_attempt, now + self._limit(request))
         # The number has 32 bits on the wire. By the time it repeats, the old attempt was fenced long ago.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
@@ -171,8 +175,8 @@ class DecodeMachine:
     def release(self, now: float, transfer_id: str, address: Address) -> list[DecodeAction]:
         """D needs nothing of this transfer from the engine at ``address``, so P may free its blocks. Best
         effort: P's hold time ends it too."""
-        problem = id_problem(transfer_id)
-        if problem is not None:
+        self.deferring.withdraw(transfer_id)
+        if (problem := id_problem(transfer_id)) is not None:
             return [Log(logging.WARNING, f"cannot release a transfer at {address}: {problem}")]
         engine = self._engines.get(address)
         if engine is not None and engine.workers is not None:
@@ -211,6 +215,7 @@ class DecodeMachine:
             actions += self._release(transfer_id, address, engine.workers)
         engine.releases.clear()
         actions += self.borrowing.engine_found(now, address, engine.workers)
+        actions += self.deferring.engine_found(address, engine.workers)
         for transfer in self._unstaged(address):
             actions += self._stage(now, transfer, engine.workers)
         return actions
@@ -218,18 +223,19 @@ class DecodeMachine:
     def engine_not_found(self, now: float, address: Address, reason: str) -> list[DecodeAction]:
         """No engine answered at this address, it refused this engine, or its layout does not fit."""
         self._engines.pop(address, None)
-        actions = self.borrowing.engine_not_found(now, address)
+        actions = self.borrowing.engine_not_found(now, address) + self.deferring.engine_not_found(address)
         for transfer in self._unstaged(address):
             actions += self._give_up(now, transfer, reason)
         return actions
 
     def peer_up(
-        self, now: float, address: Address, peer: PeerId, incarnation: str = ""
+        self, now: float, address: Address, peer: PeerId, incarnation: str = "", knows_defer: bool = False
     ) -> list[DecodeAction]:
-        """A session with the worker at this address is up. ``incarnation``: of its process."""
+        """A session with the worker at this address is up. The others: as in SessionUp."""
         self._sessions[address] = peer
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
         actions += self.borrowing.peer_up(now, address, peer, incarnation)
+        actions += self.deferring.peer_up(address, peer, knows_defer)
         for transfer, leg in self._awaiting(address):
             leg.peer = peer
             actions += self._open(transfer)
@@ -239,7 +245,7 @@ class DecodeMachine:
         """No session will be made: the worker refused or did not answer."""
         self._releases.pop(address, None)
         self._forget(address)
-        actions = self.borrowing.dial_failed(now, address)
+        actions = self.borrowing.dial_failed(now, address) + self.deferring.dial_failed(address)
         for transfer, _ in self._awaiting(address):
             actions += self._give_up(now, transfer, reason)
         return actions
@@ -249,7 +255,7 @@ class DecodeMachine:
         for address in [address for address, known in self._sessions.items() if known == peer]:
             del self._sessions[address]
             self._forget(address)
-        actions = self.borrowing.peer_down(now, peer)
+        actions = self.borrowing.peer_down(now, peer) + self.deferring.peer_down(peer)
         for transfer in list(self._transfers.values()):
             leg = transfer.leg(peer)
             if leg is None or leg.phase in (LegPhase.FENCING, LegPhase.STOPPED):
@@ -370,7 +376,7 @@ class DecodeMachine:
 
     def tick(self, now: float) -> list[DecodeAction]:
         """Acts on every deadline that has passed."""
-        actions = self.borrowing.tick(now)
+        actions = self.borrowing.tick(now) + self.deferring.tick(now)
         while (request_id := self._timers.pop_due(now)) is not None:
             transfer = self._transfers[request_id]
             if transfer.phase is Phase.LINGERING:
@@ -390,7 +396,7 @@ class DecodeMachine:
 
     def close(self, now: float) -> list[DecodeAction]:
         """Shuts down: every transfer is cancelled, and fails, because pages are missing."""
-        actions = self.borrowing.close(now)
+        actions = self.borrowing.close(now) + self.deferring.close()
         for transfer in list(self._transfers.values()):
             if transfer.phase is Phase.LINGERING:
                 actions += self._end_stopped(now, transfer)

@@ -23,18 +23,21 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.layout import KvLayout
 from kv_connector.protocol.messages import (
+    DEFER_PROTOCOL_VERSION,
     PREFIX_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AnyMessage,
     Bye,
     CancelAck,
     Directory,
+    Due,
     Fail,
     Hello,
     HelloAck,
     HelloNak,
     Lent,
     Locate,
+    NakReason,
     Pong,
     Role,
     Sampled,
@@ -59,6 +62,10 @@ class Dialling:
     def find(self, now: float, engine: Address) -> list[PeersAction]:
         if engine in self._sessions.finding:
             return []
+        self._sessions.older.discard(engine)
+        return self._find(now, engine)
+
+    def _find(self, now: float, engine: Address) -> list[PeersAction]:
         if self._sessions.away:
             return [EngineNotFound(engine, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(engine), Role.PREFILL)
@@ -70,7 +77,7 @@ class Dialling:
 
     def connected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
         peer, us = self._sessions.peers[peer_id], self._sessions.identity
-        peer.hello = Locate(us.engine_id, us.role, us.rank, _version(peer), us.fingerprint)
+        peer.hello = Locate(us.engine_id, us.role, us.rank, self._version(peer), us.fingerprint)
         return self._introduce(now, peer, source)
 
     def dial(
@@ -101,7 +108,7 @@ class Dialling:
             incarnation=us.incarnation,
             role=us.role,
             rank=us.rank,
-            protocol=_version(peer),
+            protocol=self._version(peer),
             fingerprint=us.fingerprint,
             layout=us.layout,
             wants=peer.wants,
@@ -169,7 +176,7 @@ class Dialling:
     def receive(self, now: float, peer: Peer, message: AnyMessage) -> list[PeersAction]:
         """Handles a message of a prefill engine that this side dialled."""
         if isinstance(message, HelloNak):
-            return self._nak_received(peer, message)
+            return self._nak_received(now, peer, message)
         if peer.finding:
             if isinstance(message, Directory):
                 return self._found(peer, message)
@@ -189,6 +196,8 @@ class Dialling:
         if peer.state is PeerState.CONNECTING:
             return []
         if isinstance(message, Sampled | Fail | CancelAck) or (isinstance(message, Lent) and peer.prefixes):
+            return [Deliver(peer.peer, message)]
+        if isinstance(message, Due) and peer.knows_defer:
             return [Deliver(peer.peer, message)]
         if isinstance(message, Pong):
             return []
@@ -221,12 +230,32 @@ class Dialling:
         self._sessions.find_again(peer)  # has no effect if the sessions with its workers come up
         return [HangUp(peer.source), EngineFound(peer.address, message.ranks)]
 
-    def _nak_received(self, peer: Peer, message: HelloNak) -> list[PeersAction]:
+    def _nak_received(self, now: float, peer: Peer, message: HelloNak) -> list[PeersAction]:
         assert peer.address is not None
+        if peer.finding and peer.knows_defer and message.reason is NakReason.INCOMPATIBLE:
+            return self._find_older(now, peer)
         reason = f"{message.reason.value}: {message.message}"
         log = self._sessions.log_nak(logging.ERROR, "from", str(peer.address), reason)
         return [*log, *self._sessions.forget(peer, f"{peer.address} refused: {reason}")]
 
+    def _find_older(self, now: float, peer: Peer) -> list[PeersAction]:
+        """Repeats LOCATE with PROTOCOL_VERSION. If the versions were not the cause, the answer is the same.
 
-def _version(peer: Peer) -> int:
-    return PREFIX_PROTOCOL_VERSION if peer.prefixes else PROTOCOL_VERSION
+        It uses another connection, because a repeated LOCATE may be refused again over this one.
+        """
+        assert peer.address is not None
+        assert peer.source is not None
+        del (
+            self._sessions.peers[peer.peer],
+            self._sessions.by_source[peer.source],
+            self._sessions.finding[peer.address],
+        )
+        self._sessions.timers.clear(peer.peer)
+        self._sessions.older.add(peer.address)
+        return [HangUp(peer.source), *self._find(now, peer.address)]
+
+    def _version(self, peer: Peer) -> int:
+        if peer.prefixes:
+            return PREFIX_PROTOCOL_VERSION
+        engine = peer.address if peer.finding else peer.of
+        return PROTOCOL_VERSION if engine in self._sessions.older else DEFER_PROTOCOL_VERSION

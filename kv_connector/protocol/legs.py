@@ -43,6 +43,7 @@ from kv_connector.protocol.actions import (
     Outcome,
     PeerId,
     PrefixAnswered,
+    PromptDue,
     Reached,
     Send,
 )
@@ -62,6 +63,7 @@ DecodeAction = (
     | CloseCounter
     | FinishedReceiving
     | PrefixAnswered
+    | PromptDue
 )
 """The actions of the decode machine."""
 

@@ -12,6 +12,9 @@ completion message: D counts the pages that have landed.
 A session is one connection with one HELLO. A message over another connection, or after BYE, belongs to no
 session and is answered with BYE.
 
+A D that is short of blocks sends DEFER before RESERVE, in a session of DEFER_PROTOCOL_VERSION. P answers with
+DUE once the prompt is about to be computed.
+
 Any engine may lend the pages of a prefix to any other one, over a session of PREFIX_PROTOCOL_VERSION. The
 borrower connects as D does. It sends BORROW, and the lender answers with LENT. All that follows is an
 ordinary transfer, from RESERVE on, with the lender as P. An older engine refuses such a session.
@@ -38,6 +41,10 @@ PROTOCOL_VERSION = 3
 # Of sessions for prefixes, in which the engines' roles do not matter. An engine that knows only
 # PROTOCOL_VERSION refuses a LOCATE or HELLO with this number, and learns no message that it cannot decode.
 PREFIX_PROTOCOL_VERSION = 4
+
+# Of sessions for prompts in which D may send DEFER. D introduces itself with this number first. An engine
+# that knows only PROTOCOL_VERSION refuses it, and D repeats LOCATE with PROTOCOL_VERSION.
+DEFER_PROTOCOL_VERSION = 5
 
 # A RESERVE of 1 M tokens at block size 16 is 65,536 block ids of at most 5 bytes, times 8 groups: 2.6 MB.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -124,7 +131,7 @@ class Locate(Message, frozen=True, tag="locate"):
     engine_id: Id
     role: Role
     rank: Natural
-    protocol: Natural  # PROTOCOL_VERSION, or PREFIX_PROTOCOL_VERSION
+    protocol: Natural  # PROTOCOL_VERSION, PREFIX_PROTOCOL_VERSION or DEFER_PROTOCOL_VERSION
     fingerprint: Fingerprint
 
 
@@ -150,7 +157,7 @@ class Hello(Message, frozen=True, tag="hello"):
     incarnation: Id  # new at each boot
     role: Role
     rank: Natural
-    protocol: Natural  # PROTOCOL_VERSION, or PREFIX_PROTOCOL_VERSION
+    protocol: Natural  # as in LOCATE
     fingerprint: Fingerprint
     layout: KvLayout
     wants: Wants
@@ -161,6 +168,11 @@ class Hello(Message, frozen=True, tag="hello"):
 def for_prefixes(introduction: Locate | Hello) -> bool:
     """Whether a worker introduces itself for a session for prefixes."""
     return introduction.protocol == PREFIX_PROTOCOL_VERSION
+
+
+def knows_defer(introduction: Locate | Hello) -> bool:
+    """Whether DEFER and DUE may be sent in the session for which a worker introduces itself."""
+    return introduction.protocol == DEFER_PROTOCOL_VERSION
 
 
 class HelloAck(Message, frozen=True, tag="hello_ack"):
@@ -274,6 +286,22 @@ class Release(Message, frozen=True, tag="release"):
     share: ShareNumber = 0
 
 
+class Defer(Message, frozen=True, tag="defer"):
+    """D is short of blocks, and takes none for this transfer while its prompt waits at P.
+
+    One worker of D sends it for all, and waits for DUE.
+    """
+
+    transfer_id: Id
+
+
+class Due(Message, frozen=True, tag="due"):
+    """The prompt is about to be computed, or P has nothing to wait for: D may send RESERVE. P waits for no
+    answer."""
+
+    transfer_id: Id
+
+
 class Borrow(Message, frozen=True, tag="borrow"):
     """The borrower requests the pages of a prompt's leading tokens, under a new transfer id."""
 
@@ -366,6 +394,8 @@ AnyMessage = (
     | Cancel
     | CancelAck
     | Release
+    | Defer
+    | Due
     | Borrow
     | Lent
     | Ping

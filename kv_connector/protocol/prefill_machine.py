@@ -40,6 +40,7 @@ from kv_connector.protocol.actions import (
     Share,
     UnderWay,
 )
+from kv_connector.protocol.announcing import Announcing
 from kv_connector.protocol.content_key import content_key_problem
 from kv_connector.protocol.layout import KvLayout, layout_problem
 from kv_connector.protocol.lending import Lendings, refusal
@@ -47,6 +48,7 @@ from kv_connector.protocol.messages import (
     Borrow,
     Cancel,
     CancelAck,
+    Defer,
     Fail,
     FailCode,
     LendOutcome,
@@ -108,6 +110,7 @@ class PrefillMachine:
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
         self._lendings = Lendings()
         self._lends_not = ""  # why borrowers are refused; empty: they are not
+        self._announcing = Announcing(timeouts)
         self._closing = False
         self._weights = ""
 
@@ -122,7 +125,9 @@ class PrefillMachine:
 
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
-        return earliest((self._timers.next(), self._lendings.next_deadline()))
+        return earliest(
+            (self._timers.next(), self._lendings.next_deadline(), self._announcing.next_deadline())
+        )
 
     def under_way(self) -> list[UnderWay]:
         """The shares that are not over, and prompts that P's engine still works on. Any thread may call
@@ -151,7 +156,8 @@ class PrefillMachine:
             return [Log(logging.ERROR, text)]
         prompt.request = request
         if prompt.over:
-            return report_end(prompt)
+            return [*self._announcing.announce(request.transfer_id), *report_end(prompt)]
+        self._announcing.arrived(request.transfer_id)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
@@ -170,6 +176,14 @@ class PrefillMachine:
             actions.append(self._refuse(reservation.peer, reservation.message, code, problem))
         return actions
 
+    def due(self, now: float, transfer_id: str) -> list[PrefillAction]:
+        """The engine is about to compute this prompt. The first pages_computed() reports it, too."""
+        prompt = self._prompts.get(transfer_id)
+        if prompt is None or prompt.request is None:
+            return []
+        prompt.due = True
+        return [*self._announcing.announce(transfer_id)]
+
     def pages_computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
         """These pages become valid in this step. The pages that D wants and lacks are pushed."""
         prompt = self._prompts.get(pages.transfer_id)
@@ -183,7 +197,7 @@ class PrefillMachine:
             used_blocks(group, named.first, named.blocks)
             for group, named in zip(self._layout.groups, pages.groups, strict=True)
         ]
-        actions: list[PrefillAction] = []
+        actions = self.due(now, pages.transfer_id)
         for transfer in prompt.shares:
             if transfer.phase not in (SharePhase.WAITING, SharePhase.ACTIVE):
                 continue
@@ -268,6 +282,12 @@ class PrefillMachine:
         ``sampled``: the token behind the prompt. ``aborted``: the request is not ``ok`` because its client
         left, so the transfer has not failed.
         """
+        due: list[PrefillAction] = [*self._announcing.announce(transfer_id)]
+        return due + self._finish(now, transfer_id, ok, reason, sampled, aborted)
+
+    def _finish(
+        self, now: float, transfer_id: str, ok: bool, reason: str, sampled: int | None, aborted: bool
+    ) -> list[PrefillAction]:
         code = FailCode.PREFILL_ABORTED if aborted else FailCode.WRITE_ERROR
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
@@ -371,6 +391,7 @@ class PrefillMachine:
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """Handles RESERVE: D wants the prompt's pages."""
+        self._announcing.drop(message.transfer_id)
         decode = self._peers.get(peer)
         if decode is None:
             return []
@@ -477,6 +498,17 @@ class PrefillMachine:
             return []
         return self._ends.close(now, transfer, released)
 
+    def defer(self, now: float, peer: PeerId, message: Defer) -> list[PrefillAction]:
+        """Handles DEFER: D takes blocks for this transfer once the prompt is about to be computed."""
+        transfer_id = message.transfer_id
+        prompt = self._prompts.get(transfer_id)
+        request = None if prompt is None else prompt.request
+        known = prompt is not None and (prompt.due or prompt.finished or prompt.over)
+        over = prompt is None and self._tombstones.get(transfer_id) is not None
+        self._announcing.defer(now, peer, transfer_id, arrived=request is not None)
+        waits_for_nothing = self._closing or known or over
+        return [*self._announcing.announce(transfer_id)] if waits_for_nothing else []
+
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
         """Handles the list of a PING: these transfers still wait in D's queue, so their blocks are held
         longer. A prefix is not held for a queue."""
@@ -493,6 +525,7 @@ class PrefillMachine:
         """The session is over and being fenced. ``fenced`` follows."""
         self._peers.pop(peer, None)
         self._lendings.peer_down(peer)
+        self._announcing.peer_down(peer)
         actions: list[PrefillAction] = []
         for transfer in self._all():
             if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is SharePhase.WAITING:
@@ -563,6 +596,7 @@ class PrefillMachine:
                 actions += self._ends.end(
                     now, transfer, FailCode.EXPIRED, "the reservation's deadline passed"
                 )
+        actions += self._announcing.tick(now)
         self._lendings.tick(now)
         self._tombstones.forget(now)
         return actions
@@ -571,6 +605,7 @@ class PrefillMachine:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
         actions: list[PrefillAction] = [*self._lendings.refuse_all(LendOutcome.CLOSING, _CLOSING)]
+        actions += self._announcing.close()
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"

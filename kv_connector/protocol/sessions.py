@@ -46,6 +46,7 @@ from kv_connector.protocol.messages import (
     Wants,
     clip,
     for_prefixes,
+    knows_defer,
 )
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers
@@ -148,6 +149,11 @@ class Peer:
             return self.address.prefixes
         return self.hello is not None and for_prefixes(self.hello)
 
+    @property
+    def knows_defer(self) -> bool:
+        """Whether DEFER and DUE may be sent in it. The HELLO shows it on both sides."""
+        return self.hello is not None and knows_defer(self.hello)
+
 
 @dataclass
 class Caller:
@@ -172,6 +178,8 @@ class Sessions:
         """Workers that this side dialled."""
         self.finding: dict[Address, PeerId] = {}
         """Engines that are being located."""
+        self.older: set[Address] = set()
+        """Engines that refused DEFER_PROTOCOL_VERSION when they were last located."""
         self.callers: dict[tuple[str, int], Caller] = {}
         """Workers that have dialled this side, by engine id and rank."""
         self.waiting: dict[Address, tuple[str, ...]] = {}
@@ -203,7 +211,10 @@ class Sessions:
         peer.state = PeerState.UP
         self.timers.set(peer.peer, now if peer.address is not None else now + self.timeouts.heartbeat)
         text = f"UP: {peer.role.value} peer {peer.name}, lane {peer.lane}"
-        return [Log(logging.INFO, text), SessionUp(peer.peer, peer.address, peer.incarnation)]
+        return [
+            Log(logging.INFO, text),
+            SessionUp(peer.peer, peer.address, peer.incarnation, peer.knows_defer),
+        ]
 
     def drop(self, now: float, peer_id: PeerId, reason: str) -> list[PeersAction]:
         """Does the same as PeerTable.drop()."""

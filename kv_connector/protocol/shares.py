@@ -81,6 +81,7 @@ class Prompt:
     weights: str  # the version with which it is computed, or was
     request: PrefillRequest | None = None
     finished: bool = False
+    due: bool = False  # P is about to compute it, or has begun to
     sampled: int | None = None  # the token behind the prompt, once finished
     moving: bool = False  # State.MOVING was reported
     shares_known: bool = False  # whether the number of shares is known; until then one share stands for all

@@ -57,7 +57,7 @@ from kv_connector.vllm.patches import (
 )
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
 from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
-from kv_connector.vllm.step_costs import StepCosts, idle_load
+from kv_connector.vllm.step_costs import StepCosts, idle_load, step_tokens
 from kv_connector.vllm.step_requests import StepRequests
 from kv_connector.vllm.worker import WorkerSide, current_stream
 
@@ -152,6 +152,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 no_prefixes=no_prefixes,
                 lend_s=self._settings.agent_timeouts().lend,
                 remember_s=self._settings.agent_timeouts().remember,
+                step_tokens=step_tokens(vllm_config.scheduler_config),
                 ask_s=self._settings.agent_timeouts().ask,
             )
             if vllm_config.cache_config.enable_prefix_caching:

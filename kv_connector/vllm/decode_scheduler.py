@@ -3,7 +3,7 @@
 No call blocks. A request's KV load goes through these phases:
 
     phase          blocks   meaning                                             next
-    WAITING        none     vLLM has no blocks for it, or its gate no room      RESERVED, TOKEN_ONLY, OVER
+    WAITING        none     vLLM has no blocks for it, or its gate holds it     RESERVED, TOKEN_ONLY, OVER
     RESERVED       its own  the workers fetch its pages                         DISCARDED, LEAVING, OVER
     DISCARDED      its own  pages may land, and will not be used                LEAVING, OVER
     TOKEN_ONLY     none     the workers fetch only the token that P sampled     TOKEN_LEAVING, OVER
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.agent.commands import Cancel, Command, FailLoad, Release
+from kv_connector.agent.commands import Cancel, Command, DeferLoad, FailLoad, Release
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.layout import GroupTarget
@@ -87,6 +87,10 @@ class KvLoad:
     offered: int = 0
     """The number of tokens that the load last offered to vLLM."""
     phase: LoadPhase = LoadPhase.WAITING
+    deferred: bool = False
+    """Whether P is to report when the prompt is next in its queue."""
+    due: bool = False
+    """Whether a deferred load may take blocks, whatever its gate holds."""
     elsewhere: bool = False
     """Whether vLLM gave the request blocks last without this load. Another connector may write them."""
 
@@ -160,10 +164,23 @@ class DecodeScheduler:
     def held(self, request: Request) -> bool:
         """Returns whether the gate has no room for this load yet."""
         load = self._loads.get(request.request_id)
-        if load is None or load.phase is not LoadPhase.WAITING:
+        if load is None or load.phase is not LoadPhase.WAITING or load.due:
             return False
         assert self.gate is not None
-        return self.gate.must_wait(load.request_id, self._blocks_of(load), self.place(request))
+        waits = self.gate.must_wait(load.request_id, self._blocks_of(load), self.place(request))
+        if waits and self.gate.defers and not load.deferred:
+            load.deferred = True
+            self._commands.append(DeferLoad(load.transfer_id, load.peer))
+        return waits
+
+    def prompts_due(self, transfer_ids: Iterable[str]) -> None:
+        """Notes that these deferred loads may take blocks as soon as the engine has them."""
+        for transfer_id in transfer_ids:
+            load = self._transfers.get(transfer_id)
+            if load is not None and load.deferred and load.phase is LoadPhase.WAITING:
+                assert self.gate is not None
+                load.due = True
+                self.gate.leave(load.request_id)
 
     def expects_prompt(self, request_id: str) -> bool:
         """Returns whether the request's prompt is still to arrive from a P."""
@@ -230,7 +247,8 @@ class DecodeScheduler:
         self._enter(load, LoadPhase.RESERVED)
         try:
             assert self.gate is not None
-            self.gate.enter(load.request_id, self._blocks_of(load))
+            if not load.due:
+                self.gate.enter(load.request_id, self._blocks_of(load))
             self._commands.append(self._reservation(load, blocks.get_block_ids(), external_tokens))
         except Exception:
             logger.exception(

@@ -1,7 +1,7 @@
-"""GatedScheduler: vLLM's scheduler for a P, whose steps skip the prompts that a gate holds.
+"""GatedScheduler: vLLM's scheduler, with steps that skip the requests that a gate holds.
 
 vLLM looks at each waiting request in each step: it searches the prefix cache for the prompt, and calls the
-connector, which answers "not yet". With thousands of held prompts that takes longer than the step.
+connector, which answers "not yet". With thousands of held requests that takes longer than the step.
 """
 
 from __future__ import annotations
@@ -112,10 +112,7 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
 
 
 class GatedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a GatedQueue, if gates hold requests.
-
-    On an engine that is D only, gates hold no requests. Loads that fail do not hold up other loads.
-    """
+    """vLLM's scheduler with a GatedQueue. Loads that fail do not hold up other loads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,7 +120,7 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
         found = (getattr(connector, "scheduler", None) for connector in connectors)
         self.sides = [side for side in found if isinstance(side, SchedulerSide)]
         """The scheduler sides of this project's connectors, among those that vLLM has."""
-        if self.vllm_config.kv_transfer_config.is_kv_producer:
+        if self.sides:
             self.waiting: Any = GatedQueue(self.waiting, self.deferred_waiting, self.sides)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

@@ -56,6 +56,8 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
     """On D: requests whose pages, if any arrived, must not be used. They compute their prompts locally."""
     requested: list[PrefixRequested] = field(default_factory=list)
     """Prefixes that other engines want to borrow."""
+    due: set[str] = field(default_factory=set)
+    """On D: deferred transfers that may take blocks now."""
     answers: dict[str, int] = field(default_factory=dict)
     """Number of tokens that other engines lend, or 0, by the transfer id of the question."""
 
@@ -68,6 +70,7 @@ class News(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type
             self.sampled | other.sampled,
             self.discarded | other.discarded,
             self.requested + other.requested,
+            self.due | other.due,
             self.answers | other.answers,
             self.arrived | other.arrived,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_connector.agent.commands import CacheCleared, Command, FinishPrefill, NewPages
+from kv_connector.agent.commands import CacheCleared, Command, FinishPrefill, NewPages, PromptNext
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.messages import Role
@@ -48,6 +49,9 @@ class _Prompt:
     """The workers know the whole prompt's blocks."""
     finished: bool = False
     """The prompt's request has left vLLM's scheduler."""
+    next: bool = False
+    """The next steps compute it, or it has begun."""
+    begun: bool = False
     held: list[Any] = field(default_factory=list)
 
 
@@ -55,14 +59,28 @@ class PrefillScheduler:
     """P's requests, from their arrival until the workers report them sent."""
 
     def __init__(
-        self, role: Role, engine_id: str, block_sizes: tuple[int, ...], commands: list[Command]
+        self,
+        role: Role,
+        engine_id: str,
+        block_sizes: tuple[int, ...],
+        commands: list[Command],
+        step_tokens: int = 0,
     ) -> None:
+        """``step_tokens``: most tokens that a step computes."""
         self._role = role
         self._engine_id = engine_id
         self._block_sizes = block_sizes
         self._commands = commands
         self._prompts: dict[str, _Prompt] = {}
         self._transfers: dict[str, _Prompt] = {}
+        self._step_tokens = step_tokens
+        self._queue: list[tuple[Place, int, str]] = []
+        """A heap of the prompts that are not next, and of some that have begun or left."""
+        self._arrivals = 0
+        self._next_tokens = 0
+        """Tokens of the prompts that are next and have not begun."""
+        self._computing: dict[str, _Prompt] = {}
+        """Prompts that have begun and are not complete, by request id."""
         self.blocks: Blocks | None = None
         self.gate: AdmissionGate | None = None
         """The gate of early prompts. Set before the first request, as ``blocks``."""
@@ -100,6 +118,8 @@ class PrefillScheduler:
         )
         self._prompts[request.request_id] = self._transfers[transfer_id] = prompt
         self._commands.append(PrefillRequest(request.request_id, transfer_id, tokens, digest))
+        self._arrivals += 1
+        heapq.heappush(self._queue, (self.place(request), self._arrivals, request.request_id))
 
     def must_wait(self, request: Request) -> bool:
         """Returns whether this prompt must not be started yet. vLLM may call this every step."""
@@ -114,10 +134,44 @@ class PrefillScheduler:
     def allocated(self, request: Request) -> None:
         """Notes that vLLM has given the request its first blocks, or that it waits only for a lender."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and prompt.early:
+        if prompt is None:
+            return
+        self._leave_queue(prompt)
+        prompt.next = prompt.begun = True
+        self._computing[request.request_id] = prompt
+        if prompt.early:
             assert self.blocks is not None
             assert self.gate is not None
             self.gate.enter(request.request_id, blocks_of(self.blocks, self._block_sizes, prompt.tokens))
+
+    def notice_next(self, scheduled: Mapping[str, int]) -> None:
+        """Reports the prompts that the next step computes.
+
+        So the RESERVE of a D that is short of blocks arrives before their first layer.
+
+        They are the first of the queue, as many as a step computes behind the prompts that have begun. A
+        prompt that the gate holds waits for a D. If the gate holds prompts, those behind them are reported.
+        """
+        if not self._queue:
+            return
+        assert self.gate is not None
+        ahead = 0 if self.gate.first() is not None else self._next_tokens
+        for request_id, prompt in self._computing.items():
+            computed = prompt.request.num_computed_tokens + scheduled.get(request_id, 0)
+            ahead += max(0, prompt.computed - computed)
+        while self._queue and ahead < self._step_tokens:
+            *_, request_id = heapq.heappop(self._queue)
+            found = self._prompts.get(request_id)
+            if found is None or found.next or found.finished:
+                continue
+            found.next = True
+            self._next_tokens += found.computed
+            ahead += found.computed
+            self._commands.append(PromptNext(found.transfer_id))
+
+    def _leave_queue(self, prompt: _Prompt) -> None:
+        if prompt.next and not prompt.begun:
+            self._next_tokens -= prompt.computed
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
         """Notes that D has room for these prompts."""
@@ -137,6 +191,7 @@ class PrefillScheduler:
             if prompt := self._prompts.get(request_id):
                 prompt.reported = [0] * len(self._block_sizes)
                 prompt.complete = False
+                self._computing[request_id] = prompt
                 self._give_back(prompt)
                 if request_id not in scheduled:
                     self._leave(prompt)
@@ -184,6 +239,7 @@ class PrefillScheduler:
             prompt.reported[group] = max(prompt.reported[group], end)
         if last:
             prompt.complete = True
+            self._computing.pop(prompt.request.request_id, None)
             # When the request finishes, vLLM counts one token further than D, and may free the oldest window
             # block.
             prompt.held = self.blocks.hold_windows(prompt.request.request_id, firsts)
@@ -198,7 +254,9 @@ class PrefillScheduler:
         if prompt is None:
             return False, None
         assert self.address is not None
-        prompt.finished = True
+        self._leave_queue(prompt)
+        prompt.finished = prompt.next = prompt.begun = True
+        self._computing.pop(request.request_id, None)
         ok = prompt.complete and request.status in _GOOD_ENDS
         aborted = request.status is RequestStatus.FINISHED_ABORTED
         reason = "" if ok else f"prefill ended as {request.status.name} before the prompt's end"

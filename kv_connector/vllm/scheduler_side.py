@@ -58,6 +58,7 @@ class SchedulerSide:
         no_prefixes: str = "",
         lend_s: float = Timeouts.lend,
         remember_s: float = Timeouts.remember,
+        step_tokens: int = 0,
         ask_s: float = Timeouts.ask,
     ) -> None:
         """``block_sizes``: tokens a block, per KV cache group. 0: the blocks are recurrent states.
@@ -65,6 +66,7 @@ class SchedulerSide:
         ``hash_algorithm``: of vLLM's block hashes. ``no_prefixes``: the reason why this engine borrows no
         prefixes. ``lend_s``: how long a lender holds one, in seconds. ``remember_s``: how long this engine
         relies on measurements of a lender. ``ask_s``: how long it waits for one at least.
+        ``step_tokens``: most tokens that a step computes.
         """
         self._role = role
         self._block_sizes = block_sizes
@@ -73,7 +75,7 @@ class SchedulerSide:
         """Trace contexts of new requests, as in StepMetadata."""
         self._emptied = False
         """Whether vLLM has just emptied its prefix cache."""
-        self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands)
+        self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands, step_tokens)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
         self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
         self._borrower = PrefixBorrower(
@@ -102,7 +104,7 @@ class SchedulerSide:
         blocks = KvBlocks(kv_cache_manager)
         self._prefill.blocks = self._decode.blocks = self._borrower.blocks = blocks
         self._lender.cache = blocks
-        self._prefill.gate, self._decode.gate = gates(self._role, blocks.total)
+        self._prefill.gate, self._decode.gate = gates(self._role, blocks.total, lambda: blocks.unused)
         if has_states(self._block_sizes):
             let_states_load(kv_cache_manager)
         around_reset(kv_cache_manager, self._before_reset, self._after_reset, lambda: self._lender.held)
@@ -227,6 +229,7 @@ class SchedulerSide:
         pages = self._prefill.new_pages(
             scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         )
+        self._prefill.notice_next(scheduler_output.num_scheduled_tokens)
         self._borrower.discard_late()
         lent, after_pages = self._lender.take_pages()
         commands = tuple(self._commands)
@@ -276,6 +279,7 @@ class SchedulerSide:
         self._borrower.answered(news.answers)
         if news.reserved:
             self._prefill.reserved(news.reserved)
+        self._decode.prompts_due(news.due)
         self._decode.sampled(news.sampled)
         self._decode.discard(news.discarded)
         sent = output.finished_sending or set()

@@ -64,12 +64,16 @@ class Sample(NamedTuple):
     took_ns: int
 
 
+def step_tokens(scheduler_config: Any) -> int:
+    """Returns the most tokens that a step computes. Drafted tokens make it fewer."""
+    return int(scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens)
+
+
 def idle_load(scheduler_config: Any, cache_tokens: int) -> WorkloadReport:
     """Returns the WorkloadReport of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
-    # With drafted tokens, a step takes fewer from the requests.
-    step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
-    longest = scheduler_config.long_prefill_token_threshold or step_tokens
-    return WorkloadReport(step_tokens, min(step_tokens, longest), cache_tokens)
+    most = step_tokens(scheduler_config)
+    longest = scheduler_config.long_prefill_token_threshold or most
+    return WorkloadReport(most, min(most, longest), cache_tokens)
 
 
 class StepCosts:

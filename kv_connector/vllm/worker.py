@@ -203,6 +203,7 @@ class WorkerSide:
             self._sampled,
             self._discarded,
             self.agent.take_prefix_requests(),
+            self._ledger.take_prompts_due(),
             self._ledger.take_prefix_answers(),
             self.agent.take_prefix_loads(),
         )

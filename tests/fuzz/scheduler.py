@@ -27,7 +27,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, Stage, vllm_config
 
-from kv_connector.agent.commands import CacheCleared, Cancel, FailLoad, FinishPrefill, Release
+from kv_connector.agent.commands import (
+    CacheCleared,
+    Cancel,
+    DeferLoad,
+    FailLoad,
+    FinishPrefill,
+    PromptNext,
+    Release,
+)
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.vllm.first_token import FirstTokenScheduler, choose_scheduler
@@ -132,6 +140,9 @@ class Transfer:
     load_version: int = 0
     writing: bool = False
     released: bool = False
+    deferred: bool = False
+    begun: bool = False
+    """Whether P has begun with the prompt, or is about to."""
     failed: bool = False
     stale: bool = False
     over: bool = False
@@ -161,6 +172,7 @@ class Engine:
         self.received: set[str] = set()
         self.failed: set[str] = set()
         self.discarded: set[str] = set()
+        self.due: set[str] = set()
         self.sampled: dict[str, int] = {}
 
     @property
@@ -183,6 +195,7 @@ class Engine:
         reports, self.sent, self.reserved = (self.sent, self.reserved), set(), set()
         loads = self.received, self.failed, self.discarded, self.sampled
         self.received, self.failed, self.discarded, self.sampled = set(), set(), set(), {}
+        due, self.due = self.due, set()
         self.stage.update(
             output,
             sent=reports[0],
@@ -191,6 +204,7 @@ class Engine:
             failed=loads[1],
             discarded=loads[2],
             sampled=loads[3],
+            due=due,
         )
         self.stage.outputs.clear()
         for gone in before - self.scheduler.requests.keys():
@@ -275,6 +289,13 @@ class World:
                 case FinishPrefill():
                     self.transfers[command.transfer_id].finish = command
                     self.transfers[command.transfer_id].last &= command.ok
+                    self._begin(self.transfers[command.transfer_id])
+                case PromptNext():
+                    self._begin(self.transfers[command.transfer_id])
+                case DeferLoad():
+                    self.transfers[command.transfer_id].deferred = True
+                    if self.transfers[command.transfer_id].begun:
+                        self._begin(self.transfers[command.transfer_id])
                 case DecodeRequest():
                     self._reserve(engine, command)
                 case Release():
@@ -285,6 +306,11 @@ class World:
                     raise Wrong(f"{engine.name}: no reservation for {command.request_id}")
                 case CacheCleared():
                     self._cache_cleared(engine)
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.begun = True
+        if transfer.deferred:
+            transfer.d.due.add(next(name for name, one in self.transfers.items() if one is transfer))
 
     def _reserve(self, engine: Engine, command: DecodeRequest) -> None:
         transfer = self.transfers[command.transfer_id]
@@ -336,6 +362,8 @@ class World:
         for pages in metadata.new_pages:
             transfer = self.transfers[pages.transfer_id]
             transfer.last |= pages.last
+            if not transfer.begun:
+                self._begin(transfer)
             if transfer.stale:
                 continue
             for group, run in enumerate(pages.groups):
@@ -517,6 +545,8 @@ class World:
         for transfer in self.transfers.values():
             if transfer.finish is not None and transfer.load is None:
                 transfer.failed = True
+            if transfer.deferred and transfer.request is None:
+                self._begin(transfer)
             if transfer.load is not None and transfer.request is None:
                 transfer.failed = True
 

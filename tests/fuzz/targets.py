@@ -110,6 +110,8 @@ def protocol_messages() -> list[AnyMessage]:
         messages.Cancel("t", 1),
         messages.CancelAck("t", 1, True),
         messages.Release("t"),
+        messages.Defer("t"),
+        messages.Due("t"),
         messages.Borrow("t", chain(range(48), 16), 16, 16, 1000, "7#0011aabb"),
         messages.Lent("t", 0, "no such prefix"),
         messages.Ping(1, ("t", "u")),

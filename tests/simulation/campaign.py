@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from . import prefixes
+from . import deferring, prefixes
 from . import scenario as requests
 from .books import Violation
 from .surroundings import Surroundings
@@ -22,6 +22,7 @@ Scenario = requests.Scenario | weights.Scenario
 DRAWS: dict[str, Callable[[int], Scenario]] = {
     "requests": requests.draw,
     "prefixes": prefixes.draw,
+    "deferring": deferring.draw,
     "weights": weights.draw,
 }
 """Function that draws a seed's scenario, by the name of the simulated protocol."""

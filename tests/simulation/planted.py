@@ -349,6 +349,76 @@ PREFIX_BUGS = (
     ),
 )
 
+# Bugs of notices, which the worlds of short decode engines must find.
+DEFER_BUGS = (
+    # D's request waits until its time limit, minutes long, although P has computed its prompt.
+    Bug(
+        "a prompt begins without a notice",
+        "protocol/prefill_machine.py",
+        "        actions = self.due(now, pages.transfer_id)\n",
+        "        actions: list[PrefillAction] = []\n",
+    ),
+    # D is dispatched first, so its DEFER is at P before the request.
+    Bug(
+        "a notice wanted before the request arrives is forgotten",
+        "protocol/prefill_machine.py",
+        "        self._announcing.defer(now, peer, transfer_id, arrived=request is not None)\n",
+        """\
+        if request is not None:
+            self._announcing.defer(now, peer, transfer_id, arrived=True)
+""",
+    ),
+    # With serial dispatch the prompt is computed before D knows of it.
+    Bug(
+        "a prompt that has begun gives no notice any more",
+        "protocol/prefill_machine.py",
+        "        known = prompt is not None and (prompt.due or prompt.finished or prompt.over)\n",
+        "        known = prompt is not None and prompt.over\n",
+    ),
+    # The client leaves P first. D's request holds its place for minutes.
+    Bug(
+        "a prompt that ends before it begins gives no notice",
+        "protocol/prefill_machine.py",
+        "        due: list[PrefillAction] = [*self._announcing.announce(transfer_id)]\n",
+        "        due: list[PrefillAction] = []\n",
+    ),
+    # A request whose P never gets its half waits for minutes longer.
+    Bug(
+        "a notice for a request that never arrives has no time limit",
+        "protocol/announcing.py",
+        "            self._timers.set(transfer_id, now + self._timeouts.orphan)\n",
+        "            pass\n",
+    ),
+    # D loses the notice with its session, and never reserves.
+    Bug(
+        "a session ends and its notices are still awaited",
+        "protocol/deferring.py",
+        "        self._announcing.discard(peer)\n        return self._end(",
+        "        self._announcing.discard(peer)\n        return [] and self._end(",
+    ),
+    # The request of an engine that cannot be found waits instead of failing.
+    Bug(
+        "a notice of an engine that is not found is awaited",
+        "protocol/decode_machine.py",
+        " + self.deferring.engine_not_found(address)\n",
+        "\n",
+    ),
+    # An older engine takes DEFER for a malformed message, and drops the session with all its transfers.
+    Bug(
+        "an older engine gets DEFER",
+        "protocol/deferring.py",
+        "        if peer not in self._announcing:\n",
+        "        if False:\n",
+    ),
+    # The grant is lost: P sends it once.
+    Bug(
+        "a notice that arrives is not passed on",
+        "protocol/deferring.py",
+        "        return [] if deferred is None or deferred.peer != peer else self._end([deferred])\n",
+        "        return []\n",
+    ),
+)
+
 
 def plant(bug: Bug, where: Path) -> None:
     """Copies the package with the bug in it, and the simulator beside it."""

@@ -14,9 +14,10 @@ Content = tuple[str, int, What] | None
 class Pool:
     """A block pool that hands out the block freed last, so that a late access meets a new owner."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, spare: int | None = None) -> None:
+        """``spare``: number of blocks that it hands out. None: all."""
         self.worker = worker
-        self._free = list(range(worker.blocks - 1, 0, -1))  # block 0 is the null block
+        self._free = list(range(worker.blocks - 1, 0, -1))[:spare]  # block 0 is the null block
         self.owner: dict[int, str] = {}
         # By block and cell. A cell that has landed and was counted is not awaited any more.
         self.content: dict[int, dict[int, Content]] = {}

@@ -20,6 +20,7 @@ from kv_connector.protocol.actions import (
     PrefixAnswered,
     PrefixDecided,
     PrefixRequested,
+    PromptDue,
     State,
 )
 from kv_connector.protocol.decode_machine import DecodeMachine
@@ -33,6 +34,7 @@ from .books import Violation
 from .fabric import SimEngine
 from .lending import LendingSide, prefix_id
 from .network import Port
+from .older import OlderPeers
 from .pool import Pool
 from .receiving import DecodeSide
 from .scenario import engine_of
@@ -54,10 +56,10 @@ class _Ledger(Ledger):
         super().__init__()
         self._process = process
 
-    def prefix_news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided) -> None:
+    def news(self, news: PrefixRequested | PrefixAnswered | PrefixDecided | PromptDue) -> None:
         if isinstance(news, PrefixAnswered):
             self._process.outcomes[news.transfer_id] = news.outcome
-        super().prefix_news(news)
+        super().news(news)
 
 
 class Process(Actor):
@@ -68,7 +70,7 @@ class Process(Actor):
         self.world, self.worker = world, worker
         self.place = engine, rank = engine_of(name)
         self.incarnation = f"{name} life {life}"
-        self.pool = Pool(worker)
+        self.pool = Pool(worker, world.scenario.spare if role is Role.DECODE else None)
         self.port = Port(world, self)
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = _Ledger(self)
@@ -79,7 +81,7 @@ class Process(Actor):
             regions=(1,),
             layout=worker.layout,
             control=self.port,
-            peers=PeerTable(
+            peers=(OlderPeers if engine in world.scenario.older else PeerTable)(
                 Identity(engine, self.incarnation, role, rank, FINGERPRINT, worker.layout, (b"memory",)),
                 world.times,
             ),
@@ -118,6 +120,7 @@ class Process(Actor):
             raise
         except Exception as error:
             self.world.books.fail(f"{self} raises {error!r}")
+        self._check_deferred()
         self._take_reports()
         if self.leaving and self._may_leave(now()):
             self._leave()
@@ -150,6 +153,7 @@ class Process(Actor):
             "loads": len(self.decode),
             "lent": len(self.lending),
             "questions": len(effects.decode.borrowing),
+            "deferred": len(effects.decode.deferring),
         }
         return {what: count for what, count in counts.items() if count}
 
@@ -175,6 +179,9 @@ class Process(Actor):
             "timers of decode": len(decode._timers),
             "attempts": len(decode._attempts),
             "timers of questions": len(decode.borrowing._timers),
+            "timers of deferred": len(decode.deferring._timers),
+            "notices": len(prefill._announcing),
+            "timers of notices": len(prefill._announcing._timers),
             "questions of borrowers": len(prefill._lendings),
             "timers of lendings": len(prefill._lendings._timers),
             "releases": len(decode._releases),
@@ -184,6 +191,18 @@ class Process(Actor):
             "peers": engine["peers"] - sessions,
         }
         return {what: count for what, count in counts.items() if count}
+
+    def _check_deferred(self) -> None:
+        """Checks that each deferred load waits for an event that comes."""
+        sessions, decode = self.effects.peers._sessions, self.effects.decode
+        for one in decode.deferring._deferred.values():
+            if one.peer is not None:
+                waits = one.peer in sessions.peers
+            else:
+                waits = (
+                    one.engine in decode._engines if one.worker is None else one.worker in sessions.by_address
+                )
+            self.world.books.check(waits, "%s: %s waits for a notice that cannot come", self, one.transfer_id)
 
     def _transfer_over(self, ended: Ended, _: Timing) -> None:
         scenario, books = self.world.scenario, self.world.books
@@ -227,6 +246,8 @@ class Process(Actor):
                 self.prefill.loaded(request, failed, stale)
                 continue
             self.decode.received(request, failed, stale, states.get(request), reports.sampled.get(request))
+        for transfer_id in sorted(ledger.take_prompts_due()):
+            self.world.prompt_due(self, transfer_id)
         answers = ledger.take_prefix_answers()
         for plan in self.world.scenario.plans if answers else ():
             if prefix_id(plan) in answers:

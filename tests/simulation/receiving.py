@@ -44,6 +44,9 @@ class _Load:
     aborted: bool = False
     aborted_at: float = 0.0
     told: bool = False  # the agent has the abort
+    short_until: float = 0.0
+    deferred_at: float | None = None  # when the first worker sent DEFER for all
+    due: bool = False
 
 
 class DecodeSide:
@@ -64,7 +67,8 @@ class DecodeSide:
         process = self._process
         if process.leaving:
             return
-        load = self._queue[plan.name] = _Load(plan)
+        short_until = self._world.clock.now + plan.admitted_after + (plan.short_for or 0.0)
+        load = self._queue[plan.name] = _Load(plan, short_until=short_until)
         self._tell_waiting()
         self._later(plan.admitted_after, lambda: self._admit(load))
         if plan.decode_abort is not None:
@@ -161,6 +165,40 @@ class DecodeSide:
 
             process.submit(command)
 
+    def _defer(self, load: _Load) -> None:
+        process, plan, world = self._process, load.plan, self._world
+        if load.deferred_at is None:
+            load.deferred_at = world.clock.now
+            first, deferring = process.place[1] == 0, process.effects.decode.deferring
+            if first:
+                world.books.note("%s defers %s", process, plan.name)
+                process.submit(lambda now: deferring.defer(now, plan.transfer_id, self._engine(plan)))
+
+            def too_late() -> None:
+                if plan.name in self._queue and not load.due and not process.leaving:
+                    world.books.check(not first, "%s waits for a notice forever", plan.name)
+                    load.due = True  # the first worker is dead
+
+            self._later(world.notice_bound(), too_late)
+        self._later(_RETRY_S, lambda: self._admit(load))
+
+    def due(self, transfer_id: str) -> None:
+        """Handles the notice for a deferred load."""
+        world = self._world
+        for load in self._queue.values():
+            plan = load.plan
+            if plan.transfer_id != transfer_id or load.deferred_at is None or load.due:
+                continue
+            load.due = True
+            early = world.begun_at(plan) is None and plan.scheduled_after < 1.0
+            world.books.ended["notice, early" if early else "notice"] += 1
+            if world.scenario.undisturbed(plan) and plan.prefill not in world.scenario.older:
+                begun, limit = world.begun_at(plan), world.prompt_s
+                if plan.unknown_to_prefill:
+                    begun, limit = 0.0, limit + world.times.orphan
+                waited = world.clock.now - max(world.clock.now if begun is None else begun, load.deferred_at)
+                world.books.check(waited < limit, "%s got its notice %.1f s late", plan.name, waited)
+
     def _release(self, plan: Plan) -> None:
         release, engine = self._process.effects.decode.release, self._engine(plan)
         self._process.submit(lambda now: release(now, plan.transfer_id, engine))
@@ -168,6 +206,9 @@ class DecodeSide:
     def _admit(self, load: _Load) -> None:
         process, plan = self._process, load.plan
         if plan.name not in self._queue or process.leaving:
+            return
+        if not load.due and self._world.clock.now < load.short_until:
+            self._defer(load)
             return
         size, pool = process.worker.block, process.pool
         filled = 0 if _wants_no_page(plan) else -(-plan.tokens // size)

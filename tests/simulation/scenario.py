@@ -47,6 +47,9 @@ class Plan:
     diverges: int = 1 << 20  # number of them that are the prompt's
     own: int = 0  # first tokens in P's cache, as far as they fill blocks
     evicted: float | None = None  # when the lender evicts them
+    short_for: float | None = (
+        None  # D has no blocks to spare for so long, and waits for P's notice. None: never
+    )
 
     @property
     def transfer_id(self) -> str:
@@ -102,6 +105,9 @@ class Scenario:
     jitter: float = 0.01  # seconds, typical for one message
     wire: float = 0.02  # seconds, typical for one write
     step: float = 0.02  # seconds, typical for one step of P
+    older: frozenset[str] = frozenset()  # engines of a release that does not know DEFER
+    spare: int | None = None  # blocks of each D's pool. None: more than its requests take
+    noticing: bool = True  # P's scheduler sends notices ahead. False: only with the first pages
     lease: bool = False  # no receiver can revoke a lane alone: its fence waits for the writer's fence
     skew: bool = False  # clocks run at rates that differ by up to 1 %
     plans: tuple[Plan, ...] = ()

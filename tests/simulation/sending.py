@@ -172,6 +172,9 @@ class PrefillSide:
             return
         waiting = [p for p in self._prompts.values() if not p.finished]
         free = [p for p in waiting if p.asked_at is None and p.load is None]
+        for prompt in waiting[: 2 * _BATCH] if self._world.scenario.noticing else ():
+            if prompt.ready_at <= now + self._world.scenario.step:
+                self._due(prompt)
         batch = [p for p in free if p.ready_at <= now and self._allocate(p)][:_BATCH]
         if batch:
             self._forward(batch)
@@ -179,6 +182,10 @@ class PrefillSide:
             self._later(_RETRY_S, self._step)
         else:
             self._stepping = False
+
+    def _due(self, prompt: _Prompt) -> None:
+        process, transfer_id = self._process, prompt.plan.transfer_id
+        process.submit(lambda now: process.effects.prefill.due(now, transfer_id))
 
     def _allocate(self, prompt: _Prompt) -> bool:
         plan, pool = prompt.plan, self._process.pool
@@ -189,6 +196,7 @@ class PrefillSide:
             counts = [1 if group == ROWS else filled for group in range(len(GROUPS))]
             prompt.tables = [pool.take(plan.name, count) for count in counts]
             prompt.computed = self._own(plan)
+            self._world.begins(plan)
             for layer in self._process.worker.layers if prompt.computed else ():
                 if (group := GROUP_OF_LAYER[layer]) != ROWS:
                     steps = range(prompt.computed // STEP)
@@ -256,6 +264,7 @@ class PrefillSide:
     def _finish(self, prompt: _Prompt, ok: bool) -> None:
         process, plan = self._process, prompt.plan
         prompt.finished, prompt.since = True, self._world.clock.now
+        self._world.begins(plan)
         self._leave_prefix(prompt)
         self._world.computed(plan)
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)

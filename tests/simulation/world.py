@@ -35,6 +35,8 @@ class World(Surroundings):
     processes: dict[str, Process]
 
     def __init__(self, scenario: Scenario, tracing: bool = False) -> None:
+        self._defers = any(plan.short_for is not None for plan in scenario.plans)
+        self._begun: dict[str, float] = {}
         self._borrows = any(plan.lender for plan in scenario.plans)
         super().__init__(scenario, PREFIX_TIMES if self._borrows else TIMES, tracing)
         self.sides = {engine: scenario.side(engine) for engine in scenario.engines}
@@ -60,13 +62,14 @@ class World(Surroundings):
                 self.clock.at(plan.prefill_at, functools.partial(self._arrive, plan, plan.prefill))
             if not plan.unknown_to_decode:
                 self.clock.at(plan.decode_at, functools.partial(self._arrive, plan, plan.decode))
-            last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after)
+            last = max(last, plan.prefill_at, plan.decode_at + plan.admitted_after + (plan.short_for or 0.0))
         for fault in self.scenario.faults:
             self.clock.at(fault.at, functools.partial(faults.strike, self, fault))
             last = max(last, fault.at + fault.lasting + self.times.drain + 0.1)
         self.clock.at(last, self._evict_all)
         self.until(last + 1.0, lambda: {"events": "to come"} if self.clock.now < last else {})
         delay = self.load_bound() + self.ask_bound() if self._borrows else 0.0
+        delay += self.notice_bound() if self._defers else 0.0
         self.until(last + delay + self.decode_bound() + self.prefill_bound(), self._busy)
         self.until(self.clock.now + 3 * self.times.dead + self._pauses + _FENCE_S, self._leftovers)
         for process in list(self.processes.values()):
@@ -141,6 +144,25 @@ class World(Surroundings):
     def ask_bound(self) -> float:
         """Returns the time within which a borrower has an answer, good or bad. Its turns may be slow."""
         return 1.02 * self.times.ask + 3.0 + self._pauses
+
+    def begins(self, plan: Plan) -> None:
+        """Records that a worker of P begins with a prompt, or ends it."""
+        self._begun.setdefault(plan.name, self.clock.now)
+
+    def begun_at(self, plan: Plan) -> float | None:
+        """Returns when the first worker of P began with the prompt."""
+        return self._begun.get(plan.name)
+
+    def notice_bound(self) -> float:
+        """Returns the time within which a deferred load waits for nothing any more, whatever happens."""
+        return 1.02 * self.times.transfer + 3.0 + self._pauses
+
+    def prompt_due(self, first: Process, transfer_id: str) -> None:
+        """The scheduler of D has the notice, which its first worker got, and acts for all workers."""
+        for name in self.workers(first.place[0]):
+            process = self.processes.get(name)
+            if process is not None:
+                process.decode.due(transfer_id)
 
     def load_bound(self) -> float:
         """Returns the time within which a borrowed prefix has arrived or has not."""

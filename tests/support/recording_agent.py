@@ -27,6 +27,7 @@ class RecordingAgent:
         self.prefix_requests: list[PrefixRequested] = []
         self.prefix_answers: dict[str, int] = {}
         self.prefix_loads: dict[str, float] = {}
+        self.prompts_due: set[str] = set()
         self.refused: set[str] = set()
         self.signal = self
 
@@ -65,6 +66,10 @@ class RecordingAgent:
     def take_prefix_loads(self) -> dict[str, float]:
         loads, self.prefix_loads = self.prefix_loads, {}
         return loads
+
+    def take_prompts_due(self) -> set[str]:
+        due, self.prompts_due = self.prompts_due, set()
+        return due
 
     def take_calls(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []

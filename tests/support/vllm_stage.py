@@ -194,6 +194,7 @@ class Stage:
         sampled: Mapping[str, int] | None = None,
         discarded: Iterable[str] = (),
         requested: Iterable[PrefixRequested] = (),
+        due: Iterable[str] = (),
         answers: Mapping[str, int] | None = None,
         arrived: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
@@ -206,6 +207,7 @@ class Stage:
             dict(sampled or {}),
             set(discarded),
             list(requested),
+            set(due),
             dict(answers or {}),
             dict(arrived or {}),
         )

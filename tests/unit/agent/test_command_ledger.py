@@ -16,10 +16,12 @@ from kv_connector.agent.commands import (
     CacheCleared,
     Cancel,
     Command,
+    DeferLoad,
     EndLendings,
     FailLoad,
     FinishPrefill,
     NewPages,
+    PromptNext,
     RefuseLending,
     Release,
     SetRanks,
@@ -50,6 +52,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
             RESERVE,
             Cancel("d"),
             Release("r", PEER),
+            DeferLoad("s", PEER),
+            PromptNext("t"),
             FinishPrefill("p", "t", False, "client left", aborted=True),
             CacheCleared(),
             PREFIX,
@@ -65,6 +69,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("reserve", RESERVE),
         ("cancel", "d"),
         ("release", "r", PEER),
+        ("defer", "s", PEER),
+        ("prompt_next", "t"),
         ("request_finished", "t", False, "client left", None, True),
         ("cache_cleared",),
         ("request_prefix", PREFIX),
@@ -73,6 +79,14 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
         ("refuse_lending", "paused"),
         ("end_lendings", "paused"),
     ]
+
+
+def test_load_that_cannot_be_deferred_is_due_once(agent: RecordingAgent, ledger: CommandLedger) -> None:
+    agent.refused = {"defer"}
+    agent.prompts_due = {"u"}
+    ledger.execute((DeferLoad("t", PEER),))
+    assert ledger.take_prompts_due() == {"t", "u"}
+    assert ledger.take_prompts_due() == set()
 
 
 def test_prefix_that_cannot_be_requested_is_answered_once(

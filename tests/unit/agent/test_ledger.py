@@ -12,6 +12,7 @@ from kv_connector.protocol.actions import (
     PrefixAnswered,
     PrefixDecided,
     PrefixRequested,
+    PromptDue,
     Reached,
     State,
 )
@@ -30,10 +31,11 @@ NEWS: list[Callable[[Ledger], None]] = [
     lambda ledger: ledger.sent("p"),
     lambda ledger: ledger.load_ended("d", failed=True),
     lambda ledger: ledger.reached(prefill(State.MOVING)),
+    lambda ledger: ledger.news(PromptDue("t")),
 ]
 
 
-@pytest.mark.parametrize("report", NEWS, ids=["sent", "received", "reserved"])
+@pytest.mark.parametrize("report", NEWS, ids=["sent", "received", "reserved", "due"])
 def test_news_ends_the_wait(report: Callable[[Ledger], None]) -> None:
     ledger = Ledger()
     waiter = threading.Thread(target=ledger.await_news, args=(2 * LIMIT,))
@@ -112,8 +114,8 @@ def test_ledger_keeps_news_of_prefixes_until_they_are_taken() -> None:
     key = chain(range(32), 16)
     requests = [PrefixRequested(f"t{number}", key, 0, 16) for number in range(MAX_QUESTIONS + 1)]
     for request in requests:
-        ledger.prefix_news(request)
-    ledger.prefix_news(PrefixAnswered("u", 32, LendOutcome.LENT, 0.5))
+        ledger.news(request)
+    ledger.news(PrefixAnswered("u", 32, LendOutcome.LENT, 0.5))
     ledger.await_news(60.0)  # returns at once
     assert ledger.take_prefix_requests() == requests[1:]  # the first one has no answer in time
     assert ledger.take_prefix_answers() == {"u": 32}
@@ -122,10 +124,10 @@ def test_ledger_keeps_news_of_prefixes_until_they_are_taken() -> None:
 
 def test_ledger_counts_prefixes() -> None:
     ledger = Ledger()
-    ledger.prefix_news(PrefixAnswered("a", 32, LendOutcome.LENT, 0.5))
-    ledger.prefix_news(PrefixAnswered("b", 0, LendOutcome.PAUSED, 0.25))
-    ledger.prefix_news(PrefixDecided(LendOutcome.LENT, 16))
-    ledger.prefix_news(PrefixDecided(LendOutcome.BUSY, 0))
+    ledger.news(PrefixAnswered("a", 32, LendOutcome.LENT, 0.5))
+    ledger.news(PrefixAnswered("b", 0, LendOutcome.PAUSED, 0.25))
+    ledger.news(PrefixDecided(LendOutcome.LENT, 16))
+    ledger.news(PrefixDecided(LendOutcome.BUSY, 0))
     ledger.prefix_loaded(Ended(Role.DECODE, "a", 1, Outcome.COMPLETED, seconds=2.0, prefix_tokens=32))
     counted = ledger.stats((), 0, 0, 0).prefixes
     assert counted == PrefixStats(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sample
 
-from kv_connector.protocol.admission import AdmissionGate, gates, may_lend
+from kv_connector.protocol.admission import AdmissionGate, DeferralGate, gates, may_lend
 from kv_connector.protocol.messages import Role
 
 POOL = 30
@@ -53,10 +53,31 @@ def test_what_is_larger_than_the_share_goes_alone() -> None:
     assert gate.must_wait("small", 1)
 
 
-def test_loads_of_an_engine_that_is_d_only_fill_its_pool() -> None:
-    _, loads = gates(Role.DECODE, POOL)
-    loads.enter("a", POOL)
-    assert not loads.must_wait("b", POOL)
+def test_loads_whose_prompts_wait_leave_as_many_blocks_free() -> None:
+    free = POOL
+    _, loads = gates(Role.DECODE, POOL, lambda: free)
+    assert not loads.must_wait("a", 10)
+    loads.enter("a", 10)
+    free -= 10
+    assert not loads.must_wait("b", 5)
+    loads.enter("b", 5)
+    free -= 5
+    assert loads.must_wait("c", 1), "these loads then hold more than stays free"
+    free += 1  # another request ends
+    assert loads.must_wait("c", 1), "its own block does not stay free"
+    free += 1
+    assert not loads.must_wait("c", 1)
+
+
+def test_load_without_room_does_not_stop_the_requests_behind_it() -> None:
+    free = POOL
+    gate = DeferralGate(lambda: free)
+    assert not gate.must_wait("alone", POOL)
+    free = 10
+    assert gate.must_wait("large", 11)
+    assert gate.defers
+    gate.leave("large")  # P has reported that the prompt is next
+    assert gate.first() is None
 
 
 @dataclass(eq=False)
@@ -70,6 +91,7 @@ class Transfer:
     lender: Engine | None = None  # has some of the prompt's blocks, which P borrows
     prefix: int = 0  # number of them
     reserved: bool = False  # D has room for it
+    due: bool = False  # P has reported that it is next
     computed: bool = False
 
 
@@ -77,9 +99,13 @@ class Engine:
     """A pool and a queue. A request held by its gate delays no other, but a request without free blocks
     delays all behind it. ``patient``: as a lender it waits for room where it should refuse."""
 
-    def __init__(self, prompts: AdmissionGate, loads: AdmissionGate, *, patient: bool = False) -> None:
+    def __init__(self, role: Role | None, *, patient: bool = False, notices: bool = True) -> None:
+        """``role`` None: there are no gates. ``notices``: as P it reports the prompts that are next."""
         self.free = POOL
-        self.prompts, self.loads = prompts, loads
+        self.prompts, self.loads = AdmissionGate(None), AdmissionGate(None)
+        if role is not None:
+            self.prompts, self.loads = gates(role, POOL, lambda: self.free)
+        self.notices = notices
         self.queue: list[Transfer] = []
         self.holding: list[Transfer] = []
         self.lent: list[Transfer] = []
@@ -103,7 +129,8 @@ class Engine:
         for transfer in self.queue:
             # A prompt that D has room for is treated like a request without a transfer: it needs no gate,
             # only free blocks.
-            gated = transfer.d is self or not transfer.reserved
+            passes = transfer.due and self.loads.defers if transfer.d is self else transfer.reserved
+            gated = not passes
             if gated and self._gate(transfer).must_wait(transfer.name, transfer.blocks):
                 continue
             if transfer.blocks > self.free:
@@ -113,7 +140,23 @@ class Engine:
             self._begin(transfer)
             begun.append(transfer)
         self.queue = [transfer for transfer in self.queue if transfer not in begun]
-        return bool(over or begun or arrived or len(asked) > len(self.asked))
+        noticed = self.notices and self._notice()
+        return bool(over or begun or arrived or noticed or len(asked) > len(self.asked))
+
+    def _notice(self) -> bool:
+        """Reports the prompt behind those that have been reported and wait for no D."""
+        prompts = [transfer for transfer in self.queue if transfer.p is self]
+        later = [transfer for transfer in prompts if not transfer.due]
+        if not later or (self.prompts.first() is None and len(later) < len(prompts)):
+            return False
+        self._report(later[0])
+        return True
+
+    def _report(self, transfer: Transfer) -> None:
+        if self.notices and not transfer.due:
+            transfer.due = True
+            if transfer.d.loads.defers and transfer in transfer.d.queue:
+                transfer.d.loads.leave(transfer.name)
 
     def lend(self, transfer: Transfer) -> bool:
         """Holds the prefix of a prompt until the next step. Returns False if it refuses."""
@@ -134,6 +177,7 @@ class Engine:
         self.free -= transfer.blocks
         self.holding.append(transfer)
         if transfer.p is self:
+            self._report(transfer)
             transfer.computed = transfer.lender is None or not transfer.lender.lend(transfer)
         else:
             transfer.reserved = True
@@ -152,7 +196,7 @@ def run(*engines: Engine) -> bool:
 
 def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
     """The deadlock that the gates prevent."""
-    engines = [Engine(AdmissionGate(None), AdmissionGate(None)) for _ in range(2)]
+    engines = [Engine(None) for _ in range(2)]
     for p, d in (engines, engines[::-1]):
         transfer = Transfer(f"to {engines.index(d)}", p, d, POOL)
         d.queue.append(transfer)
@@ -163,12 +207,22 @@ def test_engines_that_fill_their_pools_with_loads_wait_for_each_other() -> None:
     assert [engine.free for engine in engines] == [0, 0]
 
 
+def test_loads_come_to_their_end_without_reports() -> None:
+    """They then enter as if D had room for half as many."""
+    p, d = Engine(Role.PREFILL, notices=False), Engine(Role.DECODE)
+    d.free = 10  # running requests have the other blocks
+    transfers = [Transfer(str(number), p, d, blocks) for number, blocks in enumerate((6, 3, 10, 3))]
+    p.queue, d.queue = list(transfers), list(transfers)
+    assert run(p, d)
+    assert d.free == 10
+
+
 @settings(max_examples=sample(300))
 @given(st.sampled_from([Role.BOTH, Role.PREFILL]), st.randoms(use_true_random=False), st.integers(1, 16))
 def test_any_order_of_arrival_comes_to_its_end(role: Role, random: Random, transfers: int) -> None:
     other = Role.BOTH if role is Role.BOTH else Role.DECODE
-    engines = Engine(*gates(role, POOL)), Engine(*gates(other, POOL))
-    third = Engine(*gates(other, POOL))
+    engines = Engine(role), Engine(other)
+    third = Engine(other)
     share = POOL // (3 if role is Role.BOTH else 2)
     halves = []
     for number in range(transfers):
@@ -189,8 +243,8 @@ def test_any_order_of_arrival_comes_to_its_end(role: Role, random: Random, trans
 def test_lenders_that_wait_for_room_wait_for_each_other() -> None:
     """The deadlock that a refusal prevents."""
     for patient in (True, False):
-        one, two = (Engine(*gates(Role.BOTH, POOL), patient=patient) for _ in range(2))
-        away = Engine(*gates(Role.DECODE, POOL))  # their D, which has room for both
+        one, two = (Engine(Role.BOTH, patient=patient) for _ in range(2))
+        away = Engine(Role.DECODE)  # their D, which has room for both
         prompts = [
             Transfer(name, p, away, POOL, lender, prefix=7, reserved=True)
             for name, p, lender in (("first", one, two), ("second", two, one))

@@ -100,7 +100,7 @@ def accept(
     """P accepts. Returns its number for D, and the HELLO_ACK that it sends."""
     ask = only(prefill.receive(now, source, hello), Accept)
     actions = prefill.accepted(now, ask.peer, "tcp", b"answer")
-    assert only(actions, SessionUp) == SessionUp(ask.peer, None, hello.incarnation)
+    assert only(actions, SessionUp) == SessionUp(ask.peer, None, hello.incarnation, knows_defer=True)
     ack = only(actions, Reply)
     assert ack.source == source
     assert isinstance(ack.message, HelloAck)
@@ -113,7 +113,7 @@ def up(decode: PeerTable, prefill: PeerTable, now: float = 0.0) -> tuple[int, in
     complete = only(decode.receive(now, DIALLED, ack), Complete)
     assert (complete.answer, complete.lane) == (b"answer", "tcp")
     actions = decode.completed(now, complete.peer)
-    assert only(actions, SessionUp) == SessionUp(complete.peer, P_ADDRESS, ack.incarnation)
+    assert only(actions, SessionUp) == SessionUp(complete.peer, P_ADDRESS, ack.incarnation, knows_defer=True)
     return complete.peer, peer
 
 
@@ -365,12 +365,14 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
         refusal.message
         == "model: prefill engine has llama, decode engine has other: serve the same model on both sides"
     )
-    actions = decode.receive(0.0, DIALLED, refusal)
+    again = only(decode.receive(0.0, DIALLED, refusal), Inquire)  # D also tries the older protocol
+    decode.connected(0.0, again.peer, b"dialled 2")
+    actions = decode.receive(0.0, b"dialled 2", refusal)
     assert only(actions, EngineNotFound).reason == f"{P_ADDRESS} refused: incompatible: {refusal.message}"
     assert len(every(actions, Log)) == 1
-    again = table("d1", Role.DECODE)
+    other = table("d1", Role.DECODE)
     prefill.suspend()
-    assert nak(prefill.receive(0.0, CALLER, ask(again))).reason is NakReason.DRAINING
+    assert nak(prefill.receive(0.0, CALLER, ask(other))).reason is NakReason.DRAINING
 
 
 def test_an_engine_that_is_looked_for_says_nothing_else(decode: PeerTable) -> None:
@@ -807,6 +809,6 @@ def test_pass_over_dials_again_without_the_lane(decode: PeerTable, prefill: Peer
     decode.offered(0.0, last.peer, b"dialled 3", b"offer")
     third = only(decode.receive(0.0, b"dialled 3", ack), Complete)
     assert only(decode.completed(0.0, third.peer), SessionUp) == SessionUp(
-        third.peer, P_ADDRESS, ack.incarnation
+        third.peer, P_ADDRESS, ack.incarnation, knows_defer=True
     )
     assert len(decode) == 1

@@ -56,8 +56,8 @@ from kv_connector.protocol.decode_machine import DecodeMachine
 from kv_connector.protocol.legs import DecodeAction
 from kv_connector.protocol.lending import MAX_QUESTIONS
 from kv_connector.protocol.messages import (
+    DEFER_PROTOCOL_VERSION,
     PREFIX_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     Borrow,
     Cancel,
     Fail,
@@ -657,7 +657,7 @@ def test_both_kinds_of_session_with_one_engine_live_side_by_side() -> None:
     for address in (P_ADDRESS, LENDER):
         source = b"from %d" % address.prefixes
         hello = hello_of(borrower, address)
-        assert hello.protocol == (PREFIX_PROTOCOL_VERSION if address.prefixes else PROTOCOL_VERSION)
+        assert hello.protocol == (PREFIX_PROTOCOL_VERSION if address.prefixes else DEFER_PROTOCOL_VERSION)
         accept = only(other.receive(0.0, source, hello), Accept)
         actions = other.accepted(0.0, accept.peer, "tcp", b"answer")
         assert not every(actions, SessionOver)

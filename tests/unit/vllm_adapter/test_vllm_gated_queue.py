@@ -96,10 +96,9 @@ def test_step_does_not_look_at_held_prompts(
 
 
 @pytest.mark.parametrize("count", [10, 1000, 5000])
-def test_step_of_decode_looks_at_one_waiting_load(
+def test_step_of_decode_does_not_look_at_deferred_loads(
     model: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """There is no gate here: the first load without room ends vLLM's look at its queue."""
     stage = gated(model, "kv_consumer")
     add(stage, "first", 20, PARAMS_OF_D)
     assert scheduled(stage) == []
@@ -107,7 +106,19 @@ def test_step_of_decode_looks_at_one_waiting_load(
     for number in range(count):
         add(stage, f"load {number:04}", 30, PARAMS_OF_D)
     assert scheduled(stage) == []
-    assert (looks.lookups, looks.questions) == (1, 1)
+    assert looks.lookups == 0
+    assert count <= looks.questions <= count + 4, "each is put aside once"
+    looks.questions = 0
+    assert scheduled(stage) == []
+    assert looks.lookups == 0
+    assert looks.questions <= 4, "of those aside the first alone"
+    # Those that the prefill engine has reported are looked at: the first has no room.
+    reported = [f"load {number:04}" for number in range(3)]
+    assert scheduled(stage, due=reported) == []
+    looks.questions = 0
+    assert scheduled(stage) == []
+    assert looks.lookups == 1
+    assert looks.questions <= 4
 
 
 @pytest.mark.parametrize("count", [10, 1000])
@@ -260,6 +271,7 @@ def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: s
     for name, length in tokens.items():
         params = PARAMS_OF_D | {"transfer_id": name}
         stage.add(name, prompt(length, sum(name.encode())), params)
+    stage.step(due=list(tokens))
     stage.step()
     assert [request.request_id for request in stage.scheduler.kv_holding_waiting] == list(tokens)
     assert stage.blocks_in_use > 50
@@ -270,5 +282,5 @@ def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: s
     stage.assert_idle()
 
 
-def test_decode_engine_keeps_vllms_queue(model: Path) -> None:
-    assert not isinstance(gated(model, "kv_consumer").scheduler.waiting, GatedQueue)
+def test_decode_engine_has_a_queue_for_deferred_loads(model: Path) -> None:
+    assert isinstance(gated(model, "kv_consumer").scheduler.waiting, GatedQueue)

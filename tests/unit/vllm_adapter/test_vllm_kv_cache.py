@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm_pages import BLOCKS, Rank, attention, caches, engine, make_rank, name, transfer
-from vllm_stage import ADDRESS, FULL, SLIDING, model, vllm_config
+from vllm_stage import ADDRESS, FULL, SLIDING, kv_cache_config, model, vllm_config
 
 from kv_connector.protocol.plan import ALIKE, Plan
 from kv_connector.protocol.runs import Misfit
@@ -506,8 +506,7 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
     class Another(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         pass
 
-    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    connector = WriteImmConnector(config, KVConnectorRole.SCHEDULER, cache)
+    connector = WriteImmConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config((FULL,), blocks=1))
     with pytest.raises(
         UnsupportedConfiguration, match=r"another connector's \(Another\): put WriteImmConnector first"
     ):

@@ -244,6 +244,7 @@ class TestPrefill:
             decode.add(f"d{number}", prompt(40), PARAMS_OF_D | {"transfer_id": f"t{number}"}, **more)
             hashes.append(reservation(decode.step()).prompt_hash)
             decode.abort(f"d{number}")
+            decode.step(received=[f"d{number}"])
         first, again = hashes[: len(variants)], hashes[len(variants) :]
         assert first == again
         assert len(set(first)) == len(variants)
@@ -606,6 +607,7 @@ class TestDecode:
         decode = stage("kv_consumer", blocks=12)
         decode.add("old", prompt(150, seed=1), dict(PARAMS_OF_D, transfer_id="old"), max_tokens=100)
         decode.add("young", prompt(150, seed=2), dict(PARAMS_OF_D, transfer_id="young"), max_tokens=100)
+        decode.step(due=["young"])
         decode.step()
         decode.step(received=["old", "young"])
         loads = 0

@@ -188,7 +188,7 @@ def test_first_token_lost_to_the_tier_is_logged_once(
         decode.finish()
     finally:
         logger.removeHandler(caplog.handler)
-    assert [record.args for record in caplog.records if "loads the prompt" in record.msg] == [("a",)]
+    assert [record.args for record in caplog.records if "loads the prompt" in record.msg] == [("a", "a")]
 
 
 @ORDERS

@@ -1,0 +1,21 @@
+"""The sessions of a release that knows only PROTOCOL_VERSION."""
+
+from __future__ import annotations
+
+from kv_connector.protocol.actions import Reply, Source
+from kv_connector.protocol.messages import AnyMessage, Defer, HelloNak, Locate, NakReason, knows_defer
+from kv_connector.protocol.peers import PeerTable
+from kv_connector.protocol.sessions import PeersAction
+
+from .books import Violation
+
+
+class OlderPeers(PeerTable):
+    """It refuses newer sessions, and cannot decode DEFER."""
+
+    def receive(self, now: float, source: Source, message: AnyMessage) -> list[PeersAction]:
+        if isinstance(message, Defer):
+            raise Violation("an older engine got DEFER")
+        if isinstance(message, Locate) and knows_defer(message):
+            return [Reply(source, HelloNak(NakReason.INCOMPATIBLE, "protocol: engines differ"))]
+        return super().receive(now, source, message)
