@@ -89,6 +89,8 @@ async def test_a_failed_load_is_recomputed(
                 await decoding
             assert refused.value.status >= 500
         # The log names the peer, the lane and the reason. No other request is affected.
-        await wait_logged(decode, f"transfer {transfer} from .* over host: cancelled: prefill_aborted")
+        await wait_logged(
+            decode, f"transfer {transfer} of request .* from .* over host: cancelled: prefill_aborted"
+        )
         assert await client.complete(decode.url, other, 8) == beside
         await assert_quiescent(client, deployment.prefill, decode)

@@ -241,7 +241,9 @@ async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
             )
             assert said == alone[asked]
             await wait_logged(
-                fleet.decode, f"transfer {transfer} from .*: stale: .*weights: prefill engine has", logged
+                fleet.decode,
+                f"transfer {transfer} of request .* from .*: stale: .*weights: prefill engine has",
+                logged,
             )
         await fleet.push("b", second)
         await assert_quiescent(client, fleet.prefill, fleet.decode)
