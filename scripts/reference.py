@@ -309,6 +309,8 @@ def _place(param: Any) -> str:
 def _option(param: Any) -> Sequence[str]:
     value = "" if param.is_flag else f" {param.metavar or _value(param)}"
     default = "" if param.default in (None, "", False) or callable(param.default) else f"`{param.default}`"
+    if isinstance(param.show_default, str):  # the option's own words for a default that is computed
+        default = f"`{param.show_default}`"
     if param.required:
         default = "required"
     words = [param.help or "", _range(param)]

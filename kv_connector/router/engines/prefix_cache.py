@@ -16,7 +16,7 @@ _LARGEST_ROOM = 1 << 24
 
 # Prefixes of all engines together. Each takes 190 bytes of the router's memory (integration/benchmarks/
 # router_decision.py, 64 engines, 2026-11-29), so the index takes 100 MB at most. 64 engines of _USUAL_ROOM
-# have 100,000, at 1 KiB each.
+# have 100,000 at 1 KiB each, and 400,000 if clients send token ids, whose prefixes end every 256 bytes.
 MOST_PREFIXES = 1 << 19
 
 # Tokens are not spread evenly over a prompt's bytes, and engines count their hits in blocks. So an engine had
