@@ -191,7 +191,8 @@ class PrefillScheduler:
             if prompt := self._prompts.get(request_id):
                 prompt.reported = [0] * len(self._block_sizes)
                 prompt.complete = False
-                self._computing[request_id] = prompt
+                if not prompt.finished:  # a reset had preempted it before
+                    self._computing[request_id] = prompt
                 self._give_back(prompt)
                 if request_id not in scheduled:
                     self._leave(prompt)

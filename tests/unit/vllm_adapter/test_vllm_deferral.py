@@ -268,3 +268,21 @@ def test_prompt_that_leaves_the_queue_is_not_reported(model: Path) -> None:
     stage.step()
     stage.step(sent=["long", "next"])
     finish(stage)
+
+
+def test_prompt_that_ends_after_a_reset_delays_no_report(model: Path) -> None:
+    """vLLM names the requests that a reset preempted with its next step, also those that have ended since."""
+    stage = engine(model, "kv_producer")
+    add(stage, "gone", 19)
+    stage.step()
+    assert stage.scheduler.reset_prefix_cache(reset_running_requests=True)
+    stage.abort("gone")
+    stage.step()
+    stage.step(sent=["gone"])
+    for name in "ab":
+        add(stage, name, 8)
+    assert commands(stage.step(), PromptNext) == ["b"]
+    stage.step(reserved="ab")
+    stage.step(sent="a")
+    stage.step(sent="b")
+    finish(stage)
