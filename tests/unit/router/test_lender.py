@@ -68,7 +68,7 @@ def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -
 
 
 @pytest.mark.parametrize("facts", [{"prefixes": ""}, {"prefixes": "other"}, {"weights": "2"}])
-def test_lender_has_equal_hashes_and_weights(fleet: Fleet, facts: dict[str, str]) -> None:
+def test_lender_has_equal_hashes_and_weights(fleet: Fleet, facts: dict[str, Any]) -> None:
     """An engine of an older release reports no key."""
     assert fleet.propose((5000, fleet.engine("d0", **facts))) is None
     second = fleet.engine("d1")

@@ -75,7 +75,7 @@ def bearer(key: str) -> dict[str, str]:
     ],
 )
 async def test_request_needs_a_key_of_the_file(headers: dict[str, str], status: int, key_file: str) -> None:
-    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (p, d, client):
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=encoded)
         assert answer.status_code == status

@@ -315,7 +315,9 @@ def test_prompts_do_not_wait_for_the_lender_of_another(stage: MakeStage) -> None
     for seed, name in enumerate(("a", "b", "borrows", "c"), 1):
         prefix = PREFIX if name == "borrows" else {}
         engine.add(name, prompt(TOKENS, seed), {"do_remote_decode": True, "transfer_id": name, **prefix})
-    while engine.scheduler.running or "b" not in engine.side._prefill.gate._held:
+    gate = engine.side._prefill.gate
+    assert gate is not None
+    while engine.scheduler.running or "b" not in gate._held:
         engine.step()
     output, metadata = engine.schedule()
     assert (output.num_scheduled_tokens, names(metadata)) == ({}, 0)
