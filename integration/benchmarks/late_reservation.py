@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import kv_connector
@@ -31,8 +30,12 @@ OUTPUT_TOKENS = 8
 
 
 def settings(blocks: int) -> EngineSettings:
-    plain = EngineSettings(max_model_len=1984, max_batched_tokens=512, block_size=BLOCK)
-    return replace(plain, arguments=("--num-gpu-blocks-override", str(blocks)))
+    return EngineSettings(
+        max_model_len=1984,
+        max_batched_tokens=512,
+        block_size=BLOCK,
+        arguments=("--num-gpu-blocks-override", str(blocks)),
+    )
 
 
 def prompt(name: str, tokens: int) -> list[int]:
@@ -55,15 +58,7 @@ def main() -> int:
     options = parser.parse_args()
     blocks = options.room * (-(-(LONG_TOKENS + OUTPUT_TOKENS) // BLOCK)) + 8
     with tempfile.TemporaryDirectory() as directory:
-        model = make_llama(
-            Path(directory) / "model",
-            layers=16,
-            hidden=256,
-            heads=4,
-            kv_heads=2,
-            head_dim=64,
-            intermediate=512,
-        )
+        model = make_llama(Path(directory) / "model", layers=16)
         with LocalCluster(Path(directory) / "logs", model) as cluster:
             prefill = cluster.start_engine("prefill", role="kv_producer", settings=settings(1200))
             decode = cluster.start_engine("decode", role="kv_consumer", settings=settings(blocks))

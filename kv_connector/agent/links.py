@@ -28,8 +28,8 @@ class PeerName(NamedTuple):
 
 
 class LinkWatch:
-    """Compares the transfer engine's links with those of the last look. The agent's thread calls look(), and
-    any thread reads the counts."""
+    """Compares the transfer engine's links with those of the last look. One thread calls look(), and any
+    thread reads the counts."""
 
     def __init__(self, engine: LinkPort) -> None:
         self._engine = engine

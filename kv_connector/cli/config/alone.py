@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import typer
 
 from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsError, examine_settings, nearest
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
+from kv_connector.cli.config.files import options_of
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
 from kv_connector.cli.router import UsageError, router, settings_of
@@ -77,7 +78,7 @@ def check_engine(engine: Engine) -> tuple[CheckedEngine, list[Finding]]:
 
 
 def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
-    file = _option(written.arguments, "--config")
+    file = options_of(written.arguments).get("config")
     if file is not None and not Path(file).exists():
         words = f"configuration file {file} is not on this machine, so the router was not checked"
         return None, [Finding(written.where, Verdict.NOTE, words)]
@@ -87,16 +88,6 @@ def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
         return None, [Finding(written.where, Verdict.FAIL, getattr(error, "message", str(error)))]
     fine = Finding(written.where, Verdict.OK, f"router at {checked.host}:{checked.port}")
     return checked, [*_key(written.where, checked.key_file), fine]
-
-
-def _option(arguments: Sequence[str], name: str) -> str | None:
-    """Returns the value of an option that has one word."""
-    for at, word in enumerate(arguments):
-        if word == name:
-            return next(iter(arguments[at + 1 :]), None)
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return None
 
 
 def _parsed(written: Router) -> CheckedRouter:

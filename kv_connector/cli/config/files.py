@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -184,7 +184,7 @@ def _started(commands: Iterable[Command]) -> Iterator[Part]:
     engines = 0
     for command in commands:
         program, arguments = _program(command.words)
-        options = _options(arguments)
+        options = options_of(arguments)
         if program == "router":
             where = _called(command, "router")
             if unknown := [word for word in arguments if "$" in word]:
@@ -240,7 +240,7 @@ def _program(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     return None, ()
 
 
-def _options(words: tuple[str, ...]) -> dict[str, str]:
+def options_of(words: Sequence[str]) -> dict[str, str]:
     """Returns `--name value`, `--name=value` and `-tp 2` by long name.
 
     A word without an option is the model.

@@ -125,7 +125,7 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
             file.write_text(content)
             found, output = invoke(app, "config", "check", "--json", str(file))
             assert (found, words in output) == (status, True), output
-    for option in ("--config ", "--config="):
+    for option in ("--config ", "--config=", f"--config {path} --config "):
         (tmp_path / "start.sh").write_text(f"kv-connector router {option}/nowhere/router.yaml\n")
         found, output = invoke(app, "config", "check", "--json", str(tmp_path / "start.sh"))
         assert (found, "is not on this machine" in output) == (0, True)

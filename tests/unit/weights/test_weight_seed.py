@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 from agent_setup import until
+from command_line import one_line
 from typer.testing import CliRunner, Result
 from weight_engines import DEAD_S, PATIENT, Engine, Gate, drawn, notice_silence
 from weight_engines import main as engine_process
@@ -509,7 +510,7 @@ def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
 def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> None:
     done = run("seed", *words)
     assert done.exit_code == ExitStatus.USAGE
-    assert said in " ".join(done.output.replace("│", "").split())
+    assert said in one_line(done.output)
 
 
 def test_an_engine_asks_those_that_it_is_given_in_turn(
