@@ -19,8 +19,13 @@ from kv_connector.protocol.messages import LendOutcome
 NAMES = {
     f"kv_connector_{key}"
     for key in (
-        *(*COUNTERS, *GAUGES, *HISTOGRAMS),
-        *("transfers", "transfers_under_way", "peers", "prefix_requests"),
+        *COUNTERS,
+        *GAUGES,
+        *HISTOGRAMS,
+        "transfers",
+        "transfers_under_way",
+        "peers",
+        "prefix_requests",
     )
 }
 

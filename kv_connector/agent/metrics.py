@@ -86,8 +86,11 @@ class Interval(msgspec.Struct):
 
     def add(self, other: Interval) -> None:
         """Adds the interval of another rank, or a later interval of the same rank."""
-        counted = ((self.counters, other.counters), (self.transfers, other.transfers))
-        for ours, theirs in (*counted, (self.prefixes, other.prefixes)):
+        for ours, theirs in (
+            (self.counters, other.counters),
+            (self.transfers, other.transfers),
+            (self.prefixes, other.prefixes),
+        ):
             for name, increment in theirs.items():
                 ours[name] = ours.get(name, 0) + increment
         self.gauges.update(other.gauges)

@@ -584,8 +584,16 @@ class DecodeMachine:
         self._timers.clear(request.request_id)
         seconds = 0.0 if transfer.since is None else now - transfer.since
         peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
-        ids, tokens = (request.transfer_id, request.request_id), request.prefix_tokens
-        ended = Ended(Role.DECODE, ids[0], peer, outcome, reason, seconds, 0, ids[1], tokens)
+        ended = Ended(
+            Role.DECODE,
+            request.transfer_id,
+            peer,
+            outcome,
+            reason,
+            seconds,
+            request_id=request.request_id,
+            prefix_tokens=request.prefix_tokens,
+        )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         failed = not aborted and outcome is not Outcome.COMPLETED
         stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)

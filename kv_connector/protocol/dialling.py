@@ -218,17 +218,10 @@ class Dialling:
         return [Reply(peer.source, peer.hello)]
 
     def _found(self, peer: Peer, message: Directory) -> list[PeersAction]:
-        assert peer.address is not None
-        assert peer.source is not None
-        del (
-            self._sessions.peers[peer.peer],
-            self._sessions.by_source[peer.source],
-            self._sessions.finding[peer.address],
-        )
-        self._sessions.timers.clear(peer.peer)
-        self._sessions.naks.pop(str(peer.address), None)
+        engine, hang_up = self._end_search(peer)
+        self._sessions.naks.pop(str(engine), None)
         self._sessions.find_again(peer)  # has no effect if the sessions with its workers come up
-        return [HangUp(peer.source), EngineFound(peer.address, message.ranks)]
+        return [hang_up, EngineFound(engine, message.ranks)]
 
     def _nak_received(self, now: float, peer: Peer, message: HelloNak) -> list[PeersAction]:
         assert peer.address is not None
@@ -243,6 +236,13 @@ class Dialling:
 
         It uses another connection, because a repeated LOCATE may be refused again over this one.
         """
+        engine, hang_up = self._end_search(peer)
+        self._sessions.older.add(engine)
+        return [hang_up, *self._find(now, engine)]
+
+    def _end_search(self, peer: Peer) -> tuple[Address, HangUp]:
+        """Ends the session of a LOCATE that has its answer. Returns the engine's address, and the action that
+        closes the connection."""
         assert peer.address is not None
         assert peer.source is not None
         del (
@@ -251,8 +251,7 @@ class Dialling:
             self._sessions.finding[peer.address],
         )
         self._sessions.timers.clear(peer.peer)
-        self._sessions.older.add(peer.address)
-        return [HangUp(peer.source), *self._find(now, peer.address)]
+        return peer.address, HangUp(peer.source)
 
     def _version(self, peer: Peer) -> int:
         if peer.prefixes:

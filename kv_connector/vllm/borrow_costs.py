@@ -69,15 +69,10 @@ class BorrowCosts:
         if measured is not None and measured.late:
             return False
         computed = self.compute_seconds(first, end - first)
-        return computed is None or self._load_seconds(lender, end - first + ahead, asked=asked) < computed
-
-    def _load_seconds(self, lender: Address, tokens: int, *, asked: bool) -> float:
-        measured = self._measured(lender)
-        if measured is None:
-            return 0.0
-        fixed = _median(measured.overheads) + (0.0 if asked else _median(measured.questions))
-        # A short load consists mostly of round trips, so the highest rate comes closest to that of the wire.
-        return fixed + (tokens / max(measured.rates) if measured.rates else 0.0)
+        if computed is None:
+            return True
+        loaded = 0.0 if measured is None else _load_seconds(measured, end - first + ahead, asked=asked)
+        return loaded < computed
 
     def _measured(self, lender: Address) -> _Lender | None:
         measured = self._lenders.get(lender)
@@ -93,6 +88,12 @@ class BorrowCosts:
         measured = self._lenders.setdefault(lender, _Lender())
         measured.measured_at = now
         return measured
+
+
+def _load_seconds(measured: _Lender, tokens: int, *, asked: bool) -> float:
+    fixed = _median(measured.overheads) + (0.0 if asked else _median(measured.questions))
+    # A short load consists mostly of round trips, so the highest rate comes closest to that of the wire.
+    return fixed + (tokens / max(measured.rates) if measured.rates else 0.0)
 
 
 def _median(samples: deque[float]) -> float:

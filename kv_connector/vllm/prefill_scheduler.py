@@ -50,8 +50,9 @@ class _Prompt:
     finished: bool = False
     """The prompt's request has left vLLM's scheduler."""
     next: bool = False
-    """The next steps compute it, or it has begun."""
+    """The next steps compute it, or it is ``begun``."""
     begun: bool = False
+    """It has begun, or its request has left vLLM's scheduler."""
     held: list[Any] = field(default_factory=list)
 
 
@@ -137,7 +138,6 @@ class PrefillScheduler:
         if prompt is None:
             return
         self._leave_queue(prompt)
-        prompt.next = prompt.begun = True
         self._computing[request.request_id] = prompt
         if prompt.early:
             assert self.blocks is not None
@@ -162,7 +162,7 @@ class PrefillScheduler:
         while self._queue and ahead < self._step_tokens:
             *_, request_id = heapq.heappop(self._queue)
             found = self._prompts.get(request_id)
-            if found is None or found.next or found.finished:
+            if found is None or found.next:
                 continue
             found.next = True
             self._next_tokens += found.computed
@@ -170,8 +170,10 @@ class PrefillScheduler:
             self._commands.append(PromptNext(found.transfer_id))
 
     def _leave_queue(self, prompt: _Prompt) -> None:
+        """Notes that the prompt begins, or that it never will."""
         if prompt.next and not prompt.begun:
             self._next_tokens -= prompt.computed
+        prompt.next = prompt.begun = True
 
     def reserved(self, transfer_ids: Collection[str]) -> None:
         """Notes that D has room for these prompts."""
@@ -256,7 +258,7 @@ class PrefillScheduler:
             return False, None
         assert self.address is not None
         self._leave_queue(prompt)
-        prompt.finished = prompt.next = prompt.begun = True
+        prompt.finished = True
         self._computing.pop(request.request_id, None)
         ok = prompt.complete and request.status in _GOOD_ENDS
         aborted = request.status is RequestStatus.FINISHED_ABORTED

@@ -245,20 +245,20 @@ class PrefixBorrower:
                 lender = self._withdrawn.pop(transfer_id, None)
                 if lender is not None and tokens:
                     self._commands.append(Release(transfer_id, lender))
-            elif prefix.phase is PrefixPhase.ASKED and tokens:
+            elif prefix.phase is PrefixPhase.ASKED:
                 now = self.clock()
+                # A refusal has cost the request as much as another answer.
                 self.costs.answered(prefix.lender, now - prefix.since)
+                if not tokens:
+                    del self._by_transfer[transfer_id]
+                    prefix.enter(PrefixPhase.OVER)
+                    continue
                 prefix.tokens, prefix.until = tokens, now + self._hold_s / 2
                 prefix.enter(PrefixPhase.HELD)
                 ahead = sum(one.missing for one in self._by_transfer.values()) - prefix.missing
                 if not self.costs.pays(prefix.lender, prefix.local, tokens, ahead, asked=True):
                     self._release(prefix)
                     prefix.enter(PrefixPhase.OVER)
-            elif prefix.phase is PrefixPhase.ASKED:
-                # A refusal has cost the request as much as another answer.
-                self.costs.answered(prefix.lender, self.clock() - prefix.since)
-                del self._by_transfer[transfer_id]
-                prefix.enter(PrefixPhase.OVER)
 
     def tokens_to_load(self, request: Request, local_tokens: int) -> int:
         """Returns the number of tokens to load behind the first ``local_tokens``."""

@@ -223,7 +223,6 @@ class LendingSide:
     def later(self, event: Callable[[], None]) -> None:
         """Runs the event at the next step of the engine."""
         process = self._process
-
         self._events.append(event)
 
         def guarded() -> None:

@@ -47,9 +47,7 @@ class Plan:
     diverges: int = 1 << 20  # number of them that are the prompt's
     own: int = 0  # first tokens in P's cache, as far as they fill blocks
     evicted: float | None = None  # when the lender evicts them
-    short_for: float | None = (
-        None  # D has no blocks to spare for so long, and waits for P's notice. None: never
-    )
+    short_for: float | None = None  # D has no blocks to spare for so long, and waits for P's notice
 
     @property
     def transfer_id(self) -> str:
