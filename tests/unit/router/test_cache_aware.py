@@ -62,7 +62,7 @@ class Fleet:
         endpoint = self.engine(f"{side.value[0]}{number}")
         workload = Workload(lambda: self.now)
         self.pools[side].set_usable(endpoint, True, workload, **more)
-        self.index.add(workload.cache, endpoint)
+        self.index.add(workload.cache)
         return endpoint
 
     def engine(self, name: str) -> Endpoint:
@@ -361,7 +361,7 @@ def test_engine_of_both_roles_never_prefills_for_itself() -> None:
         workload = Workload()
         for side in Side:
             fleet.pools[side].set_usable(endpoint, True, workload)
-        fleet.index.add(workload.cache, endpoint)
+        fleet.index.add(workload.cache)
         if number == 0:
             alone = fleet.place(user(LONG))
             assert (names(alone), alone.reason) == (("-", "b0"), "one_engine")
@@ -453,11 +453,11 @@ def test_records_forget_an_answer_of_an_engine_that_was_replaced(fleet: Fleet) -
 def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
     request = fleet.begin(user(LONG))
     placement = request.placement
-    other = fleet.engine("d1" if names(placement)[1] == "d0" else "d0")
-    request.answer(moved=fleet.pools[Side.DECODE].acquire(other))
+    other = "d1" if names(placement)[1] == "d0" else "d0"
+    request.answer(moved=fleet.pools[Side.DECODE].acquire(fleet.engine(other)))
     assert placement.prompt is not None
     longer = placement.prompt.followed_by(Message(role="assistant", content="Because."))
-    assert fleet.index.best(longer) == (other, longer.size)
+    assert fleet.index.matches(longer)[0] == (fleet.workload(other).cache.bit, longer.size)
 
 
 def test_prediction_becomes_smaller_when_a_prefill_engine_keeps_nothing() -> None:

@@ -36,7 +36,7 @@ class Fleet:
         facts = {"prefixes": "key", **facts}
         member = Member(Endpoint.parse(f"http://{name}:1"), Workload(), usable=True, **facts)
         member.outstanding = outstanding
-        self.index.add(member.workload.cache, member.endpoint)
+        self.index.add(member.workload.cache)
         member.workload.hear(LOAD)
         return member
 
