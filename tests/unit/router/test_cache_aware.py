@@ -573,6 +573,13 @@ def answered(fleet: Fleet, *messages: dict[str, Any]) -> Placement:
     return request.placement
 
 
+def own_tokens(fleet: Fleet, placement: Placement) -> int:
+    """Returns the tokens of the prompt that the prefill engine is expected to have itself."""
+    assert placement.prompt is not None
+    cached = fleet.workload(names(placement)[0]).cache.cached(placement.prompt)
+    return placement.prompt.tokens_of(cached, placement.tokens)
+
+
 def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it() -> None:
     fleet = lending()
     first = answered(fleet, user(LONG))
@@ -581,7 +588,7 @@ def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it(
     assert names(second) == names(first)
     assert second.prefix is not None
     assert second.prefix.lender == first.decode
-    assert second.prefix.tokens - second.prefix.own == pytest.approx(325, rel=0.1)
+    assert second.prefix.tokens - own_tokens(fleet, second) == pytest.approx(325, rel=0.1)
     assert second.work is not None
     assert second.work.tokens == second.tokens - second.prefix.tokens < 20
     assert second.work.cached == second.prefix.tokens
@@ -605,7 +612,7 @@ def test_prompt_leaves_a_busy_prefill_engine_and_takes_its_prefix_along(queue: i
         second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))
     assert (second.prefill != first.prefill) == leaves
     assert second.prefix is not None
-    assert (second.prefix.own == 0) == leaves
+    assert (own_tokens(fleet, second) == 0) == leaves
 
 
 @pytest.mark.parametrize("way", ["unusable", "avoided", "cleared"])
@@ -641,12 +648,13 @@ def test_proposal_is_counted_by_what_the_prefill_engine_reports(
     first = answered(fleet, user(LONG))
     request = fleet.begin(user(LONG), assistant(ANSWER), user("Why?"))
     second = request.placement
+    had = own_tokens(fleet, second)
     request.prefilled(Computed(tokens=second.tokens, cached=cached))
     assert second.prefix is not None
-    borrowed = 2240 - second.prefix.own if result == "borrowed" else 0
+    borrowed = 2240 - had if result == "borrowed" else 0
     assert counted == [(result, borrowed)]
     use = fleet.workload(names(second)[0]).use
     assert dict(use.borrowed) == ({first.decode: borrowed} if borrowed else {})
-    expected = [(Side.PREFILL, second.prefix.own, min(cached or 0, second.prefix.own))] if own else []
+    expected = [(Side.PREFILL, had, min(cached or 0, had))] if own else []
     assert fleet.hits == expected
     assert (use.predicted, use.actual) == (expected[0][1:] if expected else (0, 0))
