@@ -222,7 +222,7 @@ class Fleet:
                 endpoint = Endpoint.parse(f"http://{side.value}{number}:1")
                 workload = Workload(self.clock)
                 self.pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=lends)
-                self.index.add(workload.cache, endpoint)
+                self.index.add(workload.cache)
                 self.engines[endpoint], self.kept[endpoint] = Engine(self.clock), Cache(room)
                 (self.computed if side is Side.PREFILL else self.generated)[endpoint] = 0
         self.policy = make(self)

@@ -68,7 +68,7 @@ def main() -> None:
         side = list(Side)[number % 2]
         endpoint, workload = Endpoint.parse(f"http://{side.value}{number}:1"), Workload()
         pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=True)
-        index.add(workload.cache, endpoint)
+        index.add(workload.cache)
         engines[side].append(workload)
     system = {"role": "system", "content": words(rng, 4000)}
 

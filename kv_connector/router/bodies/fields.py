@@ -105,7 +105,7 @@ def parse(raw: bytes | memoryview) -> Fields:
         return Fields(values)
     except msgspec.ValidationError as error:
         raise BodyError(f"the body must be a JSON object: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BodyError(f"the body is not JSON: {error}") from None
 
 

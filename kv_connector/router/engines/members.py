@@ -539,7 +539,7 @@ class Members:
         self._publish(engine)
 
     def _publish(self, engine: _Engine) -> None:
-        self.index.add(engine.workload.cache, engine.endpoint)
+        self.index.add(engine.workload.cache)
         # An engine of both roles prefills for others only if no other engine does. It has streams, and each
         # decode engine that gets such a prompt requests pages from it.
         for side in engine.sides:

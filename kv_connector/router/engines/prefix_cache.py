@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
 # Tokens of room, for an engine that does not report its room: that of a model of 8 billion parameters (128
@@ -38,19 +37,18 @@ class PrefixIndex:
         self._most = most
         self._holders: dict[int, int] = {}  # {prefix: mask of the engines that have it}
         self._caches: dict[int, PrefixCache] = {}  # by bit
-        self._engines: dict[int, Endpoint] = {}  # by bit
         self._entries = 0
 
     def __len__(self) -> int:
         """Returns the number of prefixes of all engines together."""
         return self._entries
 
-    def add(self, cache: PrefixCache, engine: Endpoint) -> None:
+    def add(self, cache: PrefixCache) -> None:
         """Adds an engine's cache. A second call for the same cache does nothing."""
         if cache.index is self:
             return
         bit = next(1 << number for number in range(len(self._caches) + 1) if 1 << number not in self._caches)
-        self._caches[bit], self._engines[bit] = cache, engine
+        self._caches[bit] = cache
         cache.join(self, bit)
 
     def remove(self, cache: PrefixCache) -> None:
@@ -58,7 +56,7 @@ class PrefixIndex:
         if cache.index is self:
             bit = cache.bit
             cache.leave()
-            del self._caches[bit], self._engines[bit]
+            del self._caches[bit]
 
     def matches(self, prompt: Prompt) -> list[tuple[int, int]]:
         """Returns [(mask of engines, bytes of the prompt that each of them has)], the most bytes first.
@@ -75,20 +73,6 @@ class PrefixIndex:
             low = end
         found.reverse()
         return found
-
-    def best(self, prompt: Prompt, without: Collection[Endpoint] = ()) -> tuple[Endpoint, int] | None:
-        """Returns an engine that has the longest beginning of the prompt, and the bytes of that beginning.
-
-        None: no engine has a prefix of the prompt. ``without``: engines that do not count. This is the
-        proposal "engine X has N bytes of this prompt" for a transfer between any two engines.
-        """
-        for mask, nbytes in self.matches(prompt):
-            while mask:
-                bit = mask & -mask
-                if (engine := self._engines[bit]) not in without:
-                    return engine, nbytes
-                mask ^= bit
-        return None
 
     def took(self, bit: int, prefixes: Collection[int]) -> None:
         """Notes prefixes that a cache has taken."""

@@ -15,7 +15,13 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.requests.token_counts import cached_tokens, completion_tokens, prompt_tokens
+from kv_connector.router.requests.token_counts import (
+    cached_tokens,
+    completion_tokens,
+    has_usage,
+    last_usage,
+    prompt_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +35,6 @@ _LONGEST_TEXT = 256
 _MOST_ENGINES = 16
 # An error that repeats with each request is logged once a minute.
 _REPORT_INTERVAL_S = 60.0
-
-# Fields of an answer whose event or body has the usage. In a text the quotes would be escaped.
-_COMPLETION = b'"completion_tokens":'
-_OUTPUT = b'"output_tokens":'
-# Fields that contain the usage in events of /v1/responses and /v1/messages. Otherwise the event does.
-_HOLDERS = ("response", "message")
-_DATA = b"data: "
 
 
 class AccessLogError(ValueError):
@@ -82,7 +81,7 @@ class Exchange:
 
     def send(self, chunk: bytes) -> None:
         """Notes a part of the answer: whole events of a stream, or a whole body."""
-        if _COMPLETION in chunk or _OUTPUT in chunk:
+        if has_usage(chunk):
             self._last = chunk
 
     def body_begins(self) -> None:
@@ -91,7 +90,7 @@ class Exchange:
 
     def usage(self) -> Mapping[str, int | None]:
         """Returns the token counts: of the answer if it has them, else of the prefill engine."""
-        found = _usage(self._last)
+        found = last_usage(self._last)
         prompt, cached = prompt_tokens(found), cached_tokens(found)
         return {
             "prompt_tokens": self.prompt_tokens if prompt is None else prompt,
@@ -116,22 +115,6 @@ def exchange_of(scope: Mapping[str, Any]) -> Exchange:
 def _append(engines: list[str], engine: str) -> None:
     if len(engines) < _MOST_ENGINES and engines[-1:] != [engine]:
         engines.append(engine)
-
-
-def _usage(chunk: bytes) -> Any:
-    """Returns the last usage in a part of an answer; None if it has none that can be read."""
-    found = None
-    lines = [line[len(_DATA) :] for line in chunk.splitlines() if line.startswith(_DATA)] or [chunk]
-    for line in lines:
-        if _COMPLETION in line or _OUTPUT in line:
-            try:
-                fields = msgspec.json.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            holders = [fields, *(fields.get(name) for name in _HOLDERS)] if isinstance(fields, dict) else []
-            usages = (one.get("usage") for one in holders if isinstance(one, dict))
-            found = next((one for one in usages if isinstance(one, dict)), found)
-    return found
 
 
 class AccessLog:

@@ -24,8 +24,6 @@ class Prefix:
     lender: Endpoint
     tokens: int
     """Tokens of the prompt that the lender is expected to have."""
-    own: int
-    """Tokens of the prompt that the prefill engine is expected to have."""
 
 
 class Lenders:
@@ -54,7 +52,7 @@ class Lenders:
                 if one.prefixes != prefill.prefixes or one.weights != prefill.weights:
                     continue
                 if tokens - own >= least_lead(prefill, one):
-                    return Prefix(one.endpoint, tokens, own)
+                    return Prefix(one.endpoint, tokens)
         return None
 
     def _lending(self, number: int) -> list[Member]:

@@ -370,7 +370,7 @@ def _what_broke(error: Exception) -> str:
             return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
             return "accepts no connection"
-        case msgspec.MsgspecError() | UnicodeDecodeError() | RecursionError():
+        case _ if isinstance(error, UNREADABLE):
             return "sent an unreadable answer"
         case _:
             return "broke off a request"

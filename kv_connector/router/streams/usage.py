@@ -13,14 +13,12 @@ import msgspec
 from kv_connector.router.failure import UNREADABLE
 from kv_connector.router.requests.answers import Answer, Computed
 from kv_connector.router.requests.events import END, data_of
+from kv_connector.router.requests.token_counts import DETAILS, HOLDERS
 
 _USAGE = b'"usage"'
 # If an answer has none of these fields, no correction is needed, and the prefill engine's number is not
 # awaited.
 _NUMBERS = (b'"cached_tokens":', b'"cache_read_input_tokens":')
-# Fields that contain the usage in events of /v1/responses and /v1/messages. Otherwise the event itself does.
-_HOLDERS = ("response", "message")
-_DETAILS = ("prompt_tokens_details", "input_tokens_details")
 
 
 async def recounted(
@@ -56,7 +54,7 @@ def _corrected(said: bytes, cached: int, written: int | None) -> bytes:
     name."""
     try:
         fields = msgspec.json.decode(said, type=dict[str, msgspec.Raw])
-        name = None if "usage" in fields else next((name for name in _HOLDERS if name in fields), None)
+        name = None if "usage" in fields else next((name for name in HOLDERS if name in fields), None)
         holder = fields if name is None else msgspec.json.decode(fields[name], type=dict[str, msgspec.Raw])
         if "usage" not in holder:
             return said
@@ -71,7 +69,7 @@ def _corrected(said: bytes, cached: int, written: int | None) -> bytes:
 
 
 def _correct(usage: dict[str, Any], cached: int, written: int | None) -> None:
-    for name in _DETAILS:
+    for name in DETAILS:
         details = usage.get(name)
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             details["cached_tokens"] = cached

@@ -62,7 +62,7 @@ class Fleet:
         endpoint = self.engine(f"{side.value[0]}{number}")
         workload = Workload(lambda: self.now)
         self.pools[side].set_usable(endpoint, True, workload, **more)
-        self.index.add(workload.cache, endpoint)
+        self.index.add(workload.cache)
         return endpoint
 
     def engine(self, name: str) -> Endpoint:
@@ -361,7 +361,7 @@ def test_engine_of_both_roles_never_prefills_for_itself() -> None:
         workload = Workload()
         for side in Side:
             fleet.pools[side].set_usable(endpoint, True, workload)
-        fleet.index.add(workload.cache, endpoint)
+        fleet.index.add(workload.cache)
         if number == 0:
             alone = fleet.place(user(LONG))
             assert (names(alone), alone.reason) == (("-", "b0"), "one_engine")
@@ -453,11 +453,11 @@ def test_records_forget_an_answer_of_an_engine_that_was_replaced(fleet: Fleet) -
 def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
     request = fleet.begin(user(LONG))
     placement = request.placement
-    other = fleet.engine("d1" if names(placement)[1] == "d0" else "d0")
-    request.answer(moved=fleet.pools[Side.DECODE].acquire(other))
+    other = "d1" if names(placement)[1] == "d0" else "d0"
+    request.answer(moved=fleet.pools[Side.DECODE].acquire(fleet.engine(other)))
     assert placement.prompt is not None
     longer = placement.prompt.followed_by(Message(role="assistant", content="Because."))
-    assert fleet.index.best(longer) == (other, longer.size)
+    assert fleet.index.matches(longer)[0] == (fleet.workload(other).cache.bit, longer.size)
 
 
 def test_prediction_becomes_smaller_when_a_prefill_engine_keeps_nothing() -> None:
@@ -573,6 +573,13 @@ def answered(fleet: Fleet, *messages: dict[str, Any]) -> Placement:
     return request.placement
 
 
+def own_tokens(fleet: Fleet, placement: Placement) -> int:
+    """Returns the tokens of the prompt that the prefill engine is expected to have itself."""
+    assert placement.prompt is not None
+    cached = fleet.workload(names(placement)[0]).cache.cached(placement.prompt)
+    return placement.prompt.tokens_of(cached, placement.tokens)
+
+
 def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it() -> None:
     fleet = lending()
     first = answered(fleet, user(LONG))
@@ -581,7 +588,7 @@ def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it(
     assert names(second) == names(first)
     assert second.prefix is not None
     assert second.prefix.lender == first.decode
-    assert second.prefix.tokens - second.prefix.own == pytest.approx(325, rel=0.1)
+    assert second.prefix.tokens - own_tokens(fleet, second) == pytest.approx(325, rel=0.1)
     assert second.work is not None
     assert second.work.tokens == second.tokens - second.prefix.tokens < 20
     assert second.work.cached == second.prefix.tokens
@@ -605,7 +612,7 @@ def test_prompt_leaves_a_busy_prefill_engine_and_takes_its_prefix_along(queue: i
         second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))
     assert (second.prefill != first.prefill) == leaves
     assert second.prefix is not None
-    assert (second.prefix.own == 0) == leaves
+    assert (own_tokens(fleet, second) == 0) == leaves
 
 
 @pytest.mark.parametrize("way", ["unusable", "avoided", "cleared"])
@@ -641,12 +648,13 @@ def test_proposal_is_counted_by_what_the_prefill_engine_reports(
     first = answered(fleet, user(LONG))
     request = fleet.begin(user(LONG), assistant(ANSWER), user("Why?"))
     second = request.placement
+    had = own_tokens(fleet, second)
     request.prefilled(Computed(tokens=second.tokens, cached=cached))
     assert second.prefix is not None
-    borrowed = 2240 - second.prefix.own if result == "borrowed" else 0
+    borrowed = 2240 - had if result == "borrowed" else 0
     assert counted == [(result, borrowed)]
     use = fleet.workload(names(second)[0]).use
     assert dict(use.borrowed) == ({first.decode: borrowed} if borrowed else {})
-    expected = [(Side.PREFILL, second.prefix.own, min(cached or 0, second.prefix.own))] if own else []
+    expected = [(Side.PREFILL, had, min(cached or 0, had))] if own else []
     assert fleet.hits == expected
     assert (use.predicted, use.actual) == (expected[0][1:] if expected else (0, 0))

@@ -36,7 +36,7 @@ class Fleet:
         facts = {"prefixes": "key", **facts}
         member = Member(Endpoint.parse(f"http://{name}:1"), Workload(), usable=True, **facts)
         member.outstanding = outstanding
-        self.index.add(member.workload.cache, member.endpoint)
+        self.index.add(member.workload.cache)
         member.workload.hear(LOAD)
         return member
 
@@ -56,7 +56,7 @@ def fleet() -> Fleet:
 
 def test_lender_is_the_engine_with_the_most_tokens(fleet: Fleet) -> None:
     some, most = fleet.engine("d0"), fleet.engine("d1", outstanding=9)
-    assert fleet.propose((2000, some), (5000, most), own=1000) == Prefix(most.endpoint, 5000, 1000)
+    assert fleet.propose((2000, some), (5000, most), own=1000) == Prefix(most.endpoint, 5000)
 
 
 def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -> None:
@@ -64,7 +64,7 @@ def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -
     both = busy.workload.cache.bit | idle.workload.cache.bit
     for engines in ([busy, idle], [idle, busy]):
         found = Lenders([(both, 4000)], engines).propose(fleet.prefill, 0)
-        assert found == Prefix(idle.endpoint, 4000, 0)
+        assert found == Prefix(idle.endpoint, 4000)
 
 
 @pytest.mark.parametrize("facts", [{"prefixes": ""}, {"prefixes": "other"}, {"weights": "2"}])
@@ -142,7 +142,7 @@ def test_tokens_of_a_list_were_borrowed_if_the_engine_cannot_have_had_them(
     counted: list[tuple[str, int]] = []
     records = CacheRecords(proposed=lambda *one: counted.append(one))
     with pool.lease(endpoint, prompt=prompt) as lease:
-        prefix = Prefix(Endpoint.parse("http://d:1"), tokens=400, own=191)
+        prefix = Prefix(Endpoint.parse("http://d:1"), tokens=400)
         records.prefilled(lease, Computed(tokens=400, cached=cached), prefix)
     assert counted == [("borrowed" if borrowed else "computed", borrowed)]
     assert workload.use.actual == cached - borrowed

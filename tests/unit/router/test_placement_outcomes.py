@@ -50,10 +50,13 @@ async def ask(dispatcher: Dispatcher, prompt: str = LONG, headers: dict[str, str
 def has(dispatcher: Dispatcher) -> set[str]:
     """Returns the URLs of the engines that have the prompt, as far as the router knows."""
     prompt = Completion.decode(json.dumps({"prompt": LONG}).encode()).prompt("/v1/completions")
-    found: set[Endpoint] = set()
-    while (best := dispatcher.parts.members.index.best(prompt, found)) is not None:
-        found.add(best[0])
-    return {one.url for one in found}
+    matches = dispatcher.parts.members.index.matches(prompt)
+    holders = matches[-1][0] if matches else 0  # an engine with more of the prompt has less of it, too
+    pools = dispatcher.parts.pools.values()
+    known = {endpoint.url: pool.workload(endpoint) for pool in pools for endpoint in pool.endpoints}
+    found = {url for url, workload in known.items() if workload and workload.cache.bit & holders}
+    assert len(found) == holders.bit_count(), "the index has an engine that no pool has"
+    return found
 
 
 def recent(dispatcher: Dispatcher, side: Side) -> list[float]:

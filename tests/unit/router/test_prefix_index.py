@@ -25,8 +25,8 @@ def engine(number: int) -> Endpoint:
 
 def fleet(count: int, most: int = 1 << 19) -> tuple[PrefixIndex, list[PrefixCache]]:
     index, caches = PrefixIndex(most), [PrefixCache() for _ in range(count)]
-    for number, cache in enumerate(caches):
-        index.add(cache, engine(number))
+    for cache in caches:
+        index.add(cache)
     return index, caches
 
 
@@ -67,13 +67,13 @@ def test_index_finds_what_each_cache_holds(
             case _:
                 index.remove(cache)
                 cache = caches[number] = PrefixCache()
-                index.add(cache, engine(number))
+                index.add(cache)
         assert len(index) == sum(map(len, caches)) <= most
         assert found(index, caches, probe) == [one.cached(probe) for one in caches]
-    best = index.best(probe)
+    mask, nbytes = next(iter(index.matches(probe)), (0, 0))
     longest = max(one.cached(probe) for one in caches)
-    assert (0 if best is None else best[1]) == longest
-    assert best is None or caches[int(best[0].url[-1])].cached(probe) == longest
+    assert nbytes == longest
+    assert mask == sum(one.bit for one in caches if longest and one.cached(probe) == longest)
 
 
 def test_index_finds_nothing_of_an_engine_that_was_removed() -> None:
@@ -82,8 +82,7 @@ def test_index_finds_nothing_of_an_engine_that_was_removed() -> None:
         cache.prompt_computed(prompt("abc"))
     index.remove(first)
     index.remove(first)
-    assert index.best(prompt("abc")) == (engine(1), 3 * PREFIX_BYTES)
-    assert index.best(prompt("abc"), without=[engine(1)]) is None
+    assert index.matches(prompt("abc")) == [(second.bit, 3 * PREFIX_BYTES)]
     assert len(index) == 3
     index.remove(second)
     assert len(index) == 0
@@ -96,18 +95,20 @@ def test_index_takes_the_bit_of_a_removed_engine_for_the_next() -> None:
     index.remove(first)
     third = PrefixCache()
     third.prompt_computed(prompt("ab"))
-    index.add(third, engine(7))
+    index.add(third)
     assert (third.bit, second.bit) == (bit, 2)
-    assert index.best(prompt("abc")) == (engine(7), 2 * PREFIX_BYTES)
+    assert index.matches(prompt("abc")) == [(bit, 2 * PREFIX_BYTES)]
 
 
-def test_index_best_is_the_longest_beginning_that_another_engine_has() -> None:
+def test_index_finds_the_longest_beginning_first() -> None:
     index, (first, second, third) = fleet(3)
     for cache, pieces in ((first, "abcd"), (second, "abc"), (third, "xyz")):
         cache.prompt_computed(prompt(pieces))
-    assert index.best(prompt("abcde")) == (engine(0), 4 * PREFIX_BYTES)
-    assert index.best(prompt("abcde"), without=[engine(0)]) == (engine(1), 3 * PREFIX_BYTES)
-    assert index.best(prompt("q")) is None
+    assert index.matches(prompt("abcde")) == [
+        (first.bit, 4 * PREFIX_BYTES),
+        (first.bit | second.bit, 3 * PREFIX_BYTES),
+    ]
+    assert index.matches(prompt("q")) == []
 
 
 def test_index_that_is_full_shrinks_the_largest_cache() -> None:
@@ -157,7 +158,7 @@ def test_index_that_is_too_full_when_an_engine_joins_shrinks_with_the_next_promp
     first.prompt_computed(prompt("abcdefghij"))
     second = PrefixCache()
     second.prompt_computed(prompt(range(10)))
-    index.add(second, engine(1))
+    index.add(second)
     second.prompt_computed(prompt(range(10)))
     assert (len(first), len(second)) == (5, 5)
 
@@ -205,7 +206,7 @@ class Fleet:
         workload.cache.prompt_computed(prompt("abc"))
 
     def has(self) -> bool:
-        return self.members.index.best(prompt("abc")) is not None
+        return self.members.index.matches(prompt("abc")) != []
 
 
 def test_index_drops_an_engine_that_restarts_at_its_address() -> None:
