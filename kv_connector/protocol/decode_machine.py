@@ -26,7 +26,6 @@ from kv_connector.protocol.actions import (
     Address,
     CloseCounter,
     Dial,
-    Ended,
     Fence,
     FindEngine,
     FinishedReceiving,
@@ -582,23 +581,12 @@ class DecodeMachine:
         del self._transfers[request.request_id]
         del self._attempts[transfer.attempt]
         self._timers.clear(request.request_id)
-        seconds = 0.0 if transfer.since is None else now - transfer.since
-        peer = transfer.failed if transfer.failed is not None or not transfer.legs else transfer.legs[0].peer
-        ended = Ended(
-            Role.DECODE,
-            request.transfer_id,
-            peer,
-            outcome,
-            reason,
-            seconds,
-            request_id=request.request_id,
-            prefix_tokens=request.prefix_tokens,
-        )
         state = State.DONE if outcome is Outcome.COMPLETED else State.FAILED
         failed = not aborted and outcome is not Outcome.COMPLETED
         stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)
         token = None if transfer.said is None else transfer.said.token
         report = FinishedReceiving(request.request_id, failed, token, stale)
+        ended = transfer.ended(now, outcome, reason)
         last: list[DecodeAction] = [ended, _report_status(request, state, reason), report]
         return last if transfer.since is None else [CloseCounter(request.request_id), *last]
 

@@ -47,7 +47,7 @@ from kv_connector.protocol.actions import (
     Reached,
     Send,
 )
-from kv_connector.protocol.messages import Sampled
+from kv_connector.protocol.messages import Role, Sampled
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.sources import Draw
 
@@ -169,6 +169,20 @@ class Reception:
     def leg(self, peer: PeerId) -> Leg | None:
         """The leg with this source, if it has one."""
         return next((leg for leg in self.legs if leg.peer == peer), None)
+
+    def ended(self, now: float, outcome: Outcome, reason: str) -> Ended:
+        """Returns the report of the transfer's end. Its peer is the source that failed, or else the first."""
+        first = self.legs[0].peer if self.legs else None
+        return Ended(
+            Role.DECODE,
+            self.request.transfer_id,
+            self.failed if self.failed is not None else first,
+            outcome,
+            reason,
+            seconds=0.0 if self.since is None else now - self.since,
+            request_id=self.request.request_id,
+            prefix_tokens=self.request.prefix_tokens,
+        )
 
     @property
     def shown(self) -> tuple[PeerId | None, LegPhase]:
