@@ -13,6 +13,11 @@ other and are measured in turns, so that no two engines use the GPUs together. F
 Weights are random, at the scale of a trained network (kv_connector/lab/model.py has the reason). The vLLM
 plugin of kv-connector must be installed (at least its entry point). Each result is a JSON line, and a table
 ends the output. Exits with 1 if a token differs or an engine fails. `--tiny` runs a small shape on CPUs.
+
+`--modes theirs,ours,deepep_low_latency` also runs another of vLLM's exchanges, by the name of
+`--all2all-backend`. One that does not start is reported and left out. Its tokens are compared too, but may
+differ: other exchanges bring other kernels of experts, which round differently. Three engines of a full shape
+fill an H200, so `--layers` must be lower for more.
 """
 
 # ruff: noqa: T201  (its output is a table)
@@ -41,7 +46,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODES = ("theirs", "ours")  # vLLM's allgather_reducescatter, and kv-connector's exchange
+MODES = ("theirs", "ours")
+"""vLLM's allgather_reducescatter, and kv-connector's exchange. Any other mode is a vLLM backend's name."""
 BATCHES = (1, 8, 32, 128)
 PROMPT_TOKENS = 24
 WARM_STEPS, STEPS = 5, 30
@@ -270,6 +276,8 @@ class Rank:
                 "enable_jit_warmup": False,
             },
         }
+        if plan.mode not in MODES:
+            settings["all2all_backend"] = plan.mode
         if plan.cpu:
             settings |= {"enforce_eager": True, "worker_extension_cls": "moe_on_cpu.Worker"}
             settings |= {"kv_cache_memory_bytes": 64 << 20}
@@ -409,6 +417,17 @@ class Mode:
     processes: list[Any] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
 
+    def end(self) -> None:
+        """Ends the processes."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send(("end",))
+        for process in self.processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
     def answers(self, seconds: float) -> list[Any]:
         """Returns one answer of each rank, in rank order."""
         found: dict[int, Any] = {}
@@ -517,22 +536,25 @@ class Comparison:
             raise
         finally:
             for mode in self.modes:
-                for connection in mode.connections:
-                    with contextlib.suppress(OSError):
-                        connection.send(("end",))
-                for process in mode.processes:
-                    process.join(0.5)
-                    if process.is_alive():
-                        process.kill()
-                        process.join()
+                mode.end()
 
     def _start(self) -> None:
         begin = time.monotonic()
         for mode in self.modes:
             mode.answers(self.left(120))
         imported = time.monotonic() - begin
-        for mode in self.modes:
-            started = mode.ask(self.left(self.options.start_seconds), "start")
+        for mode in list(self.modes):
+            try:
+                started = mode.ask(self.left(self.options.start_seconds), "start")
+            except Failed as error:
+                if mode.name in MODES:
+                    raise
+                mode.end()
+                self.modes.remove(mode)
+                self.write(
+                    {"event": "left out", "shape": self.name, "mode": mode.name, "error": str(error)[:2000]}
+                )
+                continue
             self.write(
                 {
                     "event": "started",
@@ -565,33 +587,41 @@ class Comparison:
                 mode.name: mode.ask(self.left(60), "generate", OUTPUT_TOKENS, each=prompts)
                 for mode in self.modes
             }
-            if len(found) < 2:
-                continue
-            pairs = [
-                (theirs, ours)
-                for rank in range(ranks)
-                for theirs, ours in zip(found["theirs"][rank], found["ours"][rank], strict=True)
-            ]
-            # After the first difference the engines compute different texts.
-            firsts = [
-                next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
-                for theirs, ours in pairs
-            ]
-            differing = [first for first in firsts if first is not None]
+            for mode in self.modes:
+                if mode.name != "theirs" and "theirs" in found:
+                    self._compare_with(mode.name, case, found["theirs"], found[mode.name])
+
+    def _compare_with(
+        self, mode: str, case: str, theirs: Sequence[list[list[int]]], others: Sequence[list[list[int]]]
+    ) -> None:
+        """Compares the answers of ``mode`` with those of vLLM's default exchange. Both are by rank."""
+        pairs = [
+            pair
+            for of_theirs, of_others in zip(theirs, others, strict=True)
+            for pair in zip(of_theirs, of_others, strict=True)
+        ]
+        # After the first difference the engines compute different texts.
+        firsts = [
+            next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+            for one, other in pairs
+        ]
+        differing = [first for first in firsts if first is not None]
+        if mode == "ours":
             self.differs += len(differing)
-            self.write(
-                {
-                    "event": "tokens",
-                    "shape": self.name,
-                    "case": case,
-                    "requests": len(pairs),
-                    "tokens": sum(len(theirs) for theirs, _ in pairs),
-                    "different": sum(a != b for t, o in pairs for a, b in zip(t, o, strict=True)),
-                    "differing_requests": len(differing),
-                    "first_difference": min(differing, default=None),
-                    "distinct_tokens": len({token for theirs, _ in pairs for token in theirs}),
-                }
-            )
+        self.write(
+            {
+                "event": "tokens",
+                "shape": self.name,
+                "mode": mode,
+                "case": case,
+                "requests": len(pairs),
+                "tokens": sum(len(one) for one, _ in pairs),
+                "different": sum(a != b for t, o in pairs for a, b in zip(t, o, strict=True)),
+                "differing_requests": len(differing),
+                "first_difference": min(differing, default=None),
+                "distinct_tokens": len({token for one, _ in pairs for token in one}),
+            }
+        )
 
     def _measure(self) -> None:
         """Measures decode steps of each batch.
@@ -642,21 +672,19 @@ class Comparison:
                 raise Failed("ours: kv-connector took no call")
 
     def show(self) -> None:
-        """Returns the table of decode steps."""
+        """Prints the table of decode steps."""
         layers = self.shape["num_hidden_layers"] - self.shape.get("first_k_dense_replace", 0)
         print(f"\n{self.name}: {self.options.ranks} ranks, {layers} layers of experts; medians, us")
-        head = f"{'batch':>6}{'step theirs':>13}{'ours':>10}{'less':>9}"
-        print(head + f"{'graph theirs':>14}{'ours':>10}{'less':>9}{'a layer':>9}")
+        print(f"{'batch':>6}  {'exchange':<28}{'step':>10}{'graph':>10}{'less than theirs, a layer':>27}")
         for row in self.table:
-            if "theirs_step_us" not in row or "ours_step_us" not in row:
-                continue
-            cells = f"{row['batch']:>6}{row['theirs_step_us']:>13.1f}{row['ours_step_us']:>10.1f}"
-            cells += f"{row['theirs_step_us'] - row['ours_step_us']:>9.1f}"
-            if "theirs_graph_us" in row and "ours_graph_us" in row:
-                less = row["theirs_graph_us"] - row["ours_graph_us"]
-                cells += f"{row['theirs_graph_us']:>14.1f}{row['ours_graph_us']:>10.1f}{less:>9.1f}"
-                cells += f"{less / layers:>9.2f}"
-            print(cells)
+            for mode in self.modes:
+                cells = f"{row['batch']:>6}  {mode.name:<28}{row[f'{mode.name}_step_us']:>10.1f}"
+                graph, theirs = row.get(f"{mode.name}_graph_us"), row.get("theirs_graph_us")
+                if graph is not None:
+                    cells += f"{graph:>10.1f}"
+                    if theirs is not None:
+                        cells += f"{(theirs - graph) / layers:>27.2f}"
+                print(cells)
         sys.stdout.flush()
 
 
