@@ -225,7 +225,8 @@ def _losses(lines: Sequence[Line]) -> Iterator[str]:
 def _missing(lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         if line["kind"] == "out":
-            yield f"\nnot measured: {line['system']}, {line['phase']}: {line['reason']}"
+            reason = line["reason"].partition("\n")[0]
+            yield f"\nnot measured: {line['system']}, {line['phase']}: {reason}"
 
 
 def _goals(lines: Sequence[Line]) -> Iterator[str]:

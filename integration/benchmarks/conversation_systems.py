@@ -92,7 +92,7 @@ CPU = Machine(
     Pace(rate=0.4, think_seconds=0.2),
     Shape(conversations=2, turns=3, system=300, first=1_500, message=100, answer=48),
     Lost(2_000, 64, 60, 2),
-    3,
+    1,
     {"chat": 240.0, "lost": 120.0, "agent": 120.0},
     CPU_ENVIRONMENT,
 )

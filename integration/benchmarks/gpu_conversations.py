@@ -100,8 +100,10 @@ class Results:
     def add(self, line: Mapping[str, Any]) -> None:
         self.lines.append(dict(line))
         self.write(line)
-        if line["kind"] != "lost":
+        if line["kind"] == "load":
             print(report(self.lines[-1:]).partition("\ngoals")[0], flush=True)
+        else:
+            print("\n".join(f"{name}: {value}" for name, value in line.items()), flush=True)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line that is in no table."""
@@ -235,7 +237,6 @@ class Bench:
         line = {"kind": "lost" if number else "warm-up", "phase": "lost", "system": system.name}
         line |= {"case": case, "round": number, "ttft_ms": round(ttft * 1e3, 2), "prompt_tokens": tokens}
         line |= {"cached_tokens": cached}
-        print("lost cache:", line, flush=True)
         if number:
             self._results.add(line)
         else:
@@ -407,6 +408,8 @@ def main() -> None:
             start_seconds=plan.start_seconds,
         )
         wanted = [one for one in PLAN if one[0] in plan.phases and one[1] in plan.systems]
+        if plan.cpu:  # engines start slowly: one system after another
+            wanted.sort(key=lambda one: SYSTEMS.index(one[1]))
         try:
             run.run(wanted, Bench(machine, results))
         finally:

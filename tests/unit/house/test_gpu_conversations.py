@@ -113,19 +113,19 @@ def test_goal_verdict(value: float | None, verdict: str) -> None:
 
 
 def test_report_names_what_is_missing() -> None:
-    reason = "ended with status 1\nImportError"
     text = report(
         [
             load("chat", "plain", [turn(1, prompt_tokens=2_300)]),
             lost("nixl", "recomputed", 1_234.5),
-            {"kind": "out", "phase": "start", "system": "nixl", "reason": reason},
+            {"kind": "out", "phase": "start", "system": "nixl", "reason": "status 1\nlog"},
             {"kind": "turn", "phase": "chat", "system": "plain"},
         ]
     )
     assert "chat, plain" in text
     assert "2,300.0" in text
     assert "nixl, recomputed: 1234.5" in text
-    assert reason in text
+    assert "not measured: nixl, start: status 1" in text
+    assert "log" not in text
     assert text.count("not measured: ") == 1 + len(goals([]))
 
 
