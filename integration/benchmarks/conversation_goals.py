@@ -127,7 +127,7 @@ class Goal:
 def goals(lines: Sequence[Line]) -> list[Goal]:
     """Returns all goals. A later result replaces an earlier one of the same load."""
     loads = {(line["phase"], line["system"]): line for line in lines if line["kind"] == "load"}
-    later = {
+    later: dict[str, dict[str, Any]] = {
         system: next((row for row in line["turns"] if row["turn"] == "2+"), {})
         for (phase, system), line in loads.items()
         if phase == "chat"

@@ -234,9 +234,16 @@ class Bench:
     def _lost(
         self, system: System, case: str, number: int, ttft: float, tokens: int, cached: int | None
     ) -> None:
-        line = {"kind": "lost" if number else "warm-up", "phase": "lost", "system": system.name}
-        line |= {"case": case, "round": number, "ttft_ms": round(ttft * 1e3, 2), "prompt_tokens": tokens}
-        line |= {"cached_tokens": cached}
+        line = {
+            "kind": "lost" if number else "warm-up",
+            "phase": "lost",
+            "system": system.name,
+            "case": case,
+            "round": number,
+            "ttft_ms": round(ttft * 1e3, 2),
+            "prompt_tokens": tokens,
+            "cached_tokens": cached,
+        }
         if number:
             self._results.add(line)
         else:
