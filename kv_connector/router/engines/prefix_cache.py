@@ -153,14 +153,16 @@ class PrefixCache:
         """Returns how many bytes of the prompt the engine need not compute."""
         return prompt.bytes_of(self._leading(prompt.prefixes))
 
-    def prompt_computed(self, prompt: Prompt, room: int | None = None) -> None:
+    def prompt_computed(self, prompt: Prompt, room: int | None = None, tokens: int = 0) -> None:
         """Notes that the engine has computed the prompt, or has received its KV: later prompts find it there.
 
-        ``room``: tokens that the engine can keep in all, if it reports that.
+        ``room``: tokens that the engine can keep in all, if it reports that. ``tokens``: forecast of the
+        prompt's tokens, from an engine whose answers do not correct it; 0: no forecast.
         """
         self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
-        if prompt.tokens is not None:
-            self._weigh(prompt, prompt.tokens)
+        known = tokens if prompt.tokens is None else prompt.tokens
+        if known and prompt.measurable:
+            self._weigh(prompt, known)
         self._use(prompt)
 
     def corrected(self, prompt: Prompt, cached: int, tokens: int, expected: int) -> None:

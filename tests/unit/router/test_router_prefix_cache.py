@@ -201,6 +201,14 @@ def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
     assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 
+def test_room_is_counted_in_forecast_tokens_of_text() -> None:
+    cache = PrefixCache()
+    pieces = [prompt([number]) for number in range(1000)]
+    for one in pieces:
+        cache.prompt_computed(one, 100 * TOKENS, tokens=one.size // 8)
+    assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
+
+
 def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(3000)]
