@@ -459,6 +459,30 @@ def test_decode_engines_room_is_that_of_the_tokens_which_prefill_engines_count()
     assert held == pytest.approx([20_000, 20_000], rel=0.2)
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_decode_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight(arrives: bool) -> None:
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(5)]
+
+    def held() -> list[bool]:
+        cache = fleet.workload("d0").cache
+        return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
+    for text in texts[:4]:
+        fleet.begin(user(text)).answer()
+    assert held() == [True, True, True, True, False]
+    request = fleet.begin(user(texts[4]))
+    assert held() == [False, True, True, True, False]
+    if arrives:
+        request.answer()
+        assert held() == [False, True, True, True, True]
+    else:
+        request.refuse()
+        fleet.begin(user(texts[0])).answer()
+        assert held() == [True, True, True, True, False]
+
+
 def request_prompt(fleet: Fleet, text: str) -> Prompt:
     found = fleet.place(user(text)).prompt
     assert found is not None
