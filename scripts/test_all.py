@@ -59,6 +59,7 @@ SUITES = (
     Suite("examples", "make test-examples", 14),
     Suite("topologies", "make test-topologies", 16),
     Suite("sglang", "make test-sglang", 20),
+    Suite("conversations", "make test-conversations", 25),
     Suite("faults", "make test-faults MINUTES=10", 25),
     Suite("campaign", "make campaign SEEDS=20000", 20),
     Suite("interleavings", "make interleavings", 4),

@@ -198,6 +198,23 @@ class Affinity:
         return self._places[request.session]
 
 
+@dataclass
+class Forecast:
+    """Forecast hits of a side's prefix caches, in tokens."""
+
+    predicted: int = 0
+    right: int = 0
+    """Predicted tokens that were cached."""
+
+    def add(self, predicted: int, actual: int) -> None:
+        self.predicted += predicted
+        self.right += min(predicted, actual)
+
+    @property
+    def share(self) -> float:
+        return self.right / self.predicted if self.predicted else 1.0
+
+
 class Fleet:
     """Prefill and decode engines behind one policy."""
 
@@ -206,9 +223,10 @@ class Fleet:
     ) -> None:
         """``lends``: whether engines lend prefixes to prefill engines."""
         self.clock = Clock()
+        self._room = room
         self.pools = {side: Pool() for side in Side}
         self.index = PrefixIndex()
-        self.predicted = self.actual = 0
+        self.forecasts = {side: Forecast() for side in Side}
         self.caches = CacheRecords(count=self._count)
         self.engines: dict[Endpoint, Engine] = {}
         self.kept: dict[Endpoint, Cache] = {}
@@ -228,8 +246,7 @@ class Fleet:
         self.policy = make(self)
 
     def _count(self, side: Side, predicted: int, actual: int) -> None:
-        self.predicted += predicted
-        self.actual += actual
+        self.forecasts[side].add(predicted, actual)
 
     def turn(self, one: Conversation, answer: int, then: Callable[[], None]) -> None:
         """Serves a turn; ``then`` is called at its end."""
@@ -247,7 +264,9 @@ class Fleet:
         cached, wait = self._cached(p, placement, tokens)
         request = Request(len(tokens), answer, self.clock.now, cached)
         self.computed[p] += len(tokens) - cached
-        self.moved += len(tokens) - self.kept[d].hit(tokens)
+        at_decode = self.kept[d].hit(tokens)
+        self.moved += len(tokens) - at_decode
+        self.forecasts[Side.DECODE].add(placement.decode_cached, at_decode)
 
         def first() -> None:
             self.engines[p].leave(request)
@@ -277,7 +296,8 @@ class Fleet:
         self._reported = self.clock.now
         for pool in self.pools.values():
             for member in pool.choices():
-                member.workload.hear(self.engines[member.endpoint].load)
+                load = self.engines[member.endpoint].load
+                member.workload.hear(replace(load, cache_tokens=self._room))
 
     def _cached(self, p: Endpoint, placement: Placement, tokens: Tokens) -> tuple[int, float]:
         """Returns the tokens that the prefill engine need not compute, and the seconds to load them."""
@@ -364,11 +384,12 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
                 spread(fleet.generated.values()),
                 statistics.median(fleet.firsts) * 1e3,
                 statistics.quantiles(fleet.firsts, n=100)[-1] * 1e3,
-                100 * fleet.predicted / max(1, fleet.actual),
+                100 * fleet.forecasts[Side.PREFILL].share,
+                100 * fleet.forecasts[Side.DECODE].share,
             )
         )
     means = [statistics.fmean(column) for column in zip(*runs, strict=True)]
-    computed, moved, lent, p, d, p50, p99, predicted = means
+    computed, moved, lent, p, d, p50, p99, right_p, right_d = means
     cells = [
         f"{computed:.2f}",
         f"{moved:.1f}",
@@ -376,7 +397,7 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
         f"{p:.2f}",
         f"{d:.2f}",
         f"{p50:.1f} / {p99:.1f}",
-        f"{predicted:.0f}",
+        f"{right_p:.1f}, {right_d:.1f}",
     ]
     return [name, *cells]
 
@@ -390,7 +411,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "spread P",
         "spread D",
     ]
-    head += ["first token, ms, p50 / p99", "predicted of actual hits, %"]
+    head += ["first token, ms, p50 / p99", "right of predicted hits, %, P, D"]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 

@@ -131,6 +131,13 @@ LATENT: dict[str, Any] = {
 }
 
 
+# vLLM's CPU kernel for rotary embeddings is wrong for MLA's slices of queries: its result for a token depends
+# on later tokens. PyTorch's own operations are right.
+#
+# On a processor with AMX, vLLM takes another kernel, which refuses float32.
+MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]} --attention-backend CPU_MLA'
+
+
 def make_deepseek_v2(directory: Path, *, head_dim: int = 32) -> Path:
     """Writes a model with latent attention (MLA). vLLM's CPU kernel supports only a latent of 512 + 64
     values. The GPU prefill kernel supports only heads of 128."""

@@ -18,6 +18,7 @@ MARKERS = {"needs_vllm": "vllm", "needs_torch": "torch"}
 WITHOUT = frozenset(os.environ.get("KVC_WITHOUT", "").split(","))
 NEEDS = {
     "needs_vllm": (
+        "conversations",
         "faults",
         "fleet",
         "fuzz/test_scheduler.py",

@@ -5,6 +5,7 @@ vLLM mixes WorkerProbe into its worker (--worker-extension-cls) and calls it ove
 
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class WorkerProbe:
         """Returns the number of encoder inputs, such as pictures, with embeddings in the cache, as long as
         few are cached."""
         return {"inputs": len(self.model_runner.encoder_cache)}  # type: ignore[attr-defined]
+
+    def probe_process(self) -> dict[str, int]:
+        """Returns the process group of the engine, which a test may stop."""
+        return {"group": os.getpgid(0)}
 
     def probe_break_weights(self, problem: str) -> None:
         """Makes this worker reject every version, for this reason. An empty reason ends that."""

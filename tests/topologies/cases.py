@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kinds import MLA
 
 from kv_connector.lab.cluster import Role
 
@@ -112,13 +113,6 @@ STRUCTURES = (
     {"structured_outputs": {"choice": ["yes, of course", "no, never"]}},
     {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}}},
 )
-
-
-# vLLM's CPU kernel for rotary embeddings is wrong for MLA's slices of queries: its result for a token depends
-# on later tokens. PyTorch's own operations are right.
-#
-# On a processor with AMX, vLLM takes another kernel, which refuses float32.
-MLA = '--compilation-config {"custom_ops":["-rotary_embedding"]} --attention-backend CPU_MLA'
 
 
 def latent(model: str, prefill: str = "", decode: str = "", alone: str = "") -> dict[str, Any]:

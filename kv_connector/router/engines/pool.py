@@ -107,8 +107,12 @@ class Lease:
         member.outstanding += 1
         member.context += context
         member.breaker.taken()
+        self._loading = 0
         if work is not None:
             member.workload.backlog.add(work)
+        elif prompt is not None and context:
+            self._loading = context - prompt.tokens_of(self.expected, context)
+            member.workload.cache.load(self._loading)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -177,6 +181,8 @@ class Lease:
     def _leave_queue(self) -> None:
         if self._work is not None:
             self._member.workload.backlog.remove(self._work)
+        self._member.workload.cache.load(-self._loading)
+        self._loading = 0
 
     def _set_charge(self, tokens: int) -> None:
         """Makes the request count for so many tokens of the engine's recent work."""

@@ -122,6 +122,7 @@ class PrefixCache:
         self.bit = 0
         """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
+        self._loading = 0  # tokens of its room that prompts take which it is about to receive
         # {prefix: its bytes behind the prefix before}, the least recently used first.
         self._held: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0  # of all prefixes
@@ -153,14 +154,16 @@ class PrefixCache:
         """Returns how many bytes of the prompt the engine need not compute."""
         return prompt.bytes_of(self._leading(prompt.prefixes))
 
-    def prompt_computed(self, prompt: Prompt, room: int | None = None) -> None:
+    def prompt_computed(self, prompt: Prompt, room: int | None = None, tokens: int = 0) -> None:
         """Notes that the engine has computed the prompt, or has received its KV: later prompts find it there.
 
-        ``room``: tokens that the engine can keep in all, if it reports that.
+        ``room``: tokens that the engine can keep in all, if it reports that. ``tokens``: forecast of the
+        prompt's tokens, from an engine whose answers do not correct it; 0: no forecast.
         """
         self._room = _USUAL_ROOM if room is None else min(room, _LARGEST_ROOM)
-        if prompt.tokens is not None:
-            self._weigh(prompt, prompt.tokens)
+        known = tokens if prompt.tokens is None else prompt.tokens
+        if known and prompt.measurable:
+            self._weigh(prompt, known)
         self._use(prompt)
 
     def corrected(self, prompt: Prompt, cached: int, tokens: int, expected: int) -> None:
@@ -176,7 +179,7 @@ class PrefixCache:
         had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
         if _CLEARLY * had < believed and believed - had >= _BLOCK_BYTES:
             # The engine keeps less than is held here now, by the bytes that it did not have.
-            self._taken = max(self._taken, self._whole_room() - (self._bytes - (believed - had)))
+            self._taken = max(self._taken, self._room_left() - (self._bytes - (believed - had)))
         elif had > _CLEARLY * believed:
             self._taken = max(0, self._taken - (had - believed))
         self._weigh(prompt, tokens)
@@ -218,13 +221,25 @@ class PrefixCache:
         if new and self.index is not None:
             self.index.took(self.bit, new)
         deque(map(held.move_to_end, reversed(prefixes)), maxlen=0)
-        self.drop_oldest(len(held), self._bytes - max(0, self._whole_room() - self._taken))
+        self._shrink()
         if self.index is not None:
             self.index.make_room(self, list(new), last - prompt.bytes_of(before))
+
+    def load(self, tokens: int) -> None:
+        """Notes that the engine takes blocks for so many tokens, which a prefill engine sends. Negative: the
+        tokens have arrived, or do not come."""
+        self._loading += tokens
+        if tokens > 0:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Drops what the engine has no room for."""
+        room = self._room_left() - self._taken
+        self.drop_oldest(len(self._held), self._bytes - max(0, room))
 
     def _weigh(self, prompt: Prompt, tokens: int) -> None:
         self._bytes_per_token += (bytes_per_token(prompt, tokens) - self._bytes_per_token) / 8
 
-    def _whole_room(self) -> int:
-        """Returns the engine's whole room, in bytes of prompts."""
-        return int(self._room * self._bytes_per_token)
+    def _room_left(self) -> int:
+        """Returns the engine's room without what it is about to receive, in bytes of prompts."""
+        return int((self._room - self._loading) * self._bytes_per_token)

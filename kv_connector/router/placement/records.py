@@ -65,7 +65,8 @@ class CacheRecords:
         lease.prompt_computed()
         self.sessions.placed(placement.session, placement.prefill, lease.endpoint)
         if lease.prompt is not None:
-            _computed(lease.workload, lease.prompt)
+            # The engine's room is known in tokens. It reports nothing that shows how many bytes these are.
+            _computed(lease.workload, lease.prompt, placement.tokens)
 
     def answered(self, lease: Lease, said: Said, *, moved: Lease | None, local: bool) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
@@ -123,5 +124,6 @@ class CacheRecords:
             self._count(side, predicted, cached)
 
 
-def _computed(workload: Workload, prompt: Prompt) -> None:
-    workload.cache.prompt_computed(prompt, None if workload.load is None else workload.load.cache_tokens)
+def _computed(workload: Workload, prompt: Prompt, tokens: int = 0) -> None:
+    room = None if workload.load is None else workload.load.cache_tokens
+    workload.cache.prompt_computed(prompt, room, tokens)

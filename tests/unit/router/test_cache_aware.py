@@ -19,6 +19,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import CacheAware, excess
@@ -438,6 +439,54 @@ def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
 def test_records_take_no_cached_tokens_of_a_decode_engine_that_got_its_kv(fleet: Fleet) -> None:
     fleet.begin(user(LONG)).answer(prompt_tokens=2000, cached_tokens=2000)
     assert fleet.hits == []
+
+
+def test_decode_engines_room_is_that_of_the_tokens_which_prefill_engines_count() -> None:
+    """Both engines report room for 10,000 tokens. A token of these prompts has two bytes, not four."""
+    fleet = Fleet(1, 1)
+    for name in ("p0", "d0"):
+        fleet.workload(name).hear(WorkloadReport(512, 512, 10_000))
+    texts = [f"{number} {LONG}" for number in range(100)]
+    for text in texts:
+        request = fleet.begin(user(text))
+        assert request.placement.prompt is not None
+        request.prefilled(Computed(tokens=request.placement.prompt.size // 2, cached=0))
+        request.answer()
+    held = [
+        sum(fleet.workload(name).cache.cached(request_prompt(fleet, text)) for text in texts)
+        for name in ("p0", "d0")
+    ]
+    assert held == pytest.approx([20_000, 20_000], rel=0.2)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_decode_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight(arrives: bool) -> None:
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(5)]
+
+    def held() -> list[bool]:
+        cache = fleet.workload("d0").cache
+        return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
+    for text in texts[:4]:
+        fleet.begin(user(text)).answer()
+    assert held() == [True, True, True, True, False]
+    request = fleet.begin(user(texts[4]))
+    assert held() == [False, True, True, True, False]
+    if arrives:
+        request.answer()
+        assert held() == [False, True, True, True, True]
+    else:
+        request.refuse()
+        fleet.begin(user(texts[0])).answer()
+        assert held() == [True, True, True, True, False]
+
+
+def request_prompt(fleet: Fleet, text: str) -> Prompt:
+    found = fleet.place(user(text)).prompt
+    assert found is not None
+    return found
 
 
 def test_records_forget_an_answer_of_an_engine_that_was_replaced(fleet: Fleet) -> None:

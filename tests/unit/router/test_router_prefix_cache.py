@@ -201,6 +201,33 @@ def test_room_is_counted_in_the_tokens_of_the_prompts_that_it_holds() -> None:
     assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 
+def test_room_is_counted_in_forecast_tokens_of_text() -> None:
+    cache = PrefixCache()
+    pieces = [prompt([number]) for number in range(1000)]
+    for one in pieces:
+        cache.prompt_computed(one, 100 * TOKENS, tokens=one.size // 8)
+    assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
+
+
+def test_prompts_that_an_engine_receives_take_room_before_they_have_arrived() -> None:
+    cache = PrefixCache()
+    pieces = [prompt([number]) for number in range(20)]
+
+    def held() -> list[int]:
+        return [number for number, one in enumerate(pieces) if cache.cached(one)]
+
+    for one in pieces[:10]:
+        cache.prompt_computed(one, 10 * TOKENS)
+    cache.load(3 * TOKENS)
+    assert held() == list(range(3, 10))
+    cache.prompt_computed(pieces[10], 10 * TOKENS)
+    assert held() == list(range(4, 11))
+    cache.load(-3 * TOKENS)
+    for one in pieces[11:]:
+        cache.prompt_computed(one, 10 * TOKENS)
+    assert held() == list(range(10, 20))
+
+
 def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(3000)]
