@@ -125,6 +125,16 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self.prefixes = Gauge(
+            "kv_connector_router_prefixes",
+            "Beginnings of prompts in the router's forecast of all engines' prefix caches: at most 524,288",
+            registry=self.registry,
+        )
+        self.sessions = Gauge(
+            "kv_connector_router_sessions",
+            "Sessions of clients whose latest engines the router remembers: at most 65,536",
+            registry=self.registry,
+        )
         self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
             "Time from a request's last byte to the first byte of its answer. The answer's status may be "
