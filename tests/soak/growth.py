@@ -1,7 +1,7 @@
 """Growth: whether a series of samples grows with the requests, or stays flat.
 
-Samples of one process follow each other closely, so they are not independent: memory moves in steps, and a
-burst of requests lasts for several samples. The fit is therefore over medians of consecutive parts of the run.
+Samples of one process are not independent: memory moves in steps, and a burst of requests lasts for several
+samples. The fit is therefore over medians of consecutive parts of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 MILLION = 1e6
 
-# Parts of a series whose medians are fitted. In half an hour a part lasts two minutes, longer than any request.
+# Parts of a series whose medians are fitted. In a run of half an hour a part lasts two minutes, longer than a
+# request.
 PARTS = 10
 # Fewest samples of a part, so that its median ignores a burst.
 _SAMPLES_OF_A_PART = 3
