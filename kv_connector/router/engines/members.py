@@ -23,6 +23,7 @@ from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.labels import Labels
+from kv_connector.router.engines.places import Places
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import CacheUse, Workload
@@ -176,7 +177,7 @@ class Members:
         self._incidents = incidents
         self._suspect = suspect
         self._dead = dead
-        self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
+        self._engines: Places[_Engine] = Places()
         self._labels = Labels(2 * MAX_ENGINES)
         self._ticked: float | None = None
         for endpoint, sides in _listed(listed):
@@ -239,7 +240,7 @@ class Members:
     def outstanding(self, url: str) -> int | None:
         """Returns this router's requests at the API server's engines, including those whose pages are still
         to be fetched; None if no engine has this API server."""
-        served = self._served_at(url)
+        served = self._engines.at(url)
         if not served:
             return None
         return sum(self._pools[side].unfinished(e.endpoint) for e in served for side in e.sides)
@@ -333,7 +334,7 @@ class Members:
 
         ``move``: their streams go to other engines. Returns whether that is new.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         new = move and any(not engine.emptied for engine in served)
         for engine in served:
             engine.emptied = engine.emptied or move
@@ -346,7 +347,7 @@ class Members:
 
         Returns whether an engine still drains; None if no engine has this API server.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         for engine in served:
             if not engine.reports_drain:
                 engine.emptied = False
@@ -358,7 +359,7 @@ class Members:
 
         None if other engines take the requests of all its models, or if all its engines drain already.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         if all(engine.draining for engine in served):
             return None
         endpoints = {engine.endpoint for engine in served}
@@ -495,12 +496,9 @@ class Members:
         engine = self._engines.get(endpoint.place)
         return engine if engine is not None and engine.endpoint == endpoint else None
 
-    def _served_at(self, url: str) -> list[_Engine]:
-        return [engine for engine in self._engines.values() if engine.endpoint.url == url]
-
     def _served_with(self, endpoint: Endpoint) -> list[_Engine]:
         """Returns the engines of this engine's API server; none if another process is in its place by now."""
-        return [] if self._known(endpoint) is None else self._served_at(endpoint.url)
+        return [] if self._known(endpoint) is None else self._engines.at(endpoint.url)
 
     def _update(
         self,
