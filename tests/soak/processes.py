@@ -18,6 +18,9 @@ _LISTEN = "0A"  # TCP_LISTEN of the kernel, in hexadecimal
 # Beginning of the names of the transfer engine's threads, by which an engine's worker is found.
 _THREADS = "kvc"
 
+CHILD = " child "
+"""In the names of processes that are neither a server nor a worker."""
+
 ENGINE_GAUGES = (
     "kv_connector_live_prefill_requests",
     "kv_connector_live_decode_requests",
@@ -78,7 +81,7 @@ def of_group(name: str, leader: int) -> Iterator[tuple[str, int, dict[str, float
             yield f"{name} worker", pid, values
         else:
             others += 1
-            yield f"{name} child {others}", pid, values
+            yield f"{name}{CHILD}{others}", pid, values
 
 
 def _group(leader: int) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.soak.growth import Trend, longest_life, trend
-from tests.soak.processes import BYTES_OF_STATUS, Sample
+from tests.soak.processes import BYTES_OF_STATUS, CHILD, Sample
 
 MIB = float(1 << 20)
 WEEK_SECONDS = 7 * 24 * 3600.0
@@ -128,7 +128,8 @@ def _line(one: Verdict) -> dict[str, Any]:
 
 
 def picture(samples: Sequence[Sample], about: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the data of a picture for scripts/pictures. ``about``: log, command, machine, date, caption."""
+    """Returns the data of a picture for scripts/pictures, of servers and workers. ``about``: log, command,
+    machine, date, caption."""
     last = max(sample.at for sample in samples)
     width = last / _COLUMNS
     columns = [f"{(number + 1) * width / 60:.0f}" for number in range(_COLUMNS)]
@@ -140,7 +141,7 @@ def picture(samples: Sequence[Sample], about: Mapping[str, str]) -> dict[str, An
     ):
         drawn = []
         for process, name, found in _series(samples):
-            if name != series:
+            if name != series or CHILD in process:
                 continue
             parts: list[list[float]] = [[] for _ in columns]
             for sample, value in found:
