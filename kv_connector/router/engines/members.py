@@ -36,6 +36,8 @@ MAX_ENGINES = 4096
 _MISSES = 2
 # Pause between two requests for an engine's list of models: adapters come and go while it serves.
 _LEARN_S = 10.0
+# Engines of which that is requested at the same moment, or a tenth of all engines if that is more.
+_LEARN_AT_ONCE = 16
 # Characters of that list in the log.
 _LOGGED = 200
 # Time over which an engine's push rate is averaged: bytes are counted per transfer.
@@ -445,10 +447,12 @@ class Members:
             self._update(engine, answers=True, draining=engine.draining and not restarted)
 
     def to_learn(self, now: float) -> list[Endpoint]:
-        """Returns one engine of each API server that answers and whose models are due to be read again."""
+        """Returns one engine of each API server whose models are due to be read again: a part of many."""
         due = [
             one for one in self._engines.values() if one.answers and not one.silent and one.learn_at <= now
         ]
+        # Engines that joined together would all be read at once: a thousand connections every ten seconds.
+        due = due[: max(_LEARN_AT_ONCE, len(self._engines) // 10)]
         for engine in due:
             engine.learn_at = now + _LEARN_S
         return _one_a_server(engine.endpoint for engine in due)
