@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(filter %.cc,$(NATIVE))
 # The thread sanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help setup demo test check prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign interleavings test-data-parallel test-weights test-early test-leaving test-topologies test-conversations test-faults test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
+.PHONY: help setup demo test check prepared native-asan native-tsan test-native test-simulation test-python test-libfabric test-verbs test-vllm-next test-sglang test-fleet test-browser test-observability board test-upstream test-examples test-compose test-helm bench-verbs campaign interleavings test-data-parallel test-weights test-early test-leaving test-topologies test-conversations test-faults soak test-all fuzz fuzz-router fuzz-scheduler fuzz-splice hostile lint analyze format bench bench-gpu wheels test-wheels reference docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -215,6 +215,11 @@ test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacemen
 CONVERSATIONS ?= 200
 test-conversations: setup ## conversations of up to 12 turns over two P and two D, with faults: one engine's answers; CONVERSATIONS=200
 	@KVC_CONVERSATIONS=$(CONVERSATIONS) $(PYTHON_ENV)/python -m pytest -s -o faulthandler_timeout=3600 tests/conversations
+
+# MINUTES has another default here, and is taken as given otherwise.
+RATE ?= 2
+soak: setup ## a prefill engine, two decode engines and the router under load and faults: what grows; MINUTES=30 RATE=2
+	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.soak --minutes $(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) --rate $(RATE)
 
 test-early: setup ## 2,000 random requests per model with and without the first token from P: the same answers
 	@KVC_EARLY_REQUESTS=1000 $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/with_vllm/test_early_tokens.py

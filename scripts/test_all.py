@@ -68,6 +68,7 @@ SUITES = (
     Suite("fuzz-scheduler", "make fuzz-scheduler SCENARIOS=1000", 20),
     Suite("fuzz-splice", "make fuzz-splice ANSWERS=100000", 6),
     Suite("hostile", "make hostile FRAMES=1000000", 5),
+    Suite("soak", "make soak MINUTES=30", 32),
     Suite("leaving", "make test-leaving", 30),
     Suite("early", "make test-early", 45),
     Suite("ci", "bash .ci/run", 35),

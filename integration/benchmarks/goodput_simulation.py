@@ -70,8 +70,20 @@ class Request:
 class Engine:
     """Steps with at most ``step_tokens`` in total and at most ``threshold`` of one prompt (0: no limit)."""
 
-    def __init__(self, clock: Clock, step_tokens: int = STEP_TOKENS, threshold: int = 0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        step_tokens: int = STEP_TOKENS,
+        threshold: int = 0,
+        *,
+        cost: PromptCost = COST,
+        stream_s: float = STREAM_S,
+        cache_tokens: int = 1 << 20,
+    ) -> None:
         self._clock = clock
+        self._cost = cost
+        self._stream_s = stream_s
+        self._cache_tokens = cache_tokens
         self._step_tokens = step_tokens
         self._threshold = threshold
         self._busy = False
@@ -84,11 +96,11 @@ class Engine:
         return WorkloadReport(
             self._step_tokens,
             min(self._step_tokens, self._threshold or self._step_tokens),
-            1 << 20,
+            self._cache_tokens,
             waiting=sum(request.left for request in requests),
             running=sum(not request.left for request in self.running),
             decode_ns=round(DECODE_S * 1e9),
-            prompt=COST,
+            prompt=self._cost,
         )
 
     def add(self, request: Request) -> None:
@@ -112,12 +124,12 @@ class Engine:
         self.running, self.waiting = requests[:admitted], requests[admitted:]
         if not step:
             return
-        cost = Cost.of(COST)
+        cost = Cost.of(self._cost)
         prompts = [(request.computed, chunk) for request, chunk in step if request.left]
         pairs = sum(chunk * (computed + chunk / 2) for computed, chunk in prompts)
         seconds = cost.step + sum(chunk for _, chunk in prompts) * cost.token + pairs * cost.pair
         self._busy = True
-        self._clock.after(seconds + STREAM_S * len(step), lambda: self._over(step))
+        self._clock.after(seconds + self._stream_s * len(step), lambda: self._over(step))
 
     def _over(self, step: Sequence[tuple[Request, int]]) -> None:
         self._busy = False

@@ -475,6 +475,7 @@ class Agent:
             acting=self._thread.in_turn,
             peers=len(self._effects.peers),
             links_out=self._effects.link_watch.out,
+            remembered=self._effects.prefill.remembered,
         )
 
     def unregister_memory(self) -> None:

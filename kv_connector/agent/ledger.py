@@ -109,6 +109,7 @@ class LiveState:
     acting: bool  # the agent's thread is acting on events: a request's end may not be reported yet
     peers: int
     links_out: int  # links to connected peers that are lost and not restored
+    remembered: int  # transfers that are over, whose end is remembered for late messages
 
     @property
     def idle(self) -> bool:

@@ -44,6 +44,7 @@ GAUGES = {
     "live_decode_requests": "Requests with an open transfer to this engine",
     "live_transfers": "Native transfers open in the transfer engine",
     "live_counter_sets": "Sets of immediate counters in use",
+    "remembered_transfers": "Ended transfers that are remembered for late messages: at most 65,536",
     "links_out": "Lost links of connected peers that are not up again. The other links carry their pages",
     "authenticated": "1: only peers with the cluster key may connect. 0: any peer may connect",
 }
@@ -234,6 +235,7 @@ def _gauges(live: LiveState, authenticated: bool) -> dict[str, int]:
         "live_decode_requests": live.decode_requests,
         "live_transfers": live.engine_transfers,
         "live_counter_sets": live.counter_sets,
+        "remembered_transfers": live.remembered,
         "links_out": live.links_out,
         "authenticated": int(authenticated),
     }

@@ -118,6 +118,11 @@ class PrefillMachine:
         """Number of transfers that are not over."""
         return len(self._prompts)
 
+    @property
+    def remembered(self) -> int:
+        """Number of transfers that are over, whose end is remembered for late messages."""
+        return len(self._tombstones)
+
     def writing(self, share: Share) -> bool:
         """Whether the share may have an open native transfer."""
         transfer = self._transfer(share)

@@ -31,6 +31,10 @@ class Tombstones:
         self._lifetime = lifetime
         self._verdicts: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # oldest first
 
+    def __len__(self) -> int:
+        """Number of remembered verdicts."""
+        return len(self._verdicts)
+
     def bury(self, now: float, transfer_id: str, verdict: Verdict) -> None:
         """Remembers the verdict, and replaces an earlier one."""
         self._verdicts.pop(transfer_id, None)

@@ -251,6 +251,20 @@ def test_who_scales_itself_has_no_number_of_replicas(chart: Any) -> None:
         assert scaler["metrics"][-1]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
 
 
+def test_engines_scale_by_the_routers_forecasts(chart: Any) -> None:
+    objects = render(chart, values_of(ROOT / "integration/helm/values/forecast.yaml"))
+    for name, metric, pods in (
+        ("prefill", "kv_prefill_engines_busy", 0),
+        ("decode", "kv_decode_caches_filled", 2),
+    ):
+        metrics = objects["HorizontalPodAutoscaler", name]["spec"]["metrics"]
+        assert [one["type"] for one in metrics] == ["Pods"] * pods + ["External"]
+        assert metrics[-1]["external"] == {
+            "metric": {"name": metric},
+            "target": {"type": "AverageValue", "averageValue": "700m"},
+        }
+
+
 def test_engines_of_several_hosts_are_leaders_with_workers(chart: Any) -> None:
     objects = render(chart, values_of(ROOT / "integration/helm/values/multihost.yaml"))
     assert not [kind for kind, _ in objects if kind == "Deployment"]

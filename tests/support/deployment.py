@@ -246,13 +246,14 @@ class Client:
         return await self.probe(engine, "probe_stats")
 
     async def live(self, engine: Engine) -> dict[str, int]:
-        """Returns what the connector's agents are processing, without their sessions with peers. It is empty
-        when they are idle.
+        """Returns what the connector's agents are processing, without their sessions with peers and the ends
+        that they remember. It is empty when they are idle.
         """
         counts: Counter[str] = Counter()
         for worker in await self.probe_workers(engine, "probe_live"):
             counts.update(worker)
-        return {name: count for name, count in counts.items() if count and name != "peers"}
+        kept = ("peers", "remembered")
+        return {name: count for name, count in counts.items() if count and name not in kept}
 
 
 async def wait_until(missing: Callable[[], Awaitable[str]], seconds: float = PATIENCE_SECONDS) -> None:

@@ -23,6 +23,7 @@ from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.labels import Labels
+from kv_connector.router.engines.places import Places
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import CacheUse, Workload
@@ -35,6 +36,8 @@ MAX_ENGINES = 4096
 _MISSES = 2
 # Pause between two requests for an engine's list of models: adapters come and go while it serves.
 _LEARN_S = 10.0
+# Engines of which that is requested at the same moment, or a tenth of all engines if that is more.
+_LEARN_AT_ONCE = 16
 # Characters of that list in the log.
 _LOGGED = 200
 # Time over which an engine's push rate is averaged: bytes are counted per transfer.
@@ -176,7 +179,7 @@ class Members:
         self._incidents = incidents
         self._suspect = suspect
         self._dead = dead
-        self._engines: dict[tuple[str, int], _Engine] = {}  # by Endpoint.place
+        self._engines: Places[_Engine] = Places()
         self._labels = Labels(2 * MAX_ENGINES)
         self._ticked: float | None = None
         for endpoint, sides in _listed(listed):
@@ -239,7 +242,7 @@ class Members:
     def outstanding(self, url: str) -> int | None:
         """Returns this router's requests at the API server's engines, including those whose pages are still
         to be fetched; None if no engine has this API server."""
-        served = self._served_at(url)
+        served = self._engines.at(url)
         if not served:
             return None
         return sum(self._pools[side].unfinished(e.endpoint) for e in served for side in e.sides)
@@ -333,7 +336,7 @@ class Members:
 
         ``move``: their streams go to other engines. Returns whether that is new.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         new = move and any(not engine.emptied for engine in served)
         for engine in served:
             engine.emptied = engine.emptied or move
@@ -346,7 +349,7 @@ class Members:
 
         Returns whether an engine still drains; None if no engine has this API server.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         for engine in served:
             if not engine.reports_drain:
                 engine.emptied = False
@@ -358,7 +361,7 @@ class Members:
 
         None if other engines take the requests of all its models, or if all its engines drain already.
         """
-        served = self._served_at(url)
+        served = self._engines.at(url)
         if all(engine.draining for engine in served):
             return None
         endpoints = {engine.endpoint for engine in served}
@@ -444,10 +447,12 @@ class Members:
             self._update(engine, answers=True, draining=engine.draining and not restarted)
 
     def to_learn(self, now: float) -> list[Endpoint]:
-        """Returns one engine of each API server that answers and whose models are due to be read again."""
+        """Returns one engine of each API server whose models are due to be read again: a part of many."""
         due = [
             one for one in self._engines.values() if one.answers and not one.silent and one.learn_at <= now
         ]
+        # Engines that joined together would all be read at once: a thousand connections every ten seconds.
+        due = due[: max(_LEARN_AT_ONCE, len(self._engines) // 10)]
         for engine in due:
             engine.learn_at = now + _LEARN_S
         return _one_a_server(engine.endpoint for engine in due)
@@ -495,12 +500,9 @@ class Members:
         engine = self._engines.get(endpoint.place)
         return engine if engine is not None and engine.endpoint == endpoint else None
 
-    def _served_at(self, url: str) -> list[_Engine]:
-        return [engine for engine in self._engines.values() if engine.endpoint.url == url]
-
     def _served_with(self, endpoint: Endpoint) -> list[_Engine]:
         """Returns the engines of this engine's API server; none if another process is in its place by now."""
-        return [] if self._known(endpoint) is None else self._served_at(endpoint.url)
+        return [] if self._known(endpoint) is None else self._engines.at(endpoint.url)
 
     def _update(
         self,

@@ -239,6 +239,15 @@ class Pool:
         member = self._members.get(endpoint)
         return 0 if member is None else member.outstanding + member.owes
 
+    def caches_filled(self) -> float:
+        """Returns the KV caches that the prompts of outstanding requests fill, in whole caches of an
+        engine. Engines that do not report the size of their cache are left out."""
+        return sum(
+            member.context / load.cache_tokens
+            for member in self._members.values()
+            if (load := member.workload.load) is not None and load.cache_tokens
+        )
+
     def workload(self, endpoint: Endpoint) -> Workload | None:
         """Returns the engine's workload; None: the pool does not have the engine."""
         member = self._members.get(endpoint)

@@ -212,6 +212,9 @@ def create_app(settings: Settings) -> RouterApp:
             for state in State:
                 metrics.engines.labels(side.value, state.value).set(count[state])
         metrics.engines_are(members.engines(time.monotonic()))
+        metrics.caches_filled.set(dispatcher.parts.pools[Side.DECODE].caches_filled())
+        metrics.prefixes.set(len(members.index))
+        metrics.sessions.set(len(dispatcher.parts.caches.sessions))
         metrics.prune(time.monotonic(), {url for engines in states.values() for url in engines})
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -41,6 +41,10 @@ T = TypeVar("T")
 
 # Silence is noticed at most this much late; a heartbeat is 1 s.
 _TICK_S = 0.2
+# Pause behind each batch of messages. A batch costs a change of threads and a look at all engines. So a batch
+# for each heartbeat of a thousand engines would take a large part of a core. A reason for a failed KV load
+# may come this much later, which is little of PATIENCE_S.
+_BATCH_S = 0.02
 # Pause between two health checks of an engine that does not answer.
 _PROBE_S = 0.5
 _HEALTH_S = 2.0
@@ -132,7 +136,7 @@ class Registry:
                     # After the messages that had arrived: an engine is not silent because this router was
                     # stopped.
                     self._members.tick(time.monotonic())
-                await asyncio.sleep(0)  # requests get their turn even if messages never end
+                await asyncio.sleep(_BATCH_S)  # requests get their turn even if messages never end
 
             try:
                 await forever("the registration of engines", turn, _TICK_S)

@@ -52,6 +52,19 @@ class Metrics:
             "Attempts whose first token was forecast to come later than the objective (--ttft-ms)",
             registry=self.registry,
         )
+        self._work = Counter(
+            "kv_connector_router_prompt_work_seconds",
+            "Forecast seconds to compute the prompts of these attempts, by the side that computes them. The "
+            "rate is the number of engines that they keep busy.",
+            ["side"],
+            registry=self.registry,
+        )
+        self.caches_filled = Gauge(
+            "kv_connector_router_decode_caches_filled",
+            "KV caches that the prompts of this router's requests fill at decode engines. 1.5: as much as "
+            "one and a half engines have.",
+            registry=self.registry,
+        )
         self._predicted_hits = Counter(
             "kv_connector_router_predicted_hit_tokens",
             "Prompt tokens that the router expected in the engine's prefix cache, by side. Counted once the "
@@ -125,6 +138,16 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self.prefixes = Gauge(
+            "kv_connector_router_prefixes",
+            "Beginnings of prompts in the router's forecast of all engines' prefix caches: at most 524,288",
+            registry=self.registry,
+        )
+        self.sessions = Gauge(
+            "kv_connector_router_sessions",
+            "Sessions of clients whose latest engines the router remembers: at most 65,536",
+            registry=self.registry,
+        )
         self._first_byte = Histogram(
             "kv_connector_router_first_byte_seconds",
             "Time from a request's last byte to the first byte of its answer. The answer's status may be "
@@ -132,6 +155,8 @@ class Metrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
+        for side in Side:
+            self._work.labels(side.value)  # shown from the start
         self.first_bytes = FirstBytes()
         self._gone: dict[str, float] = {}  # removed engines with failures -> when they were first missing
 
@@ -140,10 +165,12 @@ class Metrics:
         self._first_byte.observe(seconds)
         self.first_bytes.observe(seconds)
 
-    def placed(self, *, local: bool, reason: str, late: bool) -> None:
+    def placed(self, *, local: bool, reason: str, late: bool, seconds: float) -> None:
         """Counts an attempt. ``local``: its decode engine computes the prompt. ``late``: its first token is
-        forecast later than the objective."""
-        self._placements.labels("decode" if local else "prefill", reason).inc()
+        forecast later than the objective. ``seconds``: forecast time to compute the prompt."""
+        side = Side.DECODE if local else Side.PREFILL
+        self._placements.labels(side.value, reason).inc()
+        self._work.labels(side.value).inc(seconds)
         if late:
             self._late.inc()
 

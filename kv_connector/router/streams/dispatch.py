@@ -196,7 +196,10 @@ class Dispatcher:
             placement = replace(placement, prompt=completion.prompt(call.path))
         call.running.placement = placement
         self.parts.metrics.placed(
-            local=placement.prefill is None, reason=placement.reason, late=placement.late
+            local=placement.prefill is None,
+            reason=placement.reason,
+            late=placement.late,
+            seconds=0.0 if placement.work is None else placement.work.seconds,
         )
         if placement.prefill is None:
             pool = self.parts.pools[Side.DECODE]

@@ -48,6 +48,7 @@ IDLE = LiveState(
     acting=False,
     peers=0,
     links_out=0,
+    remembered=0,
 )
 
 
@@ -201,6 +202,7 @@ def test_names_and_labels_are_an_interface(
         "kv_connector_live_decode_requests gauge": ["rank"],
         "kv_connector_live_transfers gauge": ["rank"],
         "kv_connector_live_counter_sets gauge": ["rank"],
+        "kv_connector_remembered_transfers gauge": ["rank"],
         "kv_connector_links_out gauge": ["rank"],
         "kv_connector_authenticated gauge": ["rank"],
         "kv_connector_peers gauge": ["lane", "rank"],
@@ -299,14 +301,26 @@ def test_gauges_show_the_latest_state_and_return_to_zero(
     agent: CountingAgent, reporter: AgentReporter, metrics: Metrics
 ) -> None:
     agent.alive = replace(
-        IDLE, prefill_requests=1, decode_requests=2, engine_transfers=3, counter_sets=4, commands=5
+        IDLE,
+        prefill_requests=1,
+        decode_requests=2,
+        engine_transfers=3,
+        counter_sets=4,
+        commands=5,
+        remembered=6,
     )
     metrics.observe(reporter.take())
-    names = ("live_prefill_requests", "live_decode_requests", "live_transfers", "live_counter_sets")
-    assert [metrics.sample(name, rank="0") for name in names] == [1, 2, 3, 4]
+    names = (
+        "live_prefill_requests",
+        "live_decode_requests",
+        "live_transfers",
+        "live_counter_sets",
+        "remembered_transfers",
+    )
+    assert [metrics.sample(name, rank="0") for name in names] == [1, 2, 3, 4, 6]
     agent.alive = IDLE
     metrics.observe(reporter.take())
-    assert [metrics.sample(name, rank="0") for name in names] == [0, 0, 0, 0]
+    assert [metrics.sample(name, rank="0") for name in names] == [0, 0, 0, 0, 0]
 
 
 def test_the_routers_are_told_lanes_transfers_and_bytes(agent: CountingAgent) -> None:

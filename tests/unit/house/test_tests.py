@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
-AS_PACKAGES = ("simulation", "fuzz", "conformance")
+AS_PACKAGES = ("simulation", "fuzz", "conformance", "soak")
 SPECIAL = {"conftest.py", "__init__.py", "__main__.py"}
 
 

@@ -38,3 +38,13 @@ def test_tombstones_are_bounded(machine: PrefillMachine, monkeypatch: pytest.Mon
     assert len(machine) == 1  # forgotten: it is an orphan now
     machine.reserve(0.0, PEER, reserve(transfer="b"))
     assert len(machine) == 1
+
+
+def test_remembered_transfers_are_counted_until_they_are_forgotten() -> None:
+    machine = PrefillMachine(layout(), TIMES)
+    assert isinstance(machine.admit(PEER, layout(), WANTS, regions=1), Plan)
+    for name in "ab":
+        machine.cancel(0.0, PEER, Cancel(name, 1))
+    assert machine.remembered == 2
+    machine.tick(2 * TIMES.longest())
+    assert machine.remembered == 0

@@ -576,3 +576,18 @@ def test_members_keep_an_engine_that_registers_whatever_is_listed() -> None:
     router.members.tick(4.0)
     router.members.tick(6.0)  # silent for longer than `dead`, and not listed any more
     assert router.state() is None
+
+
+def test_models_of_many_engines_are_read_in_parts(router: Fixture) -> None:
+    """Each part opens its connections at the same moment. Every list is read once in 10 seconds."""
+    for number in range(400):
+        router.join(0.0, engine_id=f"p{number}", url=f"http://10.0.0.1:{1000 + number}")
+    turns = [len(router.members.to_learn(0.5 * number)) for number in range(20)]
+    assert turns == [40] * 10 + [0] * 10
+    assert len(router.members.to_learn(10.0)) == 40
+
+
+def test_models_of_few_engines_are_read_at_once(router: Fixture) -> None:
+    for number in range(16):
+        router.join(0.0, engine_id=f"p{number}", url=f"http://10.0.0.1:{1000 + number}")
+    assert len(router.members.to_learn(0.0)) == 16

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from test_dispatch import dispatching, outstanding
 
+from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.settings import Objectives, PolicyName
@@ -190,3 +191,20 @@ async def test_prompt_counts_for_no_more_tokens_than_the_engine_accepts() -> Non
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await dispatcher.close()
+
+
+async def test_work_of_placed_prompts_is_counted_by_the_side_that_computes_them() -> None:
+    cost = PromptCost(step_ns=0, token_ns=1_000_000, pair_ps=0)  # a token takes 1 ms
+    load = WorkloadReport(step_tokens=4096, prompt_tokens=4096, cache_tokens=100_000, prompt=cost)
+    async with dispatching([answer_ok], [answer_ok], **AWARE) as (dispatcher, _, _):
+        for pool in dispatcher.parts.pools.values():
+            for endpoint in pool.endpoints:
+                workload = pool.workload(endpoint)
+                assert workload is not None
+                workload.hear(load)
+        counted = dispatcher.parts.metrics.registry.get_sample_value
+        name = "kv_connector_router_prompt_work_seconds_total"
+        assert counted(name, {"side": "prefill"}) == 0
+        await ask(dispatcher)
+        assert counted(name, {"side": "prefill"}) == pytest.approx(len(LONG) / 4 * 1e-3, rel=0.1)
+        assert counted(name, {"side": "decode"}) == 0

@@ -8,6 +8,7 @@ import pytest
 from router_prompts import prompt
 from router_setup import within
 
+from kv_connector.control.membership import WorkloadReport
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
 from kv_connector.router.engines.endpoint import Endpoint
@@ -212,3 +213,18 @@ def test_lease_remembers_what_the_engine_was_expected_to_have() -> None:
     lease = pool.acquire(A, prompt=prompt("abc"))
     member.workload.cache.prompt_computed(prompt("abc"))
     assert lease.expected == 2 * PREFIX_BYTES
+
+
+def test_caches_filled_adds_the_share_of_each_engine_that_reports_its_cache() -> None:
+    pool = Pool([A, B, C])
+    for engine, room in ((A, 1000), (B, 500)):
+        workload = pool.workload(engine)
+        assert workload is not None
+        workload.hear(WorkloadReport(step_tokens=64, prompt_tokens=64, cache_tokens=room))
+    leases = [
+        pool.acquire(engine, context=tokens) for engine, tokens in ((A, 300), (A, 200), (B, 100), (C, 9))
+    ]
+    assert pool.caches_filled() == pytest.approx(0.7)
+    for lease in leases:
+        lease.release()
+    assert pool.caches_filled() == 0

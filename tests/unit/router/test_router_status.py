@@ -324,3 +324,12 @@ async def test_metrics_have_the_requests_and_the_state_of_each_engine() -> None:
             streams.queue.put_nowait(chunk)
         await within(asking)
         await until_metric(client, f'{requests}{{engine="{d.url}"}}', 0)
+
+
+async def test_metrics_have_the_sizes_of_what_the_router_remembers() -> None:
+    async with cluster(answer_ok, answer_ok) as (_, _, client):
+        assert await metric(client, "kv_connector_router_sessions ") == 0
+        body = {"prompt": "x" * 4096, "max_tokens": 4, "user": "alice"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await until_metric(client, "kv_connector_router_sessions ", 1)
+        assert await metric(client, "kv_connector_router_prefixes ") > 0

@@ -77,7 +77,7 @@ reads it through the group fsGroup. OnRootMismatch spares a large volume a walk 
 {{- fail (printf "%s: args has %s, which the chart sets itself" $name $arg) }}
 {{- end }}
 {{- end }}
-{{- if and $side.autoscaling.enabled (not $side.autoscaling.metrics) }}
+{{- if and $side.autoscaling.enabled (not $side.autoscaling.metrics) (not $side.autoscaling.external) }}
 {{- fail (printf "%s: autoscaling.metrics is empty: name a metric of its pods and the average to hold" $name) }}
 {{- end }}
 {{- if and $side.autoscaling.enabled (gt (int $side.autoscaling.minReplicas) (int $side.autoscaling.maxReplicas)) }}

@@ -1,0 +1,1 @@
+"""The soak: real engines and a router under a mixed load with faults, and the growth of each process."""
