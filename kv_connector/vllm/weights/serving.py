@@ -175,7 +175,7 @@ class WeightTaker:
         self._ended = None
 
     def take(self, timeout: float) -> str | None:
-        """Returns the version that the engine now serves, or None if ``timeout`` s have passed. BLOCKS.
+        """Returns the name of the version that the engine now serves, or None after ``timeout`` s. BLOCKS.
 
         With a timeout of 0 it takes a version only if its trainer has already asked for that. An update that
         has begun is completed, whatever the timeout. Raises NotTaken if the version cannot be served.
@@ -191,7 +191,7 @@ class WeightTaker:
         (version, outcome), self._ended = self._ended, None
         if outcome.problem:
             raise NotTaken(f"version {shown(version)}: {outcome.problem}", torn=outcome.torn)
-        return version
+        return shown(version)
 
     def close(self) -> None:
         """Ends the controller. The engine keeps its weights."""
