@@ -148,7 +148,7 @@ class LocalCluster(ProcessGroup):
             engine = Engine(
                 name,
                 command,
-                environment={**_environment(settings), "VLLM_HOST_IP": host, **self.environment},
+                environment={**engine_environment(settings), "VLLM_HOST_IP": host, **self.environment},
                 log=self.directory / f"{name}.log",
                 port=port,
                 control_port=control_port,
@@ -265,7 +265,7 @@ def engine_states(router: str) -> dict[str, str]:
     return {url: state for side in ("prefill", "decode") for url, state in sides[side].items()}
 
 
-def _environment(settings: EngineSettings) -> dict[str, str]:
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
     return {
         # Several engines share the cores, so none may pin its threads.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

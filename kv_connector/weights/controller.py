@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,9 +91,12 @@ class Controller:
         key: ClusterKey | None,
         metrics: WeightMetrics | None = None,
         timeouts: Timeouts | None = None,
+        ended: Callable[[str, Outcome], None] | None = None,
     ) -> None:
         """``first_workers``: the first worker of each data-parallel rank. ``timeouts``: the timeouts of the
-        workers."""
+        workers. ``ended`` is called, on the event loop, with each version that a trainer or seeder has had
+        this engine apply, and its outcome."""
+        self._ended = ended
         self._engine = engine
         self._metrics = metrics
         self._firsts = first_workers
@@ -323,6 +326,8 @@ class Controller:
                 self._metrics.not_applied(outcome.pause_s, torn=outcome.torn)
             else:
                 self._metrics.applied(shown(version), outcome.nbytes, outcome.pause_s)
+        if self._ended is not None:
+            self._ended(version, outcome)
         if outcome.torn or not outcome.problem:
             self._tell(self._first_sources, Torn(clip(outcome.problem)))
         self._loop.call(lambda: self._send(source, answer))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import own_engine
 import pytest
 import safetensors.torch
 from deployment import SMALL, Client, engine_settings, prompt, wait_until
@@ -22,9 +23,10 @@ from typer.testing import CliRunner
 from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, Engine, LocalCluster, engine_environment
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
+from kv_connector.lab.process import Process, stop
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
@@ -391,3 +393,39 @@ async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
         TypeError, match="write_imm sends shards as they lie in memory, but object gives whole"
     ):
         WriteImmTrainerEngine.trainer_init(info, client=sync, source=object())
+
+
+@pytest.mark.parametrize("kind", ["llm", "async"] if ALL else ["llm"])
+async def test_an_engine_of_a_program_takes_weights(
+    site: Site, client: Client, tmp_path: Path, kind: str
+) -> None:
+    """Programs that train run LLM or AsyncLLM themselves, without vLLM's API server."""
+    (port,) = free_ports(1)
+    report, log = tmp_path / "report", tmp_path / "log"
+    given = {"control_host": HOST, "control_port": port, "providers": ["tcp"], "timeouts": PATIENT}
+    environment = engine_environment(site.cluster.settings) | {"KV_CONNECTOR_WEIGHTS": json.dumps(given)}
+    command = [*site.cluster.interpreter, "-m", "own_engine", kind, str(site.checkpoints["a"]), str(report)]
+    program = Process("own engine", command, environment=environment, log=log)
+
+    async def told(number: int) -> dict[str, Any]:
+        async def missing() -> str:
+            lines = report.read_text().splitlines() if report.exists() else []
+            assert len(lines) > number or program.running(), log.read_text()[-3000:]
+            return "" if len(lines) > number else f"line {number} of the report: {log.read_text()[-3000:]}"
+
+        await wait_until(missing, 300)
+        found: dict[str, Any] = json.loads(report.read_text().splitlines()[number])
+        return found
+
+    try:
+        before = (await told(0))["before"]
+        assert before == await answers(client, site.engines[0], own_engine.PROMPTS)
+        await asyncio.to_thread(site.push, "b", to=[f"{HOST}:{port}"])
+        after = await told(1)
+    finally:
+        stop([program])
+    assert after["version"] == after["label"] == "b"
+    assert after["after"] == await answers(client, site.oracle, own_engine.PROMPTS)
+    if kind == "async":
+        # The stream went on over the update.
+        assert 0 < after["at"] < after["of"] == own_engine.LONG
