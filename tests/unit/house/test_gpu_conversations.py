@@ -86,8 +86,16 @@ def test_load_line_is_json_with_a_row_for_each_turn() -> None:
 
 def test_goals_compare_ours_with_plain_engines_in_turns_after_the_first() -> None:
     lines = [
-        load("chat", "plain", [turn(1, 1.0), turn(2, 100.0, gaps=(40.0,))]),
-        load("chat", "ours", [turn(1, 900.0), turn(2, 105.0, gaps=(10.0,))]),
+        load(
+            "chat",
+            "plain",
+            [turn(1, 1.0), turn(2, 90.0, gaps=(5.0, 5.0, 40.0)), turn(2, 100.0), turn(3, 500.0)],
+        ),
+        load(
+            "chat",
+            "ours",
+            [turn(1, 900.0), turn(2, 95.0, gaps=(6.0, 6.0, 10.0)), turn(2, 105.0), turn(3, 900.0)],
+        ),
     ]
     assert values(lines) == [None, pytest.approx(1.05), pytest.approx(0.25), None]
     assert [goal.verdict for goal in goals(lines)] == ["not measured", "yes", "yes", "not measured"]
