@@ -167,15 +167,18 @@ class System:
         decode = self._pools[Side.DECODE].acquire(placement.decode, context=placement.tokens)
         first = self.fleets[Side.PREFILL].engines[placement.prefill]
         second = self.fleets[Side.DECODE].engines[placement.decode]
-        request.on_first = functools.partial(self._handed_over, request, prefill, first, second)
+        request.on_first = functools.partial(self._handed_over, request, prefill, decode, first, second)
         request.on_end = decode.release
         first.add(request)
 
-    def _handed_over(self, request: Request, lease: Lease, first: Engine, second: Engine) -> None:
+    def _handed_over(
+        self, request: Request, prefill: Lease, decode: Lease, first: Engine, second: Engine
+    ) -> None:
         self.minutes[int(request.arrives // 60)].waits.append(self._clock.now - request.arrives)
         first.leave(request)
-        self._caches.prefilled(lease, Computed())
-        lease.release()
+        self._caches.prefilled(prefill, Computed())
+        prefill.release()
+        decode.prompt_computed()
         if request.answer > 1:
             self._clock.after(LANDING_S, lambda: second.add(request))
 

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
-from deployment import SMALL, Client
+from deployment import SMALL, Client, prompt
 from nursery import nursery
 
 from kv_connector.lab.model import make_llama
@@ -46,6 +46,8 @@ TIMEOUTS = {"transfer": 60.0}
 # made a worker of vLLM without a connector grow by 290 MiB in 420 prompts of random lengths. Without them, it
 # stayed at 542 MiB (2026-11-29).
 NO_CACHE_OF_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
+# Tokens of the prompts that each engine computes before the load, as of range().
+WARM_TOKENS = (10, 1500, 25)
 # Share of the requests that must be answered: a killed decode engine costs those that it has.
 ANSWERED = 0.9
 
@@ -81,6 +83,7 @@ class Soak:
                 site.start(name)
             await asyncio.to_thread(site.cluster.wait_ready)
             await site.until_ready()
+            await _compute_prompts(site)
             self.log(f"engines are ready; {self.seconds / 60:g} min at {self._rate:g} requests a second")
             faults = Faults(site, min(FAULT_SECONDS, self.seconds / FEWEST_FAULTS), self.log)
             async with Load(site.router, self._rate) as load:
@@ -122,6 +125,15 @@ class Soak:
             if gauges := await engine_gauges(http, engine.url):
                 found.append(Sample(at, ended, name, pid, gauges))
         return found
+
+
+async def _compute_prompts(site: Site) -> None:
+    """Lets each engine compute prompts of all lengths by itself, which fills its caches. Decode engines do
+    that otherwise only while the prefill engine is drained, and grow each time."""
+    async with Client() as client:
+        for length in range(*WARM_TOKENS):
+            for name in ENGINES:
+                await client.complete(site.engines[name].url, prompt(f"warm {length}", length), 2)
 
 
 def report(directory: Path, outcome: Outcome | None) -> int:

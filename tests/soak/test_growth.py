@@ -52,8 +52,9 @@ def test_trend_is_flat_when_the_heap_grows_once() -> None:
     assert not fitted([200 * MIB + (6 * MIB if number > 60 else 0) for number in range(180)]).grows
 
 
-def test_trend_is_flat_when_a_cache_fills_up() -> None:
-    assert not fitted([200 * MIB + min(number, 70) * 0.2 * MIB for number in range(180)]).grows
+@pytest.mark.parametrize("filled", [70, 100])
+def test_trend_is_flat_when_a_cache_fills_up(filled: int) -> None:
+    assert not fitted([200 * MIB + min(number, filled) * 0.2 * MIB for number in range(180)]).grows
 
 
 def test_trend_is_flat_below_its_resolution() -> None:

@@ -50,6 +50,8 @@ class Member:
     outstanding: int = 0
     context: int = 0
     """Forecast tokens of the prompts of its outstanding requests, where the lease names them."""
+    begun: int = 0
+    """The part of ``context`` whose prompts are computed."""
     recent: RecentWork | None = None
     """Tokens that it was given lately; None: it has come, or come back, and begins at its peers' level."""
     owes: int = 0
@@ -142,6 +144,8 @@ class Lease:
 
     def prompt_computed(self) -> None:
         """Notes that the engine has computed the prompt, or has received its KV."""
+        if not self._computed and not self._released:
+            self._member.begun += self._context
         self._computed = True
         self._leave_queue()
 
@@ -149,6 +153,7 @@ class Lease:
         """Corrects the forecast of the tokens that the request costs the engine."""
         if self._context and not self._released:
             self._member.context += tokens - self._context
+            self._member.begun += tokens - self._context if self._computed else 0
             self._context = tokens
         if self._computed or not self._released:
             self._set_charge(tokens)
@@ -176,6 +181,7 @@ class Lease:
         self._released = True
         self._member.outstanding -= 1
         self._member.context -= self._context
+        self._member.begun -= self._context if self._computed else 0
         self._member.owes += bool(self._owing)
 
     def _leave_queue(self) -> None:
@@ -240,10 +246,10 @@ class Pool:
         return 0 if member is None else member.outstanding + member.owes
 
     def caches_filled(self) -> float:
-        """Returns the KV caches that the prompts of outstanding requests fill, in whole caches of an
+        """Returns the KV caches that the computed prompts of outstanding requests fill, in whole caches of an
         engine. Engines that do not report the size of their cache are left out."""
         return sum(
-            member.context / load.cache_tokens
+            member.begun / load.cache_tokens
             for member in self._members.values()
             if (load := member.workload.load) is not None and load.cache_tokens
         )

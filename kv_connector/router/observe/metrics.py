@@ -61,8 +61,8 @@ class Metrics:
         )
         self.caches_filled = Gauge(
             "kv_connector_router_decode_caches_filled",
-            "KV caches that the prompts of this router's requests fill at decode engines. 1.5: as much as "
-            "one and a half engines have.",
+            "KV caches that the prompts of this router's running streams fill at decode engines. 1.5: as "
+            "much as one and a half engines have.",
             registry=self.registry,
         )
         self._predicted_hits = Counter(

@@ -222,8 +222,13 @@ def test_caches_filled_adds_the_share_of_each_engine_that_reports_its_cache() ->
         assert workload is not None
         workload.hear(WorkloadReport(step_tokens=64, prompt_tokens=64, cache_tokens=room))
     leases = [
-        pool.acquire(engine, context=tokens) for engine, tokens in ((A, 300), (A, 200), (B, 100), (C, 9))
+        pool.acquire(engine, context=tokens) for engine, tokens in ((A, 300), (A, 200), (B, 80), (C, 9))
     ]
+    assert pool.caches_filled() == 0, "requests that wait for a prefill engine fill no cache"
+    for lease in leases:
+        for _ in range(2):
+            lease.prompt_computed()
+    leases[2].counted(100)
     assert pool.caches_filled() == pytest.approx(0.7)
     for lease in leases:
         lease.release()
