@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from kv_connector.router.engines.prompt import PREFIX_BYTES, PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
+from kv_connector.router.engines.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
 # Tokens of room, for an engine that does not report its room: that of a model of 8 billion parameters (128
 # KiB a token) on a GPU of 80 GB.
@@ -21,9 +21,9 @@ MOST_PREFIXES = 1 << 19
 # Tokens are not spread evenly over a prompt's bytes, and engines count their hits in blocks. So an engine had
 # less than was believed only if it had less than half of it, and more only if it had over twice as much.
 _CLEARLY = 2
-# A hit ends with a block of the engine, so a loss of less than a block is none. A block of 256 tokens is the
-# largest that is usual.
-_BLOCK_BYTES = PREFIX_BYTES
+# A hit ends with a block of the engine, so a loss of less than a block is none. A block of so many tokens is
+# the largest that is usual.
+_BLOCK_TOKENS = 256
 
 
 class PrefixIndex:
@@ -177,7 +177,8 @@ class PrefixCache:
         # A prefix that came or went since then does not count as missed.
         believed = min(self.cached(prompt), expected)
         had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
-        if _CLEARLY * had < believed and believed - had >= _BLOCK_BYTES:
+        block = _BLOCK_TOKENS * bytes_per_token(prompt, tokens)
+        if _CLEARLY * had < believed and believed - had >= block:
             # The engine keeps less than is held here now, by the bytes that it did not have.
             self._taken = max(self._taken, self._room_left() - (self._bytes - (believed - had)))
         elif had > _CLEARLY * believed:

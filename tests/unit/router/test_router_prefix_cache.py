@@ -209,6 +209,16 @@ def test_room_is_counted_in_forecast_tokens_of_text() -> None:
     assert sum(cache.cached(one) > 0 for one in pieces) == pytest.approx(200, abs=2)
 
 
+@pytest.mark.parametrize(("tokens", "counts"), [(500, True), (125, False)])
+def test_loss_of_a_short_text_counts_if_it_has_many_tokens(tokens: int, counts: bool) -> None:
+    """A loss of fewer than 256 tokens may be less than a block."""
+    cache, short = PrefixCache(), Prompt("m", 500, None, (1,), ends=(500,))
+    cache.prompt_computed(short)
+    cache.corrected(short, 0, tokens, expected=500)
+    cache.prompt_computed(prompt("a"))
+    assert (cache.cached(short) == 0) is counts
+
+
 def test_prompts_that_an_engine_receives_take_room_before_they_have_arrived() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(20)]
