@@ -332,12 +332,14 @@ def router(
         from kv_connector.router.front.app import create_app
         from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
         from kv_connector.router.observe.access_log import AccessLogError
+        from kv_connector.router.observe.line_writer import STANDARD_ERROR, QueuedHandler
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[QueuedHandler(STANDARD_ERROR)],
     )
     requests = requests_for(raise_descriptor_limit())
     settings = settings_of(context.params, cluster_key(key_file), requests)
@@ -407,7 +409,7 @@ class Reloads:
             used, settings, fixed = await asyncio.to_thread(self._read)
             self._app.change(settings)
         except (UsageError, KeyFileError) as error:
-            logger.error("reload failed: %s. The router keeps its settings", _message(error))
+            logger.error("reload failed: %s. The router keeps its settings", message_of(error))
             return
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
@@ -425,10 +427,13 @@ class Reloads:
         try:
             return used, settings_of(used, cluster_key(used["key_file"]), self._requests), fixed
         except UsageError as error:
-            raise typer.BadParameter(f"{_message(error)}{_restart(fixed)}") from None
+            raise typer.BadParameter(f"{message_of(error)}{_restart(fixed)}") from None
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """Returns an error's text, with the name of the option if click knows it."""
+    if isinstance(error, typer.BadParameter) and error.param is not None:
+        return error.format_message()
     return str(getattr(error, "message", error))
 
 

@@ -107,7 +107,7 @@ def create_app(settings: Settings) -> RouterApp:
     client = EngineClient(engine_key, authority)
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
-    access_log = AccessLog.to(settings.access_log)
+    access_log = AccessLog.to(settings.access_log, metrics.access_log_drops.inc)
     keys = None if settings.api_key_file is None else ApiKeys.read(Path(settings.api_key_file))
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     members = dispatcher.parts.members
@@ -147,7 +147,7 @@ def create_app(settings: Settings) -> RouterApp:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
-                access_log.close()
+                await asyncio.to_thread(access_log.close)
 
     async def forward_any(request: Request) -> Reply:
         exchange = exchange_of(request.scope)
