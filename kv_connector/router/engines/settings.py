@@ -48,12 +48,14 @@ class Timeouts:
     """From a request's last byte to the end of its answer."""
 
     def __post_init__(self) -> None:
-        limits = (self.first_token, self.idle, self.request)
-        if not all(one is None or 0 < one <= LONGEST_TIMEOUT for one in limits):
-            raise ValueError(
-                "--first-token-timeout, --idle-timeout and --request-timeout must be more than 0 s, and at "
-                f"most {LONGEST_TIMEOUT:g} s"
-            )
+        limits = {
+            "--first-token-timeout": self.first_token,
+            "--idle-timeout": self.idle,
+            "--request-timeout": self.request,
+        }
+        for option, seconds in limits.items():
+            if seconds is not None and not 0 < seconds <= LONGEST_TIMEOUT:
+                raise ValueError(f"{option} must be more than 0 s, and at most {LONGEST_TIMEOUT:g} s")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
         (ENGINES, 0, "router at 127.0.0.1:8000"),
         (ENGINES + "body-limit: 300\n", 1, "--body-budget must be at least --body-limit"),
         (ENGINES + "prot: 1\n", 1, "did you mean `port`?"),
+        (ENGINES + "body-limit: x\n", 1, "Invalid value for '--body-limit'"),
         ("registration: 10.0.0.9:8500\n", 1, "no cluster key"),
     ):
         path.write_text(text)
@@ -129,6 +130,21 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
         (tmp_path / "start.sh").write_text(f"kv-connector router {option}/nowhere/router.yaml\n")
         found, output = invoke(app, "config", "check", "--json", str(tmp_path / "start.sh"))
         assert (found, "is not on this machine" in output) == (0, True)
+
+
+@pytest.mark.parametrize("word", ["prefil", "decod", "registraton"])
+def test_config_check_names_the_option_if_every_engine_option_is_misspelt(word: str, tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(f"{word}: http://127.0.0.1:8100\nport: 8000\n")
+    status, output = invoke(app, "config", "check", "--json", str(path))
+    assert (status, f"unknown option `{word}`: did you mean `" in output) == (1, True), output
+
+
+@pytest.mark.parametrize("option", ["first-token-timeout", "idle-timeout", "request-timeout"])
+def test_time_limit_that_cannot_be_used_is_named_alone(option: str, tmp_path: Path) -> None:
+    status, output = router(tmp_path / "router.yaml", f"{ENGINES}{option}: -1\n")
+    assert status == 2
+    assert [word for word in output.split() if word.endswith("-timeout")] == [f"--{option}"]
 
 
 @pytest.mark.parametrize(
