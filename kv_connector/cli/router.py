@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +17,9 @@ from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Objectives, PolicyName, Settings, Timeouts
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
+
+if TYPE_CHECKING:
+    from kv_connector.router.front.certificate import Certificate
 
 # ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
 # not repeat a POST that meets the end of its connection.
@@ -37,6 +40,9 @@ _RELOADED = frozenset(
         *("first_token_timeout", "idle_timeout", "request_timeout"),
     )
 )
+
+# Options that name files which a reload reads again. Without any of them SIGHUP ends the router.
+_FILES = ("config", "api_key_file", "engine_key_file", "engine_ca", "ssl_certfile")
 
 # Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
 SHUTDOWN_S = 600
@@ -179,6 +185,21 @@ def router(
         typer.Option(
             metavar="ORIGIN",
             help="Origin whose scripts in browsers may call the router (CORS), or *. Repeat for each origin.",
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the router's own certificate and its chain. Clients then use HTTPS. The "
+            "address of --admin stays HTTP.",
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the private key of --ssl-certfile. Default: the key is in that file.",
         ),
     ] = None,
     serial: Annotated[
@@ -338,13 +359,15 @@ def router(
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
+        from kv_connector.router.front.certificate import CertificateError
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         handlers=[QueuedHandler(STANDARD_ERROR)],
     )
     requests = requests_for(raise_descriptor_limit())
     settings = settings_of(context.params, cluster_key(key_file), requests)
     logger.info(
-        "router: listens on http://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        "router: listens on %s://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        "http" if ssl_certfile is None else "https",
         host,
         port,
         settings.dispatch,
@@ -356,11 +379,12 @@ def router(
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    except (AccessLogError, AuthorityError, KeyFileError) as error:
+    except (AccessLogError, AuthorityError, CertificateError, KeyFileError) as error:
         raise typer.BadParameter(str(error)) from None
     server = RouterServer(
         ServerConfig(
             app,
+        certificate = _certificate(context.params)
             connections=2 * requests,
             stall=settings.stall,
             host=host,
@@ -371,7 +395,8 @@ def router(
             timeout_graceful_shutdown=shutdown_timeout,
         ),
         settings.admin,
-        None if config is None and api_key_file is None else Reloads(context, app, requests).reload,
+            tls=None if certificate is None else certificate.context,
+        Reloads(context, app, requests, certificate).reload if any(map(context.params.get, _FILES)) else None,
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
@@ -394,13 +419,26 @@ class Changing(Protocol):
 
 
 class Reloads:
-    """Reads the configuration file again, and the file of API keys, while the router runs."""
+    """Reads the configuration file again, and the files of keys and certificates, while the router runs."""
 
-    def __init__(self, context: typer.Context, app: Changing, requests: int) -> None:
-        """``requests``: as for settings_of()."""
+    def __init__(
+        self, context: typer.Context, app: Changing, requests: int, certificate: "Certificate | None" = None
+    ) -> None:
+        """``requests``: as for settings_of(). ``certificate``: the router's own."""
         self._command, self._words = context.command, context.meta[_WORDS]
         self._app = app
         self._requests = requests
+def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
+    """Returns the router's own certificate. Raises CertificateError."""
+    from kv_connector.router.front.certificate import Certificate
+
+    if given["ssl_certfile"] is None:
+        if given["ssl_keyfile"] is not None:
+            raise typer.BadParameter("--ssl-keyfile is the key of --ssl-certfile. Give both, or neither")
+        return None
+    return Certificate(given["ssl_certfile"], given["ssl_keyfile"])
+
+
         self._running = dict(context.params)
 
     async def reload(self) -> None:
@@ -408,13 +446,18 @@ class Reloads:
         try:
             used, settings, fixed = await asyncio.to_thread(self._read)
             self._app.change(settings)
-        except (UsageError, KeyFileError) as error:
+        self._certificate = certificate
+            if self._certificate is not None:
+                self._certificate.reload()
+        except (UsageError, ValueError) as error:  # a ValueError is an error of a file
             logger.error("reload failed: %s. The router keeps its settings", message_of(error))
             return
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
 
     def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
+            if self._certificate is not None:
+                self._certificate.read()
         """Returns the parameters to use, their settings, and the parameters that need a restart."""
         given = self._command.make_context("router", list(self._words)).params
         settings_of(given, cluster_key(given["key_file"]), self._requests)

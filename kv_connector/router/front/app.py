@@ -1,15 +1,16 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
-import json
 import logging
+import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ from kv_connector.router.engines.client import EngineClient, Reply, read_authori
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side, State
 from kv_connector.router.engines.settings import Settings
-from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
@@ -102,9 +103,7 @@ def create_app(settings: Settings) -> RouterApp:
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     current = Current(settings)
     metrics = Metrics()
-    engine_key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
-    authority = None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
-    client = EngineClient(engine_key, authority)
+    client = EngineClient(*_access_to_engines(settings))
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
     access_log = AccessLog.to(settings.access_log, metrics.access_log_drops.inc)
@@ -151,13 +150,15 @@ def create_app(settings: Settings) -> RouterApp:
 
     async def forward_any(request: Request) -> Reply:
         exchange = exchange_of(request.scope)
-        with limits.enter(exchange.key) as place:
+        with _within_shutdown(), limits.enter(exchange.key) as place:
             body = await _read(request, current.settings, place)
             headers = {**_passed(request), "x-request-id": exchange.request_id}
             exchange.model = await parser.model(body)
             call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
             async with Deadline(current.settings.timeouts, streamed=False).guard():
-                reply = dispatcher.forward(request.method, call, content(body))
+                # The server leaves the body of an answer to HEAD out. vLLM has no route for HEAD.
+                method = "GET" if request.method == "HEAD" else request.method
+                reply = dispatcher.forward(method, call, content(body))
                 return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
@@ -169,8 +170,13 @@ def create_app(settings: Settings) -> RouterApp:
         serve."""
         reply = await forward_any(request)
         if reply.status == 200:
-            described = json.loads(reply.body)
-            described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
+            try:
+                described = msgspec.json.decode(reply.body, type=dict[str, Any])
+                paths = msgspec.convert(described.get("paths"), dict[str, Any])
+            except UNREADABLE as error:
+                words = f"the decode engine's answer does not describe its routes: {error}"
+                raise failure(502, "api_error", words) from None
+            described["paths"] = {path: text for path, text in paths.items() if path in SERVED}
             return JSONResponse(described)
         return _response(Failure(reply.status, reply.body, reply.content_type, reply.retry_after))
 
@@ -247,8 +253,10 @@ def create_app(settings: Settings) -> RouterApp:
 
     def change(new: Settings) -> None:
         if keys is not None and new.api_key_file is not None:
+        access = _access_to_engines(new)  # all files are read before anything changes
             keys.replace(ApiKeys.read(Path(new.api_key_file)))
         members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
+        client.change(*access)
         limits.change(new.requests, new.body_budget, new.requests_per_key)
         current.settings = new
 
@@ -273,6 +281,12 @@ def create_app(settings: Settings) -> RouterApp:
 
 
 class Completions:
+def _access_to_engines(settings: Settings) -> tuple[str | None, ssl.SSLContext | None]:
+    """Returns the key and the authorities for engines. Raises KeyFileError or AuthorityError."""
+    key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
+    return key, None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
+
+
     """One completions route, as a plain ASGI endpoint: it has to notice at any moment that the client
     disconnects."""
 
@@ -301,8 +315,9 @@ class Completions:
         with self._metrics.in_flight.track_inprogress():
             try:
                 with self._limits.enter(exchange.key) as place:
-                    body = await _read(request, self._current.settings, place)
-                    completion = self._kind.of_fields(await self._parser.fields(body))
+                    with _within_shutdown():
+                        body = await _read(request, self._current.settings, place)
+                        completion = self._kind.of_fields(await self._parser.fields(body))
                     exchange.model = completion.model
                     status = await self._serve(request, exchange, place, completion)
             except ClientDisconnect:
@@ -335,9 +350,7 @@ class Completions:
             await _end(work)
             if answering.complete:
                 raise
-            return await answering.fail(
-                overloaded("this router ends: the answer was not complete within --shutdown-timeout")
-            )
+            return await answering.fail(_ended())
         finally:
             await _end(work)
 
@@ -489,6 +502,23 @@ async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> R
         if not await _done_first(work, receive):
             raise ClientDisconnect
         return await work
+def _ended() -> Failure:
+    """Returns the failure of requests that run when the server's grace period ends."""
+    return overloaded("this router ends: the answer was not complete within --shutdown-timeout")
+
+
+@contextmanager
+def _within_shutdown() -> Iterator[None]:
+    """Raises a failure when the server ends its grace period by cancelling the request.
+
+    The answer must not have begun.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise _ended() from None
+
+
     finally:
         await _end(work)
 

@@ -36,8 +36,8 @@ class RouterApp(Starlette):
         answers requests at the address ``admin``. ``options``: those of Starlette."""
         super().__init__(**options)
         self.change = change
-        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
-        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
+        """Takes other settings while requests run. Only listed engines, limits, time limits and the contents
+        of key files change. KeyFileError or AuthorityError, and nothing changes, if a file cannot be read."""
         self._access_log = access_log
         self._unlogged = unlogged
         self._admin_port = None if admin is None else admin.port

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kv_connector.router.front.server import RouterServer
 
 pytestmark = pytest.mark.anyio
 
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 ENGINES = "prefill: http://127.0.0.1:8100\ndecode: [http://127.0.0.1:8200]\n"
 BODY = {"prompt": "x", "stream": True}
 EVENT = b'data: {"choices": []}\n\n'
@@ -293,3 +295,37 @@ def test_router_without_a_file_is_ended_by_sighup(started: list[RouterServer]) -
     engines = ("--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
     assert invoke(app, "router", *engines)[0] == 0
     assert started[0]._reload is None
+
+
+async def peer_certificate(server: RouterServer) -> bytes:
+    """Returns the certificate that the router presents in a new connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    port = server.servers[0].sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return found
+
+
+def certificate_of(name: str) -> bytes:
+    text = (CERTIFICATES / name).read_text()
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    return ssl.PEM_cert_to_DER_cert(begin + text.partition(begin)[2].partition(end)[0] + end)
+
+
+async def test_reload_presents_the_certificate_that_the_file_has_now(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path, certificate = tmp_path / "router.yaml", tmp_path / "server.pem"
+    certificate.write_bytes((CERTIFICATES / "server.pem").read_bytes())
+    path.write_text(f"{ENGINES}ssl-certfile: {certificate}\nshutdown-timeout: 1\n")
+    async with running(path, started) as (_, server):
+        assert await peer_certificate(server) == certificate_of("server.pem")
+        certificate.write_bytes((CERTIFICATES / "other.pem").read_bytes())
+        await reload(caplog, "the router uses the new configuration")
+        assert await peer_certificate(server) == certificate_of("other.pem")
+        certificate.write_text("nonsense")
+        await reload(caplog, "reload failed: cannot read a certificate")
+        assert await peer_certificate(server) == certificate_of("other.pem")
