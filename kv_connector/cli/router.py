@@ -37,7 +37,7 @@ _WORDS = "kv_connector.words"
 _RELOADED = frozenset(
     (
         *("prefill", "decode", "body_limit", "body_budget", "max_requests", "requests_per_key"),
-        *("first_token_timeout", "idle_timeout", "request_timeout"),
+        *("first_token_timeout", "idle_timeout", "request_timeout", "stream_comments"),
     )
 )
 
@@ -324,6 +324,14 @@ def router(
             "error 504. Default: no limit.",
         ),
     ] = None,
+    stream_comments: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds without an event after which a stream gets the comment `: keep-alive`, for proxies "
+            "that end idle connections. Default: no comments.",
+        ),
+    ] = None,
     keep_alive: Annotated[
         int,
         typer.Option(
@@ -351,6 +359,7 @@ def router(
 
         from kv_connector.router.engines.client import AuthorityError
         from kv_connector.router.front.app import create_app
+        from kv_connector.router.front.certificate import CertificateError
         from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
         from kv_connector.router.observe.access_log import AccessLogError
         from kv_connector.router.observe.line_writer import STANDARD_ERROR, QueuedHandler
@@ -359,7 +368,6 @@ def router(
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
-        from kv_connector.router.front.certificate import CertificateError
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         handlers=[QueuedHandler(STANDARD_ERROR)],
     )
@@ -376,6 +384,7 @@ def router(
         f", and registration at {settings.registration}" if settings.registration else "",
     )
     try:
+        certificate = _certificate(context.params)
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
@@ -384,9 +393,9 @@ def router(
     server = RouterServer(
         ServerConfig(
             app,
-        certificate = _certificate(context.params)
             connections=2 * requests,
             stall=settings.stall,
+            tls=None if certificate is None else certificate.context,
             host=host,
             port=port,
             # named: without this name and without uvloop, uvicorn would silently take a slower loop
@@ -395,7 +404,6 @@ def router(
             timeout_graceful_shutdown=shutdown_timeout,
         ),
         settings.admin,
-            tls=None if certificate is None else certificate.context,
         Reloads(context, app, requests, certificate).reload if any(map(context.params.get, _FILES)) else None,
     )
     with contextlib.suppress(KeyboardInterrupt):
@@ -418,16 +426,6 @@ class Changing(Protocol):
     def change(self, settings: Settings, /) -> None: ...
 
 
-class Reloads:
-    """Reads the configuration file again, and the files of keys and certificates, while the router runs."""
-
-    def __init__(
-        self, context: typer.Context, app: Changing, requests: int, certificate: "Certificate | None" = None
-    ) -> None:
-        """``requests``: as for settings_of(). ``certificate``: the router's own."""
-        self._command, self._words = context.command, context.meta[_WORDS]
-        self._app = app
-        self._requests = requests
 def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
     """Returns the router's own certificate. Raises CertificateError."""
     from kv_connector.router.front.certificate import Certificate
@@ -439,14 +437,26 @@ def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
     return Certificate(given["ssl_certfile"], given["ssl_keyfile"])
 
 
+class Reloads:
+    """Reads the configuration file again, and the files of keys and certificates, while the router runs."""
+
+    def __init__(
+        self, context: typer.Context, app: Changing, requests: int, certificate: "Certificate | None" = None
+    ) -> None:
+        """``requests``: as for settings_of(). ``certificate``: the router's own."""
+        self._command, self._words = context.command, context.meta[_WORDS]
+        self._app = app
+        self._certificate = certificate
+        self._requests = requests
         self._running = dict(context.params)
 
     async def reload(self) -> None:
         """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
         try:
             used, settings, fixed = await asyncio.to_thread(self._read)
+            if self._certificate is not None:
+                self._certificate.read()
             self._app.change(settings)
-        self._certificate = certificate
             if self._certificate is not None:
                 self._certificate.reload()
         except (UsageError, ValueError) as error:  # a ValueError is an error of a file
@@ -456,8 +466,6 @@ def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
 
     def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
-            if self._certificate is not None:
-                self._certificate.read()
         """Returns the parameters to use, their settings, and the parameters that need a restart."""
         given = self._command.make_context("router", list(self._words)).params
         settings_of(given, cluster_key(given["key_file"]), self._requests)
@@ -514,6 +522,7 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
             body_budget=given["body_budget"] << 20,
             requests=min(requests, given["max_requests"] or requests),
             timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
+            stream_comments=given["stream_comments"],
             requests_per_key=given["requests_per_key"],
             api_key_file=_path(given["api_key_file"]),
             engine_key_file=_path(given["engine_key_file"]),

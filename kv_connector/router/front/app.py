@@ -29,6 +29,7 @@ from kv_connector.router.engines.members import Side, State
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
+from kv_connector.router.front.comments import Comments
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
@@ -252,11 +253,11 @@ def create_app(settings: Settings) -> RouterApp:
     strangers = keys is not None or settings.admin is not None
 
     def change(new: Settings) -> None:
-        if keys is not None and new.api_key_file is not None:
         access = _access_to_engines(new)  # all files are read before anything changes
+        if keys is not None and new.api_key_file is not None:
             keys.replace(ApiKeys.read(Path(new.api_key_file)))
-        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
         client.change(*access)
+        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
         limits.change(new.requests, new.body_budget, new.requests_per_key)
         current.settings = new
 
@@ -280,13 +281,13 @@ def create_app(settings: Settings) -> RouterApp:
     return application
 
 
-class Completions:
 def _access_to_engines(settings: Settings) -> tuple[str | None, ssl.SSLContext | None]:
     """Returns the key and the authorities for engines. Raises KeyFileError or AuthorityError."""
     key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
     return key, None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
 
 
+class Completions:
     """One completions route, as a plain ASGI endpoint: it has to notice at any moment that the client
     disconnects."""
 
@@ -334,9 +335,11 @@ def _access_to_engines(settings: Settings) -> tuple[str | None, ssl.SSLContext |
     async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        deadline = Deadline(self._current.settings.timeouts, streamed=completion.streamed)
+        settings = self._current.settings
+        deadline = Deadline(settings.timeouts, streamed=completion.streamed)
+        interval = settings.stream_comments if completion.streamed else None
         answering = _Answering(
-            request, exchange, self._path, place, deadline, self._dispatcher, self._metrics
+            request, exchange, self._path, place, deadline, interval, self._dispatcher, self._metrics
         )
         work = asyncio.create_task(answering.run(completion))
         try:
@@ -365,6 +368,7 @@ class _Answering:
         path: str,
         place: Place,
         deadline: Deadline,
+        interval: float | None,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
@@ -373,6 +377,7 @@ class _Answering:
         self._path = path
         self._place = place
         self._deadline = deadline
+        self._comments = Comments(interval, self._begin, request._send)
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -385,7 +390,11 @@ class _Answering:
         call = Call(path, headers, request_id, completion.model, exchange=self._exchange, begin=self._begin)
         with self._dispatcher.parts.spans.server(path, request_id, headers):
             try:
-                async with self._deadline.guard(), self._dispatcher.open(completion, call) as answer:
+                async with (
+                    self._comments,
+                    self._deadline.guard(),
+                    self._dispatcher.open(completion, call) as answer,
+                ):
                     self._metrics.answer_began(time.perf_counter() - started)
                     if answer.streaming:
                         await self._begin(answer.status, answer.content_type)
@@ -426,6 +435,8 @@ class _Answering:
         body = b"".join([chunk async for chunk in answer.chunks])
         if answer.transcript is not None:
             answer.transcript.whole(body)
+        if self._begun:  # a comment has begun a stream, and the engine answers without events
+            raise Failure(answer.status, body)
         await self._begin(answer.status, answer.content_type, len(body))
         self._exchange.send(body)
         self._finish()
@@ -439,6 +450,7 @@ class _Answering:
             keep(chunk)
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._comments.sent()
             self._deadline.waiting()
         self._finish()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -447,6 +459,7 @@ class _Answering:
         """Notes that the answer is complete: nothing may follow it. The prefill engine may still have to
         finish its own answer."""
         self.complete = True
+        self._comments.end()
         self._deadline.complete()
 
 
@@ -489,19 +502,6 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
     return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-    """Waits for the reply. If the client disconnects first, cancels the reply and raises ClientDisconnect."""
-    work = asyncio.create_task(reply)
-    try:
-        if not await _done_first(work, receive):
-            raise ClientDisconnect
-        return await work
 def _ended() -> Failure:
     """Returns the failure of requests that run when the server's grace period ends."""
     return overloaded("this router ends: the answer was not complete within --shutdown-timeout")
@@ -519,6 +519,19 @@ def _within_shutdown() -> Iterator[None]:
         raise _ended() from None
 
 
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
+    """Waits for the reply. If the client disconnects first, cancels the reply and raises ClientDisconnect."""
+    work = asyncio.create_task(reply)
+    try:
+        if not await _done_first(work, receive):
+            raise ClientDisconnect
+        return await work
     finally:
         await _end(work)
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.comments import COMMENT
 from kv_connector.router.observe.access_log import AccessLog, begin_exchange
 
 LONGEST_REQUEST_ID = 128
@@ -58,7 +59,7 @@ class RouterApp(Starlette):
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), named]}
-            elif exchange.first_byte is None and message.get("body"):
+            elif exchange.first_byte is None and message.get("body") not in (None, b"", COMMENT):
                 exchange.body_begins()
             await send(message)
 
