@@ -145,6 +145,13 @@ class RouterServer(uvicorn.Server):
         self._reload_due = asyncio.Event()
 
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await self._serve_and_reload(sockets)
+        finally:
+            # uvicorn then raises the signal that ended it, which ends the process at once.
+            await asyncio.to_thread(_flush_log)
+
+    async def _serve_and_reload(self, sockets: list[socket.socket] | None) -> None:
         if self._reload is None:
             await super()._serve(sockets)
             return
@@ -358,6 +365,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
+
+
+def _flush_log() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 _LATE = "the request's %s did not arrive within %g s"

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,21 +42,23 @@ class LineWriter:
             return False
         return True
 
+    def flush(self) -> bool:
+        """Blocks until all lines are written, for at most CLOSE_S. Returns whether they are."""
+        ended = self._lines.all_tasks_done
+        with ended:
+            return ended.wait_for(lambda: not self._lines.unfinished_tasks, CLOSE_S)
+
     def close(self) -> bool:
-        """Writes the lines that wait. Blocks for at most CLOSE_S. Returns whether all lines are written."""
-        if self._thread is None:
-            return True
-        until = time.monotonic() + CLOSE_S
-        try:
-            self._lines.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            return False
-        self._thread.join(max(until - time.monotonic(), 0.0))
-        return not self._thread.is_alive()
+        """Writes the lines that wait, as flush(), and ends the thread if it has written them."""
+        written = self.flush()
+        if written and self._thread is not None:
+            self._lines.put(None)
+        return written
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
             self._write(line)
+            self._lines.task_done()
 
 
 class Descriptor:
@@ -128,6 +129,9 @@ class QueuedHandler(logging.Handler):
             self._dropped = 0
         else:
             self._dropped += 1
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

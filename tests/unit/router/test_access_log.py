@@ -237,6 +237,7 @@ def test_line_writer_drops_lines_beyond_its_queue_and_writes_the_others_in_order
     assert all(map(writer.put, kept))
     assert not writer.put("dropped")
     reading.set()
+    assert writer.flush()
     assert writer.close()
     assert taken == ["first", *kept]
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import logging
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -368,6 +370,27 @@ async def test_access_log_has_the_address_of_the_connection_and_none_that_a_clie
     ):
         await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
     assert json.loads(path.read_text())["client"] == "127.0.0.1"
+
+
+async def test_log_is_written_before_a_signal_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed: list[bool] = []
+
+    class Kept(logging.NullHandler):
+        def flush(self) -> None:
+            flushed.append(True)
+
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Kept()])
+    async with shipped(Settings(engines, engines)) as (_, server):
+
+        def end(_: int) -> None:
+            assert flushed, "the signal ends the process before the log is written"
+
+        monkeypatch.setattr(uvicorn.server.signal, "raise_signal", end)
+        server.handle_exit(signal.SIGTERM, None)
+    assert flushed
 
 
 def free_port() -> int:
