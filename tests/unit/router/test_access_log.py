@@ -222,8 +222,8 @@ def test_access_log_writes_to_standard_output() -> None:
 
 
 def test_line_writer_drops_lines_beyond_its_queue_and_writes_the_others_in_order() -> None:
-    taken, reading = [], threading.Event()
-    begun = threading.Event()
+    taken: list[str] = []
+    reading, begun = threading.Event(), threading.Event()
 
     def write(line: str) -> None:
         begun.set()
@@ -245,7 +245,11 @@ def test_line_writer_drops_lines_beyond_its_queue_and_writes_the_others_in_order
 def test_line_writer_does_not_wait_for_a_reader_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_writer, "CLOSE_S", 0.01)
     reading = threading.Event()
-    writer = LineWriter(lambda _: [] if reading.wait(PATIENCE) else None)
+
+    def write(line: str) -> None:
+        reading.wait(PATIENCE)
+
+    writer = LineWriter(write)
     writer.put("line")
     assert not writer.close()
     reading.set()

@@ -388,7 +388,7 @@ async def test_log_is_written_before_a_signal_ends_the_process(
         def end(_: int) -> None:
             assert flushed, "the signal ends the process before the log is written"
 
-        monkeypatch.setattr(uvicorn.server.signal, "raise_signal", end)
+        monkeypatch.setattr("uvicorn.server.signal.raise_signal", end)
         server.handle_exit(signal.SIGTERM, None)
     assert flushed
 
