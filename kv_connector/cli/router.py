@@ -431,8 +431,6 @@ def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
     from kv_connector.router.front.certificate import Certificate
 
     if given["ssl_certfile"] is None:
-        if given["ssl_keyfile"] is not None:
-            raise typer.BadParameter("--ssl-keyfile is the key of --ssl-certfile. Give both, or neither")
         return None
     return Certificate(given["ssl_certfile"], given["ssl_keyfile"])
 
@@ -502,6 +500,8 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
     registration, admin, port = given["registration"], given["admin"], given["port"]
     if admin is not None and admin.port == port:
         raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
+    if given["ssl_keyfile"] is not None and given["ssl_certfile"] is None:
+        raise typer.BadParameter("--ssl-keyfile is the key of --ssl-certfile. Give both, or neither")
     if registration is not None and key is None and not given["allow_unauthenticated"]:
         refuse_strangers(registration)
     try:

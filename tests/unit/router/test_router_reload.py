@@ -117,6 +117,7 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
         (ENGINES, 0, "router at 127.0.0.1:8000"),
         (ENGINES + "body-limit: 300\n", 1, "--body-budget must be at least --body-limit"),
         (ENGINES + "prot: 1\n", 1, "did you mean `port`?"),
+        (ENGINES + "ssl-keyfile: server.key\n", 1, "--ssl-keyfile is the key of --ssl-certfile"),
         (ENGINES + "body-limit: x\n", 1, "Invalid value for '--body-limit'"),
         ("registration: 10.0.0.9:8500\n", 1, "no cluster key"),
     ):
