@@ -229,7 +229,7 @@ def main() -> int:
     return int(any(outcome.wrong for outcome in ours))
 
 
-def measure(model: Path, connector: str, logs: Path) -> Mapping[str, Outcome]:
+def measure(model: Path, connector: str, logs: Path) -> dict[str, Outcome]:
     settings = EngineSettings(
         max_model_len=512,
         block_size=BLOCK,
