@@ -1,10 +1,12 @@
 """An engine that computes nothing and answers completions at once, so that only the router's share is
 measured.
 
-`--status 500` refuses each completion with that status.
+`--status 500` refuses each completion with that status. `--tokens 100 --pause 0.02` answers with 100 events
+in two seconds.
 """
 
 import argparse
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 
@@ -30,13 +32,16 @@ async def complete(request: Request) -> Response:
     if (status := request.app.state.status) != 200:
         return JSONResponse({"error": {"message": "refused by a stub", "code": status}}, status)
     if body.get("stream"):
-        return StreamingResponse(_tokens(), media_type="text/event-stream")
+        tokens = _tokens(request.app.state.tokens, request.app.state.pause)
+        return StreamingResponse(tokens, media_type="text/event-stream")
     return JSONResponse({"choices": [{"index": 0, "text": "a"}], "kv_transfer_params": {}})
 
 
-async def _tokens() -> AsyncIterator[bytes]:
-    for _ in range(TOKENS):
+async def _tokens(tokens: int, pause: float) -> AsyncIterator[bytes]:
+    for _ in range(tokens):
         yield _EVENT
+        if pause:
+            await asyncio.sleep(pause)
     yield b"data: [DONE]\n\n"
 
 
@@ -49,9 +54,11 @@ def main() -> None:
     arguments.add_argument("--port", type=int, required=True)
     logging.basicConfig(level=logging.WARNING)
     arguments.add_argument("--status", type=int, default=200)
+    arguments.add_argument("--tokens", type=int, default=TOKENS)
+    arguments.add_argument("--pause", type=float, default=0.0)
     given = arguments.parse_args()
     app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)])
-    app.state.status = given.status
+    app.state.status, app.state.tokens, app.state.pause = given.status, given.tokens, given.pause
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_config=None, access_log=False)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +17,9 @@ from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Objectives, PolicyName, Settings, Timeouts
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
+
+if TYPE_CHECKING:
+    from kv_connector.router.front.certificate import Certificate
 
 # ALB and nginx keep idle connections for 60 s. The side that sends requests must close first: a proxy does
 # not repeat a POST that meets the end of its connection.
@@ -34,9 +37,12 @@ _WORDS = "kv_connector.words"
 _RELOADED = frozenset(
     (
         *("prefill", "decode", "body_limit", "body_budget", "max_requests", "requests_per_key"),
-        *("first_token_timeout", "idle_timeout", "request_timeout"),
+        *("first_token_timeout", "idle_timeout", "request_timeout", "stream_comments"),
     )
 )
+
+# Options that name files which a reload reads again. Without any of them SIGHUP ends the router.
+_FILES = ("config", "api_key_file", "engine_key_file", "engine_ca", "ssl_certfile")
 
 # Longer than most answers: 12,000 tokens at 20 tokens a second. The Helm chart waits as long.
 SHUTDOWN_S = 600
@@ -181,6 +187,21 @@ def router(
             help="Origin whose scripts in browsers may call the router (CORS), or *. Repeat for each origin.",
         ),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the router's own certificate and its chain. Clients then use HTTPS. The "
+            "address of --admin stays HTTP.",
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the private key of --ssl-certfile. Default: the key is in that file.",
+        ),
+    ] = None,
     serial: Annotated[
         bool,
         typer.Option("--serial", help="Prefill first, then decode (NIXL's flow). Default: both at once."),
@@ -303,6 +324,14 @@ def router(
             "error 504. Default: no limit.",
         ),
     ] = None,
+    stream_comments: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds without an event after which a stream gets the comment `: keep-alive`, for proxies "
+            "that end idle connections. Default: no comments.",
+        ),
+    ] = None,
     keep_alive: Annotated[
         int,
         typer.Option(
@@ -330,19 +359,23 @@ def router(
 
         from kv_connector.router.engines.client import AuthorityError
         from kv_connector.router.front.app import create_app
+        from kv_connector.router.front.certificate import CertificateError
         from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
         from kv_connector.router.observe.access_log import AccessLogError
+        from kv_connector.router.observe.line_writer import STANDARD_ERROR, QueuedHandler
         from kv_connector.router.observe.spans import SpansError
     except ImportError as error:
         raise typer.BadParameter(f"{error}; install it: pip install 'kv-connector[router]'") from None
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[QueuedHandler(STANDARD_ERROR)],
     )
     requests = requests_for(raise_descriptor_limit())
     settings = settings_of(context.params, cluster_key(key_file), requests)
     logger.info(
-        "router: listens on http://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        "router: listens on %s://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        "http" if ssl_certfile is None else "https",
         host,
         port,
         settings.dispatch,
@@ -351,16 +384,18 @@ def router(
         f", and registration at {settings.registration}" if settings.registration else "",
     )
     try:
+        certificate = _certificate(context.params)
         app = create_app(settings)
     except SpansError as error:
         raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    except (AccessLogError, AuthorityError, KeyFileError) as error:
+    except (AccessLogError, AuthorityError, CertificateError, KeyFileError) as error:
         raise typer.BadParameter(str(error)) from None
     server = RouterServer(
         ServerConfig(
             app,
             connections=2 * requests,
             stall=settings.stall,
+            tls=None if certificate is None else certificate.context,
             host=host,
             port=port,
             # named: without this name and without uvloop, uvicorn would silently take a slower loop
@@ -369,7 +404,7 @@ def router(
             timeout_graceful_shutdown=shutdown_timeout,
         ),
         settings.admin,
-        None if config is None and api_key_file is None else Reloads(context, app, requests).reload,
+        Reloads(context, app, requests, certificate).reload if any(map(context.params.get, _FILES)) else None,
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
@@ -391,13 +426,25 @@ class Changing(Protocol):
     def change(self, settings: Settings, /) -> None: ...
 
 
-class Reloads:
-    """Reads the configuration file again, and the file of API keys, while the router runs."""
+def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
+    """Returns the router's own certificate. Raises CertificateError."""
+    from kv_connector.router.front.certificate import Certificate
 
-    def __init__(self, context: typer.Context, app: Changing, requests: int) -> None:
-        """``requests``: as for settings_of()."""
+    if given["ssl_certfile"] is None:
+        return None
+    return Certificate(given["ssl_certfile"], given["ssl_keyfile"])
+
+
+class Reloads:
+    """Reads the configuration file again, and the files of keys and certificates, while the router runs."""
+
+    def __init__(
+        self, context: typer.Context, app: Changing, requests: int, certificate: "Certificate | None" = None
+    ) -> None:
+        """``requests``: as for settings_of(). ``certificate``: the router's own."""
         self._command, self._words = context.command, context.meta[_WORDS]
         self._app = app
+        self._certificate = certificate
         self._requests = requests
         self._running = dict(context.params)
 
@@ -405,9 +452,13 @@ class Reloads:
         """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
         try:
             used, settings, fixed = await asyncio.to_thread(self._read)
+            if self._certificate is not None:
+                self._certificate.read()
             self._app.change(settings)
-        except (UsageError, KeyFileError) as error:
-            logger.error("reload failed: %s. The router keeps its settings", _message(error))
+            if self._certificate is not None:
+                self._certificate.reload()
+        except (UsageError, ValueError) as error:  # a ValueError is an error of a file
+            logger.error("reload failed: %s. The router keeps its settings", message_of(error))
             return
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
@@ -425,10 +476,13 @@ class Reloads:
         try:
             return used, settings_of(used, cluster_key(used["key_file"]), self._requests), fixed
         except UsageError as error:
-            raise typer.BadParameter(f"{_message(error)}{_restart(fixed)}") from None
+            raise typer.BadParameter(f"{message_of(error)}{_restart(fixed)}") from None
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """Returns an error's text, with the name of the option if click knows it."""
+    if isinstance(error, typer.BadParameter) and error.param is not None:
+        return error.format_message()
     return str(getattr(error, "message", error))
 
 
@@ -446,6 +500,8 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
     registration, admin, port = given["registration"], given["admin"], given["port"]
     if admin is not None and admin.port == port:
         raise typer.BadParameter(f"--admin and --port both have port {port}. Give --admin another port")
+    if given["ssl_keyfile"] is not None and given["ssl_certfile"] is None:
+        raise typer.BadParameter("--ssl-keyfile is the key of --ssl-certfile. Give both, or neither")
     if registration is not None and key is None and not given["allow_unauthenticated"]:
         refuse_strangers(registration)
     try:
@@ -466,6 +522,7 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
             body_budget=given["body_budget"] << 20,
             requests=min(requests, given["max_requests"] or requests),
             timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
+            stream_comments=given["stream_comments"],
             requests_per_key=given["requests_per_key"],
             api_key_file=_path(given["api_key_file"]),
             engine_key_file=_path(given["engine_key_file"]),

@@ -22,7 +22,14 @@ import zmq
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.curve import Gate
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, MalformedMessage, decode, encode
+from kv_connector.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    UNREADABLE,
+    AnyMessage,
+    MalformedMessage,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger("kv_connector")
 
@@ -77,7 +84,7 @@ def codec_of(messages: Any, max_bytes: int) -> Codec[Any]:
     def decode(frame: bytes | memoryview) -> Any:
         try:
             return decoder.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise MalformedMessage(str(error)) from error
 
     return Codec(max_bytes, encoder.encode, decode)

@@ -46,6 +46,7 @@ from kv_connector.protocol.messages import (
     id_problem,
 )
 from kv_connector.protocol.sessions import (
+    REMEMBERED_OLDER,
     Peer,
     PeersAction,
     PeerState,
@@ -62,7 +63,7 @@ class Dialling:
     def find(self, now: float, engine: Address) -> list[PeersAction]:
         if engine in self._sessions.finding:
             return []
-        self._sessions.older.discard(engine)
+        self._sessions.older.pop(engine, None)
         return self._find(now, engine)
 
     def _find(self, now: float, engine: Address) -> list[PeersAction]:
@@ -237,7 +238,10 @@ class Dialling:
         It uses another connection, because a repeated LOCATE may be refused again over this one.
         """
         engine, hang_up = self._end_search(peer)
-        self._sessions.older.add(engine)
+        older = self._sessions.older
+        older[engine] = None
+        if len(older) > REMEMBERED_OLDER:
+            del older[next(iter(older))]
         return [hang_up, *self._find(now, engine)]
 
     def _end_search(self, peer: Peer) -> tuple[Address, HangUp]:

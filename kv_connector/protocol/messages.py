@@ -424,6 +424,10 @@ def id_problem(identifier: str) -> str | None:
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The exceptions that msgspec raises for bytes that are not JSON or MessagePack, do not have the expected
+shape, or are nested too deeply."""
+
 
 def encode(message: AnyMessage) -> bytes:
     """The frame for a message. Raises ValueError if the other side could not decode it."""
@@ -440,6 +444,6 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
         raise MalformedMessage(f"{len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
         message: AnyMessage = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(str(error)) from error
     return message

@@ -54,6 +54,11 @@ from kv_connector.protocol.timers import Timers
 # Refusals that are logged once. Their names come from outside, so their number is limited.
 _REMEMBERED_NAKS = 1024
 
+# Engines of older releases that are remembered, the latest ones. Requests name the addresses, so their number
+# is limited. An engine that is forgotten is dialled with the newer version, which it refuses. It is located
+# again for the next request.
+REMEMBERED_OLDER = 1024
+
 # Processes of one engine id and rank that are remembered while a session of the last one is up. Each restart
 # adds one.
 _REMEMBERED_PROCESSES = 64
@@ -178,8 +183,8 @@ class Sessions:
         """Workers that this side dialled."""
         self.finding: dict[Address, PeerId] = {}
         """Engines that are being located."""
-        self.older: set[Address] = set()
-        """Engines that refused DEFER_PROTOCOL_VERSION when they were last located."""
+        self.older: dict[Address, None] = {}
+        """The latest engines that refused DEFER_PROTOCOL_VERSION when they were last located."""
         self.callers: dict[tuple[str, int], Caller] = {}
         """Workers that have dialled this side, by engine id and rank."""
         self.waiting: dict[Address, tuple[str, ...]] = {}

@@ -5,10 +5,7 @@ from typing import Any
 
 import msgspec
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The exceptions that msgspec raises for bytes that are not JSON, or not of the expected shape, or nested too
-deeply."""
-
+from kv_connector.protocol.messages import UNREADABLE as UNREADABLE
 
 # Retry-After for a 429 or 503 of the router: an engine joins, or a request ends, within about a second.
 _RETRY_AFTER_S = "1"

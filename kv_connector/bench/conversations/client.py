@@ -10,12 +10,11 @@ import aiohttp
 import msgspec
 
 from kv_connector.lab.sse import Events
+from kv_connector.protocol.messages import UNREADABLE
 
 # A million tokens at 256 bytes an event.
 _MAX_ANSWER_BYTES = 1 << 28
-# msgspec's decoder raises UnicodeDecodeError for text that is not UTF-8, and RecursionError if it is nested.
-_MALFORMED = msgspec.DecodeError, UnicodeDecodeError, RecursionError
-_FAILURES = aiohttp.ClientError, OSError, TimeoutError, *_MALFORMED
+_FAILURES = aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE
 # Characters of a server's error in a message.
 _QUOTED = 300
 
@@ -148,7 +147,7 @@ class Endpoint:
             return TurnError("timeout", f"{self.url}: no complete answer within {self._seconds:g} s")
         if isinstance(error, aiohttp.ClientConnectorError):
             return TurnError("unreachable", f"{self.url} is unreachable: {reason}")
-        if isinstance(error, _MALFORMED):
+        if isinstance(error, UNREADABLE):
             return TurnError("malformed answer", f"{self.url} sent JSON that is not OpenAI's: {reason}")
         return TurnError("broken stream", f"{self.url} broke off: {reason}")
 

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from kv_connector.protocol.messages import UNREADABLE
+
 BLOCK_TOKENS = 512
 MAX_LINES = 1_000_000
 MAX_LINE_BYTES = 4 << 20
@@ -94,7 +96,7 @@ def read_trace(path: Path, limit: int = MAX_LINES) -> list[Request]:
 def _line(where: str, raw: bytes) -> _Line:
     try:
         line = msgspec.json.decode(raw, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise TraceError(f"{where}: {error}") from None
     blocks = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != blocks:

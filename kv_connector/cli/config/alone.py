@@ -16,7 +16,7 @@ from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
 from kv_connector.cli.config.files import options_of
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.router import UsageError, router, settings_of
+from kv_connector.cli.router import UsageError, message_of, router, settings_of
 from kv_connector.cli.router_file import RouterFileError, defaults
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
@@ -85,7 +85,7 @@ def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
     try:
         checked = _parsed(written)
     except UsageError as error:
-        return None, [Finding(written.where, Verdict.FAIL, getattr(error, "message", str(error)))]
+        return None, [Finding(written.where, Verdict.FAIL, message_of(error))]
     fine = Finding(written.where, Verdict.OK, f"router at {checked.host}:{checked.port}")
     return checked, [*_key(written.where, checked.key_file), fine]
 

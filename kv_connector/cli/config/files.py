@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,8 @@ TRANSFER_KEYS = (
 """Fields of vLLM's --kv-transfer-config."""
 ROUTER_KEYS = ("prefill", "decode", "registration")
 """Options of the router, of which each of its configuration files has at least one."""
+# A misspelt word, such as `prefil` or `registraton`. vLLM has no option that is as close to one of them.
+_SAME_WORD = 0.8
 POLICIES = ("fail", "recompute")
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 MODES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
@@ -173,6 +176,8 @@ def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) 
             yield from started
         elif document.keys() & set(SETTINGS):
             yield Engine(where, Machine(where), None, None, document)
+        elif any(difflib.get_close_matches(key, ROUTER_KEYS, 1, _SAME_WORD) for key in options):
+            yield Router(f"{where}: router", Machine(where), (), {}, document)
 
 
 def _option(value: Any) -> str:

@@ -95,9 +95,17 @@ class EngineClient:
     """
 
     def __init__(self, key: str | None = None, authority: ssl.SSLContext | None = None) -> None:
-        """``key``: sent to engines with each request that has no other authorization; None: none is.
-        ``authority``: verifies engines with an https address; None: the authorities of this host do."""
+        """Takes the arguments of change()."""
+        self.change(key, authority)
+
+    def change(self, key: str | None, authority: ssl.SSLContext | None) -> None:
+        """Uses another key and other authorities in requests from now on. Those in flight continue.
+
+        ``key``: sent to engines with each request that has no other authorization; None: none is.
+        ``authority``: verifies engines with an https address; None: the authorities of this host do.
+        """
         self._key = {} if key is None else {"authorization": f"Bearer {key}"}
+        # Connections of another authority are not used again: aiohttp keeps them apart.
         self._authority: ssl.SSLContext | bool = True if authority is None else authority
 
     async def __aenter__(self) -> Self:
@@ -106,10 +114,9 @@ class EngineClient:
                 limit=0,
                 keepalive_timeout=KEEP_ALIVE_SECONDS,
                 socket_factory=_socket,
-                ssl=self._authority,
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"accept-encoding": "identity", **self._key},
+            headers={"accept-encoding": "identity"},
             skip_auto_headers=("content-type", "user-agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -126,8 +133,14 @@ class EngineClient:
         """Sends a request and yields its answer once the status line has arrived."""
         try:
             data = _Payload(body) if isinstance(body, Pieces) else body
-            request = self._session.request(method, url, data=data, headers=headers, allow_redirects=False)
-            response = await request
+            response = await self._session.request(
+                method,
+                url,
+                data=data,
+                headers={**self._key, **(headers or {})},
+                allow_redirects=False,
+                ssl=self._authority,
+            )
         except aiohttp.ClientOSError as error:
             if error.errno in _EXHAUSTED:
                 name = (headers or {}).get("x-request-id", "-")

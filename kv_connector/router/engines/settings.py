@@ -48,12 +48,14 @@ class Timeouts:
     """From a request's last byte to the end of its answer."""
 
     def __post_init__(self) -> None:
-        limits = (self.first_token, self.idle, self.request)
-        if not all(one is None or 0 < one <= LONGEST_TIMEOUT for one in limits):
-            raise ValueError(
-                "--first-token-timeout, --idle-timeout and --request-timeout must be more than 0 s, and at "
-                f"most {LONGEST_TIMEOUT:g} s"
-            )
+        limits = {
+            "--first-token-timeout": self.first_token,
+            "--idle-timeout": self.idle,
+            "--request-timeout": self.request,
+        }
+        for option, seconds in limits.items():
+            if seconds is not None and not 0 < seconds <= LONGEST_TIMEOUT:
+                raise ValueError(f"{option} must be more than 0 s, and at most {LONGEST_TIMEOUT:g} s")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Settings:
     for each of the three."""
     timeouts: Timeouts = Timeouts()
     """Time limits of each request. A router without options has none: prompts may wait in queues."""
+    stream_comments: float | None = None
+    """Seconds without an event after which a stream gets a comment; None: it gets none."""
     registration: Address | None = None
     """Address where engines register; None: only the listed engines are used."""
     key: ClusterKey | None = None
@@ -121,6 +125,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.requests_per_key is not None and self.api_key_file is None:
             raise ValueError("--requests-per-key counts requests by API key. Set --api-key-file")
+        if self.stream_comments is not None and not 0 < self.stream_comments <= LONGEST_TIMEOUT:
+            raise ValueError(f"--stream-comments must be more than 0 s, and at most {LONGEST_TIMEOUT:g} s")
         for origin in self.allow_origins:
             if not _is_origin(origin):
                 raise ValueError(

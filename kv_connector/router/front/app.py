@@ -1,15 +1,16 @@
 """The ASGI application: routes of OpenAI's and Anthropic's APIs, and the router's own health and metrics."""
 
 import asyncio
-import json
 import logging
+import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,8 +27,9 @@ from kv_connector.router.engines.client import EngineClient, Reply, read_authori
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side, State
 from kv_connector.router.engines.settings import Settings
-from kv_connector.router.failure import Failure, failure, overloaded
+from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
+from kv_connector.router.front.comments import Comments
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
@@ -102,12 +104,10 @@ def create_app(settings: Settings) -> RouterApp:
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     current = Current(settings)
     metrics = Metrics()
-    engine_key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
-    authority = None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
-    client = EngineClient(engine_key, authority)
+    client = EngineClient(*_access_to_engines(settings))
     incidents = Incidents()
     spans = Spans.to(settings.otlp_traces_endpoint)
-    access_log = AccessLog.to(settings.access_log)
+    access_log = AccessLog.to(settings.access_log, metrics.access_log_drops.inc)
     keys = None if settings.api_key_file is None else ApiKeys.read(Path(settings.api_key_file))
     dispatcher = Dispatcher(settings, client, metrics, incidents, spans)
     members = dispatcher.parts.members
@@ -147,17 +147,19 @@ def create_app(settings: Settings) -> RouterApp:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.to_thread(spans.close)
-                access_log.close()
+                await asyncio.to_thread(access_log.close)
 
     async def forward_any(request: Request) -> Reply:
         exchange = exchange_of(request.scope)
-        with limits.enter(exchange.key) as place:
+        with _within_shutdown(), limits.enter(exchange.key) as place:
             body = await _read(request, current.settings, place)
             headers = {**_passed(request), "x-request-id": exchange.request_id}
             exchange.model = await parser.model(body)
             call = Call(request.url.path, headers, exchange.request_id, exchange.model, exchange=exchange)
             async with Deadline(current.settings.timeouts, streamed=False).guard():
-                reply = dispatcher.forward(request.method, call, content(body))
+                # The server leaves the body of an answer to HEAD out. vLLM has no route for HEAD.
+                method = "GET" if request.method == "HEAD" else request.method
+                reply = dispatcher.forward(method, call, content(body))
                 return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
@@ -169,8 +171,13 @@ def create_app(settings: Settings) -> RouterApp:
         serve."""
         reply = await forward_any(request)
         if reply.status == 200:
-            described = json.loads(reply.body)
-            described["paths"] = {path: text for path, text in described["paths"].items() if path in SERVED}
+            try:
+                described = msgspec.json.decode(reply.body, type=dict[str, Any])
+                paths = msgspec.convert(described.get("paths"), dict[str, Any])
+            except UNREADABLE as error:
+                words = f"the decode engine's answer does not describe its routes: {error}"
+                raise failure(502, "api_error", words) from None
+            described["paths"] = {path: text for path, text in paths.items() if path in SERVED}
             return JSONResponse(described)
         return _response(Failure(reply.status, reply.body, reply.content_type, reply.retry_after))
 
@@ -246,8 +253,10 @@ def create_app(settings: Settings) -> RouterApp:
     strangers = keys is not None or settings.admin is not None
 
     def change(new: Settings) -> None:
+        access = _access_to_engines(new)  # all files are read before anything changes
         if keys is not None and new.api_key_file is not None:
             keys.replace(ApiKeys.read(Path(new.api_key_file)))
+        client.change(*access)
         members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
         limits.change(new.requests, new.body_budget, new.requests_per_key)
         current.settings = new
@@ -270,6 +279,12 @@ def create_app(settings: Settings) -> RouterApp:
         lifespan=lifespan,
     )
     return application
+
+
+def _access_to_engines(settings: Settings) -> tuple[str | None, ssl.SSLContext | None]:
+    """Returns the key and the authorities for engines. Raises KeyFileError or AuthorityError."""
+    key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
+    return key, None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
 
 
 class Completions:
@@ -301,8 +316,9 @@ class Completions:
         with self._metrics.in_flight.track_inprogress():
             try:
                 with self._limits.enter(exchange.key) as place:
-                    body = await _read(request, self._current.settings, place)
-                    completion = self._kind.of_fields(await self._parser.fields(body))
+                    with _within_shutdown():
+                        body = await _read(request, self._current.settings, place)
+                        completion = self._kind.of_fields(await self._parser.fields(body))
                     exchange.model = completion.model
                     status = await self._serve(request, exchange, place, completion)
             except ClientDisconnect:
@@ -319,9 +335,11 @@ class Completions:
     async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
-        deadline = Deadline(self._current.settings.timeouts, streamed=completion.streamed)
+        settings = self._current.settings
+        deadline = Deadline(settings.timeouts, streamed=completion.streamed)
+        interval = settings.stream_comments if completion.streamed else None
         answering = _Answering(
-            request, exchange, self._path, place, deadline, self._dispatcher, self._metrics
+            request, exchange, self._path, place, deadline, interval, self._dispatcher, self._metrics
         )
         work = asyncio.create_task(answering.run(completion))
         try:
@@ -335,9 +353,7 @@ class Completions:
             await _end(work)
             if answering.complete:
                 raise
-            return await answering.fail(
-                overloaded("this router ends: the answer was not complete within --shutdown-timeout")
-            )
+            return await answering.fail(_ended())
         finally:
             await _end(work)
 
@@ -352,6 +368,7 @@ class _Answering:
         path: str,
         place: Place,
         deadline: Deadline,
+        interval: float | None,
         dispatcher: Dispatcher,
         metrics: Metrics,
     ) -> None:
@@ -360,6 +377,7 @@ class _Answering:
         self._path = path
         self._place = place
         self._deadline = deadline
+        self._comments = Comments(interval, self._begin, request._send)
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher
@@ -372,7 +390,11 @@ class _Answering:
         call = Call(path, headers, request_id, completion.model, exchange=self._exchange, begin=self._begin)
         with self._dispatcher.parts.spans.server(path, request_id, headers):
             try:
-                async with self._deadline.guard(), self._dispatcher.open(completion, call) as answer:
+                async with (
+                    self._comments,
+                    self._deadline.guard(),
+                    self._dispatcher.open(completion, call) as answer,
+                ):
                     self._metrics.answer_began(time.perf_counter() - started)
                     if answer.streaming:
                         await self._begin(answer.status, answer.content_type)
@@ -413,6 +435,8 @@ class _Answering:
         body = b"".join([chunk async for chunk in answer.chunks])
         if answer.transcript is not None:
             answer.transcript.whole(body)
+        if self._begun:  # a comment has begun a stream, and the engine answers without events
+            raise Failure(answer.status, body)
         await self._begin(answer.status, answer.content_type, len(body))
         self._exchange.send(body)
         self._finish()
@@ -426,6 +450,7 @@ class _Answering:
             keep(chunk)
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._comments.sent()
             self._deadline.waiting()
         self._finish()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -434,6 +459,7 @@ class _Answering:
         """Notes that the answer is complete: nothing may follow it. The prefill engine may still have to
         finish its own answer."""
         self.complete = True
+        self._comments.end()
         self._deadline.complete()
 
 
@@ -474,6 +500,23 @@ async def _read(request: Request, settings: Settings, place: Place) -> bytes | m
         words = f"no data for {stall:g} s, or less than {BODY_RATE >> 10} KiB/s on average"
         raise failure(408, "invalid_request_error", f"the body arrived too slowly: {words}") from None
     return bytes(body) if len(body) <= LONG else memoryview(body).toreadonly()
+
+
+def _ended() -> Failure:
+    """Returns the failure of requests that run when the server's grace period ends."""
+    return overloaded("this router ends: the answer was not complete within --shutdown-timeout")
+
+
+@contextmanager
+def _within_shutdown() -> Iterator[None]:
+    """Raises a failure when the server ends its grace period by cancelling the request.
+
+    The answer must not have begun.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise _ended() from None
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.settings import Settings
+from kv_connector.router.front.comments import COMMENT
 from kv_connector.router.observe.access_log import AccessLog, begin_exchange
 
 LONGEST_REQUEST_ID = 128
@@ -36,8 +37,8 @@ class RouterApp(Starlette):
         answers requests at the address ``admin``. ``options``: those of Starlette."""
         super().__init__(**options)
         self.change = change
-        """Takes other settings while requests run. Only listed engines, limits, time limits and API keys
-        change. KeyFileError, and nothing changes, if there are no API keys in their file."""
+        """Takes other settings while requests run. Only listed engines, limits, time limits and the contents
+        of key files change. KeyFileError or AuthorityError, and nothing changes, if a file cannot be read."""
         self._access_log = access_log
         self._unlogged = unlogged
         self._admin_port = None if admin is None else admin.port
@@ -58,7 +59,7 @@ class RouterApp(Starlette):
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), named]}
-            elif exchange.first_byte is None and message.get("body"):
+            elif exchange.first_byte is None and message.get("body") not in (None, b"", COMMENT):
                 exchange.body_begins()
             await send(message)
 

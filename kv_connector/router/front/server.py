@@ -7,6 +7,7 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -91,10 +92,18 @@ class ServerConfig(uvicorn.Config):
     Used from the event loop's thread only.
     """
 
-    def __init__(self, app: ASGIApp, *, connections: int, stall: float, **options: Any) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        connections: int,
+        stall: float,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
+    ) -> None:
         """``connections``: open connections above which an idle connection is closed for a new one.
-        ``stall``: seconds that headers may take, and that a reader may take nothing. ``options``: uvicorn's
-        options."""
+        ``stall``: seconds that headers may take, and that a reader may take nothing. ``tls``: for HTTPS at
+        the clients' address; None: HTTP. ``options``: uvicorn's options."""
         super().__init__(
             app,
             http=BoundedProtocol,
@@ -106,11 +115,16 @@ class ServerConfig(uvicorn.Config):
             access_log=False,
             **options,
         )
+        self._tls = tls
         self.most_connections = connections
         self.stall = stall
         self.turns = Turns()
         self.idle: dict[BoundedProtocol, None] = {}
         """Connections without a request in progress, the longest idle first."""
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls
 
 
 class RouterServer(uvicorn.Server):
@@ -131,6 +145,13 @@ class RouterServer(uvicorn.Server):
         self._reload_due = asyncio.Event()
 
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await self._serve_and_reload(sockets)
+        finally:
+            # uvicorn then raises the signal that ended it, which ends the process at once.
+            await asyncio.to_thread(_flush_log)
+
+    async def _serve_and_reload(self, sockets: list[socket.socket] | None) -> None:
         if self._reload is None:
             await super()._serve(sockets)
             return
@@ -344,6 +365,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
+
+
+def _flush_log() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 _LATE = "the request's %s did not arrive within %g s"

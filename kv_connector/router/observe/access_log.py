@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
-import sys
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kv_connector.router.observe.line_writer import STANDARD_OUTPUT, Descriptor, LineWriter, LogFile
 from kv_connector.router.requests.token_counts import (
     cached_tokens,
     completion_tokens,
@@ -25,7 +23,6 @@ from kv_connector.router.requests.token_counts import (
 
 logger = logging.getLogger(__name__)
 
-STANDARD_OUTPUT = "-"
 # Name of the request's Exchange in the ASGI scope.
 _EXCHANGE = "kv_connector.exchange"
 
@@ -121,9 +118,12 @@ class AccessLog:
     """Writes no lines. The base class of the log that does."""
 
     @classmethod
-    def to(cls, target: str | None) -> AccessLog:
-        """Returns the log that writes to a file or to standard output. Raises AccessLogError."""
-        return AccessLog() if target is None else _Written(target)
+    def to(cls, target: str | None, dropped: Callable[[], None] = lambda: None) -> AccessLog:
+        """Returns the log that writes to a file or to standard output. Raises AccessLogError.
+
+        ``dropped``: called for each line that is dropped, because too many wait for a slow reader or disk.
+        """
+        return AccessLog() if target is None else _Written(target, dropped)
 
     @contextmanager
     def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
@@ -131,24 +131,20 @@ class AccessLog:
         yield
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes the lines that wait, and closes the file. Blocks for at most CLOSE_S."""
 
 
 class _Written(AccessLog):
-    def __init__(self, target: str) -> None:
-        self._handler: logging.Handler
-        if target == STANDARD_OUTPUT:
-            self._handler = logging.StreamHandler(sys.stdout)
-        else:
-            try:
-                # It opens the file again if logrotate has moved it.
-                self._handler = logging.handlers.WatchedFileHandler(Path(target), encoding="utf-8")
-            except OSError as error:
-                raise AccessLogError(
-                    f"cannot write the access log {target}: {error.strerror}. Change --access-log"
-                ) from None
-        self._handler.handleError = self._failed  # type: ignore[method-assign]
-        self._reported = -_REPORT_INTERVAL_S
+    def __init__(self, target: str, dropped: Callable[[], None]) -> None:
+        try:
+            self._target = Descriptor(STANDARD_OUTPUT) if target == "-" else LogFile(target)
+        except OSError as error:
+            raise AccessLogError(
+                f"cannot write the access log {target}: {error.strerror}. Change --access-log"
+            ) from None
+        self._dropped = dropped
+        self._reported: dict[str, float] = {}
+        self._writer = LineWriter(self._write)
 
     @contextmanager
     def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
@@ -156,24 +152,27 @@ class _Written(AccessLog):
         try:
             yield
         finally:
-            if exchange.logged:
-                self._write(_line(exchange, scope, arrived))
-
-    def _write(self, line: str) -> None:
-        record = logging.LogRecord("access", logging.INFO, "", 0, line, None, None)
-        try:
-            self._handler.emit(record)
-        except OSError:
-            # The handler reports failed writes itself, but it raises if it cannot open the file again.
-            self._failed(record)
+            if exchange.logged and not self._writer.put(_line(exchange, scope, arrived)):
+                self._dropped()
+                self._report("a line was dropped: its reader or disk is too slow")
 
     def close(self) -> None:
-        self._handler.close()
+        if self._writer.close():
+            self._target.close()
+        else:
+            self._report("its last lines were dropped: its reader or disk is too slow")
 
-    def _failed(self, record: logging.LogRecord) -> None:
-        if time.monotonic() - self._reported >= _REPORT_INTERVAL_S:
-            self._reported = time.monotonic()
-            logger.error("access log: a line was not written: %s", sys.exc_info()[1])
+    def _write(self, line: str) -> None:
+        try:
+            self._target.write(line + "\n")
+        except OSError as error:
+            self._report("a line was not written", f": {error}")
+
+    def _report(self, event: str, reason: str = "") -> None:
+        now = time.monotonic()
+        if now - self._reported.get(event, -_REPORT_INTERVAL_S) >= _REPORT_INTERVAL_S:
+            self._reported[event] = now
+            logger.error("access log: %s%s", event, reason)
 
 
 def _line(exchange: Exchange, scope: Mapping[str, Any], arrived: datetime) -> str:

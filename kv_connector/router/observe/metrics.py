@@ -104,6 +104,11 @@ class Metrics:
             "Requests retried on another engine before the decode engine had streamed anything",
             registry=self.registry,
         )
+        self.access_log_drops = Counter(
+            "kv_connector_router_access_log_dropped_lines",
+            "Dropped lines of the access log, because 10,000 lines waited for a slow reader or disk",
+            registry=self.registry,
+        )
         self.moves = Counter(
             "kv_connector_router_moves",
             "Moves of running streams to another decode engine, by outcome. Requests that a drain left on "

@@ -23,6 +23,7 @@ from protocol_setup import (
 
 from kv_connector.protocol.actions import (
     Accept,
+    Address,
     Connect,
     Deliver,
     Dial,
@@ -52,7 +53,7 @@ from kv_connector.protocol.messages import (
 )
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.sessions import Identity, PeersAction
+from kv_connector.protocol.sessions import REMEMBERED_OLDER, Identity, PeersAction
 
 PAGES = layout(num_blocks=32)
 DUE = PromptDue("t")
@@ -244,6 +245,19 @@ def test_decode_tries_the_newer_version_again_when_it_locates_the_engine_again()
     located(decode, decode.receive(0.0, b"first", REFUSED), b"second")
     assert only(decode.receive(0.0, b"second", REFUSED), EngineNotFound).engine == P_ADDRESS
     assert located(decode, decode.find(9.0, P_ADDRESS), b"third").protocol == DEFER_PROTOCOL_VERSION
+
+
+def test_decode_remembers_a_limited_number_of_older_engines() -> None:
+    decode = table("d", Role.DECODE)
+    for port in range(REMEMBERED_OLDER + 2):
+        engine = Address("10.0.0.1", port + 1)
+        located(decode, decode.find(0.0, engine), b"first %d" % port)
+        located(decode, decode.receive(0.0, b"first %d" % port, REFUSED), b"second %d" % port)
+        decode.receive(0.0, b"second %d" % port, REFUSED)
+    older = decode._sessions.older
+    assert len(older) == REMEMBERED_OLDER
+    assert Address("10.0.0.1", 2) not in older
+    assert engine in older
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION, DEFER_PROTOCOL_VERSION])

@@ -1,22 +1,28 @@
 """The router's access log: one JSON line for each request."""
 
 import asyncio
+import fcntl
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import invoke
-from router_setup import PATIENCE, Stream, answer_ok, cluster, refuse, within
+from router_setup import PATIENCE, Stream, answer_ok, cluster, metric, refuse, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.cli.main import app
 from kv_connector.router.front.app import DONE
+from kv_connector.router.observe import line_writer
 from kv_connector.router.observe.access_log import AccessLog, AccessLogError, Exchange
+from kv_connector.router.observe.line_writer import LineWriter, QueuedHandler
 
 pytestmark = pytest.mark.anyio
 
@@ -177,6 +183,7 @@ def test_full_disk_costs_a_line_and_no_request(caplog: pytest.LogCaptureFixture)
         for _ in range(3):
             with log.request(Exchange("r"), scope):
                 pass
+        log.close()
     assert caplog.text.count("access log: a line was not written") == 1
 
 
@@ -192,18 +199,114 @@ def test_file_that_cannot_be_opened_again_costs_lines_and_no_request(
         for _ in range(3):
             with log.request(Exchange("lost"), scope):
                 pass
+        while "access log" not in caplog.text:
+            time.sleep(0.01)  # polled: the log's thread writes, and a log gives no event to wait for
     assert caplog.text.count("access log: a line was not written") == 1
     directory.mkdir()
     with log.request(Exchange("written"), scope):
         pass
+    log.close()
     assert [line["request_id"] for line in lines(directory / "access.log")] == ["written"]
 
 
 def test_access_log_writes_to_standard_output() -> None:
     words = (
         "from kv_connector.router.observe.access_log import AccessLog, Exchange\n"
-        "with AccessLog.to('-').request(Exchange('r'), {'method': 'GET', 'path': '/live'}):\n"
+        "log = AccessLog.to('-')\n"
+        "with log.request(Exchange('r'), {'method': 'GET', 'path': '/live'}):\n"
         "    pass\n"
+        "log.close()\n"
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, check=True, text=True)
     assert json.loads(done.stdout)["request_id"] == "r"
+
+
+def test_line_writer_drops_lines_beyond_its_queue_and_writes_the_others_in_order() -> None:
+    taken: list[str] = []
+    reading, begun = threading.Event(), threading.Event()
+
+    def write(line: str) -> None:
+        begun.set()
+        assert reading.wait(PATIENCE)
+        taken.append(line)
+
+    writer = LineWriter(write)
+    assert writer.put("first")
+    assert begun.wait(PATIENCE)  # the thread has the first line
+    kept = [str(number) for number in range(line_writer.MOST_LINES)]
+    assert all(map(writer.put, kept))
+    assert not writer.put("dropped")
+    reading.set()
+    assert writer.flush()
+    assert writer.close()
+    assert taken == ["first", *kept]
+
+
+def test_line_writer_does_not_wait_for_a_reader_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_writer, "CLOSE_S", 0.01)
+    reading = threading.Event()
+
+    def write(line: str) -> None:
+        reading.wait(PATIENCE)
+
+    writer = LineWriter(write)
+    writer.put("line")
+    assert not writer.close()
+    reading.set()
+
+
+async def test_reader_that_takes_no_lines_delays_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(line_writer, "MOST_LINES", 5)
+    monkeypatch.setattr(line_writer, "CLOSE_S", 0.01)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it never reads
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    async with cluster(answer_ok, answer_ok, access_log=str(path)) as (_, _, client):
+        dropped = "kv_connector_router_access_log_dropped_lines_total"
+        async with asyncio.timeout(PATIENCE):
+            while await metric(client, dropped) < 2:
+                assert (await client.get("/nothing")).status_code == 404
+    os.close(reader)
+    assert caplog.text.count("access log: a line was dropped") == 1
+    assert caplog.text.count("access log: its last lines were dropped") == 1
+
+
+def test_handler_of_the_process_log_counts_dropped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_writer, "MOST_LINES", 1)
+    read, write = os.pipe()
+    monkeypatch.setattr(line_writer, "CLOSE_S", PATIENCE)
+    handler = QueuedHandler(write)
+    log = logging.Logger("router")
+    log.addHandler(handler)
+    long = "x" * (1 << 20)  # more than the pipe holds: the thread blocks in its write
+    log.error(long)
+    while not handler._writer._lines.empty():
+        time.sleep(0.001)  # polled: the thread takes the line
+    for line in ("kept", "dropped", "dropped"):
+        log.error(line)
+    reader = threading.Thread(target=lambda: lines_read.append(_read_until(read, "last\n")))
+    lines_read: list[str] = []
+    reader.start()
+    while not handler._writer._lines.empty():
+        time.sleep(0.001)
+    log.error("last")
+    reader.join()
+    handler.close()
+    os.close(read)
+    os.close(write)
+    (text,) = lines_read
+    assert text.splitlines()[1:] == [
+        "kept",
+        "log: 2 lines before this one were dropped: the reader is too slow",
+        "last",
+    ]
+
+
+def _read_until(descriptor: int, end: str) -> str:
+    text = ""
+    while not text.endswith(end):
+        text += os.read(descriptor, 1 << 16).decode()
+    return text

@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import json
+import logging
+import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from command_line import invoke, one_line
@@ -19,6 +23,7 @@ from router_setup import (
     answer_ok,
     client_of,
     cluster,
+    serve,
     serve_engine,
     within,
 )
@@ -31,7 +36,8 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.front.api_keys import ApiKeys, read_engine_key
 from kv_connector.router.front.app import DONE, create_app
-from kv_connector.router.front.server import RouterServer, ServerConfig
+from kv_connector.router.front.certificate import Certificate
+from kv_connector.router.front.server import HEADER_LIMIT, RouterServer, ServerConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -259,16 +265,85 @@ def test_file_without_certificates_is_refused(text: bytes, why: str, tmp_path: P
     assert (status, "Change --engine-ca" in one_line(output)) == (2, True)
 
 
+async def test_change_reads_the_key_and_the_authorities_for_engines_again(tmp_path: Path) -> None:
+    authority, key = tmp_path / "authority.pem", Path(written(tmp_path / "engine", "first"))
+    authority.write_bytes((CERTIFICATES / "other.pem").read_bytes())
+    async with secure_engine() as engine:
+        engines = (Endpoint.parse(engine.url),)
+        settings = Settings(
+            engines, engines, engine_ca=str(authority), engine_key_file=str(key), patience=0.01
+        )
+        application = create_app(settings)
+        async with serve(application) as url, client_of(url) as client:
+
+            async def ask() -> int:
+                return (await client.post("/v1/completions", json={"prompt": "x"})).status_code
+
+            assert await ask() >= 500
+            authority.write_bytes((CERTIFICATES / "authority.pem").read_bytes())
+            written(key, "second")
+            application.change(settings)
+            async with asyncio.timeout(PATIENCE):
+                while await ask() != 200:
+                    pass  # the router notices within a second that the engine is well
+            assert engine.headers[-1]["authorization"] == "Bearer second"
+            authority.write_text("nonsense")
+            with pytest.raises(AuthorityError):
+                application.change(settings)
+            assert await ask() == 200
+
+
+# --- HTTPS at the router's own port
+
+
+async def test_router_with_a_certificate_serves_https_and_metrics_at_the_second_address() -> None:
+    admin = Address("127.0.0.1", free_port())
+    tls = Certificate(CERTIFICATES / "server.pem", None).context
+    async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
+        settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),), admin=admin)
+        verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+        async with (
+            shipped(settings, tls) as (url, _),
+            httpx.AsyncClient(base_url=url.replace("http:", "https:"), verify=verified) as client,
+            client_of(url) as plain,
+            client_of(f"http://{admin}") as operator,
+        ):
+            answer = await client.post("/v1/completions", json={"prompt": "x" * 500_000})
+            assert answer.json()["choices"]
+            assert (await client.get("/live", headers={"x": "a" * HEADER_LIMIT})).status_code == 431
+            with pytest.raises(httpx.TransportError):
+                await plain.get("/live")
+            assert (await operator.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--ssl-certfile", "/nowhere/server.pem"), "No such file or directory"),
+        (("--ssl-certfile", "AUTHORITY"), "Change --ssl-certfile"),
+        (("--ssl-certfile", "SERVER", "--ssl-keyfile", "OTHER"), "KEY_VALUES_MISMATCH"),
+        (("--ssl-keyfile", "SERVER"), "--ssl-keyfile is the key of --ssl-certfile"),
+    ],
+)
+def test_certificate_that_cannot_be_used_is_refused(options: tuple[str, ...], why: str) -> None:
+    files = {name.upper(): str(CERTIFICATES / f"{name}.pem") for name in ("authority", "server", "other")}
+    status, output = invoke(app, "router", *ENGINES, *(files.get(word, word) for word in options))
+    assert (status, "".join(why.split()) in "".join(one_line(output).split())) == (2, True), output
+
+
 # --- The second address
 
 
 @contextlib.asynccontextmanager
-async def shipped(settings: Settings) -> AsyncIterator[tuple[str, RouterServer]]:
+async def shipped(
+    settings: Settings, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[str, RouterServer]]:
     """Runs a router as `kv-connector router` does, and yields its URL."""
     config = ServerConfig(
         create_app(settings),
         connections=1000,
         stall=3600,
+        tls=tls,
         port=0,
         timeout_graceful_shutdown=1,
     )
@@ -295,6 +370,27 @@ async def test_access_log_has_the_address_of_the_connection_and_none_that_a_clie
     ):
         await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
     assert json.loads(path.read_text())["client"] == "127.0.0.1"
+
+
+async def test_log_is_written_before_a_signal_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed: list[bool] = []
+
+    class Kept(logging.NullHandler):
+        def flush(self) -> None:
+            flushed.append(True)
+
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Kept()])
+    async with shipped(Settings(engines, engines)) as (_, server):
+
+        def end(_: int) -> None:
+            assert flushed, "the signal ends the process before the log is written"
+
+        monkeypatch.setattr("uvicorn.server.signal.raise_signal", end)
+        server.handle_exit(signal.SIGTERM, None)
+    assert flushed
 
 
 def free_port() -> int:

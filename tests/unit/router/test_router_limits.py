@@ -21,7 +21,9 @@ from router_setup import (
     Stream,
     answer_ok,
     cluster,
+    no_answer,
     nobody,
+    serve,
     serve_engine,
     until_metric,
     within,
@@ -626,6 +628,46 @@ async def test_a_request_without_an_answer_gets_503_at_the_end_of_the_grace() ->
             router.server.should_exit = True
             answer = await within(ask)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+class Silent(FakeEngine):
+    """An engine that answers no request of the routes that it echoes otherwise."""
+
+    async def echo(self, request: Request) -> Response:
+        self.arrived.set()
+        return await no_answer(request)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_forwarded_request_gets_503_at_the_end_of_the_grace(path: str) -> None:
+    silent = Silent(answer_ok)
+    async with serve(silent.app) as silent.url:
+        engines = (Endpoint.parse(silent.url),)
+        async with (
+            httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
+            shipped(create_app(Settings(engines, engines, patience=0.5)), grace=0) as router,
+        ):
+            ask = asyncio.create_task(client.post(router.url + path, json={"prompt": "x"}))
+            await within(silent.arrived.wait())
+            router.server.should_exit = True
+            answer = await within(ask)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "--shutdown-timeout" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_request_whose_body_arrives_gets_503_at_the_end_of_the_grace(path: str) -> None:
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    async with shipped(create_app(Settings(engines, engines, patience=0.5)), grace=0) as router:
+        reader, writer = await router.connect()
+        writer.write(b"POST %s HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n{" % path.encode())
+        await writer.drain()
+        async with asyncio.timeout(PATIENCE):
+            while not router.server.server_state.tasks:
+                await asyncio.sleep(0.005)  # polled: uvicorn has no event for it
+        router.server.should_exit = True
+        assert status(await within(reader.read())) == 503
+        writer.close()
 
 
 # --- HTTP

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kv_connector.router.front.server import RouterServer
 
 pytestmark = pytest.mark.anyio
 
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 ENGINES = "prefill: http://127.0.0.1:8100\ndecode: [http://127.0.0.1:8200]\n"
 BODY = {"prompt": "x", "stream": True}
 EVENT = b'data: {"choices": []}\n\n'
@@ -115,6 +117,8 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
         (ENGINES, 0, "router at 127.0.0.1:8000"),
         (ENGINES + "body-limit: 300\n", 1, "--body-budget must be at least --body-limit"),
         (ENGINES + "prot: 1\n", 1, "did you mean `port`?"),
+        (ENGINES + "ssl-keyfile: server.key\n", 1, "--ssl-keyfile is the key of --ssl-certfile"),
+        (ENGINES + "body-limit: x\n", 1, "Invalid value for '--body-limit'"),
         ("registration: 10.0.0.9:8500\n", 1, "no cluster key"),
     ):
         path.write_text(text)
@@ -129,6 +133,21 @@ def test_config_check_reads_the_file_of_a_router(tmp_path: Path) -> None:
         (tmp_path / "start.sh").write_text(f"kv-connector router {option}/nowhere/router.yaml\n")
         found, output = invoke(app, "config", "check", "--json", str(tmp_path / "start.sh"))
         assert (found, "is not on this machine" in output) == (0, True)
+
+
+@pytest.mark.parametrize("word", ["prefil", "decod", "registraton"])
+def test_config_check_names_the_option_if_every_engine_option_is_misspelt(word: str, tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(f"{word}: http://127.0.0.1:8100\nport: 8000\n")
+    status, output = invoke(app, "config", "check", "--json", str(path))
+    assert (status, f"unknown option `{word}`: did you mean `" in output) == (1, True), output
+
+
+@pytest.mark.parametrize("option", ["first-token-timeout", "idle-timeout", "request-timeout"])
+def test_time_limit_that_cannot_be_used_is_named_alone(option: str, tmp_path: Path) -> None:
+    status, output = router(tmp_path / "router.yaml", f"{ENGINES}{option}: -1\n")
+    assert status == 2
+    assert [word for word in output.split() if word.endswith("-timeout")] == [f"--{option}"]
 
 
 @pytest.mark.parametrize(
@@ -277,3 +296,37 @@ def test_router_without_a_file_is_ended_by_sighup(started: list[RouterServer]) -
     engines = ("--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
     assert invoke(app, "router", *engines)[0] == 0
     assert started[0]._reload is None
+
+
+async def peer_certificate(server: RouterServer) -> bytes:
+    """Returns the certificate that the router presents in a new connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    port = server.servers[0].sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return found
+
+
+def certificate_of(name: str) -> bytes:
+    text = (CERTIFICATES / name).read_text()
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    return ssl.PEM_cert_to_DER_cert(begin + text.partition(begin)[2].partition(end)[0] + end)
+
+
+async def test_reload_presents_the_certificate_that_the_file_has_now(
+    tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path, certificate = tmp_path / "router.yaml", tmp_path / "server.pem"
+    certificate.write_bytes((CERTIFICATES / "server.pem").read_bytes())
+    path.write_text(f"{ENGINES}ssl-certfile: {certificate}\nshutdown-timeout: 1\n")
+    async with running(path, started) as (_, server):
+        assert await peer_certificate(server) == certificate_of("server.pem")
+        certificate.write_bytes((CERTIFICATES / "other.pem").read_bytes())
+        await reload(caplog, "the router uses the new configuration")
+        assert await peer_certificate(server) == certificate_of("other.pem")
+        certificate.write_text("nonsense")
+        await reload(caplog, "reload failed: cannot read a certificate")
+        assert await peer_certificate(server) == certificate_of("other.pem")

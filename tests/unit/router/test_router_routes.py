@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from router_setup import (
+    FakeEngine,
     Stream,
     answer_ok,
     client_of,
@@ -162,6 +163,28 @@ async def test_the_description_has_the_routes_that_are_served() -> None:
         described = (await client.get("/openapi.json")).json()
         served = ("/v1/responses", "/v1/models")  # and not /sleep
         assert described == {"openapi": "3.1.0", "paths": {path: {"post": {}} for path in served}}
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/v1/models"])
+async def test_head_of_a_route_that_engines_answer_has_no_body(path: str) -> None:
+    async with cluster(answer_ok, answer_ok) as (_, _, client):
+        answer = await client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("text", [b"", b"nonsense", b"[]", b"{}", b'{"paths": 7}', b"\xff", b"[" * 100_000])
+async def test_description_that_describes_no_routes_gets_502(text: bytes) -> None:
+    class Odd(FakeEngine):
+        async def describe(self, request: Request) -> Response:
+            return Response(text, media_type="application/json")
+
+    odd = Odd(answer_ok)
+    async with serve(odd.app) as odd.url:
+        engines = (Endpoint.parse(odd.url),)
+        async with serve(create_app(Settings(engines, engines))) as url, client_of(url) as client:
+            answer = await client.get("/openapi.json")
+            assert answer.status_code == 502
+            assert "does not describe its routes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
