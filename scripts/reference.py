@@ -9,6 +9,8 @@ A table is between two comments. The first one names the contents, and may name 
     <!-- end -->
     <!-- generated: run 2026-11-27-first-token -->
     <!-- end -->
+    <!-- generated: models vllm-0.32 -->
+    <!-- end -->
 
 Settings and exit statuses are described by the docstrings under their fields, options by their help, metrics
 by their descriptions.
@@ -70,10 +72,14 @@ def _renewed(path: Path, found: re.Match[str]) -> str:
         if len(wanted) != 1:
             raise SystemExit(f"{where}: name one file of docs/data")
         return _between(found, run(wanted[0], path.parent))
+    if kind == "models":
+        if len(wanted) != 1:
+            raise SystemExit(f"{where}: name one file of docs/data")
+        return _between(found, models(wanted[0]))
     if kind == "commands":
         return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
     if kind not in TABLES:
-        raise SystemExit(f"{where}: no such table. Use run, commands or one of {', '.join(TABLES)}")
+        raise SystemExit(f"{where}: no such table. Use run, models, commands or one of {', '.join(TABLES)}")
     header, rows = TABLES[kind]()
     by_name = {row[0].strip("`").partition("{")[0]: row for row in rows}
     if unknown := [name for name in wanted if name not in by_name]:
@@ -124,6 +130,29 @@ def _run(recorded: dict[str, Any], beside: Path) -> str:
         f"Command: `{recorded['command']}`. [Log]({link})."
     )
     return "\n\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])
+
+
+# --- Model classes
+
+_SHOWN = 8
+"""Model classes that a row names. The record has all of them."""
+
+
+def models(name: str) -> str:
+    """Returns the table of docs/data/models-NAME.json, which scripts/models.py writes."""
+    families = json.loads((ROOT / "docs" / "data" / f"models-{name}.json").read_text())
+    counts = {
+        verdict: sum(len(one["models"]) for one in families if one["verdict"] == verdict)
+        for verdict in dict.fromkeys(one["verdict"] for one in families)
+    }
+    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    rows = []
+    for one in families:
+        shown, rest = one["models"][:_SHOWN], len(one["models"]) - _SHOWN
+        names = ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+        rows.append((names, ", ".join(one["caches"]) or "-", one["verdict"], one["reason"]))
+    header = ("model classes", "KV cache", "", "tests, or the reason")
+    return f"{sum(counts.values())} model classes: {words}.\n\n{table(header, rows)}"
 
 
 # --- Settings

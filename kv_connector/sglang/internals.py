@@ -34,6 +34,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kv_connector.protocol.identity import model_identity
 from kv_connector.protocol.version import MAX_NAME, identity
+from kv_connector.sglang.refusals import REFUSED_POOLS
 
 __all__ = [
     "CommonKVBootstrapServer",
@@ -179,11 +180,17 @@ def check_configuration(args: Any) -> None:
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0": (
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         ),
-        "the pool of DeepSeek V4": args.mla_compression_ratios is not None,
     }
     if wrong := [name for name, given in refused.items() if given]:
         raise UnsupportedConfiguration(
             f"write_imm does not serve {', '.join(wrong)}. Leave it out, or take another transfer backend."
+        )
+    if args.mla_compression_ratios is not None:
+        ratios = ", ".join(str(ratio) for ratio in sorted({*args.mla_compression_ratios}))
+        pool = "DeepSeekV4TokenToKVPool"
+        raise UnsupportedConfiguration(
+            f"write_imm does not serve {pool} (compression ratios {ratios}): {REFUSED_POOLS[pool]}. Take "
+            "another transfer backend for this model, or vLLM."
         )
 
 

@@ -17,14 +17,13 @@ import msgspec
 from kv_connector.agent.config import MemoryRange
 from kv_connector.protocol.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.sglang.refusals import REFUSED_STATES
 
 PAGES, METADATA, STATES = 0, 1, 2
 """Numbers of the groups. STATES is the first group of states."""
 
 # Kinds of state that are the same on all ranks.
 _REPLICATED = {"dsa"}
-# Kinds whose indices are more than rows, with the remedy.
-_UNKNOWN = {"dsa_tail": "serve the model without kpool compression"}
 
 
 class UnsupportedPool(ValueError):
@@ -96,8 +95,8 @@ def pool_layout(
         layers.append(LayerLayout("metadata", METADATA, words, opaque_page(place, row_bytes)))
     for number, kind in enumerate(args.state_types):
         name = str(getattr(kind, "value", kind))
-        if name in _UNKNOWN:
-            raise UnsupportedPool(f"write_imm does not carry the state {name}: {_UNKNOWN[name]}")
+        if name in REFUSED_STATES:
+            raise UnsupportedPool(f"write_imm does not carry the state {name}: {REFUSED_STATES[name]}")
         states = _entries(
             args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
         )

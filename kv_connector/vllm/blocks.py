@@ -71,7 +71,7 @@ def load_targets(
 
 
 def has_states(block_sizes: tuple[int, ...]) -> bool:
-    """Returns whether some group's blocks are recurrent states.
+    """Returns whether some group's blocks are recurrent states or rings.
 
     D computes the prompt's last token itself, from the state before it. P must therefore not compute that
     token.

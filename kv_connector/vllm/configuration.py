@@ -8,30 +8,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kv_connector.protocol.division import division_problem
-from kv_connector.vllm.internals import (
-    VLLM_VERSION,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    iter_layer_specs,
-    release,
-)
+from kv_connector.vllm.internals import VLLM_VERSION, release
+from kv_connector.vllm.kv_specs import SUPPORTED_SPECS, spec_problem
+from kv_connector.vllm.model_facts import layer_spec
 
 logger = logging.getLogger(__name__)
 
 # Must be the value of the entry point in pyproject.toml.
 FORCED_TOKEN = "kv_connector.vllm.forced_token:ForcedToken"
-
-# Exact types: a subclass stores something else in its pages, or keeps other blocks than its parent.
-SUPPORTED_SPECS = (
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    ChunkedLocalAttentionSpec,
-    MLAAttentionSpec,
-    MambaSpec,
-)
 
 
 class UnsupportedConfiguration(ValueError):
@@ -53,22 +37,27 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
     if problem is not None:
         raise UnsupportedConfiguration(problem)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        strange = {
-            type(spec).__name__ for spec in iter_layer_specs(group.kv_cache_spec) if not _is_moved(spec)
-        }
-        if strange or group.host_resident or not group.enable_kv_transfer:
+        problem = _group_problem(group)
+        if problem is not None:
+            model = ", ".join(vllm_config.model_config.architectures)
+            specs = ", ".join(spec.__name__ for spec in SUPPORTED_SPECS)
             raise UnsupportedConfiguration(
-                f"WriteImmConnector cannot transfer KV cache group {index} "
-                f"({', '.join(sorted(strange)) or 'not in device memory'}). "
-                f"It supports {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)}."
+                f"WriteImmConnector cannot transfer KV cache group {index} of {model}: {problem}. It "
+                f"supports {specs}; docs/models.md lists the models."
             )
 
 
-def _is_moved(spec: Any) -> bool:
-    # A recurrent state has no number of tokens.
-    return type(spec) in SUPPORTED_SPECS and (
-        type(spec) is MambaSpec or (spec.tokens_per_state == 1 and not spec.prefix_replay_tokens)
-    )
+def _group_problem(group: Any) -> str | None:
+    """Returns why a KV cache group is refused, with the name of its first layer that is, or None."""
+    if group.host_resident:
+        return "its pages are in host memory. Leave HiSparse out"
+    if not group.enable_kv_transfer:
+        return "vLLM excludes its pages from transfers. Leave HiSparse out"
+    for name in group.layer_names:
+        problem = spec_problem(layer_spec(group, name))
+        if problem is not None:
+            return f"layer {name} has {problem}"
+    return None
 
 
 def configured_connectors(vllm_config: Any) -> list[tuple[str, str]]:

@@ -51,11 +51,12 @@ class KvBlocks:
         return next(fresh, len(table))
 
     def of_state(self, group: int) -> int:
-        """Returns the blocks that a request holds in a group of recurrent states.
+        """Returns the blocks that a request holds in a group of recurrent states or rings.
 
-        It holds one, and one for each token that may be drafted.
+        It holds one, and for a recurrent state one for each token that may be drafted. A ring has room for
+        drafted tokens within its one block.
         """
-        return 1 + int(self._managers[group].num_speculative_blocks)
+        return 1 + int(getattr(self._managers[group], "num_speculative_blocks", 0))
 
     def hold_windows(self, request_id: str, firsts: tuple[int, ...]) -> list[Any]:
         """Takes an additional reference on the request's blocks from logical block ``firsts[group]`` on.

@@ -28,7 +28,12 @@ from kv_connector.protocol.geometry import (
 )
 from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.vllm.configuration import UnsupportedConfiguration
-from kv_connector.vllm.internals import MambaSpec, MLAAttentionSpec
+from kv_connector.vllm.internals import (
+    CircularBufferSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
 from kv_connector.vllm.model_facts import (
     block_tokens,
     element_type,
@@ -103,6 +108,8 @@ def kv_layout(
         view = _View.of(name, tensor, kv_cache_config.num_blocks, block_stride)
         if isinstance(spec, MambaSpec):
             pages = state_pages(spec, module, place, (rank, ranks), tensor.device.type)
+        elif isinstance(spec, CircularBufferSpec):
+            pages = _ring_pages(name, spec, module, place, view, (rank, ranks))
         else:
             total = kv_heads(vllm_config, spec.num_kv_heads)
             units = None if total is None else units_of_rank(total, rank, ranks)
@@ -128,7 +135,7 @@ class _View:
     splits: int  # kernel blocks of a page
     split_stride: int
     heads: int
-    tokens: int
+    tokens: int  # states, if several tokens share one
     content: int  # bytes of one token of one head
     head_stride: int
     token_stride: int
@@ -194,12 +201,14 @@ def _attention_pages(
     pages.
     """
     backend = module.get_attn_backend().get_name()
-    replicated = isinstance(spec, MLAAttentionSpec)
+    replicated = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     usual = (
         spec.num_head_slots is None
         and spec.num_kv_heads == view.heads
-        and spec.block_size == view.splits * view.tokens
+        and spec.block_size == view.splits * view.tokens * spec.tokens_per_state
     )
+    if spec.tokens_per_state != 1:
+        numbers += f", {spec.tokens_per_state} tokens a state"
     plain = usual and backend in _PLAIN and spec.kv_quant_mode.name in _PLAIN_MODES
     if replicated:
         if plain and view.in_one_piece:
@@ -214,6 +223,22 @@ def _attention_pages(
         if usual and backend == "CPU_ATTN" and view.heads_in_one_piece:
             return _cpu_pages(spec, module, place, view, units, numbers)
     return _whole_pages(name, place, view, f"{numbers} of {backend}", None if replicated else holder)
+
+
+def _ring_pages(
+    name: str, spec: Any, module: Any, place: Place, view: _View, holder: tuple[int, int]
+) -> Pages:
+    """Returns the pages of a ring: the keys of the tokens that are not compressed yet, by position.
+
+    A key's place is its position modulo the ring's length, so rings of two lengths differ everywhere.
+    """
+    numbers = f"a ring of {element_type(module, spec)} for {module.get_attn_backend().get_name()}"
+    if view.splits != 1:
+        raise UnsupportedConfiguration(
+            f"layer {name} divides its ring buffer into {view.splits} kernel blocks. kv-connector does not "
+            "know the order of their keys. Use another attention backend."
+        )
+    return _whole_pages(name, place, view, numbers, None if spec.max_tp_shards == 1 else holder)
 
 
 def _cpu_pages(spec: Any, module: Any, place: Place, view: _View, units: Units, numbers: str) -> Pages:

@@ -11,6 +11,7 @@ from kv_connector.protocol.identity import engine_fingerprint, model_identity
 from kv_connector.protocol.messages import Fingerprint
 from kv_connector.vllm.internals import (
     VLLM_VERSION,
+    CircularBufferSpec,
     KVCacheSpecKind,
     MambaSpec,
     current_platform,
@@ -34,12 +35,12 @@ def rank_fingerprint(vllm_config: Any) -> Fingerprint:
 
 
 def block_tokens(kv_cache_spec: Any) -> int:
-    """Returns the tokens in a block of a KV cache group, or 0 for recurrent states.
+    """Returns the tokens in a block of a KV cache group, or 0 for recurrent states and rings.
 
     A block of recurrent states is a row. A request has one, the state after its last token, at any place in
-    the request's table.
+    the request's table. A ring is a row too: each request has one, whose content depends on its last token.
     """
-    if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA:
+    if get_kv_cache_spec_kind(kv_cache_spec) is KVCacheSpecKind.MAMBA or _is_ring(kv_cache_spec):
         return 0
     return int(kv_cache_spec.block_size)
 
@@ -66,11 +67,17 @@ def group_kind(kv_cache_spec: Any) -> str:
     spec = next(iter(iter_layer_specs(kv_cache_spec)))
     if isinstance(spec, MambaSpec):
         return "recurrent state"  # each layer describes the kind of its state
+    if isinstance(spec, CircularBufferSpec):
+        return "ring of open keys"
     kind: str = get_kv_cache_spec_kind(kv_cache_spec).value
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     # A drafter of several MTP modules reads a few tokens behind the window.
     behind = getattr(spec, "extra_retained_tokens", 0)
     return f"{kind} {window + behind}" if window else kind
+
+
+def _is_ring(kv_cache_spec: Any) -> bool:
+    return any(isinstance(spec, CircularBufferSpec) for spec in iter_layer_specs(kv_cache_spec))
 
 
 def layer_spec(group: Any, name: str) -> Any:

@@ -32,13 +32,16 @@ ORDERS = ("LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC", "kernel blocks")
 CONTENT = 2  # cells per token and head
 HEAD = 3  # cells per head of K, and per head of V
 DIMS, ROWS, STATE = 2, 3, (2, 3)  # sizes of a recurrent state
+PER_STATE = 2  # tokens that share one state of a compressed cache
+RING = 5  # cells of a ring, whatever the prompt's length
 STATE_HEADS = 12  # at least as many as units of anything else
+ROW_FAMILIES = ("state", "ring")  # a block is a row, without tokens
 PARTS = ("kv", "latent", "page", "k", "v", "conv.x", "conv.B", "state")
 
 
 @dataclass(frozen=True)
 class ModelGroup:
-    family: str  # attention, planes, latent, page, state
+    family: str  # attention, planes, latent, compressed, page, state, ring
     heads: int
     kind: str
 
@@ -73,7 +76,7 @@ def make_rank(model: Model, side: Side, stage: int, index: int) -> Rank:
     groups = tuple(
         GroupLayout(
             side.num_blocks,
-            0 if model.groups[g].family == "state" else side.block_size[g],
+            0 if model.groups[g].family in ROW_FAMILIES else side.block_size[g],
             model.groups[g].kind,
         )
         for g in side.groups
@@ -106,6 +109,10 @@ def _group(
     if group.family == "state":
         parts, page_cells, page = _state_page(order, index, side.ranks, region)
         page += 5  # padding
+    elif group.family == "ring":
+        page = RING
+        parts = opaque_page(Place(region, 0, 0), page)
+        page_cells = [np.arange(page).reshape(1, 1, page)]
     elif group.family == "planes":
         plane = tokens * HEAD
         page = units.count * 2 * plane
@@ -118,6 +125,8 @@ def _group(
         place = Place(region, 0, 0)
         if group.family == "latent":
             parts = latent(place, tokens, CONTENT)
+        elif group.family == "compressed":
+            parts = latent(place, tokens // PER_STATE, CONTENT * PER_STATE)
         else:
             parts = opaque_page(place, page, (index, side.ranks))
         page_cells = [np.arange(page).reshape(1, tokens, CONTENT)]
@@ -203,9 +212,11 @@ def _placed(part: Part, offset: int, block_stride: int) -> Part:
 
 
 def random_model(random: Random) -> Model:
-    families = ["attention", "planes", "latent", "page", "state"]
+    families = ["attention", "planes", "latent", "compressed", "page", "state", "ring"]
     groups = [
-        ModelGroup(random.choices(families, (4, 2, 2, 1, 2))[0], random.choice((1, 2, 4, 6)), f"kind {g}")
+        ModelGroup(
+            random.choices(families, (4, 2, 2, 2, 1, 2, 1))[0], random.choice((1, 2, 4, 6)), f"kind {g}"
+        )
         for g in range(random.randint(1, 3))
     ]
     count = random.randint(len(groups), 4)
@@ -232,7 +243,7 @@ def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
         )  # a granule must lie in one kernel block
         if group.family == "state":
             orders[g] = random.choice(("DS", "SD"))
-        if like is not None and group.family in ("page", "state"):
+        if like is not None and group.family in ("page", *ROW_FAMILIES):
             sizes[g], orders[g] = like.block_size[g], like.order[g]
     groups = random.sample(range(len(model.groups)), len(model.groups))
     return Side(ranks, stages, tuple(groups), sizes, orders, random.randint(14, 20))

@@ -491,6 +491,15 @@ def test_a_decode_engine_that_frees_pages_before_they_are_drained_is_refused(
         check_configuration(args)
 
 
+def test_the_pool_of_deepseek_v4_is_refused_by_name(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = two.decode.manager.kv_args
+    monkeypatch.setattr(args, "mla_compression_ratios", [4, 128, 4])
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"DeepSeekV4TokenToKVPool \(compression ratios 4, 128\)"
+    ):
+        check_configuration(args)
+
+
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_a_room_is_used_again_after_a_retraction(two: Pair, first: str) -> None:
     """SGLang retracts running requests for a weight update, and computes them again in the same room."""

@@ -79,13 +79,18 @@ def fill(rank: Rank, tables: list[list[int]]) -> None:
 
 
 def targets_of(random: Random, layout: KvLayout, tables: list[list[int]], prompt: int) -> list[GroupTarget]:
-    """The blocks that D wants: without those it has already, and without those outside of a window."""
+    """The blocks that D wants: without those it has already, and without those outside of a window.
+
+    A window may begin within a block, of which D then needs the later tokens alone.
+    """
     targets = []
     for group, table in zip(layout.groups, tables, strict=True):
         first = random.randrange(len(table)) if group.block_size else 0
         gone = random.choice((0.0, 0.3)) if group.block_size else 0.0
         blocks = [0 if random.random() < gone else block for block in table[first:]]
-        targets.append(GroupTarget(first, tuple(blocks)))
+        begin = first * group.block_size
+        needed = random.choice((0, random.randint(begin, max(begin, prompt - 1)))) if group.block_size else 0
+        targets.append(GroupTarget(first, tuple(blocks), needed))
     return targets
 
 
@@ -127,8 +132,9 @@ def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: d
                     continue
                 first = logical * size
                 tokens = min(size, -(-(prompt - first) // granule) * granule) if size else 1
-                wanted = values[part.units.start : part.units.stop, first : first + tokens]
-                memories[part.region][cells[block][:, :tokens]] = wanted
+                skipped = max(target.needed // granule * granule - first, 0) if size else 0
+                wanted = values[part.units.start : part.units.stop, first + skipped : first + tokens]
+                memories[part.region][cells[block][:, skipped:tokens]] = wanted
     return memories
 
 

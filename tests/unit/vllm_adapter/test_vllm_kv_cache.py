@@ -6,6 +6,7 @@ On a CPU it also matches what vLLM's kernels write there.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
@@ -41,6 +45,11 @@ __all__ = ["model"]
 
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
 WIDE = replace(FULL, head_size=128, head_size_v=128)
+COMPRESSED = replace(MLA, tokens_per_state=4)
+WINDOW_MLA = SlidingWindowMLASpec(
+    block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32, sliding_window=64
+)
+RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=64, dtype=torch.float32)
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -261,6 +270,89 @@ def test_a_latent_comes_from_any_rank(config: Any, a: int, b: int) -> None:
             assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), sent)
 
 
+# --- Compressed caches, windows of latents, and rings
+
+
+@pytest.mark.parametrize("spec", [COMPRESSED, WINDOW_MLA], ids=["compressed", "window"])
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (2, 1)])
+def test_a_compressed_or_windowed_latent_comes_from_any_rank(config: Any, spec: Any, a: int, b: int) -> None:
+    prefill = [make_rank(config, [layers_of(2, spec)], rank=rank, ranks=a) for rank in range(a)]
+    states = 32 // spec.tokens_per_state
+    for source in prefill:
+        for layer, tensor in enumerate(source.tensors.values()):
+            assert tensor.shape[2] == states
+            tensor[:] = torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + layer
+    for index in range(b):
+        target = make_rank(
+            config, [layers_of(2, replace(spec, block_size=64))], order="LBNHC", rank=index, ranks=b
+        )
+        transfer(prefill, target, index, b, TABLES, 128)
+        for held, tensor in target.tensors.items():
+            sent = prefill[0].tensors[held][TABLES[0]].flatten(0, 2)
+            assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), sent)
+
+
+def test_a_compressed_cache_of_an_unknown_backend_is_copied_in_whole_blocks(config: Any) -> None:
+    def packed(_: str) -> Any:
+        return attention("FLASHMLA_SPARSE_DSV4")
+
+    rank = make_rank(config, [layers_of(2, COMPRESSED)], packed)
+    (part,) = rank.layout.layers[0].parts
+    assert (part.name, part.run_bytes) == ("page", COMPRESSED.page_size_bytes)
+    longer = make_rank(config, [layers_of(2, replace(COMPRESSED, block_size=64))], packed)
+    with pytest.raises(Misfit, match="format"):
+        Plan(rank.layout, longer.layout)
+
+
+def test_another_number_of_tokens_a_state_is_another_format(config: Any) -> None:
+    ranks = [
+        make_rank(config, [layers_of(1, replace(MLA, tokens_per_state=tokens))], order="LBNHC")
+        for tokens in (4, 8)
+    ]
+    with pytest.raises(Misfit, match="8 tokens a state"):
+        Plan(ranks[0].layout, ranks[1].layout)
+
+
+def test_the_padding_of_compressed_pages_is_left_out(config: Any) -> None:
+    spec = replace(COMPRESSED, head_size=146, dtype=torch.float32, alignment=576)
+    rank = make_rank(config, [layers_of(2, spec)])
+    (part,) = rank.layout.layers[0].parts
+    assert rank.layout.layers[0].page_bytes == 146 * 4 * 8
+    assert part.block_stride == spec.page_size_bytes > 146 * 4 * 8
+
+
+def test_a_ring_is_one_row_whatever_the_prompts_length(config: Any) -> None:
+    groups = [KVCacheGroupSpec([name(0)], FULL), KVCacheGroupSpec([name(1)], RING)]
+    rank, target = (make_rank(config, groups, order="BLHNC") for _ in range(2))
+    kinds = [(group.block_size, group.kind) for group in rank.layout.groups]
+    assert kinds == [(32, "full_attention"), (0, "ring of open keys")]
+    assert rank.layout.layers[1].page_bytes == RING.page_size_bytes
+    for tokens in (1, 7, 96):
+        ring = torch.rand(rank.tensors[name(1)][2].shape)
+        rank.tensors[name(1)][2] = ring
+        transfer([rank], target, 0, 1, [[3, 1, 4][: -(-tokens // 32)], [2]], tokens)
+        assert torch.equal(target.tensors[name(1)][2], ring)
+
+
+def test_rings_of_two_lengths_do_not_fit(config: Any) -> None:
+    """A key's place is its position modulo the length, so no run of bytes corresponds."""
+    short, long = (
+        make_rank(config, [KVCacheGroupSpec([name(0)], replace(RING, block_size=size))]) for size in (8, 16)
+    )
+    with pytest.raises(Misfit, match="format"):
+        Plan(short.layout, long.layout)
+
+
+@pytest.mark.parametrize(("shards", "fits"), [(None, False), (1, True)])
+def test_a_ring_fits_another_number_of_ranks_if_all_ranks_have_the_same(
+    config: Any, shards: int | None, fits: bool
+) -> None:
+    group = KVCacheGroupSpec([name(0)], replace(RING, max_tp_shards=shards))
+    one, two = (make_rank(config, [group], ranks=ranks) for ranks in (1, 2))
+    with nullcontext() if fits else pytest.raises(Misfit, match="format"):
+        Plan(one.layout, two.layout)
+
+
 # --- What a CPU's kernels make of a block
 
 
@@ -444,28 +536,41 @@ def test_heads_of_a_number_that_nobody_says_are_whole_pages(config: Any) -> None
         Plan(rank.layout, make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=4).layout)
 
 
-COMPRESSED = replace(MLA, tokens_per_state=4)
-
-
 class OtherState(MambaSpec):
     """A state of a plugin, for example."""
 
 
+SINKS = SinkFullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sink_len=32)
 OTHER_STATE = OtherState(block_size=32, shapes=((2, 512),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("group", "problem"),
     [
-        (KVCacheGroupSpec([name(0)], OTHER_STATE), r"group 0 \(OtherState\)"),
-        (KVCacheGroupSpec([name(0)], COMPRESSED), r"group 0 \(MLAAttentionSpec\)"),
-        (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "not in device memory"),
-        (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "not in device memory"),
+        (KVCacheGroupSpec([name(0)], OTHER_STATE), f"layer {name(0)} has OtherState: this release"),
+        (
+            KVCacheGroupSpec([name(0)], replace(FULL, tokens_per_state=Fraction(1, 4))),
+            "does not hold whole states of 1/4 tokens",
+        ),
+        (KVCacheGroupSpec([name(0)], replace(FULL, tokens_per_state=5)), "whole states of 5 tokens"),
+        (
+            KVCacheGroupSpec([name(0)], replace(WINDOW_MLA, bounded_replay=True)),
+            "SlidingWindowMLASpec with bounded replay.*--no-swa-bounded-replay",
+        ),
+        (
+            KVCacheGroupSpec(
+                [name(0), name(1)],
+                UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={name(0): FULL, name(1): SINKS}),
+            ),
+            f"layer {name(1)} has SinkFullAttentionSpec",
+        ),
+        (KVCacheGroupSpec([name(0)], FULL, host_resident=True), "Leave HiSparse out"),
+        (KVCacheGroupSpec([name(0)], FULL, enable_kv_transfer=False), "Leave HiSparse out"),
     ],
 )
 def test_unknown_caches_are_refused(config: Any, group: KVCacheGroupSpec, problem: str) -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
-    with pytest.raises(UnsupportedConfiguration, match=problem):
+    with pytest.raises(UnsupportedConfiguration, match=f"group 0 of LlamaForCausalLM: .*{problem}"):
         check_configuration(config, cache)
 
 
