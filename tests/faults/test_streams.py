@@ -79,13 +79,8 @@ async def test_streams_of_a_killed_decode_engine(model: Path, client: Client, tm
         site.engines["d0"].kill()
         await asyncio.gather(*(one.task for one in readings))
         outcomes = await _outcomes(client, site)
-        right = await asyncio.gather(
-            *(
-                client.post(f"{site.engines['d1'].url}/v1/completions", one.body())
-                for one in readings
-                if not one.stays
-            )
-        )
+        url, able = f"{site.engines['d1'].url}/v1/completions", [one for one in readings if not one.stays]
+        right = await asyncio.gather(*(client.post(url, one.body()) for one in able))
         resumed = sorted(one.pause(killed) for one in running if not one.stays)[-outcomes["resumed"] :]
         row = {
             "fault": f"kill -9 of one of two decode engines under {len(running)} streams",
@@ -95,7 +90,7 @@ async def test_streams_of_a_killed_decode_engine(model: Path, client: Client, tm
         }
         print(f"\nRELIABILITY {json.dumps(row)}", flush=True)
 
-        for reading, answer in zip((one for one in readings if not one.stays), right, strict=True):
+        for reading, answer in zip(able, right, strict=True):
             assert not reading.error, reading.error
             assert reading.tokens == answer["choices"][0]["token_ids"]
         for reading in (one for one in readings if one.stays):
@@ -109,7 +104,6 @@ async def test_streams_of_a_killed_decode_engine(model: Path, client: Client, tm
 async def _outcomes(client: Client, site: Site) -> Counter[str]:
     """Returns {outcome: streams whose engine has failed}."""
     name = "kv_connector_router_broken_streams_total{"
-    lines = [
-        line for line in (await client.get(f"{site.router}/metrics")).splitlines() if line.startswith(name)
-    ]
+    text = await client.get(f"{site.router}/metrics")
+    lines = [line for line in text.splitlines() if line.startswith(name)]
     return Counter({line.split('"')[1]: int(float(line.split()[-1])) for line in lines})

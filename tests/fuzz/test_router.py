@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,9 +80,9 @@ def _without_the_last(self: Pieces) -> Iterator[bytes | memoryview]:
     return itertools.chain(*(([part] if len(part) < 100 else [part[:-1], b"?"]) for part in self.parts))
 
 
-async def _too_early(self: Resumption, request: Request) -> tuple[bytes, int]:
-    ids, said = await _place(self, request)
-    return ids.rpartition(b",")[0] or ids, said - 1
+async def _too_early(self: Resumption, request: Request) -> Any:
+    place = await _place(self, request)
+    return replace(place, ids=place.ids.rpartition(b",")[0] or place.ids, said=place.said - 1)
 
 
 _place = Resumption._place

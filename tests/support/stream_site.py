@@ -108,7 +108,7 @@ class Reading:
 
     async def end(self) -> list[dict[str, Any]]:
         await within(self._task)
-        assert self.raw.endswith(b"data: [DONE]\n\n")
+        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
         return self.events
 
 

@@ -6,13 +6,14 @@ tokens alone, the answer is the one that the first engine would have continued w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.failure import UNREADABLE
+from kv_connector.router.failure import UNREADABLE, failure
 from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.events import END, data_of
 
@@ -176,9 +177,12 @@ def resumed_prompt(prompt: Prompt, tokens: int, said: int) -> Prompt:
 class Tail:
     """Translates a continuation's answer to the form of the stream that it continues."""
 
-    def __init__(self, last: bytes, *, prompt: int, said: int, cached: int | None) -> None:
+    def __init__(
+        self, last: bytes, *, prompt: int, said: int, cached: int | None, known: Sequence[int] = ()
+    ) -> None:
         """``last``: the events that the client got last. They end with one of an answer's part. ``prompt``:
-        tokens of the prompt. ``said``: tokens of the answer so far. ``cached``: as in Running."""
+        tokens of the prompt. ``said``: tokens of the answer before the continuation. ``cached``: as in
+        Running. ``known``: ids of the continuation's first tokens, if the client has them already."""
         events = [event for event in last.split(END) if event]
         begun = msgspec.json.decode(data_of(events[-1]))
         self._choice: dict[str, Any] = begun["choices"][0]
@@ -186,9 +190,11 @@ class Tail:
         self._prompt = prompt
         self._said = said
         self._cached = cached
+        self._known = list(known)
 
     def of(self, events: bytes) -> bytes:
-        """Returns whole events of the continuation, translated for the client."""
+        """Returns whole events of the continuation, translated for the client. Failure if it begins with
+        other tokens than the client has."""
         return b"".join(map(self._translate, events.split(END)))
 
     def _translate(self, event: bytes) -> bytes:
@@ -201,10 +207,22 @@ class Tail:
         if not isinstance(choices := said.get("choices"), list):
             return event + END  # an error
         said = self._head | {key: value for key, value in said.items() if key not in self._head}
+        if self._known and all(map(self._has, choices)):
+            return b""
         said["choices"] = [self._shape(choice) for choice in choices]
         if isinstance(usage := said.get("usage"), dict):
             self._count(usage)
         return b"data: " + msgspec.json.encode(said) + END
+
+    def _has(self, choice: dict[str, Any]) -> bool:
+        """Removes the known tokens from a choice. Returns whether nothing of it is left."""
+        tokens = choice.get("token_ids") or []
+        same = min(len(tokens), len(self._known))
+        if tokens[:same] != self._known[:same]:
+            words = f"the stream continued with token {tokens[0]}, where the client has {self._known[0]}"
+            raise failure(502, "api_error", words)
+        self._known, choice["token_ids"] = self._known[same:], tokens[same:]
+        return not (tokens[same:] or choice.get("text") or choice.get("finish_reason"))
 
     def _shape(self, choice: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in choice:

@@ -88,6 +88,18 @@ class Resumed:
     tail: Tail
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A place of an answer where another engine can continue."""
+
+    ids: bytes
+    """Token ids before it. The client has the text of these tokens, and no text behind them."""
+    said: int
+    """Tokens of them that the current engine has generated."""
+    known: list[int]
+    """Ids behind it that the client has."""
+
+
 class Resumption:
     """Resumes streams, and counts them. Used from the event loop's thread only."""
 
@@ -115,9 +127,9 @@ class Resumption:
             undo.callback(new.close)
             try:
                 async with asyncio.timeout(MAX_PAUSE_S):
-                    ids, said = await self._place(request)
-                    said += running.prompt - prompt
-                    continuation, call = await self._continuation(request, new, ids, prompt, said)
+                    place = await self._place(request)
+                    said = place.said + running.prompt - prompt
+                    continuation, call = await self._continuation(request, new, place.ids, prompt, said)
                     avoid = {engine, *error.blamed.values()}
                     stack, answer = await self._send(continuation, call, avoid)
             except (EngineFailure, NoEngine) as problem:
@@ -132,7 +144,8 @@ class Resumption:
         self._metrics.resume_pause.observe(pause)
         words = "request %s: resumed on decode engine %s at token %d, after a pause of %.3f s"
         logger.info(words, request.call.request_id, new.engine, said, pause)
-        return Resumed(new, stack, answer, Tail(last, prompt=prompt, said=said, cached=cached))
+        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known)
+        return Resumed(new, stack, answer, tail)
 
     def failure(self, request: Request, error: EngineFailure, why: NotResumedError | None) -> Failure:
         """Returns the failure with which a stream ends, and counts it. ``why``: the reason; None: the request
@@ -161,9 +174,8 @@ class Resumption:
             resumes=True,
         )
 
-    async def _place(self, request: Request) -> tuple[bytes, int]:
-        """Returns the token ids behind which the stream can continue, and how many of them the current engine
-        has generated. The client has the text of these tokens, and no text behind them."""
+    async def _place(self, request: Request) -> _Place:
+        """Returns the place where the stream can continue."""
         running = request.running
         ids = bytes(running.ids)
         if running.place is None:
@@ -171,10 +183,7 @@ class Resumption:
         nbytes, said = running.place
         behind = ids[nbytes + 1 :].split(b",") if len(ids) > nbytes else []
         if running.shown is Shown.NOTHING:
-            # Tokens without text are generated again. A client that has their ids cannot get others.
-            if behind and running.shows_ids:
-                raise NotResumedError("no_text")
-            return ids[:nbytes], said
+            return self._without(request, ids, said + len(behind), behind)
         if running.shown is Shown.THINKING:
             raise NotResumedError("thinking")
         # Events had several tokens each, of which the last ones may be a part of a character.
@@ -184,11 +193,17 @@ class Resumption:
             except ContinuingError as error:
                 raise NotResumedError("no_text") from error
             if not text.endswith(INCOMPLETE):
-                left = sum(len(one) + 1 for one in behind[count:])
-                return ids[: len(ids) - left], said + count
-            if running.shows_ids:
-                break
+                return self._without(request, ids, said + len(behind), behind[count:])
         raise NotResumedError("no_text")
+
+    def _without(self, request: Request, ids: bytes, said: int, dropped: list[bytes]) -> _Place:
+        """Returns the place before the last tokens, which have no text: they are generated again. If the
+        client has their ids, they must be the same."""
+        known = dropped if request.running.shows_ids else []
+        if known and request.completion.body.get("temperature") != 0:
+            raise NotResumedError("no_text")
+        length = len(ids) - sum(len(one) + 1 for one in dropped)
+        return _Place(ids[:length], said - len(dropped), list(map(int, known)))
 
 
 def _check(request: Request, prompt: int) -> None:

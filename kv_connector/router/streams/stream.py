@@ -210,7 +210,8 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes:
 
 async def _translated(chunks: AsyncIterator[bytes], tail: Tail) -> AsyncIterator[bytes]:
     async for events in chunks:
-        yield tail.of(events)
+        if more := tail.of(events):
+            yield more
 
 
 async def _drop(asking: asyncio.Future[tuple[AsyncExitStack, Answer]], kept: AsyncExitStack) -> None:
