@@ -40,9 +40,9 @@ class Running:
     """The state of a request on one decode engine.
 
     Token ids are kept as they came, as JSON, and go to the next engine in this form. To read an event takes
-    2.5 us, or 6 us if it has no text (AMD EPYC, 2026-11-29). The first event of a prompt of 32,000 tokens takes
-    0.2 ms (AMD EPYC, both cores busy, 2026-11-26). To
-    make objects of the latter, and JSON of these objects, would take 3 ms.
+    2.5 us, or 6 us if it has no text (AMD EPYC, 2026-11-29). The first event of a prompt of 32,000 tokens
+    takes 0.2 ms. To make objects of it, and JSON of these objects, would take 3 ms (AMD EPYC, both cores
+    busy, 2026-11-26).
     """
 
     def __init__(
