@@ -82,7 +82,7 @@ async def test_streams_of_a_killed_decode_engine(model: Path, client: Client, tm
         url, able = f"{site.engines['d1'].url}/v1/completions", [one for one in readings if not one.stays]
         right = await asyncio.gather(*(client.post(url, one.body()) for one in able))
         resumed = sorted(one.pause(killed) for one in running if not one.stays)[-outcomes["resumed"] :]
-        row = {
+        row: dict[str, Any] = {
             "fault": f"kill -9 of one of two decode engines under {len(running)} streams",
             **outcomes,
             "pause_median_s": round(resumed[len(resumed) // 2], 2),

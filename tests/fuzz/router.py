@@ -172,12 +172,17 @@ def stream_of(asked: dict[str, Any]) -> list[bytes]:
     """Returns the events of an answer, whose tokens are counted from 1, behind those in the prompt. Every
     seventh token is a part of a character: its text comes with the next."""
     prompt = asked["prompt"] if isinstance(asked["prompt"], list) else [PROMPT]
-    begin, events, held = len(prompt), [], ""
+    begin, held = len(prompt), ""
+    events: list[bytes] = []
     end = begin + asked["max_tokens"] - 1
     for number in range(begin, end + 1):
         held += f"{number},"
         text, held = (held, "") if number % 7 or number == end else ("", held)
-        choice = {"index": 0, "text": text, "finish_reason": "length" if number == end else None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": text,
+            "finish_reason": "length" if number == end else None,
+        }
         if asked.get("return_token_ids"):
             choice |= {"prompt_token_ids": prompt if number == begin else None, "token_ids": [number]}
         said = json.dumps({"id": "x", "choices": [choice]}, separators=(",", ":"))
