@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,22 +123,19 @@ class Resumption:
         if self._continuing.other(request, engine) is None:
             raise NotResumedError("no_other_engine")
         new = request.new_running()
-        with ExitStack() as undo:
-            undo.callback(new.close)
-            try:
-                async with asyncio.timeout(MAX_PAUSE_S):
-                    place = await self._place(request)
-                    said = place.said + running.prompt - prompt
-                    continuation, call = await self._continuation(request, new, place.ids, prompt, said)
-                    avoid = {engine, *error.blamed.values()}
-                    stack, answer = await self._send(continuation, call, avoid)
-            except (EngineFailure, NoEngine) as problem:
-                raise NotResumedError("engine_failed") from problem
-            except Failure as problem:
-                raise NotResumedError("refused") from problem
-            except TimeoutError:
-                raise NotResumedError("too_late") from None
-            undo.pop_all()
+        try:
+            async with asyncio.timeout(MAX_PAUSE_S):
+                place = await self._place(request)
+                said = place.said + running.prompt - prompt
+                continuation, call = await self._continuation(request, new, place.ids, prompt, said)
+                avoid = {engine, *error.blamed.values()}
+                stack, answer = await self._send(continuation, call, avoid)
+        except (EngineFailure, NoEngine) as problem:
+            raise NotResumedError("engine_failed") from problem
+        except Failure as problem:
+            raise NotResumedError("refused") from problem
+        except TimeoutError:
+            raise NotResumedError("too_late") from None
         pause = time.perf_counter() - began
         self._metrics.broken_streams.labels("resumed").inc()
         self._metrics.resume_pause.observe(pause)

@@ -153,8 +153,6 @@ class Stream:
             return _Source(_translated(answer.chunks, tail))
         finally:
             await _drop(asking, self._stack)
-            if request.running is not new:
-                new.close()
         request.failed += 1
         return source
 

@@ -109,6 +109,20 @@ async def test_stream_continues_on_another_engine_when_its_engine_dies(
         await until_metric(f.client, "kv_connector_router_in_flight", 0)
 
 
+async def test_stream_leaves_its_engine_when_that_has_the_fewest_requests() -> None:
+    async with fleet() as f:
+        for one in f.decode:
+            one.limits = (8, LENGTH)
+        f.decode[0].reports = True
+        first = await f.begin()
+        second = Reading(f.client, COMPLETION, BODY, "two")
+        await second.until(5)
+        f.decode[0].killed.set()
+        f.decode[1].go.set()
+        assert said(await first.end()) == said(await second.end())
+        assert await f.outcomes() == {"resumed": 1}
+
+
 async def test_stream_continues_when_its_engine_reports_its_death() -> None:
     async with fleet() as f:
         f.decode[0].dies_behind, f.decode[0].reports = 9, True
