@@ -163,7 +163,7 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
         ids = asked.get("prompt") or [*json.dumps(asked["messages"]).encode()]
         return answer_of(ids, 9)[-1] % 5 == 0
 
-    body = {**next(filter(held, prompts)), "max_tokens": 60, **more}
+    body = {**next(one for one in prompts if held(one)), "max_tokens": 60, **more}
     async with fleet() as f:
         f.decode[0].dies_behind = 9
         reading = Reading(f.client, path, body)
