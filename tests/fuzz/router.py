@@ -1,9 +1,10 @@
 """A fuzzer of the router's limits: the memory that it holds for its clients, and the time that they wait.
 
 A scenario is a few clients and engines. Clients send bodies of any size, broken or without an end, and may
-leave at any moment. Engines are slow, fail, or go away. The whole router runs in virtual time, from the bytes
-of a connection to its requests to engines. Each client must get an answer that fits its request. No limit may
-be exceeded, and nothing may be left at the end.
+leave at any moment. Engines are slow, fail, go away, or die in the middle of a stream. The whole router runs
+in virtual time, from the bytes of a connection to its requests to engines. Each client must get an answer
+that fits its request, and of a stream each token once. No limit may be exceeded, and nothing may be left at
+the end.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Plan:
     stops: float = 0.0
     """Seconds in which it reads nothing of its answer."""
     stream: bool = False
+    tokens: int = 1
+    """Tokens of the answer."""
 
 
 KINDS = {
@@ -126,6 +129,7 @@ def _plan(rng: Random, burst: float) -> Plan:
         leaves=rng.choice([0.0, rng.random() * 0.2, rng.random() * 40]) if rng.random() < 0.25 else None,
         stops=rng.choice([1.0, 2 * STALL_S]) if rng.random() < 0.1 else 0.0,
         stream=rng.random() < 0.5,
+        tokens=rng.choice([1, 5, 100, 2000]),
     )
 
 
@@ -159,9 +163,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 # --- Engines
 
-EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 PARAMS = {"do_remote_prefill": True}
+PROMPT = 7  # the only token of each prompt that is text
+
+
+def stream_of(asked: dict[str, Any]) -> list[bytes]:
+    """Returns the events of an answer, whose tokens are counted from 1, behind those in the prompt. Every
+    seventh token is a part of a character: its text comes with the next."""
+    prompt = asked["prompt"] if isinstance(asked["prompt"], list) else [PROMPT]
+    begin, held = len(prompt), ""
+    events: list[bytes] = []
+    end = begin + asked["max_tokens"] - 1
+    for number in range(begin, end + 1):
+        held += f"{number},"
+        text, held = (held, "") if number % 7 or number == end else ("", held)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": text,
+            "finish_reason": "length" if number == end else None,
+        }
+        if asked.get("return_token_ids"):
+            choice |= {"prompt_token_ids": prompt if number == begin else None, "token_ids": [number]}
+        said = json.dumps({"id": "x", "choices": [choice]}, separators=(",", ":"))
+        events.append(b"data: %s\n\n" % said.encode())
+    return events
 
 
 class Engines:
@@ -214,7 +240,10 @@ class Engines:
         if str(asked.get("model", "")).startswith("nobody-wants/"):
             return Response(self, 404, [b"{}"])
         self.requests += 1
-        if path != "tokenize" and asked["prompt"] != expected_prompt(name, len(asked["prompt"])):
+        if isinstance(prompt := asked["prompt"], list):
+            if prompt != [PROMPT, *range(1, len(prompt))]:
+                raise Wrong(f"{name} continues behind other tokens than those of its stream")
+        elif path != "tokenize" and prompt != expected_prompt(name, len(prompt)):
             raise Wrong(f"an engine got another prompt than {name} sent")
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.5, 30.0]))
         if self.chance(0.1):
@@ -222,8 +251,10 @@ class Engines:
         if self.chance(0.1):
             return Response(self, *self.rng.choice([(500, [b"{}"]), (400, [b"{}"]), (503, [b"{}"])]))
         if asked.get("stream"):
-            events = [EVENT] * self.rng.choice([1, 5, 5000])
-            return Response(self, 200, [*events, *([] if self.chance(0.1) else [DONE])], "text/event-stream")
+            events = [*stream_of(asked), DONE]
+            if self.chance(0.5):
+                del events[self.rng.randrange(len(events)) :]
+            return Response(self, 200, events, "text/event-stream")
         return Response(self, 200, [json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()])
 
     async def whole(self, method: str, url: str, body: Any = None, headers: Any = None) -> Reply:
@@ -255,6 +286,8 @@ class Response:
         for chunk in self._chunks:
             await asyncio.sleep(self._engines.rng.choice([0.0, 0.001]) if len(self._chunks) < 100 else 0)
             yield chunk
+        if self._chunks and self._chunks[-1] != DONE and self.headers["content-type"] == "text/event-stream":
+            raise aiohttp.ClientPayloadError("died")
 
     async def read(self) -> bytes:
         return b"".join([chunk async for chunk in self.iter_any()])
@@ -459,7 +492,7 @@ class Client:
                 yield b"x" * min(plan.part, BODY_LIMIT - at)
 
     def _body(self) -> bytes:
-        asked = {"model": "m", "stream": self.plan.stream, "prompt": ""}
+        asked = {"model": "m", "stream": self.plan.stream, "max_tokens": self.plan.tokens, "prompt": ""}
         room = max(0, self.plan.size - len(json.dumps(asked)))
         body = json.dumps(asked | {"prompt": expected_prompt(self.name, room)}).encode()
         if self.plan.kind == "broken":
@@ -638,6 +671,19 @@ class World:
                 raise Wrong(f"{client.name} got 503 for no reason: {bytes(client.body)!r}")
         if status == 200 and plan.kind == "completion" and plan.stream and not client.body.endswith(DONE):
             raise Wrong(f"{client.name} got a stream without an end: {bytes(client.body[-100:])!r}")
+        if status == 200 and plan.kind == "completion" and plan.stream:
+            self._judge_stream(client)
+
+    def _judge_stream(self, client: Client) -> None:
+        """Checks that the stream has each token once, in order, and all of them or an error at its end."""
+        parts = bytes(client.body).split(b"\n\n")[:-2]
+        said = [json.loads(part.removeprefix(b"data: ")) for part in parts]
+        failed = bool(said) and "error" in said[-1]
+        choices = [one["choices"][0] for one in (said[:-1] if failed else said)]
+        text, tokens = "".join(one["text"] for one in choices), client.plan.tokens
+        whole = "".join(f"{number}," for number in range(1, tokens + 1))
+        if not (whole.startswith(text) if failed else text == whole and choices[-1]["finish_reason"]):
+            raise Wrong(f"{client.name} got other tokens than 1 to {tokens}: ...{text[-100:]} {said[-1]}")
 
 
 def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = None) -> str | None:

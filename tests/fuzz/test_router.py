@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.server import BoundedProtocol, Turns, _Flow
+from kv_connector.router.streams.request import Request
+from kv_connector.router.streams.resumption import Resumption
+from kv_connector.router.streams.running import Running
 from tests.fuzz.router import problem, report, scenario
 
 
@@ -76,6 +80,14 @@ def _without_the_last(self: Pieces) -> Iterator[bytes | memoryview]:
     return itertools.chain(*(([part] if len(part) < 100 else [part[:-1], b"?"]) for part in self.parts))
 
 
+async def _too_early(self: Resumption, request: Request) -> Any:
+    place = await _place(self, request)
+    return replace(place, ids=place.ids.rpartition(b",")[0] or place.ids, said=place.said - 1)
+
+
+_place = Resumption._place
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "bodies are not counted": (Limits, "take", lambda self, nbytes, had, expected: None),
     "bodies have no limit": (Limits, "take", _without_budget),
@@ -89,6 +101,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "leases are kept": (Lease, "release", lambda self: None),
     "a refusal does not say when to come again": (failure, "_RETRY_AFTER_S", None),
     "a long body's bytes are changed": (Pieces, "slices", _without_the_last),
+    "a stream continues a token too early": (Resumption, "_place", _too_early),
+    "a stream continues where text is held back": (Running, "_look_back", lambda self, events: None),
 }
 
 

@@ -58,12 +58,16 @@ class FakeVllm(FakeEngine):
         self.go = asyncio.Event()
         self.an_event = 1
         """Tokens of a stream in each event. More than one: speculative decoding."""
+        self.killed = asyncio.Event()
+        """Set: its streams break, and it breaks off each request."""
         self.pace = 0.0
         """Seconds per token."""
         self.refuses: int | None = None
         """HTTP status of each refusal. None: requests are accepted."""
         self.dies_behind: int | None = None
-        """Tokens of a stream after which the engine dies. None: it does not die."""
+        """Tokens of a stream after which the engine dies, -1: before its answer. None: it does not die."""
+        self.reports = False
+        """Whether it reports its death within the stream, as a server does whose engine core dies."""
         self.disowned = 0
         """Requests that asked this engine to disown a transfer at P."""
         self.said = 0
@@ -87,10 +91,21 @@ class FakeVllm(FakeEngine):
         if said == self.dies_behind:
             raise Died
         if said >= self.limits[0]:
-            await self.go.wait()
+            await self._until(self.go)
         if said >= self.limits[1]:
-            await asyncio.Event().wait()
+            await self._until(asyncio.Event())
+        if self.killed.is_set():
+            raise Died
         await asyncio.sleep(self.pace)
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Waits until the event, or until the engine is killed."""
+        waits = [asyncio.ensure_future(one.wait()) for one in (event, self.killed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
 
     async def answer(self, request: Request, body: dict[str, Any]) -> Response:
         if body.get("model", MODEL) != MODEL:
@@ -100,6 +115,8 @@ class FakeVllm(FakeEngine):
         if self.refuses:
             return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
         if body.get("stream"):
+            if self.dies_behind is not None and self.dies_behind < 0:
+                raise Died
             stream = self.stream(request, body)
             return StreamingResponse(stream, media_type="text/event-stream")
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
@@ -108,7 +125,9 @@ class FakeVllm(FakeEngine):
         left, text = self.left(request, body, ids), Detokenizer()
         said = ""
         if self.limits[0] < LENGTH:
-            await self.go.wait()
+            await self._until(self.go)
+        if self.killed.is_set():
+            raise Died
         while left:
             left -= 1
             ids.append(next_token(ids))
@@ -179,6 +198,13 @@ class FakeVllm(FakeEngine):
                 yield _event(head | {"choices": [], "usage": usage})
             yield b"data: [DONE]\n\n"
             done = True
+        except Died:
+            if not self.reports:
+                raise
+            yield _event(
+                {"error": {"message": "EngineCore died.", "type": "InternalServerError", "code": 500}}
+            )
+            yield b"data: [DONE]\n\n"
         finally:
             self.closed += not done
 

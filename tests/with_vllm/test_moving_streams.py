@@ -1,4 +1,5 @@
-"""Running streams move between decode engines: each has one engine's answer, and no block is lost."""
+"""Running streams move between decode engines, or leave one that is killed: each has one engine's answer, and
+no block is lost."""
 
 from __future__ import annotations
 
@@ -140,10 +141,10 @@ class Reading:
         )
 
 
-async def moves(client: Client, site: Site) -> dict[str, int]:
-    """Returns {outcome: moves}."""
+async def outcomes_of(client: Client, site: Site, metric: str) -> dict[str, int]:
+    """Returns {outcome: count} of a metric of the router."""
     text = await client.get(f"{site.router}/metrics")
-    found = re.findall(r'^kv_connector_router_moves_total{outcome="(\w+)"} (\S+)', text, re.MULTILINE)
+    found = re.findall(rf'^{metric}{{outcome="(\w+)"}} (\S+)', text, re.MULTILINE)
     return {outcome: int(float(count)) for outcome, count in found}
 
 
@@ -206,12 +207,30 @@ async def test_streams_move_and_stay_where_the_target_dies(
     assert (await draining).streams == 0
     await grow(readings[2:], 20)
 
-    outcomes = await moves(client, site)
+    outcomes = await outcomes_of(client, site, "kv_connector_router_moves_total")
     await asyncio.gather(*(reading.task for reading in readings[:2]))
     await asyncio.gather(*(reading.leave() for reading in readings[2:]))
     print(f"\n{moved.streams} streams moved in {moved.seconds:.2f} s")
     print("longest pauses of the streams:", *(f"{pause:.2f}" for pause in pauses), "s; moves:", outcomes)
     assert moved.streams >= STREAMS - 2
     assert outcomes["engine_failed"] > 0
+    await assert_quiescent(client, site.prefill, second)
+    await assert_right(client, second, readings)
+
+
+async def test_streams_continue_when_their_decode_engine_is_killed(site: Site, client: Client) -> None:
+    second = site.start("second", "kv_consumer")
+    await site.joined(second)
+    readings = [Reading(client, site.router, number) for number in range(STREAMS)]
+    await grow(readings, 5)
+    site.first.kill()
+    await grow(readings[2:], 40)
+    pauses = [reading.pause for reading in readings]
+
+    await asyncio.gather(*(reading.task for reading in readings[:2]))
+    await asyncio.gather(*(reading.leave() for reading in readings[2:]))
+    outcomes = await outcomes_of(client, site, "kv_connector_router_broken_streams_total")
+    print("\nlongest pauses of the streams:", *(f"{pause:.2f}" for pause in pauses), "s;", outcomes)
+    assert outcomes.keys() == {"resumed"}
     await assert_quiescent(client, site.prefill, second)
     await assert_right(client, second, readings)

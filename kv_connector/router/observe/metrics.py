@@ -11,6 +11,8 @@ from kv_connector.router.observe.first_bytes import FirstBytes
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 # From a step of each engine and a transfer, up to the longest move (streams/moves.py).
 PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+# The same with the computation of the whole prompt, up to the longest pause (streams/resumption.py).
+RESUME_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 # How long the failures of a removed engine stay in the metrics: many scrapes, and few engines at a time.
 KEEP_SECONDS = 600.0
 
@@ -121,6 +123,19 @@ class Metrics:
             "Pause of a moved stream: from the old decode engine's last event to the new decode engine's "
             "first",
             buckets=PAUSE_BUCKETS,
+            registry=self.registry,
+        )
+        self.broken_streams = Counter(
+            "kv_connector_router_broken_streams",
+            "Streams whose decode engine failed after the client had a part, by outcome. resumed: the stream "
+            "continued on another engine. Other outcomes: why it ended with an error event.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.resume_pause = Histogram(
+            "kv_connector_router_resume_pause_seconds",
+            "Pause of a resumed stream: from the failure of its decode engine to the first event of the next",
+            buckets=RESUME_BUCKETS,
             registry=self.registry,
         )
         self.engines = Gauge(

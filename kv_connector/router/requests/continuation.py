@@ -6,11 +6,14 @@ tokens alone, the answer is the one that the first engine would have continued w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kv_connector.router.failure import UNREADABLE
+from kv_connector.router.engines.prompt import Prompt
+from kv_connector.router.failure import UNREADABLE, failure
 from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.events import END, data_of
 
@@ -129,28 +132,57 @@ def tokens_left(path: str, completion: Completion, said: int) -> int | None:
 class Continuation(Completion):
     """A request to /v1/completions, whatever the client's path was: there a prompt may be token ids."""
 
+    _why = "moved"
+
     @classmethod
-    def of(cls, completion: Completion, ids: bytes, said: int, max_tokens: int) -> Continuation:
+    def of(
+        cls,
+        completion: Completion,
+        ids: bytes,
+        said: int,
+        max_tokens: int,
+        *,
+        why: str = "moved",
+        prompt: Prompt | None = None,
+    ) -> Continuation:
         """Makes the continuation of a completion. ``ids``: token ids of prompt and answer, as in a JSON list.
-        ``said``: how many of them are the answer's."""
+        ``said``: how many of them are the answer's. ``why``: as of late_reason(). ``prompt``: the prompt as
+        policies are to see it; None: the token ids."""
         body: Body = {key: completion.body[key] for key in _KEPT if key in completion.body}
         body |= {"prompt": msgspec.Raw(b"[%s]" % ids), "max_tokens": max_tokens}
         if (least := (completion.body.get("min_tokens") or 0) - said) > 0:
             body["min_tokens"] = least
-        return cls(body)
+        made = cls(body)
+        made._why = why
+        if prompt is not None:
+            made._prompts[PATHS[0]] = prompt
+        return made
 
     def late_reason(self) -> str | None:
-        """Returns "moved": the first engine's stream has this token too, and continues if the second engine
-        fails."""
-        return "moved"
+        """Returns "moved" or "resumed". At a move the first engine's stream has this token, too, and
+        continues if the second engine fails. A resumed stream has begun long ago."""
+        return self._why
+
+
+def resumed_prompt(prompt: Prompt, tokens: int, said: int) -> Prompt:
+    """Returns the prompt of a continuation as policies see it: the beginning of the answer follows.
+
+    ``prompt``: the prompt of the first request, whose KV engines are known to have. ``tokens``: tokens of
+    prompt and answer, of which the last ``said`` are the answer's.
+    """
+    size = round(prompt.size * tokens / max(1, tokens - said))
+    return replace(prompt, size=size, tokens=tokens)
 
 
 class Tail:
     """Translates a continuation's answer to the form of the stream that it continues."""
 
-    def __init__(self, last: bytes, *, prompt: int, said: int, cached: int | None) -> None:
-        """``last``: the events that the client got last, which end with a token's. ``prompt``: tokens of the
-        prompt. ``said``: tokens of the answer so far. ``cached``: as in Running."""
+    def __init__(
+        self, last: bytes, *, prompt: int, said: int, cached: int | None, known: Sequence[int] = ()
+    ) -> None:
+        """``last``: the events that the client got last. They end with one of an answer's part. ``prompt``:
+        tokens of the prompt. ``said``: tokens of the answer before the continuation. ``cached``: as in
+        Running. ``known``: ids of the continuation's first tokens, if the client has them already."""
         events = [event for event in last.split(END) if event]
         begun = msgspec.json.decode(data_of(events[-1]))
         self._choice: dict[str, Any] = begun["choices"][0]
@@ -158,9 +190,11 @@ class Tail:
         self._prompt = prompt
         self._said = said
         self._cached = cached
+        self._known = list(known)
 
     def of(self, events: bytes) -> bytes:
-        """Returns whole events of the continuation, translated for the client."""
+        """Returns whole events of the continuation, translated for the client. Failure if it begins with
+        other tokens than the client has."""
         return b"".join(map(self._translate, events.split(END)))
 
     def _translate(self, event: bytes) -> bytes:
@@ -173,10 +207,22 @@ class Tail:
         if not isinstance(choices := said.get("choices"), list):
             return event + END  # an error
         said = self._head | {key: value for key, value in said.items() if key not in self._head}
+        if self._known and all(map(self._has, choices)):
+            return b""
         said["choices"] = [self._shape(choice) for choice in choices]
         if isinstance(usage := said.get("usage"), dict):
             self._count(usage)
         return b"data: " + msgspec.json.encode(said) + END
+
+    def _has(self, choice: dict[str, Any]) -> bool:
+        """Removes the known tokens from a choice. Returns whether nothing of it is left."""
+        tokens = choice.get("token_ids") or []
+        same = min(len(tokens), len(self._known))
+        if tokens[:same] != self._known[:same]:
+            words = f"the stream continued with token {tokens[0]}, where the client has {self._known[0]}"
+            raise failure(502, "api_error", words)
+        self._known, choice["token_ids"] = self._known[same:], tokens[same:]
+        return not (tokens[same:] or choice.get("text") or choice.get("finish_reason"))
 
     def _shape(self, choice: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in choice:

@@ -65,14 +65,18 @@ class Call:
     begin: Callable[[], Awaitable[None]] = _nobody_waits
     """Begins the client's stream, as one engine's would begin. To be called, once or more, when both engines
     have begun a stream. A later error is reported within the stream."""
+    resumes: bool = False
+    """Whether it continues a stream whose decode engine has failed."""
 
 
 class EngineFailure(Failure):
     """An engine did not answer a request, or answered with an error. Other engines may succeed."""
 
-    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint]) -> None:
+    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint], *, broke: bool = False) -> None:
+        """``broke``: the decode engine failed while it had the request, which may be the cause."""
         super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
+        self.broke = broke
 
 
 class EngineError(EngineFailure):
@@ -98,9 +102,9 @@ class Calls:
 
     def begin(self, call: Call, decode: Lease) -> bool:
         """Notes that the decode engine gets the request next. Returns whether it shall report token ids, so
-        that the stream may be moved to another engine."""
+        that another engine can continue the stream."""
         call.running.lease = decode
-        return call.running.begin(decode.endpoint, parts=self._members.of_both_sides(decode.endpoint))
+        return call.running.begin(decode.endpoint)
 
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Sends a request that is not a completion, and returns the whole answer."""
@@ -211,7 +215,8 @@ class Calls:
                     what = f"did not receive a prompt's KV from {self._members.label(prefill)}"
                     self._incidents.note(self._members.label(lease.endpoint), what, reason.result())
                     reported = failure(error.status, "api_error", words)
-                raise EngineError(reported, {**error.blamed, Side.PREFILL: prefill}) from None
+                blamed = {**error.blamed, Side.PREFILL: prefill}
+                raise EngineError(reported, blamed, broke=not unsure) from None
         for endpoint in (prefill, lease.endpoint):
             self._members.served(time.monotonic(), endpoint)
         return answer
@@ -269,9 +274,9 @@ class Calls:
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         chunks = self._relay(opening, events, lease, call)
-        # If token ids were requested for moves, they are recorded, and removed if the client did not request
+        # If the router has requested token ids, they are recorded, and removed if the client did not request
         # them.
-        return Answer(response.status, kind, call.running.note(chunks) if call.running.noted else chunks)
+        return Answer(response.status, kind, call.running.note(chunks) if call.running.may_move else chunks)
 
     async def _relay(
         self, opening: bytes, events: EventStream, lease: Lease, call: Call
@@ -329,7 +334,7 @@ class Calls:
         if answer.status < 500:
             return answer
         self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
-        return EngineError(answer, {side: endpoint})
+        return EngineError(answer, {side: endpoint}, broke=side is Side.DECODE)
 
     def _broken(
         self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
@@ -349,12 +354,14 @@ class Calls:
         )
         words = f"{type(error).__name__}: {error}"
         self._incidents.note(self._members.label(endpoint), _what_broke(error), words)
+        broke = False
         if _takes_no_connection(error):
             self._members.failed(endpoint, words, gone=refused(error))
         elif not isinstance(error, EngineLost):  # Members already knows that
             # The request may be at fault. An engine that is gone refuses the next connection.
             self._erred(endpoint, words, begun=begun)
-        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint})
+            broke = side is Side.DECODE
+        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint}, broke=broke)
 
 
 def _takes_no_connection(error: Exception) -> bool:
@@ -399,6 +406,7 @@ def no_such_model(answer: Failure, model: str) -> bool:
 
 
 def _message(answer: Failure) -> str:
+    """Returns the message of an engine's error; "" if it has none."""
     try:
         return msgspec.json.decode(answer.body, type=_Refusal).error.message
     except UNREADABLE:

@@ -11,11 +11,13 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
+    Iterator,
 )
 from contextlib import (
     AsyncExitStack,
     ExitStack,
     asynccontextmanager,
+    contextmanager,
 )
 from dataclasses import replace
 from typing import TypeVar
@@ -39,8 +41,11 @@ from kv_connector.router.requests.transcript import Budget, Transcript
 from kv_connector.router.streams.attempt import Attempt, Components
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
-from kv_connector.router.streams.moves import Moves, Stream
+from kv_connector.router.streams.continuing import Continuing
+from kv_connector.router.streams.moves import Moves
+from kv_connector.router.streams.resumption import Resumption
 from kv_connector.router.streams.serial import answer_serially
+from kv_connector.router.streams.stream import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -67,28 +72,33 @@ class Dispatcher:
         self.parts = Components.of(settings, client, metrics, incidents, spans)
         self._joined_by = time.monotonic() + settings.patience
         self._transcripts = Budget()
-        self.moves = Moves(self.parts.pools, self.parts.members, self.parts.calls, metrics, self._pair)
+        continuing = Continuing(self.parts.pools, self._forward)
+        self.moves = Moves(self.parts.pools, self.parts.members, continuing, metrics, self._pair)
+        self._resumption = Resumption(continuing, metrics, self._resume)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
         """Waits until the answer begins and yields it; Failure if there is none.
 
-        Until then a failed engine is replaced by another engine, if there is one. Leaving the block early, or
+        A failed engine is replaced by another engine, if there is one: until then by any, afterwards by one
+        that can continue the stream. Failure if there is none. Leaving the block early, or
         being cancelled before, closes the connections to both engines. That makes vLLM abort the request on
         both.
         """
         async with AsyncExitStack() as ours:
             request = ours.enter_context(self.moves.follow(completion, call))
             stack, answer = await self._try(completion, request.call)
-            stream = Stream(self.moves, request, stack, answer)
+            stream = Stream(self.moves, self._resumption, request, stack, answer)
             ours.push_async_exit(stream.end)
             if not self.parts.learns:
-                yield stream.answer
+                with _explained(stream):
+                    yield stream.answer
                 return
             echo = bool(completion.body.get("echo"))
             transcript = Transcript(call.path, self._transcripts, echo=echo)
             ours.callback(transcript.close)
-            yield replace(stream.answer, transcript=transcript)
+            with _explained(stream):
+                yield replace(stream.answer, transcript=transcript)
             # The client has the whole answer: else the block has raised.
             began, ended = request.call.running, request.running
             if began.placement is not None and began.lease is not None:
@@ -171,9 +181,11 @@ class Dispatcher:
         """
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
+        # A request that has ended two engines may have been the cause.
+        last = attempt >= ATTEMPTS or (call.resumes and error.broke)
         others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
-        if attempt >= ATTEMPTS or not (others or alone):
+        if last or not (others or alone):
             raise error
         self.parts.metrics.retries.inc()
         return avoid
@@ -336,6 +348,12 @@ class Dispatcher:
             answer = await self._concurrent(attempt, stack, (), ATTEMPTS)
             return stack.pop_all(), answer
 
+    async def _resume(
+        self, completion: Completion, call: Call, avoided: Collection[Endpoint]
+    ) -> tuple[AsyncExitStack, Answer]:
+        """Does the same as _try(), for the rest of a stream, whose first attempt was another engine's."""
+        return await self._try(completion, call, avoided, first=2)
+
     async def _retry_behind_token(
         self,
         completion: Completion,
@@ -354,3 +372,13 @@ class Dispatcher:
             "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
         return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
+
+
+@contextmanager
+def _explained(stream: Stream) -> Iterator[None]:
+    """Guards a block that sends the stream. If its engine fails, the client is to read why the stream ends
+    with it."""
+    try:
+        yield
+    except EngineFailure as error:
+        raise stream.failure(error) from error

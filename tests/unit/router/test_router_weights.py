@@ -19,6 +19,7 @@ from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest, Policy
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.streams.continuing import Continuing
 from kv_connector.router.streams.moves import Moves
 
 # The engine's report on its speed, which Goodput needs. The prefill engine is far faster than the decode
@@ -173,13 +174,12 @@ def test_streams_are_evened_out_among_engines_of_the_same_weights() -> None:
     busy, other, like = (
         router.says(name, weights) for name, weights in (("b1", "v1"), ("b2", "v2"), ("b3", "v1"))
     )
-    moves = Moves(router.pools, router.members, *cast("Any", [None] * 3))
+    nothing = cast("Any", None)
+    moves = Moves(router.pools, router.members, Continuing(router.pools, nothing), nothing, nothing)
 
     def stream(engine: Endpoint) -> Any:
         running, call = SimpleNamespace(engine=engine), SimpleNamespace(model="m")
-        return SimpleNamespace(
-            running=running, call=call, moving=False, to=None, stays=None, looked_at=True, failed=0
-        )
+        return SimpleNamespace(running=running, call=call, moving=False, to=None, stays=None, failed=0)
 
     def evened(*engines: Endpoint) -> list[Endpoint | None]:
         streams = [stream(engine) for engine in engines]
