@@ -60,6 +60,30 @@ class StreamSignal(LayerSignal):
         """The same with the word's value then plus one; may be captured into a CUDA graph."""
 
 @final
+class PageSummer:
+    """Sums of pages, by which two engines compare their copies (native/base/page_sum.h).
+
+    `on_gpu`: the pages are in the memory of the GPU whose context is current on this thread.
+    """
+
+    def __init__(self, on_gpu: bool) -> None: ...
+    def sum(
+        self,
+        address: int,
+        nbytes: int,
+        layers: Sequence[int],
+        blocks: Sequence[int],
+        stride: int,
+        runs: Sequence[int],
+        run_bytes: int,
+    ) -> bytes:
+        """Returns 8 bytes for each layer and block. Blocks, without the GIL; one thread at a time.
+
+        The page of a layer in a block consists of a run of bytes at `layer + block * stride + run` for each
+        run. The region begins at `address`. OUT_OF_RANGE: a page lies outside its `nbytes`.
+        """
+
+@final
 class CounterReader:
     def __len__(self) -> int: ...
     def value(self, counter: int) -> int: ...

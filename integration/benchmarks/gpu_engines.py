@@ -42,6 +42,7 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 RIVALS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 BEFORE = "before"  # another build of this package
+VERIFIED = "verified"  # a pair whose decode engine has verify_pages
 # float32: bfloat16 rounds differently in batches of another size, and random weights have ties.
 TINY_ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
 TINY_ARGUMENTS += ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024"]
@@ -134,6 +135,7 @@ def deployment(
     tensor_parallel: int = 1,
     rivals: Sequence[str] = (),
     before: Path | None = None,
+    verified: bool = False,
     provider: str = "nvlink",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Deployment:
@@ -154,6 +156,8 @@ def deployment(
                 more |= meeting
             elif name == BEFORE:
                 more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
+            elif name == VERIFIED:
+                transfer["kv_connector_extra_config"]["verify_pages"] = True
             sides.append(
                 Server(
                     f"{prefix}-{name}-{side}",
@@ -169,7 +173,7 @@ def deployment(
             )
         return sides[0], sides[1]
 
-    names = ("ours", *([BEFORE] if before else []), *rivals)
+    names = ("ours", *([BEFORE] if before else []), *([VERIFIED] if verified else []), *rivals)
     return Deployment(
         Server(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
         {name: pair(name, port + 50 * index) for index, name in enumerate(names, 1)},

@@ -36,6 +36,7 @@ from gpu_engines import (
     REST_SECONDS,
     RIVALS,
     TINY_ARGUMENTS,
+    VERIFIED,
     Answer,
     Body,
     Deployment,
@@ -93,8 +94,10 @@ class Modes:
             return await stream(self._client, self._deployment.alone.url, body)
         if name == "router":
             return await stream(self._client, self._routers["ours"], body)
-        if name == "direct":
-            return await direct(self._client, *self._deployment.pairs["ours"], body)
+        if name in ("direct", VERIFIED):
+            return await direct(
+                self._client, *self._deployment.pairs["ours" if name == "direct" else name], body
+            )
         if name == BEFORE:
             return await stream(self._client, self._routers[name], body)
         return await serial(self._client, *self._deployment.pairs[name], body)
@@ -276,6 +279,9 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=None, help="tokens per block; default: vLLM's")
     parser.add_argument("--shape", default="llama", choices=[*SHAPES])
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
+    parser.add_argument(
+        "--verified", action="store_true", help="also measure a pair with verify_pages, direct"
+    )
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks per engine, on 2 N GPUs"
@@ -346,6 +352,7 @@ def main() -> None:
                     plan.work,
                     rivals=plan.rivals,
                     before=plan.before,
+                    verified=plan.verified,
                     environment=shape.environment,
                     **lay,
                 )

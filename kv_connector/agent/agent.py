@@ -19,9 +19,11 @@ from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange, bind
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import AgentStats, Ledger, LiveState, Reports, Timing
 from kv_connector.agent.memory import KvMemory
+from kv_connector.agent.page_summer import PageSummer
 from kv_connector.agent.preemption import Preemption
 from kv_connector.agent.thread import AgentThread
 from kv_connector.agent.timeline import Timelines
+from kv_connector.agent.verification import Verification
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.control.timelines import boot_id
 from kv_connector.engine import TransferError
@@ -61,6 +63,7 @@ class Agent:
             self.signal: LayerSignal = (
                 self._engine.create_stream_signal() if config.on_gpu else self._engine.create_signal()
             )
+            self._summer = PageSummer(memory, on_gpu=config.on_gpu)
         except TransferError as error:
             close_or_log(self._engine, config.engine_id)
             raise AgentError(f"{config.engine_id}: cannot register the KV cache: {error}") from error
@@ -77,6 +80,11 @@ class Agent:
             on_gpu=config.on_gpu,
         )
         self._control = ControlPlane(config.key)
+        prefill = PrefillMachine(config.layout, config.timeouts)
+        decode = DecodeMachine(config.layout, config.timeouts, verify=config.verify_pages)
+        verification = Verification(
+            f"{config.engine_id}/{config.rank}", self._summer, prefill, decode, self._ledger
+        )
         self._effects = Effects(
             engine=self._engine,
             signal=self.signal,
@@ -96,13 +104,15 @@ class Agent:
                 ),
                 config.timeouts,
             ),
-            prefill=PrefillMachine(config.layout, config.timeouts),
-            decode=DecodeMachine(config.layout, config.timeouts),
+            prefill=prefill,
+            decode=decode,
+            verification=verification,
             ledger=self._ledger,
             timelines=self.timelines,
             allow_fallback=config.allow_fallback,
         )
         self._thread = AgentThread(config.engine_id, self._control, self._effects, config.timeouts.drain)
+        verification.submit = self._thread.submit
         self._preemption = Preemption(
             self._engine, self.signal, self._effects, self._thread, config.timeouts.drain
         )
@@ -485,7 +495,7 @@ class Agent:
         BLOCKS until nothing can be written to the memory or read from it. A second call does nothing. Raises
         AgentError if the memory must stay mapped.
         """
-        self._memory.unregister(self._effects, self._thread)
+        self._memory.unregister(self._effects, self._thread, self._summer)
 
     def register_memory(self) -> None:
         """Registers the memory again after unregister_memory(), once the same addresses are mapped. Sessions
@@ -509,4 +519,5 @@ class Agent:
                 return
             self._thread.end()
             self._control.close()
+            self._summer.close()
             close_or_log(self._engine, self._config.engine_id)

@@ -48,6 +48,7 @@ class AgentConfig:
     worker_cpu: int | None = None  # the core that the transfer thread is pinned to
     timeouts: Timeouts = field(default_factory=Timeouts)
     key: ClusterKey | None = None  # the cluster key; None: any process that reaches the port is accepted
+    verify_pages: bool = False  # compare received pages with the prefill engine's
     timelines: int = 0  # number of transfers whose timelines are kept
 
 

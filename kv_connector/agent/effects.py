@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kv_connector.agent.end_log import log_end
 from kv_connector.agent.ledger import Ledger, Timing
 from kv_connector.agent.links import LinkWatch, PeerName
 from kv_connector.agent.ports import Received, Sockets, TransferPort
 from kv_connector.agent.slow_transfers import SLOW_S, SlowTransfers
 from kv_connector.agent.timeline import Timelines
+from kv_connector.agent.verification import Verification
 from kv_connector.agent.writes import BURSTS, Target, Writes
 from kv_connector.engine import ErrorCode, Event, EventKind, TransferError
 from kv_connector.protocol.actions import (
@@ -41,6 +43,7 @@ from kv_connector.protocol.actions import (
     Log,
     OpenCounter,
     Outcome,
+    PagesChecked,
     PeerId,
     PrefixAnswered,
     PrefixDecided,
@@ -55,6 +58,7 @@ from kv_connector.protocol.actions import (
     SessionOver,
     SessionUp,
     Share,
+    SumPages,
     UnderWay,
 )
 from kv_connector.protocol.decode_machine import DecodeMachine
@@ -78,6 +82,7 @@ from kv_connector.protocol.messages import (
     Reserve,
     Role,
     Sampled,
+    Sums,
     clip,
     for_prefixes,
 )
@@ -144,6 +149,7 @@ class Effects:
         peers: PeerTable,
         prefill: PrefillMachine,
         decode: DecodeMachine,
+        verification: Verification,
         ledger: Ledger,
         timelines: Timelines | None = None,
         allow_fallback: bool = False,
@@ -156,6 +162,7 @@ class Effects:
         self.writes = Writes(engine, signal, regions, len(layout.layers))
         self._engine = engine
         self._control = control
+        self._verification = verification
         self._ledger = ledger
         self._allow_fallback = allow_fallback
         self._timelines = timelines
@@ -217,8 +224,8 @@ class Effects:
         if received.message is None:
             return self.peers.lost(now, received.source, "it sent a malformed message")
         if isinstance(received.message, Recall) and self._timelines is not None:
-            others = self.peers.other_workers()
-            return [Reply(received.source, self._timelines.recalled(received.message, others))]
+            recalled = self._timelines.recalled(received.message, self.peers.other_workers())
+            return [Reply(received.source, recalled)]
         return self.peers.receive(now, received.source, received.message)
 
     def engine_events(self, now: float) -> None:
@@ -278,6 +285,8 @@ class Effects:
                 number, _ = self._counters.pop(request_id)
                 del self._counting[number]
                 self._engine.release_counters(number)
+            case SumPages() | PagesChecked():
+                self._verification.act(action, self._name_of)
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
@@ -341,6 +350,8 @@ class Effects:
             case CancelWrites(share):
                 # The transfer has ended already, and its event will follow.
                 logger.debug("transfer %s: not cancelled, it has already ended: %s", share, reason)
+            case SumPages(owner):
+                return self._verification.summed(now, owner, b"", reason)
             case OpenCounter(_, request_id):
                 return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):
@@ -349,8 +360,7 @@ class Effects:
                 return self.decode.fail(now, peer, fail)
             case Deliver(peer, Reserve(transfer_id, attempt)):
                 # Part of the reservation may be in flight. D must not wait for it.
-                fail = Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), quiesced=False)
-                return [Send(peer, fail)]
+                return [Send(peer, Fail(transfer_id, attempt, FailCode.WRITE_ERROR, clip(reason), False))]
             case Connect(peer) | Inquire(peer) | Complete(peer):
                 return self.peers.dial_error(now, peer, reason)
             case Accept(peer):
@@ -379,6 +389,8 @@ class Effects:
                 return self.prefill.waiting(now, peer, waiting)
             case Sampled():
                 return self.decode.sampled(now, peer, message)
+            case Sums():
+                return self.decode.sums(now, peer, message)
             case Fail():
                 return self.decode.fail(now, peer, message)
             case CancelAck():
@@ -390,8 +402,7 @@ class Effects:
         link = self._links[action.peer] = _Link(action.name)
         handshake = self._engine.offer(action.name, action.without)
         link.engine_peer = handshake.peer
-        source = self._control.dial(action.address)
-        return self.peers.offered(now, action.peer, source, handshake.data)
+        return self.peers.offered(now, action.peer, self._control.dial(action.address), handshake.data)
 
     def _accept(self, now: float, action: Accept) -> Sequence[Action]:
         hello = action.hello
@@ -443,9 +454,9 @@ class Effects:
     def _try_fence(self, now: float, peer: PeerId) -> Sequence[Action]:
         fencing, link = self._fencing[peer], self._links[peer]
         assert link.engine_peer is not None
+        timeout = _FENCE_TIMEOUT_S if now == fencing.since else _FENCE_RETRY_TIMEOUT_S
         try:
-            first = now == fencing.since
-            self._engine.fence(link.engine_peer, _FENCE_TIMEOUT_S if first else _FENCE_RETRY_TIMEOUT_S)
+            self._engine.fence(link.engine_peer, timeout)
         except TransferError as error:
             if error.code not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):
                 wait = (now - fencing.since) / 2
@@ -465,9 +476,8 @@ class Effects:
     def _fenced(self, now: float, peer: PeerId) -> Sequence[Action]:
         self._over.append(peer)
         del self._fencing[peer]
-        if not self._fencing:
-            while self._when_fenced:
-                self._when_fenced.pop()()
+        while self._when_fenced and not self._fencing:
+            self._when_fenced.pop()()
         return [*self.prefill.fenced(now, peer), *self.decode.fenced(now, peer)]
 
     # --- Writing and counting
@@ -578,23 +588,13 @@ class Effects:
         self.transfer_over(ended, timing)
         if ended.outcome in (Outcome.COMPLETED, Outcome.RELEASED):
             return
-        where = "that no decode engine requested" if ended.side is Role.PREFILL else "without a session"
-        if link is not None:
-            where = f"{'to' if ended.side is Role.PREFILL else 'from'} {link.name} over {link.lane}"
-        share, outcome = Share(ended.transfer_id, ended.share), ended.outcome.value
-        reason = ended.reason or "the decode engine aborted its request"
-        # Many of these occur where clients leave or a fleet is updated, and nothing is wrong with the
-        # transfers.
-        usual = ended.outcome in (Outcome.STALE, Outcome.CANCELLED)
-        level = logging.INFO if usual else logging.WARNING
-        request = f" of request {ended.request_id}" if ended.request_id else ""
-        logger.log(level, "transfer %s%s %s: %s: %s", share, request, where, outcome, reason)
+        log_end(ended, None if link is None else PeerName(link.name, link.lane))
         if ended.side is Role.DECODE and ended.reason and ended.outcome is not Outcome.STALE:
-            self.load_failed(ended.transfer_id, reason)
+            self.load_failed(ended.transfer_id, ended.reason)
 
     def _timing(self, ended: Ended, lane: str) -> Timing:
         if ended.side is Role.DECODE:
             return Timing(ended.side, lane, ended.seconds, pages=self._arrived.pop(ended.request_id, 0))
-        sent = self._sent.pop(Share(ended.transfer_id, ended.share), None)
-        opened, pages, nbytes = (ended.seconds, 0, 0) if sent is None else sent
+        unsent = ended.seconds, 0, 0
+        opened, pages, nbytes = self._sent.pop(Share(ended.transfer_id, ended.share), unsent)
         return Timing(ended.side, lane, ended.seconds, max(0.0, ended.seconds - opened), nbytes, pages)

@@ -59,11 +59,21 @@ class AgentStats:
     sent_seconds: float  # from RESERVE to the end, summed over completed transfers
     received_seconds: float
     received_pages: int
+    checks: CheckStats
     malformed_messages: int
     links_lost: int  # links that broke while their peer had others
     links_restored: int
     peers: tuple[PeerInfo, ...]
     prefixes: PrefixStats
+
+
+@dataclass(frozen=True)
+class CheckStats:
+    """Counters of verified pages since the agent started, as decode engine. They only grow."""
+
+    pages: int  # compared with the prefill engine's
+    corrupt: int  # of these pages, those that differ
+    unverified: int  # transfers with pages that could not be compared
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,7 @@ class Ledger:
         self._pushed = [0, 0, 0]  # pages, bytes, layers
         self._before_end = [0, 0, 0]
         self._received_pages = 0
+        self._checks = [0, 0, 0]  # pages, corrupt pages, transfers that were not verified
         self._borrow: Counter[LendOutcome] = Counter()
         self._lend: Counter[LendOutcome] = Counter()
         self._tokens_borrowed = self._tokens_lent = 0
@@ -298,6 +309,12 @@ class Ledger:
         with self._lock:
             self._received_pages += pages
 
+    def checked(self, pages: int, corrupt: int, unverified: bool) -> None:
+        """Counts the check of a transfer's pages."""
+        with self._lock:
+            for index, count in enumerate((pages, corrupt, int(unverified))):
+                self._checks[index] += count
+
     def timed(self, timing: Timing) -> None:
         with self._lock:
             self._timings.append(timing)
@@ -351,6 +368,7 @@ class Ledger:
                 sent_seconds=self._seconds[Role.PREFILL],
                 received_seconds=self._seconds[Role.DECODE],
                 received_pages=self._received_pages,
+                checks=CheckStats(*self._checks),
                 malformed_messages=malformed,
                 links_lost=links_lost,
                 links_restored=links_restored,

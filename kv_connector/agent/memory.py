@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from kv_connector.agent.config import AgentError, MemoryRange
 from kv_connector.agent.effects import Action, Effects
+from kv_connector.agent.page_summer import PageSummer
 from kv_connector.agent.thread import AgentThread
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
@@ -33,13 +34,14 @@ class KvMemory:
         """Returns the descriptors with which peers write to the memory."""
         return tuple(self._engine.region_descriptor(region) for region in self.regions)
 
-    def unregister(self, effects: Effects, thread: AgentThread) -> None:
+    def unregister(self, effects: Effects, thread: AgentThread, summer: PageSummer) -> None:
         """Does what Agent.unregister_memory() promises."""
         if not self.regions:
             return
         future: Future[None] = Future()
         thread.ask(lambda now: _fall_asleep(now, effects, future), future)
         thread.insist(future, "sleep")
+        summer.drain()  # no transfer is left that could begin another job
         try:
             self._engine.deregister_memory(self.regions, self._drain_s)
         except TransferError as error:

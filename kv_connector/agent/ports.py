@@ -1,12 +1,12 @@
-"""The interfaces that the agent needs of a transfer engine and of control sockets.
+"""The interfaces that the agent needs of a transfer engine, of a summer of pages and of control sockets.
 
-TransferEngine and ControlPlane implement them and describe each method. The simulator has its own
+TransferEngine, PageSummer and ControlPlane implement them and describe each method. The simulator has its own
 implementations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kv_connector.engine import (
@@ -19,7 +19,7 @@ from kv_connector.engine import (
     PagedWrite,
     TransferProgress,
 )
-from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.actions import Address, Source, SummedPages
 from kv_connector.protocol.messages import AnyMessage
 
 
@@ -66,6 +66,10 @@ class TransferPort(LinkPort, Protocol):
     def release_counters(self, counters: int) -> None: ...
 
     def poll_events(self, limit: int) -> list[Event]: ...
+
+
+class Summer(Protocol):
+    def sum(self, pages: Sequence[SummedPages], summed: Callable[[bytes, str], None]) -> None: ...
 
 
 class Received(Protocol):

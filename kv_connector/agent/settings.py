@@ -82,6 +82,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """NICs for the transfers of each rank, such as `[["mlx5_0"], ["mlx5_1"]]`. For `libfabric` the names have
     the form `"efa:rdmap79s0-rdm"`. Default: the NICs nearest to the rank's GPU.
     """
+    verify_pages: bool = False
+    """Whether a decode engine compares each page that it receives with the prefill engine's, by a sum. A page
+    that differs fails its KV load. The prefill engine needs no setting. See docs/reliability.md.
+    """
     timelines: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
     """Number of transfers whose timelines each worker keeps for `kv-connector trace`. 0 records no
     timelines."""

@@ -134,6 +134,7 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
                 advice=worker.advice,
                 layout=worker.layout,
                 timeouts=settings.agent_timeouts(),
+                verify_pages=settings.verify_pages,
                 timelines=settings.timelines,
                 key=key,
                 on_gpu=worker.device.kind == "cuda",

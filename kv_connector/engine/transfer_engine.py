@@ -47,6 +47,7 @@ SharedMemory = _native.SharedMemory
 CompletionWord = _native.CompletionWord
 CounterReader = _native.CounterReader
 LayerSignal = _native.LayerSignal
+PageSummer = _native.PageSummer
 StreamSignal = _native.StreamSignal
 
 MAX_MESSAGE_BYTES = _native.MAX_MESSAGE_BYTES

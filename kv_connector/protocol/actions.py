@@ -30,6 +30,7 @@ from kv_connector.protocol.messages import (
     Reserve,
     Role,
     Sampled,
+    Sums,
     Wants,
 )
 from kv_connector.protocol.plan import Groups
@@ -144,6 +145,25 @@ class Log:
     text: str
 
 
+# --- Of sums, on either side
+
+
+@dataclass(frozen=True)
+class SummedPages:
+    """Pages of several layers in the same blocks of this engine. Each page gets a sum, layer by layer.
+
+    The page of a layer in a block consists of ``runs`` of bytes, at ``layer + block * stride + run`` in the
+    region.
+    """
+
+    region: int
+    layers: tuple[int, ...]
+    blocks: tuple[int, ...]
+    stride: int
+    runs: tuple[int, ...]
+    run_bytes: int
+
+
 # --- Of the prefill side
 
 
@@ -196,6 +216,14 @@ class CancelWrites:
     """Post nothing more of this share. The transfer engine reports its end once it has drained."""
 
     share: Share
+
+
+@dataclass(frozen=True)
+class SumPages:
+    """Sum these pages. ``pages_summed`` of the machine answers."""
+
+    owner: Share | str  # in P the share whose pages have arrived, in D the request
+    pages: tuple[SummedPages, ...]
 
 
 @dataclass(frozen=True)
@@ -266,6 +294,40 @@ class PromptDue:
     """A deferred load waits for nothing any more: it may take blocks as soon as the engine has them."""
 
     transfer_id: str
+
+
+@dataclass(frozen=True)
+class CorruptPage:
+    """A page that differs from P's, or the part of it that one worker of P has written."""
+
+    peer: PeerId
+    layer: str
+    block: int  # of D
+    first_token: int
+    tokens: int  # 0: a row, without tokens
+
+    def __str__(self) -> str:
+        last = self.first_token + self.tokens - 1
+        tokens = f" (tokens {self.first_token} to {last})" if self.tokens else ""
+        return f"layer {self.layer}, block {self.block}{tokens}"
+
+
+@dataclass(frozen=True)
+class PagesChecked:
+    """The pages of a transfer were compared with the sums of P. Counted, and logged unless all are equal."""
+
+    transfer_id: str
+    request_id: str
+    pages: int  # compared
+    corrupt: tuple[CorruptPage, ...]
+    unverified: tuple[tuple[PeerId, str], ...]  # sources without a check, with the reasons
+
+    @property
+    def problem(self) -> str:
+        """The reason why its pages are not used."""
+        return (
+            f"{len(self.corrupt)} of {self.pages} pages differ from the prefill engine's: {self.corrupt[0]}"
+        )
 
 
 # --- Of prefixes
@@ -412,7 +474,9 @@ class Distrust:
     reason: str
 
 
-RequestMessage = Reserve | Cancel | Release | Sampled | Fail | CancelAck | Defer | Due | Borrow | Lent | Ping
+RequestMessage = (
+    Reserve | Cancel | Release | Sampled | Sums | Fail | CancelAck | Defer | Due | Borrow | Lent | Ping
+)
 """A message about requests, not about the session."""
 
 

@@ -17,10 +17,8 @@ D's request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from kv_connector.protocol.actions import (
     Address,
@@ -36,6 +34,7 @@ from kv_connector.protocol.actions import (
     Reached,
     Send,
     State,
+    SumPages,
     UnderWay,
 )
 from kv_connector.protocol.borrowing import Borrowing
@@ -50,16 +49,16 @@ from kv_connector.protocol.messages import (
     FailCode,
     Rank,
     Release,
-    Reserve,
     Role,
     Sampled,
+    Sums,
     id_problem,
 )
 from kv_connector.protocol.plan import targets_problem, used_blocks
 from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.sources import Draw, draws, scattered
+from kv_connector.protocol.sources import Draw, draws, warnings
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers, earliest
 
@@ -82,8 +81,11 @@ class _Engine:
 class DecodeMachine:
     """All transfers of one decode worker. Every method returns the actions to execute, in order."""
 
-    def __init__(self, layout: KvLayout, timeouts: Timeouts) -> None:
+    def __init__(self, layout: KvLayout, timeouts: Timeouts, *, verify: bool = False) -> None:
+        """``verify``: whether pages are checked against sums of P."""
         self._layout = layout
+        self._verify = verify
+        self._summing: set[PeerId] = set()  # sessions with workers of P that can sum their pages
         self._timeouts = timeouts
         self.rank = 0
         self._ranks: Sequence[Rank] = (Rank("localhost", 1, 0, layout),)  # the workers of this engine
@@ -115,10 +117,7 @@ class DecodeMachine:
         """The transfers that are not over. Any thread may call it."""
         found = []
         for transfer in list(self._transfers.values()):  # copied in one step, because other threads change it
-            peer, phase = transfer.shown
-            request, since = transfer.request, transfer.deadline - self._limit(transfer.request)
-            ids = request.transfer_id, request.request_id
-            found.append(UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since))
+            found.append(transfer.under_way(transfer.deadline - self._limit(transfer.request)))
         return found
 
     # --- D's engine
@@ -208,8 +207,8 @@ class DecodeMachine:
         actions: list[DecodeAction] = [
             Dial(address, worker, draw.wants, draw.layout) for worker, draw in engine.workers.items()
         ]
-        actions += self._missing(address, ranks)
-        actions += self._strided(address, engine.workers.values())
+        for text in warnings(self._layout, ranks, found.values()):
+            actions.append(Log(logging.WARNING, f"prefill engine at {address}: {text}"))
         for transfer_id in engine.releases:
             actions += self._release(transfer_id, address, engine.workers)
         engine.releases.clear()
@@ -232,6 +231,8 @@ class DecodeMachine:
     ) -> list[DecodeAction]:
         """A session with the worker at this address is up. The others: as in SessionUp."""
         self._sessions[address] = peer
+        if knows_defer or address.prefixes:  # both are newer than PROTOCOL_VERSION
+            self._summing.add(peer)
         actions: list[DecodeAction] = [Send(peer, message) for message in self._releases.pop(address, ())]
         actions += self.borrowing.peer_up(now, address, peer, incarnation)
         actions += self.deferring.peer_up(address, peer, knows_defer)
@@ -251,6 +252,7 @@ class DecodeMachine:
 
     def peer_down(self, now: float, peer: PeerId, reason: str) -> list[DecodeAction]:
         """The session is over and being fenced. ``fenced`` follows."""
+        self._summing.discard(peer)
         for address in [address for address, known in self._sessions.items() if known == peer]:
             del self._sessions[address]
             self._forget(address)
@@ -261,6 +263,9 @@ class DecodeMachine:
                 continue
             if transfer.phase is Phase.LANDED:
                 actions += self._will_not_say(now, transfer, leg)
+                continue
+            if transfer.verifies_without(peer):
+                leg.enter(LegPhase.STOPPED)
                 continue
             if leg.phase is not LegPhase.STAGED:  # a staged source got no RESERVE
                 leg.enter(LegPhase.FENCING)
@@ -283,28 +288,11 @@ class DecodeMachine:
         transfer = self._transfers.get(request_id)
         if transfer is None:  # a source was lost in the meantime
             return [CloseCounter(request_id)]
-        transfer.enter(Phase.RESERVED)
-        transfer.since = now
-        request = transfer.request
-        reserve = Reserve(
-            transfer_id=request.transfer_id,
-            attempt=transfer.attempt,
-            prompt_tokens=request.prompt_tokens,
-            first_token=request.first_token,
-            prompt_hash=request.prompt_hash,
-            groups=request.groups,
-            immediate=immediate,
-            deadline_ms=max(0, round((transfer.deadline - now) * 1000)),
-            wants_sampled=request.wants_sampled,
-            weights=self._weights,
-        )
-        actions: list[DecodeAction] = [_report_status(request, State.MOVING)]
-        for leg in transfer.legs:
-            assert leg.peer is not None
-            leg.enter(LegPhase.RESERVED)
-            own = msgspec.structs.replace(reserve, share=leg.draw.share, shares=leg.draw.shares)
-            actions.append(Send(leg.peer, own))
-        return actions
+        summing = self._summing if self._verify else None
+        return [
+            _report_status(transfer.request, State.MOVING),
+            *transfer.reserve(now, immediate, self._weights, summing),
+        ]
 
     def counter_failed(self, now: float, request_id: str, reason: str) -> list[DecodeAction]:
         """No counter could be opened. Nothing was sent, so nothing can land."""
@@ -316,12 +304,30 @@ class DecodeMachine:
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return []
-        if transfer.phase is Phase.RESERVED and transfer.request.wants_sampled and transfer.said is None:
-            transfer.enter(Phase.LANDED)
+        if transfer.check is None:
+            return self._landed(now, transfer)
+        if transfer.stopping:  # its pages were not checked
+            return self._end_stopped(now, transfer)
+        transfer.enter(Phase.CHECKING)
+        return [SumPages(request_id, transfer.check.pages)]
+
+    def pages_summed(self, now: float, request_id: str, sums: bytes, problem: str) -> list[DecodeAction]:
+        """These are the sums of the request's pages as in SumPages, or the reason why there are none."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.check is None:
             return []
-        return self._end(now, transfer, Outcome.COMPLETED, "")
+        transfer.check.summed(sums, problem)
+        return self._compare(now, transfer)
 
     # --- Messages of P
+
+    def sums(self, now: float, peer: PeerId, message: Sums) -> list[DecodeAction]:
+        """Handles SUMS, of which the last one may arrive before or after D's own sums."""
+        found = self._attempt(peer, message)
+        if found is None or found[0].check is None:
+            return []
+        problem = found[0].check.receive(peer, message)
+        return self._give_up(now, found[0], problem, peer) if problem else self._compare(now, found[0])
 
     def sampled(self, now: float, peer: PeerId, message: Sampled) -> list[DecodeAction]:
         """Handles SAMPLED. Each source sends it, and the first one counts."""
@@ -433,28 +439,6 @@ class DecodeMachine:
         looking = [one for one in self._transfers.values() if one.phase is Phase.LOOKING]
         return [transfer for transfer in looking if transfer.request.engine == address]
 
-    def _missing(self, address: Address, ranks: Sequence[Rank]) -> list[DecodeAction]:
-        has = {layer.name for rank in ranks for layer in rank.layout.layers}
-        missing = [layer.name for layer in self._layout.layers if layer.name not in has]
-        if not missing:
-            return []
-        text = (
-            f"the prefill engine at {address} lacks {len(missing)} layers of a drafter, such as "
-            f"{missing[0]}. Fewer drafts are right without them: start it with the same speculative decoding"
-        )
-        return [Log(logging.WARNING, text)]
-
-    def _strided(self, address: Address, workers: Iterable[Draw]) -> list[DecodeAction]:
-        found = scattered(workers)
-        if found is None:
-            return []
-        writes, nbytes = found
-        text = (
-            f"prefill engine at {address}: pages arrive in up to {writes} writes per layer and block, of "
-            f"{nbytes} bytes or more. For fewer writes use equal block sizes and a layout with heads first"
-        )
-        return [Log(logging.WARNING, text)]
-
     def _find(self, address: Address) -> list[DecodeAction]:
         self._engines[address] = _Engine()
         return [FindEngine(address)]
@@ -479,7 +463,27 @@ class DecodeMachine:
                 actions.append(Send(peer, message))
         return actions
 
-    def _attempt(self, peer: PeerId, message: Sampled | Fail | CancelAck) -> tuple[Reception, Leg] | None:
+    def _compare(self, now: float, transfer: Reception) -> list[DecodeAction]:
+        """Compares the sums of both sides once all are there."""
+        check = transfer.check
+        if transfer.phase is not Phase.CHECKING or check is None or not check.complete:
+            return []
+        checked = check.result()
+        if not checked.corrupt:
+            return [checked, *self._landed(now, transfer)]
+        return [checked, *self._give_up(now, transfer, checked.problem, checked.corrupt[0].peer)]
+
+    def _landed(self, now: float, transfer: Reception) -> list[DecodeAction]:
+        """Ends a transfer that has its pages, unless its request waits for a token that may still come."""
+        waits = transfer.request.wants_sampled and transfer.said is None
+        if waits and any(leg.phase is LegPhase.RESERVED for leg in transfer.legs) and not transfer.stopping:
+            transfer.enter(Phase.LANDED)
+            return []
+        return self._end(now, transfer, Outcome.COMPLETED, "")
+
+    def _attempt(
+        self, peer: PeerId, message: Sampled | Sums | Fail | CancelAck
+    ) -> tuple[Reception, Leg] | None:
         """The transfer and leg that a message of ``peer`` belongs to, if the leg exists."""
         transfer = self._transfers.get(self._attempts.get(message.attempt, ""))
         if transfer is None or transfer.request.transfer_id != message.transfer_id:

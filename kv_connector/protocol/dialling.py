@@ -41,6 +41,7 @@ from kv_connector.protocol.messages import (
     Pong,
     Role,
     Sampled,
+    Sums,
     Wants,
     clip,
     id_problem,
@@ -196,7 +197,9 @@ class Dialling:
             return []  # the answer to a repeated HELLO
         if peer.state is PeerState.CONNECTING:
             return []
-        if isinstance(message, Sampled | Fail | CancelAck) or (isinstance(message, Lent) and peer.prefixes):
+        if isinstance(message, Sampled | Sums | Fail | CancelAck) or (
+            isinstance(message, Lent) and peer.prefixes
+        ):
             return [Deliver(peer.peer, message)]
         if isinstance(message, Due) and peer.knows_defer:
             return [Deliver(peer.peer, message)]

@@ -5,7 +5,8 @@ A transfer goes through these phases:
     phase      waits for                                         next
     LOOKING    the directory of the prefill engine               STAGED, FAILING, ABORTED, OVER
     STAGED     a session with each source, and the counter       RESERVED, FAILING, ABORTED
-    RESERVED   pages, and for the token if its request wants it  LANDED, FAILING, ABORTED, OVER
+    RESERVED   pages, and for the token if its request wants it  CHECKING, LANDED, FAILING, ABORTED, OVER
+    CHECKING   the sums of its pages: every page is here         LANDED, FAILING, ABORTED, OVER
     LANDED     the token alone: every page is here               ABORTED, OVER
     FAILING    every leg to stop: pages may still land           LINGERING, ABORTED, OVER
     LINGERING  the abort of D's request: P's was aborted         ABORTED, OVER
@@ -13,7 +14,8 @@ A transfer goes through these phases:
     OVER       nothing: it is reported and forgotten             -
 
 The arrival of all pages also ends a transfer in FAILING, LINGERING and ABORTED, because nothing can land
-afterwards. If no RESERVE was sent, the legs stop at once, and FAILING and ABORTED take no time.
+afterwards. If no RESERVE was sent, the legs stop at once, and FAILING and ABORTED take no time. CHECKING is
+for transfers whose pages are verified (page_sums.py).
 
 A leg goes through these phases:
 
@@ -28,6 +30,7 @@ A leg goes through these phases:
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import (
@@ -41,13 +44,17 @@ from kv_connector.protocol.actions import (
     Log,
     OpenCounter,
     Outcome,
+    PagesChecked,
     PeerId,
     PrefixAnswered,
     PromptDue,
     Reached,
     Send,
+    SumPages,
+    UnderWay,
 )
-from kv_connector.protocol.messages import Role, Sampled
+from kv_connector.protocol.messages import Reserve, Role, Sampled
+from kv_connector.protocol.page_sums import PageCheck
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.sources import Draw
 
@@ -64,6 +71,8 @@ DecodeAction = (
     | FinishedReceiving
     | PrefixAnswered
     | PromptDue
+    | SumPages
+    | PagesChecked
 )
 """The actions of the decode machine."""
 
@@ -94,6 +103,7 @@ class Phase(enum.Enum):
     LOOKING = enum.auto()
     STAGED = enum.auto()
     RESERVED = enum.auto()
+    CHECKING = enum.auto()
     LANDED = enum.auto()
     FAILING = enum.auto()
     LINGERING = enum.auto()
@@ -104,7 +114,8 @@ class Phase(enum.Enum):
 NEXT = {
     Phase.LOOKING: {Phase.STAGED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
     Phase.STAGED: {Phase.RESERVED, Phase.FAILING, Phase.ABORTED},
-    Phase.RESERVED: {Phase.LANDED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
+    Phase.RESERVED: {Phase.CHECKING, Phase.LANDED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
+    Phase.CHECKING: {Phase.LANDED, Phase.FAILING, Phase.ABORTED, Phase.OVER},
     Phase.LANDED: {Phase.ABORTED, Phase.OVER},
     Phase.FAILING: {Phase.LINGERING, Phase.ABORTED, Phase.OVER},
     Phase.LINGERING: {Phase.ABORTED, Phase.OVER},
@@ -141,6 +152,8 @@ class Reception:
     legs: tuple[Leg, ...] = ()
     since: float | None = None
     """When RESERVE was sent. None: it was not sent, and there is no counter."""
+    check: PageCheck | None = None
+    """The check of its pages. None: they are not checked."""
     said: Sampled | None = None
     """The first SAMPLED of a source."""
     outcome: Outcome = Outcome.FAILED
@@ -155,6 +168,42 @@ class Reception:
         text = f"transfer {self.request.transfer_id}: {self.phase} -> {phase}"
         assert phase in NEXT[self.phase], text
         self.phase = phase
+
+    def reserve(
+        self, now: float, immediate: int, weights: str, summing: Collection[PeerId] | None
+    ) -> list[DecodeAction]:
+        """Enters RESERVED, and sends RESERVE to each source. ``summing``: the sources that can sum their
+        pages. None: pages are not checked."""
+        self.enter(Phase.RESERVED)
+        self.since = now
+        request, actions, draws = self.request, list[DecodeAction](), dict[PeerId, Draw]()
+        for leg in self.legs:
+            assert leg.peer is not None
+            leg.enter(LegPhase.RESERVED)
+            draws[leg.peer] = leg.draw
+            reserve = Reserve(
+                transfer_id=request.transfer_id,
+                attempt=self.attempt,
+                prompt_tokens=request.prompt_tokens,
+                first_token=request.first_token,
+                prompt_hash=request.prompt_hash,
+                groups=request.groups,
+                immediate=immediate,
+                deadline_ms=max(0, round((self.deadline - now) * 1000)),
+                share=leg.draw.share,
+                shares=leg.draw.shares,
+                wants_sampled=request.wants_sampled,
+                wants_sums=summing is not None and leg.peer in summing,
+                weights=weights,
+            )
+            actions.append(Send(leg.peer, reserve))
+        if summing is not None:
+            self.check = PageCheck.of(request, draws, summing)
+        return actions
+
+    def verifies_without(self, peer: PeerId) -> bool:
+        """Whether its pages are being checked, and all sums of this source have arrived."""
+        return self.phase is Phase.CHECKING and self.check is not None and not self.check.awaits(peer)
 
     @property
     def stopping(self) -> bool:
@@ -184,9 +233,10 @@ class Reception:
             prefix_tokens=self.request.prefix_tokens,
         )
 
-    @property
-    def shown(self) -> tuple[PeerId | None, LegPhase]:
-        """The leg that is shown to operators: of several, a leg that is still in use."""
+    def under_way(self, since: float) -> UnderWay:
+        """The transfer as it is shown to operators: of several legs, one that is still in use."""
         legs = [(leg.peer, leg.phase) for leg in self.legs]
-        under_way = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
-        return next(under_way, (*legs, (None, LegPhase.STAGED))[0])
+        in_use = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
+        peer, phase = next(in_use, (*legs, (None, LegPhase.STAGED))[0])
+        ids = self.request.transfer_id, self.request.request_id
+        return UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since)

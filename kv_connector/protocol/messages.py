@@ -15,6 +15,9 @@ session and is answered with BYE.
 A D that is short of blocks sends DEFER before RESERVE, in a session of DEFER_PROTOCOL_VERSION. P answers with
 DUE once the prompt is about to be computed.
 
+A D that verifies pages requests their sums in RESERVE, in a session of a version above PROTOCOL_VERSION. P
+sends SUMS once all pages have arrived.
+
 Any engine may lend the pages of a prefix to any other one, over a session of PREFIX_PROTOCOL_VERSION. The
 borrower connects as D does. It sends BORROW, and the lender answers with LENT. All that follows is an
 ordinary transfer, from RESERVE on, with the lender as P. An older engine refuses such a session.
@@ -55,6 +58,9 @@ MAX_RANKS = 1024
 
 # Transfers listed in one PING: 4,096 ids of 256 bytes are 1 MiB. D sends several PINGs if it has more.
 MAX_WAITING = 4096
+
+# Bytes of sums in one message: 131,072 sums. A prompt of 1 M tokens with 32 layers has 2 M sums.
+MAX_SUMS_BYTES = 1 << 20
 
 # Workers of D that one worker of P serves for one request. It has a ledger of the pages for each.
 MAX_SHARES = MAX_RANKS
@@ -226,6 +232,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     share: ShareNumber = 0
     shares: Shares = 1
     wants_sampled: bool = False  # D waits for SAMPLED
+    wants_sums: bool = False  # D waits for SUMS; not in a session of PROTOCOL_VERSION
     weights: Version = ""  # the version that D serves; the pages must have the same one
 
 
@@ -236,6 +243,18 @@ class Sampled(Message, frozen=True, tag="sampled"):
     transfer_id: Id
     attempt: UInt32
     token: UInt32 | None
+
+
+class Sums(Message, frozen=True, tag="sums"):
+    """Sums of the pages that P has written for the attempt, from byte ``first`` on, in the order of
+    page_sums.py. If P has none, ``reason`` explains why.
+    """
+
+    transfer_id: Id
+    attempt: UInt32
+    first: Natural
+    sums: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMS_BYTES)]
+    reason: Text = ""
 
 
 class FailCode(enum.Enum):
@@ -390,6 +409,7 @@ AnyMessage = (
     | HelloNak
     | Reserve
     | Sampled
+    | Sums
     | Fail
     | Cancel
     | CancelAck

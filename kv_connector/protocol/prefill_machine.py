@@ -38,6 +38,7 @@ from kv_connector.protocol.actions import (
     Seal,
     Send,
     Share,
+    SumPages,
     UnderWay,
 )
 from kv_connector.protocol.announcing import Announcing
@@ -58,6 +59,7 @@ from kv_connector.protocol.messages import (
     Wants,
     clip,
 )
+from kv_connector.protocol.page_sums import source_pages, sums_messages
 from kv_connector.protocol.plan import Groups, Plan, targets_problem, used_blocks, wants_problem
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.runs import Misfit, Places
@@ -225,6 +227,8 @@ class PrefillMachine:
         transfers = [transfer for prompt in prompts for transfer in prompt.shares]
         for transfer in transfers:
             transfer.forget_pages()
+            if transfer.reservation is not None and transfer.reservation.writing:
+                transfer.reservation.unsummed = "its prompt was preempted at the prefill engine"
         return tuple(transfer.share for transfer in transfers if self.writing(transfer.share))
 
     def forget_pages(self, now: float) -> list[PrefillAction]:
@@ -566,10 +570,20 @@ class PrefillMachine:
         if transfer.phase is SharePhase.DRAINING:
             return self._ends.drained(now, transfer, quiesced or end is WritesEnd.DONE)
         if end is WritesEnd.DONE:
-            return self._ends.complete(now, transfer)
+            return self._sum(now, transfer)
         text, served = reason or "the writes ended early", (transfer.reservation.key,)
         transfer.verdict = Verdict(Outcome.FAILED, FailCode.WRITE_ERROR, text, served)
         return self._ends.drained(now, transfer, quiesced)
+
+    def pages_summed(self, now: float, share: Share, sums: bytes, problem: str) -> list[PrefillAction]:
+        """These are the sums of the share's pages, in the order of SumPages, or the reason why there are
+        none."""
+        transfer = self._transfer(share)
+        if transfer is None or transfer.reservation is None:
+            return []
+        if transfer.phase is SharePhase.DRAINING:
+            return self._ends.drained(now, transfer, quiesced=True)
+        return [*_say_sums(transfer.reservation, sums, problem), *self._ends.complete(now, transfer)]
 
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The transfer engine did not accept a Push. If the native transfer is open, it must be cancelled."""
@@ -715,6 +729,8 @@ class PrefillMachine:
             before = len(wanted)
             for (signal_base, places), blocks in pair.take(transfer.pages[pair.source], wanted).items():
                 steps.setdefault(signal_base, {})[groups, places] = blocks
+                if reservation.message.wants_sums:
+                    reservation.pushed.setdefault((groups, places), []).extend(blocks)
             reservation.left -= before - len(wanted)
         transfer.forget_pages()  # the other pages are not wanted, and never will be
         if steps:
@@ -748,12 +764,28 @@ class PrefillMachine:
             return [Seal(transfer.share)]
         return self._ends.complete(now, transfer)  # D wanted no page
 
+    def _sum(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
+        """All pages have arrived. Their blocks are held until they are summed, if D wants that."""
+        reservation = transfer.reservation
+        assert reservation is not None
+        if not reservation.message.wants_sums:
+            return self._ends.complete(now, transfer)
+        if reservation.unsummed:
+            unsummed = _say_sums(reservation, b"", reservation.unsummed)
+            return [*unsummed, *self._ends.complete(now, transfer)]
+        plan = self._peers[reservation.peer].plan
+        return [SumPages(transfer.share, source_pages(plan, reservation.pushed))]
+
 
 def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:
     """SAMPLED, if D has requested it."""
     if not message.wants_sampled:
         return []
     return [Send(peer, Sampled(message.transfer_id, message.attempt, prompt.sampled))]
+
+
+def _say_sums(reservation: Reservation, sums: bytes, problem: str) -> list[PrefillAction]:
+    return [Send(reservation.peer, one) for one in sums_messages(reservation.message, sums, clip(problem))]
 
 
 def _begin(step: tuple[int | None, object]) -> int:

@@ -21,11 +21,13 @@ from kv_connector.protocol.actions import (
     Seal,
     Send,
     Share,
+    SumPages,
     UnderWay,
 )
 from kv_connector.protocol.messages import Reserve, Role
 from kv_connector.protocol.plan import Groups
 from kv_connector.protocol.requests import PrefillRequest
+from kv_connector.protocol.runs import Places
 from kv_connector.protocol.tombstones import Verdict
 
 PrefillAction = (
@@ -37,6 +39,7 @@ PrefillAction = (
     | Push
     | Seal
     | CancelWrites
+    | SumPages
     | FinishedSending
     | PrefixRequested
     | PrefixDecided
@@ -67,6 +70,9 @@ class Reservation:
     peer_lost: bool = False
     cancelled: bool = False  # by D, which waits for CANCEL_ACK
     stale: str = ""  # why its pages are stale for D; D gets the reason after the token that it waits for
+    # Blocks of P and of D that were pushed, if D wants their sums.
+    pushed: dict[tuple[Groups, Places], list[tuple[int, int]]] = field(default_factory=dict)
+    unsummed: str = ""  # why these blocks can no longer be summed
 
     @property
     def key(self) -> tuple[PeerId, int]:

@@ -6,7 +6,7 @@ Every rank computes it for itself, from the layouts alone, without exchanging me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_connector.protocol.layout import MAX_LAYER_PARTS, KvLayout, LayerLayout, Part
@@ -35,6 +35,24 @@ def scattered(draws: Iterable[Draw]) -> tuple[int, int] | None:
     plans = (draw.plan for draw in draws if draw.plan is not None)
     writes, nbytes = max((plan.pieces() for plan in plans), default=(0, 0))
     return (writes, nbytes) if writes > MAX_LAYER_PARTS else None
+
+
+def warnings(layout: KvLayout, ranks: Sequence[Rank], draws: Iterable[Draw]) -> Iterator[str]:
+    """Yields warnings for the operator of a decode worker about the pages of a prefill engine with these
+    ranks."""
+    has = {layer.name for rank in ranks for layer in rank.layout.layers}
+    missing = [layer.name for layer in layout.layers if layer.name not in has]
+    if missing:
+        yield (
+            f"lacks {len(missing)} layers of a drafter, such as {missing[0]}. Fewer drafts are right without "
+            f"them: start it with the same speculative decoding"
+        )
+    if (found := scattered(draws)) is not None:
+        writes, nbytes = found
+        yield (
+            f"pages arrive in up to {writes} writes per layer and block, of {nbytes} bytes or more. For "
+            f"fewer writes use equal block sizes and a layout with heads first"
+        )
 
 
 class Holders:

@@ -1,8 +1,10 @@
-// Copy kernels (scattered pages from local memory into a peer GPU's memory) and kernels that write a signal's word.
+// Copy kernels (scattered pages from local memory into a peer GPU's memory), kernels that write a signal's word, and the
+// kernel of page sums.
 //
 // A block copies a contiguous range of a launch's units. The last block writes the launch's number into pinned host
 // memory. Completion therefore needs neither an event nor a second operation on the stream.
 
+#include "base/page_sum.h"
 #include "cuda/kernels.h"
 #include "cuda/moe_kernels.cuh"
 
@@ -171,6 +173,47 @@ extern "C" __global__ void __launch_bounds__(kVectorThreads)
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) finish_block(launch);
+}
+
+// Sums of pages (base/page_sum.h). Each block sums one page after the other, a vector of 16 bytes per thread and turn.
+extern "C" __global__ void __launch_bounds__(kSumThreads) kvc_page_sums(const __grid_constant__ PageSums pages) {
+  __shared__ uint64_t of_warps[kSumThreads / 32];
+  const uint64_t count = static_cast<uint64_t>(pages.layer_count) * pages.block_count;
+  const uint32_t run_words = static_cast<uint32_t>((pages.run_bytes + 7) / 8);
+  for (uint64_t page = blockIdx.x; page < count; page += gridDim.x) {
+    const uint64_t base = pages.layers[page / pages.block_count] + pages.blocks[page % pages.block_count] * pages.stride;
+    uint64_t sum = 0;
+    uint64_t places = base | pages.run_bytes;
+    for (uint32_t run = 0; run < pages.run_count; ++run) places |= pages.runs[run];
+    if ((places & 15) == 0) {
+      const uint32_t run_vectors = run_words / 2;
+#pragma unroll 4
+      for (uint32_t i = threadIdx.x; i < pages.run_count * run_vectors; i += kSumThreads) {
+        const uint32_t run = pages.run_count == 1 ? 0 : i / run_vectors;
+        const auto* vectors = reinterpret_cast<const ulonglong2*>(base + pages.runs[run]);
+        const ulonglong2 two = vectors[i - run * run_vectors];
+        const uint64_t place = (2 * static_cast<uint64_t>(i) + 1) * kWordStep;
+        sum += mix_word(two.x, place) + mix_word(two.y, place + kWordStep);
+      }
+    } else {
+      for (uint32_t i = threadIdx.x; i < pages.run_count * run_words; i += kSumThreads) {
+        const uint32_t run = i / run_words;
+        const uint64_t offset = static_cast<uint64_t>(i - run * run_words) * 8;
+        const auto* bytes = reinterpret_cast<const unsigned char*>(base + pages.runs[run] + offset);
+        uint64_t word = 0;
+        for (uint64_t k = 0; k < 8 && offset + k < pages.run_bytes; ++k) word |= uint64_t{bytes[k]} << (8 * k);
+        sum += mix_word(word, (i + uint64_t{1}) * kWordStep);
+      }
+    }
+    for (uint32_t distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(~0U, sum, distance);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (uint32_t warp = 1; warp < kSumThreads / 32; ++warp) sum += of_warps[warp];
+      pages.sums[page] = sum;
+    }
+    __syncthreads();
+  }
 }
 
 // Stores the word of a LayerSignal, for drivers that cannot write 64-bit words from a stream.

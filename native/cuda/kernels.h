@@ -38,5 +38,7 @@ inline constexpr uint32_t kBulkSharedBytes =
 // kvc_copy_bulk runs with one warp: its first lane issues the copies, and all lanes fetch descriptors.
 inline constexpr uint32_t kBulkThreads = 32;
 inline constexpr uint32_t kVectorThreads = 512;
+// Threads of a block of kvc_page_sums.
+inline constexpr uint32_t kSumThreads = 256;
 
 }  // namespace kvc::cuda

@@ -15,6 +15,7 @@
 #include "engine/message.h"
 #include "providers/factory.h"
 #include "python/moe_group.h"
+#include "python/page_summer.h"
 #include "python/python_engine.h"
 
 namespace py = pybind11;
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("device_pointer", [](const Word& self) { return self.device(); });
 
   bind_moe_group(module);
+  bind_page_summer(module);
 
   using E = PythonEngine;
   py::class_<E>(module, "TransferEngine", py::is_final())

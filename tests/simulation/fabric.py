@@ -354,6 +354,10 @@ class SimEngine:
             step()
         self.post_due()
 
+    def when_thawed(self, step: Callable[[], None]) -> None:
+        """Leaves a step of the stopped process for the time at which it continues."""
+        self._frozen.append(step)
+
     def broken(self, link: Link, reason: str) -> None:
         """Breaks the link: no NIC reaches that peer any more."""
         if link not in self.links or self.process.dead or self in link.fence_through:

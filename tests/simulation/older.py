@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kv_connector.protocol.actions import Reply, Source
-from kv_connector.protocol.messages import AnyMessage, Defer, HelloNak, Locate, NakReason, knows_defer
+from kv_connector.protocol.messages import (
+    AnyMessage,
+    Defer,
+    HelloNak,
+    Locate,
+    NakReason,
+    Reserve,
+    knows_defer,
+)
 from kv_connector.protocol.peers import PeerTable
 from kv_connector.protocol.sessions import PeersAction
 
@@ -16,6 +24,8 @@ class OlderPeers(PeerTable):
     def receive(self, now: float, source: Source, message: AnyMessage) -> list[PeersAction]:
         if isinstance(message, Defer):
             raise Violation("an older engine got DEFER")
+        if isinstance(message, Reserve) and message.wants_sums:
+            raise Violation("an older engine got a RESERVE that it cannot decode")
         if isinstance(message, Locate) and knows_defer(message):
             return [Reply(source, HelloNak(NakReason.INCOMPATIBLE, "protocol: engines differ"))]
         return super().receive(now, source, message)

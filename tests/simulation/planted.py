@@ -41,6 +41,28 @@ BUGS = (
             actions += self._seal(now, transfer)
 """,
     ),
+    # P sums blocks that may belong to another request.
+    Bug(
+        "a prompt is over before its pages are summed",
+        "protocol/prefill_machine.py",
+        """\
+        return [SumPages(transfer.share, source_pages(plan, reservation.pushed))]
+""",
+        """\
+        sums = SumPages(transfer.share, source_pages(plan, reservation.pushed))
+        return [sums, *self._ends.complete(now, transfer)]
+""",
+    ),
+    Bug(
+        "pages of a preempted prompt are summed",
+        "protocol/prefill_machine.py",
+        """\
+        if reservation.unsummed:
+""",
+        """\
+        if False:
+""",
+    ),
     # P still pushes from blocks that a preemption has given to another request.
     Bug(
         "preemption forgets nothing",

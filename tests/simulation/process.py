@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.effects import Action, Effects
 from kv_connector.agent.ledger import Ledger, Timing
+from kv_connector.agent.verification import Verification
 from kv_connector.protocol.actions import (
     Ended,
     Outcome,
@@ -40,6 +41,7 @@ from .receiving import DecodeSide
 from .scenario import engine_of
 from .sending import PrefillSide
 from .shape import Worker
+from .summing import SimSummer
 
 if TYPE_CHECKING:
     from .world import World
@@ -61,6 +63,12 @@ class _Ledger(Ledger):
             self._process.outcomes[news.transfer_id] = news.outcome
         super().news(news)
 
+    def checked(self, pages: int, corrupt: int, unverified: bool) -> None:
+        books = self._process.world.books
+        books.check(corrupt == 0, "%s: a page differs from the prefill engine's", self._process)
+        books.ended["verified" if pages and not unverified else "not verified"] += 1
+        super().checked(pages, corrupt, unverified)
+
 
 class Process(Actor):
     world: World
@@ -75,6 +83,10 @@ class Process(Actor):
         self.engine = SimEngine(self, random.Random(f"{world.scenario.seed} {name} {life} engine"))
         self.ledger = _Ledger(self)
         self.outcomes: dict[str, LendOutcome] = {}  # of its questions for prefixes, by transfer id
+        prefill = PrefillMachine(worker.layout, world.times)
+        decode = DecodeMachine(worker.layout, world.times, verify=world.scenario.verify)
+        verification = Verification(name, SimSummer(self), prefill, decode, self.ledger)
+        verification.submit = self.submit
         self.effects = Effects(
             engine=self.engine,
             signal=self.engine.signal,
@@ -85,8 +97,9 @@ class Process(Actor):
                 Identity(engine, self.incarnation, role, rank, FINGERPRINT, worker.layout, (b"memory",)),
                 world.times,
             ),
-            prefill=PrefillMachine(worker.layout, world.times),
-            decode=DecodeMachine(worker.layout, world.times),
+            prefill=prefill,
+            decode=decode,
+            verification=verification,
             ledger=self.ledger,
         )
         self.effects.transfer_over = self._transfer_over
@@ -178,6 +191,7 @@ class Process(Actor):
             "timers of prefill": len(prefill._timers),
             "timers of decode": len(decode._timers),
             "attempts": len(decode._attempts),
+            "summing": len(decode._summing - peers._sessions.peers.keys()),
             "timers of questions": len(decode.borrowing._timers),
             "timers of deferred": len(decode.deferring._timers),
             "notices": len(prefill._announcing),

@@ -107,6 +107,7 @@ class Scenario:
     spare: int | None = None  # blocks of each D's pool. None: more than its requests take
     noticing: bool = True  # P's scheduler sends notices ahead. False: only with the first pages
     lease: bool = False  # no receiver can revoke a lane alone: its fence waits for the writer's fence
+    verify: bool = False  # D checks its pages against sums of P
     skew: bool = False  # clocks run at rates that differ by up to 1 %
     plans: tuple[Plan, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -196,7 +197,9 @@ def draw(seed: int) -> Scenario:
     faults = (
         [_fault(rng, scenario, plans) for _ in range(rng.choice((1, 1, 2, 3, 6)))] if trouble > 0.4 else []
     )
-    return replace(scenario, plans=tuple(plans), faults=tuple(faults))
+    # Drawn from another stream, so that the seeds of planted bugs stay the same.
+    verify = random.Random(f"{seed} verify").random() < 0.5
+    return replace(scenario, plans=tuple(plans), faults=tuple(faults), verify=verify)
 
 
 def draw_side(rng: random.Random) -> Side:

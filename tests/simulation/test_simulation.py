@@ -33,6 +33,8 @@ def test_nothing_leaks_hangs_or_mixes_up_pages() -> None:
     for what in (*LONELY, *MUTUAL, "failed", "aborted"):
         assert tally.ended[what] > SEEDS / 100, f"{what}: {tally.ended}"
     assert tally.ended["received"] > SEEDS
+    assert tally.ended["verified"] > SEEDS / 2
+    assert tally.ended["not verified"] > SEEDS / 100
 
 
 def test_half_of_the_requests_have_no_hash_of_their_prompt() -> None:
@@ -196,6 +198,7 @@ scenarios = st.builds(
     wire=st.sampled_from((0.001, 0.02, 0.3)),
     step=st.sampled_from((0.01, 0.3)),
     lease=st.booleans(),
+    verify=st.booleans(),
     skew=st.booleans(),
     plans=st.lists(plans, min_size=1, max_size=6).map(
         lambda found: tuple(

@@ -175,6 +175,7 @@ class Stage:
         stage: int = 0,
         key: ClusterKey | None = None,
         timelines: int = 0,
+        verify_pages: bool = False,
         allow_fallback: bool = False,
     ) -> Side:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
@@ -195,6 +196,7 @@ class Stage:
             timeouts=timeouts,
             key=key,
             timelines=timelines,
+            verify_pages=verify_pages,
             allow_fallback=allow_fallback,
         )
         ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]

@@ -4,6 +4,7 @@ vLLM mixes WorkerProbe into its worker (--worker-extension-cls) and calls it ove
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import time
@@ -35,7 +36,10 @@ class WorkerProbe:
             for side, outcomes in (("sent", found.sent), ("received", found.received))
             for outcome, count in outcomes.items()
         }
-        return {name: value for name, value in stats.items() if isinstance(value, int | float)} | ended
+        checks = {f"checked_{name}": count for name, count in dataclasses.asdict(found.checks).items()}
+        return (
+            {name: value for name, value in stats.items() if isinstance(value, int | float)} | ended | checks
+        )
 
     def probe_encoded(self) -> dict[str, int]:
         """Returns the number of encoder inputs, such as pictures, with embeddings in the cache, as long as
@@ -81,6 +85,21 @@ class WorkerProbe:
                 del connector.save_kv_layer
 
         connector.save_kv_layer = save_and_hold
+
+    def probe_flip_bit(self) -> None:
+        """Flips one bit of a page, once the pages of the next transfer have landed and before they are
+        summed."""
+        summer = _agent()._summer
+        whole = summer.sum
+
+        def flip_and_sum(pages: Any, summed: Any) -> None:
+            del summer.sum
+            last = pages[-1]
+            page = last.layers[-1] + last.blocks[-1] * last.stride + last.runs[-1]
+            ctypes.c_ubyte.from_address(summer._memory[last.region].address + page).value ^= 1
+            whole(pages, summed)
+
+        summer.sum = flip_and_sum
 
     def probe_unhold(self) -> None:
         """Cancels a hold that was not reached."""

@@ -38,12 +38,17 @@ def recomputing(
     interpreter: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
-    """A decode engine beside the deployment's, with the policy `recompute`. The deployment's policy is
-    `fail`."""
+    """A decode engine beside the deployment's, which verifies pages and has the policy `recompute`. The
+    deployment's policy is `fail`."""
     directory = tmp_path_factory.mktemp("recompute")
     with LocalCluster(directory, model_directories["llama"], engine_settings(blocks=120)) as cluster:
         cluster.interpreter = interpreter
-        extra = {"providers": ["host", "tcp"], "data_host": DATA_HOST, "timeouts": BUSY}
+        extra = {
+            "providers": ["host", "tcp"],
+            "data_host": DATA_HOST,
+            "timeouts": BUSY,
+            "verify_pages": True,
+        }
         engine = cluster.start_engine(
             "recompute", role="kv_consumer", extra=extra, on_load_failure="recompute"
         )
@@ -94,3 +99,35 @@ async def test_a_failed_load_is_recomputed(
         )
         assert await client.complete(decode.url, other, 8) == beside
         await assert_quiescent(client, deployment.prefill, decode)
+
+
+@pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+async def test_a_corrupt_page_is_found_and_its_prompt_recomputed(
+    deployment: Deployment, recomputing: Engine, client: Client
+) -> None:
+    """One bit of one landed page is flipped. The answer is the right one, and the log names the page."""
+    pages = deployment.shape.pages(LONG)
+    for name, corrupt in (("sound", 0), ("corrupt", 1)):
+        one, transfer = prompt(f"verified {name}", LONG), f"verified {name}"
+        before = await client.stats(recomputing)
+        if corrupt:
+            await client.probe(recomputing, "probe_flip_bit")
+        expected, answer, _ = await asyncio.gather(
+            client.complete(deployment.plain.url, one, 8),
+            client.complete(
+                recomputing.url, one, 8, kv_transfer_params=decode_params(transfer, deployment.prefill)
+            ),
+            client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer)),
+        )
+        assert answer == expected
+        after = await client.stats(recomputing)
+        assert after["checked_pages"] - before["checked_pages"] >= pages
+        assert after["checked_corrupt"] - before["checked_corrupt"] == corrupt
+        assert after["checked_unverified"] == 0
+        assert after["received_completed"] - before.get("received_completed", 0) == 1 - corrupt
+    await wait_logged(
+        recomputing,
+        r"CORRUPT PAGE: transfer verified corrupt of request .* from .* over host to .*: 1 of \d+ pages "
+        r"differ from the prefill engine's: layer .*, block \d+ \(tokens \d+ to \d+\)",
+    )
+    await assert_quiescent(client, deployment.prefill, recomputing)

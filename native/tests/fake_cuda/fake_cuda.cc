@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,6 +20,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,6 +29,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/page_sum.h"
 #include "cuda/kernels.h"
 #include "moe/reference.h"
 
@@ -299,6 +302,24 @@ void begin_copy(bool kernel) {
   --copies_waiting;
 }
 
+// In the kernel's order of additions, which differs from that of kvc::sum_pages().
+void sum_by_kernel(const kvc::PageSums& pages) {
+  const uint64_t run_words = (pages.run_bytes + 7) / 8;
+  for (uint64_t page = 0; page < uint64_t{pages.layer_count} * pages.block_count; ++page) {
+    const uint64_t base =
+        pages.layers[page / pages.block_count] + pages.blocks[page % pages.block_count] * pages.stride;
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < pages.run_count * run_words; ++i) {
+      const uint64_t offset = i % run_words * 8;
+      uint64_t word = 0;
+      std::memcpy(&word, reinterpret_cast<const void*>(base + pages.runs[i / run_words] + offset),
+                  std::min<uint64_t>(8, pages.run_bytes - offset));
+      sum += kvc::mix_word(word, (i + 1) * kvc::kWordStep);
+    }
+    pages.sums[page] = sum;
+  }
+}
+
 // `breaks_before`: number of breakdowns of the GPU before the launch.
 void copy_pages(const CopyLaunch& launch, int breaks_before) {
   begin_copy(true);
@@ -316,7 +337,8 @@ void copy_pages(const CopyLaunch& launch, int breaks_before) {
 const char* const kKernels[] = {"kvc_copy_bulk",         "kvc_copy_vector",       "kvc_signal_store",
                                 "kvc_signal_advance",    "kvc_moe_dispatch",      "kvc_moe_combine_v1_r2",
                                 "kvc_moe_combine_v1_r4", "kvc_moe_combine_v1_r8", "kvc_moe_combine_v2_r2",
-                                "kvc_moe_combine_v2_r4", "kvc_moe_combine_v2_r8"};
+                                "kvc_moe_combine_v2_r4", "kvc_moe_combine_v2_r8", "kvc_page_sums"};
+constexpr int kPageSums = std::size(kKernels) - 1;
 
 struct CopyAttributes {
   int source_order;
@@ -910,10 +932,15 @@ KVC_API int cuModuleGetFunction(const void** function, void*, const char* name) 
   return 500;
 }
 KVC_API int cuFuncSetAttribute(void*, int, int) { return kSuccess; }
-KVC_API int cuLaunchKernel(const void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                           void* stream, void** arguments, void**) {
+KVC_API int cuLaunchKernel(const void* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
+                           unsigned, void* stream, void** arguments, void**) {
   if (broken) return kLaunchFailed;
   const auto kernel = static_cast<const char* const*>(function) - kKernels;
+  if (kernel == kPageSums) {
+    if (grid == 0 || block != kvc::cuda::kSumThreads) return kInvalidValue;
+    const auto launch = *static_cast<const kvc::PageSums*>(arguments[0]);
+    return enqueue(stream, [launch] { sum_by_kernel(launch); });
+  }
   if (kernel <= 1) {
     const CopyLaunch launch = *static_cast<const CopyLaunch*>(arguments[0]);
     return enqueue(stream, [launch, before = breaks.load()] { copy_pages(launch, before); });
@@ -950,7 +977,7 @@ static bool fits(const LaunchConfig& config, const kvc::moe::CombineLaunch& laun
 KVC_API int cuLaunchKernelEx(const LaunchConfig* config, const void* function, void** arguments, void**) {
   if (broken) return kLaunchFailed;
   const auto kernel = static_cast<const char* const*>(function) - kKernels;
-  if (kernel < 4) return kInvalidValue;
+  if (kernel < 4 || kernel == kPageSums) return kInvalidValue;
   if (kernel == 4) {
     const auto launch = *static_cast<const kvc::moe::DispatchLaunch*>(arguments[0]);
     if (!fits(*config, launch)) return kInvalidValue;

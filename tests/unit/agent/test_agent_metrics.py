@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kv_connector.agent.exposition import NAMES, Exposition
-from kv_connector.agent.ledger import AgentStats, LiveState, PrefixStats, Timing
+from kv_connector.agent.ledger import AgentStats, CheckStats, LiveState, PrefixStats, Timing
 from kv_connector.agent.metrics import AgentReporter, Interval, activity
 from kv_connector.control.membership import Activity
 from kv_connector.protocol.actions import Outcome
@@ -30,6 +30,7 @@ NO_STATS = AgentStats(
     sent_seconds=0.0,
     received_seconds=0.0,
     received_pages=0,
+    checks=CheckStats(pages=0, corrupt=0, unverified=0),
     malformed_messages=0,
     links_lost=0,
     links_restored=0,
@@ -188,6 +189,9 @@ def test_names_and_labels_are_an_interface(
         "kv_connector_bytes_pushed_before_prefill_end counter": [],
         "kv_connector_layers_pushed_before_prefill_end counter": [],
         "kv_connector_pages_received counter": [],
+        "kv_connector_pages_verified counter": [],
+        "kv_connector_pages_corrupt counter": [],
+        "kv_connector_transfers_unverified counter": [],
         "kv_connector_send_seconds counter": [],
         "kv_connector_receive_seconds counter": [],
         "kv_connector_malformed_messages counter": [],
@@ -228,6 +232,14 @@ def test_counters_travel_as_increments(
     assert metrics.sample("transfers_total", role="prefill", outcome="failed") == 2
     assert metrics.sample("transfers_total", role="decode", outcome="failed") == 0
     assert metrics.sample("pages_pushed_total", engine=1) == 0
+
+
+def test_verified_pages_are_counted(agent: CountingAgent, reporter: AgentReporter, metrics: Metrics) -> None:
+    agent.counted = replace(NO_STATS, checks=CheckStats(pages=6, corrupt=1, unverified=2))
+    metrics.observe(reporter.take())
+    assert metrics.sample("pages_verified_total") == 6
+    assert metrics.sample("pages_corrupt_total") == 1
+    assert metrics.sample("transfers_unverified_total") == 2
 
 
 def test_requests_for_prefixes_are_counted_by_side_and_outcome(

@@ -1,0 +1,67 @@
+"""The thread that sums pages of this worker's KV cache, so that the agent's thread never waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from kv_connector.agent.config import MemoryRange
+from kv_connector.engine import TransferError
+from kv_connector.engine.transfer_engine import PageSummer as NativeSummer
+from kv_connector.protocol.actions import SummedPages
+
+logger = logging.getLogger("kv_connector")
+
+Summed = Callable[[bytes, str], None]
+"""Called with the sums, or with the reason why there are none."""
+
+
+class PageSummer:
+    """Sums pages one job after the other. The thread starts with the first job."""
+
+    def __init__(self, memory: Sequence[MemoryRange], *, on_gpu: bool) -> None:
+        """``on_gpu``: the memory is that of the GPU whose context is current on this thread. Raises
+        TransferError."""
+        self._memory = tuple(memory)
+        self._native = NativeSummer(on_gpu)
+        self._jobs: SimpleQueue[tuple[Sequence[SummedPages], Summed] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def sum(self, pages: Sequence[SummedPages], summed: Summed) -> None:
+        """Sums these pages. ``summed`` is called on the summer's thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="kv-page-summer", daemon=True)
+            self._thread.start()
+        self._jobs.put((pages, summed))
+
+    def drain(self) -> None:
+        """BLOCKS until all jobs before this call are done, so that nothing reads the memory for them."""
+        done = threading.Event()
+        self.sum((), lambda sums, problem: done.set())
+        done.wait()
+
+    def close(self) -> None:
+        """Ends the thread after its jobs. BLOCKS."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            pages, summed = job
+            try:
+                sums, problem = b"".join(map(self._sum, pages)), ""
+            except TransferError as error:
+                sums, problem = b"", str(error)
+            except Exception as error:
+                logger.exception("pages were not summed")
+                sums, problem = b"", f"{type(error).__name__}: {error}"
+            summed(sums, problem)
+
+    def _sum(self, pages: SummedPages) -> bytes:
+        part = self._memory[pages.region]
+        return self._native.sum(
+            part.address, part.nbytes, pages.layers, pages.blocks, pages.stride, pages.runs, pages.run_bytes
+        )

@@ -1,0 +1,210 @@
+"""Sums of pages, by which D checks that its pages are those of P.
+
+D requests sums in RESERVE. P sums the pages of a transfer after its last write, while it still holds their
+blocks, and sends the sums in SUMS. D sums its own pages when all have landed, before any request reads them.
+So the comparison also finds pages that were sent before they were computed, and pages that were overwritten
+since.
+
+A sum covers what a write moves: the runs of one layer in one granule that a LayerRun names. These bytes are
+equal on both sides, whatever the layouts. Both sides list the sums in the order of the plan and of D's
+blocks, so a sum needs no address. native/base/page_sum.h has the function and the probability of a collision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kv_connector.protocol.actions import CorruptPage, PagesChecked, PeerId, SummedPages
+from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.messages import MAX_SUMS_BYTES, Reserve, Sums
+from kv_connector.protocol.plan import Groups, LayerRun, Plan
+from kv_connector.protocol.requests import DecodeRequest
+from kv_connector.protocol.runs import Places
+from kv_connector.protocol.sources import Draw
+
+SUM_BYTES = 8
+
+Moved = Mapping[tuple[Groups, Places], Sequence[tuple[int, int]]]
+"""Blocks of P and of D, by the groups and places of the granules that lie in them."""
+
+
+def source_pages(plan: Plan, moved: Moved) -> tuple[SummedPages, ...]:
+    """P's pages that were written, in the order of their sums."""
+    return tuple(
+        SummedPages(
+            region=run.source_region,
+            layers=tuple(layer.source_offset for layer in run.layers),
+            blocks=tuple(source for source, _ in blocks),
+            stride=run.source_stride,
+            runs=tuple(source for source, _ in run.offsets),
+            run_bytes=run.page_bytes,
+        )
+        for run, blocks in _in_order(plan, moved)
+    )
+
+
+def target_pages(plan: Plan, targets: Sequence[GroupTarget], prompt_tokens: int) -> tuple[SummedPages, ...]:
+    """D's pages that P writes for a request, in the order of their sums."""
+    return tuple(
+        SummedPages(
+            region=run.target_region,
+            layers=tuple(layer.target_offset for layer in run.layers),
+            blocks=tuple(target for _, target in blocks),
+            stride=run.target_stride,
+            runs=tuple(target for _, target in run.offsets),
+            run_bytes=run.page_bytes,
+        )
+        for run, blocks in _in_order(plan, _moved(plan, plan.wanted(targets, prompt_tokens)))
+    )
+
+
+def sums_messages(reserve: Reserve, sums: bytes, reason: str = "") -> Iterator[Sums]:
+    """The messages that carry the sums of a transfer. ``reason``: why P has none."""
+    transfer_id, attempt = reserve.transfer_id, reserve.attempt
+    for begin in range(0, max(len(sums), 1), MAX_SUMS_BYTES):
+        yield Sums(transfer_id, attempt, begin, sums[begin : begin + MAX_SUMS_BYTES], reason)
+
+
+@dataclass
+class Source:
+    """One worker of P whose pages D checks."""
+
+    draw: Draw
+    pages: tuple[SummedPages, ...]  # D's, in the order of the sums
+    sums: bytearray = field(default_factory=bytearray)  # P's, as far as they have arrived
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sums."""
+        return SUM_BYTES * count(self.pages)
+
+
+class PageCheck:
+    """The check of one transfer's pages at D."""
+
+    def __init__(
+        self, request: DecodeRequest, sources: dict[PeerId, Source], unverified: dict[PeerId, str]
+    ) -> None:
+        """``unverified``: sources whose pages cannot be checked, with the reasons."""
+        self._request = request
+        self._sources = sources
+        self._unverified = unverified
+        self._ours: bytes | None = None
+
+    @classmethod
+    def of(
+        cls, request: DecodeRequest, draws: Mapping[PeerId, Draw], summing: Collection[PeerId]
+    ) -> PageCheck | None:
+        """The check of a request's pages, or None if it wants none. ``summing``: the sources that can sum
+        their pages."""
+        found = {
+            peer: Source(draw, pages)
+            for peer, draw in draws.items()
+            if draw.plan is not None
+            and (pages := target_pages(draw.plan, request.groups, request.prompt_tokens))
+        }
+        if not found:
+            return None
+        sources = {peer: source for peer, source in found.items() if peer in summing}
+        return cls(
+            request, sources, {peer: "it runs an older release" for peer in found if peer not in sources}
+        )
+
+    @property
+    def pages(self) -> tuple[SummedPages, ...]:
+        """D's pages of all sources."""
+        return tuple(pages for source in self._sources.values() for pages in source.pages)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all sums are there."""
+        return self._ours is not None and not any(map(self.awaits, self._sources))
+
+    def awaits(self, peer: PeerId) -> bool:
+        """Whether sums of this source are still to come."""
+        source = self._sources.get(peer)
+        missing = source is not None and len(source.sums) < source.nbytes
+        return missing and peer not in self._unverified
+
+    def receive(self, peer: PeerId, message: Sums) -> str:
+        """Takes sums of P. Returns the problem with them, or ""."""
+        source = self._sources.get(peer)
+        if message.reason or source is None:
+            self._unverified[peer] = message.reason or "it sent sums without pages"
+            return ""
+        if message.first < len(source.sums):
+            return ""  # it is a repetition
+        if message.first > len(source.sums) or message.first + len(message.sums) > source.nbytes:
+            return f"it sent other sums than those of {source.nbytes // SUM_BYTES} pages"
+        source.sums += message.sums
+        return ""
+
+    def summed(self, sums: bytes, problem: str) -> None:
+        """Takes the sums of D's own pages. ``problem``: why there are none."""
+        self._ours = sums
+        if problem:
+            self._unverified |= dict.fromkeys(self._sources, problem)
+
+    def result(self) -> PagesChecked:
+        """The result of the comparison. Call it once all sums are there."""
+        assert self._ours is not None
+        corrupt: list[CorruptPage] = []
+        checked = begin = 0
+        for peer, source in self._sources.items():
+            ours = self._ours[begin : begin + source.nbytes]
+            begin += source.nbytes
+            if peer not in self._unverified:
+                checked += count(source.pages)
+                corrupt += self._differing(peer, source, ours) if ours != source.sums else ()
+        request, unverified = self._request, tuple(self._unverified.items())
+        return PagesChecked(request.transfer_id, request.request_id, checked, tuple(corrupt), unverified)
+
+    def _differing(self, peer: PeerId, source: Source, ours: bytes) -> Iterator[CorruptPage]:
+        plan, request, at = source.draw.plan, self._request, 0
+        assert plan is not None
+        wanted = plan.wanted(request.groups, request.prompt_tokens)
+        for groups, places, run, blocks in _walk(plan, _moved(plan, wanted)):
+            cut = plan.pairs[groups].cut
+            granules = {
+                block: granule
+                for granule, block in wanted[groups].items()
+                if _places(plan, groups, granule) == places
+            }
+            for layer in run.layers:
+                name = source.draw.layout.layers[layer.ordinal].name
+                for _, block in blocks:
+                    if ours[at : at + SUM_BYTES] != source.sums[at : at + SUM_BYTES]:
+                        yield CorruptPage(peer, name, block, granules[block] * cut.tokens, cut.tokens)
+                    at += SUM_BYTES
+
+
+def count(pages: Iterable[SummedPages]) -> int:
+    """The number of sums."""
+    return sum(len(one.layers) * len(one.blocks) for one in pages)
+
+
+def _in_order(plan: Plan, moved: Moved) -> Iterator[tuple[LayerRun, Sequence[tuple[int, int]]]]:
+    return ((run, blocks) for _, _, run, blocks in _walk(plan, moved))
+
+
+def _walk(plan: Plan, moved: Moved) -> Iterator[tuple[Groups, Places, LayerRun, Sequence[tuple[int, int]]]]:
+    """Each run of the plan, with its blocks in the order of D's blocks. Both sides go the same way."""
+    for groups, places in sorted(moved):
+        blocks = sorted(moved[groups, places], key=lambda pair: pair[1])
+        for run in plan.runs(*groups, places):
+            yield groups, places, run, blocks
+
+
+def _places(plan: Plan, groups: Groups, granule: int) -> Places:
+    pair = plan.pairs[groups]
+    return (0, 0) if pair.whole else pair.cut.places(granule)
+
+
+def _moved(plan: Plan, wanted: Mapping[Groups, Mapping[int, int]]) -> Moved:
+    """The blocks that P writes for a request with these granules. D does not know P's blocks."""
+    moved: dict[tuple[Groups, Places], list[tuple[int, int]]] = {}
+    for groups, granules in wanted.items():
+        for granule, block in granules.items():
+            moved.setdefault((groups, _places(plan, groups, granule)), []).append((0, block))
+    return moved

@@ -1,0 +1,279 @@
+"""Agents that verify pages: equal pages pass, a flipped bit is found and named, and pages that cannot be
+verified are reported."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from agent_pairs import SOURCE, TARGET, every_lane, transfer, transfer_again
+from agent_setup import PATIENCE, Side, Stage, acquaint, until
+from protocol_setup import BLOCK, PAGE, layout
+
+from kv_connector.agent.ledger import CheckStats
+from kv_connector.agent.page_summer import PageSummer, Summed
+from kv_connector.protocol.actions import Outcome, SummedPages
+from kv_connector.protocol.geometry import Place, head_major, units_of_rank
+from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.protocol.messages import Role
+from kv_connector.protocol.requests import ComputedPages, GroupPages
+
+__all__ = ["every_lane"]
+
+PAGES_OF_BLOCK_0 = SummedPages(0, (0,), (0,), PAGE, (0,), PAGE)
+
+
+def verifying(stage: Stage) -> tuple[Side, Side]:
+    return stage.side(Role.PREFILL), stage.side(Role.DECODE, verify_pages=True)
+
+
+def flip_bit(side: Side, ordinal: int, block: int, bit: int = 77) -> None:
+    side.pages[ordinal, block, bit // 8] ^= 1 << bit % 8
+
+
+def flip_last_page(side: Side, block: int) -> None:
+    """Flips a bit of each half of the page, because two decode workers have half of the heads each."""
+    flip_bit(side, 0, block)
+    flip_bit(side, 0, block, 4 * side.pages.shape[2] + 77)
+
+
+def hold_sums(side: Side) -> threading.Event:
+    """Keeps the side from summing pages until the event is set."""
+    go, native = threading.Event(), side.agent._summer._native
+
+    class Held:
+        def sum(self, *arguments: object) -> bytes:
+            assert go.wait(PATIENCE)
+            return native.sum(*arguments)  # type: ignore[arg-type]
+
+    side.agent._summer._native = Held()  # type: ignore[assignment]
+    return go
+
+
+def before_summing(side: Side, act: Callable[[], None], turn: int = 1) -> None:
+    """Calls ``act`` before the side sums pages for the ``turn``-th time from now, on the agent's thread."""
+    summer: PageSummer = side.agent._summer
+    whole, left = summer.sum, [turn]
+
+    def watched(pages: Sequence[SummedPages], summed: Summed) -> None:
+        left[0] -= 1
+        if not left[0]:
+            summer.sum = whole  # type: ignore[method-assign]
+            act()
+        whole(pages, summed)
+
+    summer.sum = watched  # type: ignore[method-assign]
+
+
+def test_equal_pages_pass_over_every_lane(every_lane: Stage) -> None:
+    prefill, decode = verifying(every_lane)
+    for name in ("one", "two"):
+        transfer(prefill, decode, name)
+    prefill.idle()
+    decode.idle()
+    assert decode.agent.stats().checks == CheckStats(pages=12, corrupt=0, unverified=0)
+    assert prefill.agent.stats().checks == CheckStats(0, 0, 0)
+
+
+@pytest.mark.parametrize("damaged", [Role.PREFILL, Role.DECODE])
+def test_one_flipped_bit_is_found_with_page_layer_and_engines(
+    sim: Stage, damaged: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page may be damaged at either end: in flight and at D, or at P after it was sent."""
+    prefill, decode = verifying(sim)
+    side, block = (prefill, 2) if damaged is Role.PREFILL else (decode, 12)
+    before_summing(side, lambda: flip_bit(side, 1, block))
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE)
+    prefill.agent.request_finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    prefill.idle()
+    decode.idle()
+    assert decode.failed == ["d-t"]
+    assert decode.agent.stats().checks == CheckStats(pages=6, corrupt=1, unverified=0)
+    assert decode.agent.stats().received == {Outcome.FAILED: 1}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    first, last = BLOCK, 2 * BLOCK - 1
+    for words in (
+        "CORRUPT PAGE: transfer t of request d-t from prefill/0 at 127.0.0.1:",
+        " over sim to decode/0: 1 of 6 pages differ",
+        f"layer layer1, block 12 (tokens {first} to {last})",
+    ):
+        assert words in line
+    transfer_again(prefill, decode)
+
+
+def test_a_page_that_left_before_it_was_computed_is_found(sim: Stage) -> None:
+    """Sums are those of P's pages at the end of the transfer, not of the bytes that were sent."""
+    prefill, decode = verifying(sim)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE, forward=False)
+    until(lambda: prefill.agent.live().engine_transfers == 1)
+    prefill.agent.signal.store(2)  # too early: the pages follow
+    until(lambda: prefill.agent._engine.stats().pages_written == 6)
+    prefill.pages[0, 3] = 9
+    prefill.agent.request_finished("t", True, "")
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    assert decode.agent.stats().checks.corrupt == 1
+
+
+def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: Stage) -> None:
+    prefill, decode = verifying(sim)
+    go = hold_sums(prefill)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE)
+    prefill.agent.request_finished("t", True, "")
+    until(lambda: prefill.agent._engine.stats().pages_written == 6)
+    until(lambda: prefill.agent.live().engine_transfers == 0)
+    until(lambda: decode.agent.phases() == {"decode reserved": 1})
+    prefill.poll()
+    decode.poll()
+    assert (prefill.sent, decode.received) == ([], [])
+    go.set()
+    prefill.wait(sent=["p-t"])
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+
+
+def test_early_token_waits_for_the_check(sim: Stage) -> None:
+    prefill, decode = verifying(sim)
+    before_summing(decode, lambda: flip_bit(decode, 0, 11))
+    prefill.expect()
+    decode.reserve(prefill.address, early_token=True)
+    prefill.compute(SOURCE)
+    prefill.agent.request_finished("t", True, "", 42)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+
+
+def test_pages_of_a_preempted_prompt_are_not_verified(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """P's blocks hold another request's pages at the end."""
+    prefill, decode = verifying(sim)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute((1,))
+    until(lambda: prefill.agent._engine.stats().pages_written == 2)
+    prefill.agent.preempt(["t"])
+    prefill.pages[:, 1] = 0
+    prefill.compute((4,))
+    prefill.compute((2, 3), first=1)
+    prefill.agent.request_finished("t", True, "")
+    decode.wait(received=["d-t"])
+    prefill.wait(sent=["p-t"])
+    assert decode.failed == []
+    assert decode.holds("t", SOURCE, TARGET)
+    assert decode.agent.stats().checks == CheckStats(pages=0, corrupt=0, unverified=1)
+    (line,) = [text for text in caplog.messages if "NOT VERIFIED" in text]
+    assert "from prefill/0 at 127.0.0.1:" in line
+    assert line.endswith("over sim: its prompt was preempted at the prefill engine")
+
+
+def test_several_prefill_workers_are_each_verified(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """Each pipeline stage sums its layers. The page that differs is named with its own stage."""
+    halves = [
+        msgspec.structs.replace(
+            layout(), layers=(msgspec.structs.replace(layer, parts=layout().layers[0].parts),)
+        )
+        for layer in layout().layers
+    ]
+    stages = [
+        sim.side(Role.PREFILL, "p", pages=half, rank=number, ranks=2, stage=number)
+        for number, half in enumerate(halves)
+    ]
+    acquaint(stages)
+    decode = sim.side(Role.DECODE, verify_pages=True)
+    for name, failed in (("good", []), ("bad", ["d-bad"])):
+        if failed:
+            before_summing(stages[1], lambda: flip_bit(stages[1], 0, 3))
+        for stage in stages:
+            stage.expect(name)
+        decode.reserve(stages[0].address, transfer=name)
+        for stage in stages:
+            stage.compute(SOURCE, transfer=name)
+            stage.agent.request_finished(name, True, "")
+        decode.wait(received=[f"d-{name}"])
+        assert decode.failed == failed
+    (line,) = [text for text in caplog.messages if "CORRUPT PAGE" in text]
+    assert "from p/1 at" in line
+    assert "layer layer1, block 13" in line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "block_sizes"),
+    [((2, 1), (16, 16)), ((1, 2), (16, 16)), ((1, 1), (32, 16)), ((2, 1), (16, 64)), ((1, 2), (48, 32))],
+)
+def test_pages_of_other_layouts_are_verified(
+    sim: Stage, ranks: tuple[int, int], block_sizes: tuple[int, int]
+) -> None:
+    """A sum covers the bytes of a write, which are the same on both sides."""
+    tokens = 192
+    sides: list[list[Side]] = []
+    for role, count, block_size in zip((Role.PREFILL, Role.DECODE), ranks, block_sizes, strict=True):
+        made = []
+        for rank in range(count):
+            units = units_of_rank(4, rank, count)
+            part = head_major(Place(0, 0, units.count * block_size * 8), units, block_size, 8)
+            pages = KvLayout((GroupLayout(16, block_size, "full"),), (LayerLayout("layer0", 0, "", part),))
+            made.append(
+                sim.side(
+                    role,
+                    pages=pages,
+                    rank=rank,
+                    ranks=count,
+                    verify_pages=role is Role.DECODE,
+                    name=role.value,
+                )
+            )
+        if count > 1:
+            acquaint(made)
+        sides.append(made)
+    prefills, decodes = sides
+    source = tuple(range(1, 1 + tokens // block_sizes[0]))
+    target = tuple(range(3, 3 + tokens // block_sizes[1]))
+    for damaged, failed in (("", []), ("p", ["d-p"]), ("d", ["d-d"])):
+        for side in [*prefills, *decodes]:
+            side.failed.clear()
+        name = damaged or "good"
+        for number, side in enumerate(prefills):
+            side.pages[:] = np.random.default_rng(number).integers(0, 256, side.pages.shape, dtype=np.uint8)
+            side.expect(name, tokens)
+            if damaged == "p" and number == 0:
+                # Once the pages for all decode workers have arrived: the last of them notices, at least.
+                before_summing(side, lambda: flip_last_page(prefills[0], source[-1]), len(decodes))
+        if damaged == "d":
+            before_summing(decodes[0], lambda: flip_bit(decodes[0], 0, target[1]))
+        for side in decodes:
+            side.reserve(prefills[0].address, target, name, tokens)
+        for side in prefills:
+            side.agent.pages_computed(ComputedPages(name, None, (GroupPages(0, source),)))
+            side.agent.request_finished(name, True, "")
+        for side in decodes:
+            side.wait(received=[f"d-{name}"])
+        assert {name for side in decodes for name in side.failed} == set(failed)
+        for side in prefills:
+            side.wait(sent=[f"p-{name}"])
+    assert sum(side.agent.stats().checks.corrupt for side in decodes) >= 2
+
+
+def test_sleep_waits_until_nothing_reads_the_pages(sim: Stage) -> None:
+    """The framework may unmap the pages after unregister_memory()."""
+    prefill, decode = verifying(sim)
+    transfer(prefill, decode)
+    order: list[str] = []
+    go = hold_sums(prefill)
+    prefill.agent._summer.sum((PAGES_OF_BLOCK_0,), lambda sums, problem: order.append("summed"))
+    sleep = threading.Thread(target=lambda: (prefill.agent.unregister_memory(), order.append("asleep")))
+    sleep.start()
+    until(lambda: prefill.agent.live().peers == 0)
+    go.set()
+    sleep.join()
+    assert order == ["summed", "asleep"]

@@ -1,0 +1,311 @@
+"""Verified pages in both state machines: when sums are requested, sent and compared, and each other end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prefill_machine import machine as prefill
+from prefill_machine import sealed
+from protocol_setup import (
+    BLOCK,
+    P_ADDRESS,
+    PAGE,
+    computed,
+    decode_request,
+    every,
+    layout,
+    only,
+    prefill_request,
+    reserve,
+    worker,
+)
+
+from kv_connector.protocol.actions import (
+    CorruptPage,
+    Ended,
+    Fence,
+    FinishedReceiving,
+    FinishedSending,
+    Outcome,
+    PagesChecked,
+    Send,
+    Share,
+    SummedPages,
+    SumPages,
+)
+from kv_connector.protocol.decode_machine import DecodeMachine
+from kv_connector.protocol.messages import (
+    MAX_SUMS_BYTES,
+    Cancel,
+    CancelAck,
+    Fail,
+    FailCode,
+    Reserve,
+    Sampled,
+    Sums,
+    decode,
+    encode,
+)
+from kv_connector.protocol.page_sums import SUM_BYTES, sums_messages
+from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.timeouts import Timeouts
+
+__all__ = ["prefill"]
+
+PEER = 1
+TIMES = Timeouts()
+PAGES = layout(num_blocks=32)
+GOOD = bytes(range(48))  # the sums of 3 blocks in 2 layers
+SOURCE = SummedPages(0, (0, 64 * PAGE), (1, 2, 3), PAGE, (0,), PAGE)
+TARGET = SummedPages(0, (0, 32 * PAGE), (11, 12, 13), PAGE, (0,), PAGE)
+
+
+def verifying(
+    *, knows_defer: bool = True, verify: bool = True, wants_sampled: bool = False
+) -> tuple[DecodeMachine, Reserve]:
+    """A machine whose RESERVE for a request has been sent, and the RESERVE."""
+    machine = DecodeMachine(PAGES, TIMES, verify=verify)
+    machine.engine_found(0.0, P_ADDRESS, (worker(PAGES),))
+    machine.peer_up(0.0, P_ADDRESS, PEER, knows_defer=knows_defer)
+    machine.reserve(0.0, replace(decode_request(), wants_sampled=wants_sampled))
+    message = only(machine.counter_opened(0.0, "d-t", 100), Send).message
+    assert isinstance(message, Reserve)
+    return machine, message
+
+
+def sums(attempt: int, data: bytes = GOOD, first: int = 0, reason: str = "") -> Sums:
+    return Sums("t", attempt, first, data, reason)
+
+
+# --- Of the prefill side
+
+
+def test_blocks_are_summed_after_the_last_write_and_then_given_back(prefill: PrefillMachine) -> None:
+    wanted = msgspec.structs.replace(reserve(), wants_sums=True)
+    prefill.expect(0.0, prefill_request())
+    prefill.reserve(0.0, PEER, wanted)
+    # In another order than D's blocks.
+    prefill.pages_computed(0.0, computed((2, 3), first=1))
+    prefill.pages_computed(0.0, computed((1,), base=2))
+    prefill.request_finished(0.0, "t", True, "")
+    ended = prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
+    assert ended == [SumPages(Share("t"), (SOURCE,))]
+    actions = prefill.pages_summed(2.0, Share("t"), GOOD, "")
+    assert only(actions, Send).message == sums(1)
+    assert actions.index(only(actions, Send)) < actions.index(only(actions, FinishedSending))
+    assert only(actions, Ended).outcome is Outcome.COMPLETED
+
+
+def test_nothing_is_summed_unless_decode_wants_it(prefill: PrefillMachine) -> None:
+    sealed(prefill)
+    actions = prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
+    assert every(actions, SumPages) == []
+    only(actions, FinishedSending)
+
+
+def test_problem_of_the_summer_is_sent_in_place_of_sums(prefill: PrefillMachine) -> None:
+    _summing(prefill)
+    actions = prefill.pages_summed(2.0, Share("t"), b"", "no kernels")
+    assert only(actions, Send).message == sums(1, b"", reason="no kernels")
+    only(actions, FinishedSending)
+
+
+def test_preempted_prompt_has_no_sums(prefill: PrefillMachine) -> None:
+    prefill.expect(0.0, prefill_request())
+    prefill.reserve(0.0, PEER, msgspec.structs.replace(reserve(), wants_sums=True))
+    prefill.pages_computed(0.0, computed((1,)))
+    assert prefill.preempt(("t",)) == (Share("t"),)
+    prefill.pages_computed(0.0, computed((4, 2, 3)))
+    prefill.request_finished(0.0, "t", True, "")
+    actions = prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
+    message = only(actions, Send).message
+    assert message == sums(1, b"", reason="its prompt was preempted at the prefill engine")
+    only(actions, FinishedSending)
+
+
+def test_cancel_waits_for_the_summer(prefill: PrefillMachine) -> None:
+    """Nothing is in flight, but the blocks are still read."""
+    _summing(prefill)
+    assert every(prefill.cancel(2.0, PEER, Cancel("t", 1)), FinishedSending) == []
+    actions = prefill.pages_summed(3.0, Share("t"), GOOD, "")
+    assert only(actions, Send).message == CancelAck("t", 1, drained=True)
+    only(actions, FinishedSending)
+
+
+def test_sums_of_a_share_that_is_over_are_dropped(prefill: PrefillMachine) -> None:
+    _summing(prefill)
+    prefill.peer_down(2.0, PEER, "lost")
+    only(prefill.fenced(2.0, PEER), FinishedSending)
+    assert prefill.pages_summed(3.0, Share("t"), GOOD, "") == []
+
+
+def test_many_sums_take_several_messages() -> None:
+    data = bytes(2 * MAX_SUMS_BYTES + SUM_BYTES)
+    messages = list(sums_messages(reserve(), data))
+    assert [(one.first, len(one.sums)) for one in messages] == [
+        (0, MAX_SUMS_BYTES),
+        (MAX_SUMS_BYTES, MAX_SUMS_BYTES),
+        (2 * MAX_SUMS_BYTES, SUM_BYTES),
+    ]
+    assert [decode(encode(one)) for one in messages] == messages
+
+
+# --- Of the decode side
+
+
+@pytest.mark.parametrize(("knows_defer", "verify"), [(True, False), (False, True), (True, True)])
+def test_sums_are_requested_from_engines_that_know_them(knows_defer: bool, verify: bool) -> None:
+    """An older engine cannot decode a RESERVE with the field."""
+    _, message = verifying(knows_defer=knows_defer, verify=verify)
+    assert message.wants_sums is (knows_defer and verify)
+
+
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_load_ends_once_both_sums_are_there(theirs_first: bool) -> None:
+    machine, message = verifying()
+    if theirs_first:
+        assert machine.sums(1.0, PEER, sums(message.attempt)) == []
+    assert machine.counter_reached(1.0, "d-t") == [SumPages("d-t", (TARGET,))]
+    if theirs_first:
+        actions = machine.pages_summed(2.0, "d-t", GOOD, "")
+    else:
+        assert machine.pages_summed(2.0, "d-t", GOOD, "") == []
+        actions = machine.sums(2.0, PEER, sums(message.attempt))
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, (), ())
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+def test_pages_that_differ_fail_the_load_and_are_named() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    ours = bytearray(GOOD)
+    ours[1 * SUM_BYTES] ^= 1  # layer 0, second block
+    ours[5 * SUM_BYTES + 7] ^= 128  # layer 1, third block
+    machine.pages_summed(1.0, "d-t", bytes(ours), "")
+    actions = machine.sums(1.0, PEER, sums(message.attempt))
+    assert only(actions, PagesChecked).corrupt == (
+        CorruptPage(PEER, "layer0", 12, BLOCK, BLOCK),
+        CorruptPage(PEER, "layer1", 13, 2 * BLOCK, BLOCK),
+    )
+    assert only(actions, Send).message == Cancel("t", message.attempt)
+    ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
+    assert only(ended, FinishedReceiving) == FinishedReceiving("d-t", failed=True)
+    assert "2 of 6 pages differ" in only(ended, Ended).reason
+
+
+def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.pages_summed(1.0, "d-t", GOOD, "")
+    assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
+    assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
+    actions = machine.sums(1.0, PEER, sums(message.attempt, GOOD[16:], 16))
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, (), ())
+
+
+@pytest.mark.parametrize("wrong", [sums(1, GOOD + bytes(8)), sums(1, GOOD[16:], 16)], ids=["long", "gap"])
+def test_other_sums_than_those_of_the_pages_fail_the_load(wrong: Sums) -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.pages_summed(1.0, "d-t", GOOD, "")
+    machine.sums(1.0, PEER, msgspec.structs.replace(wrong, attempt=message.attempt))
+    ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
+    assert only(ended, FinishedReceiving).failed
+
+
+def test_pages_of_an_older_engine_are_used_without_a_check() -> None:
+    machine, _ = verifying(knows_defer=False)
+    assert machine.counter_reached(1.0, "d-t") == [SumPages("d-t", ())]
+    actions = machine.pages_summed(1.0, "d-t", b"", "")
+    assert only(actions, PagesChecked).unverified == ((PEER, "it runs an older release"),)
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_pages_without_sums_are_used_without_a_check(side: str) -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    if side == "prefill":
+        machine.pages_summed(1.0, "d-t", GOOD, "")
+        actions = machine.sums(1.0, PEER, sums(message.attempt, b"", reason="no kernels"))
+    else:
+        actions = machine.pages_summed(1.0, "d-t", b"", "no kernels")
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 0, (), ((PEER, "no kernels"),))
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+def test_source_that_is_lost_before_its_sums_fails_the_load() -> None:
+    machine, _ = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.pages_summed(1.0, "d-t", GOOD, "")
+    assert every(machine.peer_down(1.0, PEER, "lost"), FinishedReceiving) == []
+    assert only(machine.fenced(1.0, PEER), FinishedReceiving) == FinishedReceiving("d-t", failed=True)
+
+
+def test_source_that_is_lost_after_its_sums_is_not_missed() -> None:
+    machine, message = verifying()
+    machine.sums(1.0, PEER, sums(message.attempt))
+    machine.counter_reached(1.0, "d-t")
+    assert every(machine.peer_down(1.0, PEER, "lost"), Ended) == []
+    actions = machine.pages_summed(2.0, "d-t", GOOD, "")
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+def test_prefill_engine_that_fails_before_its_sums_fails_the_load() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.pages_summed(1.0, "d-t", GOOD, "")
+    fail = Fail("t", message.attempt, FailCode.EXPIRED, "deadline", quiesced=True)
+    assert only(machine.fail(1.0, PEER, fail), FinishedReceiving) == FinishedReceiving("d-t", failed=True)
+
+
+def test_last_page_of_a_transfer_that_fails_does_not_save_it() -> None:
+    """Its pages were not checked."""
+    machine, _ = verifying()
+    machine.peer_down(1.0, PEER, "lost")
+    assert only(machine.counter_reached(1.0, "d-t"), FinishedReceiving) == FinishedReceiving(
+        "d-t", failed=True
+    )
+
+
+def test_request_that_is_aborted_during_the_check_is_not_reported_as_failed() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.sums(1.0, PEER, sums(message.attempt))
+    machine.cancel(1.0, "d-t")
+    assert machine.pages_summed(1.0, "d-t", GOOD, "") == []
+    ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
+    assert only(ended, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+def test_late_check_is_over_with_its_deadline() -> None:
+    machine, _ = verifying()
+    machine.counter_reached(1.0, "d-t")
+    assert isinstance(only(machine.tick(TIMES.transfer), Send).message, Cancel)
+    assert isinstance(only(machine.tick(TIMES.transfer + TIMES.cancel), Fence), Fence)
+
+
+@pytest.mark.parametrize("token_first", [True, False])
+def test_token_and_check_are_both_awaited(token_first: bool) -> None:
+    machine, message = verifying(wants_sampled=True)
+    token = Sampled("t", message.attempt, 42)
+    if token_first:
+        machine.sampled(1.0, PEER, token)
+    machine.counter_reached(1.0, "d-t")
+    machine.sums(1.0, PEER, sums(message.attempt))
+    actions = machine.pages_summed(1.0, "d-t", GOOD, "")
+    if not token_first:
+        assert every(actions, FinishedReceiving) == []
+        actions = machine.sampled(1.0, PEER, token)
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False, sampled=42)
+
+
+def _summing(machine: PrefillMachine) -> None:
+    """Brings the machine to a share whose pages are being summed."""
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, msgspec.structs.replace(reserve(), wants_sums=True))
+    machine.pages_computed(0.0, computed((1, 2, 3)))
+    machine.request_finished(0.0, "t", True, "")
+    only(machine.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, ""), SumPages)
