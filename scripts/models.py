@@ -1,7 +1,7 @@
 """Lists all model classes of the installed framework: their KV cache, and whether kv-connector transfers it.
 
     python scripts/models.py                 # each class on one line
-    python scripts/models.py --record        # writes docs/data/models-NAME.json
+    python scripts/models.py --record        # writes docs/data/models/NAME.json
     python scripts/models.py --check         # fails if a class is unknown, or the record is stale
 
 The Python that runs it decides which framework is listed: vLLM, or SGLang where no vLLM is installed. `make
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT / "docs" / "data"
+DATA = ROOT / "docs" / "data" / "models"
 
 
 class Row(NamedTuple):
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     name, found = rows()
-    file = DATA / f"models-{name}.json"
+    file = DATA / f"{name}.json"
     if options.record:
         file.write_text(record(found))
     elif not options.check:

@@ -139,8 +139,8 @@ _SHOWN = 8
 
 
 def models(name: str) -> str:
-    """Returns the table of docs/data/models-NAME.json, which scripts/models.py writes."""
-    families = json.loads((ROOT / "docs" / "data" / f"models-{name}.json").read_text())
+    """Returns the table of docs/data/models/NAME.json, which scripts/models.py writes."""
+    families = json.loads((ROOT / "docs" / "data" / "models" / f"{name}.json").read_text())
     counts = {
         verdict: sum(len(one["models"]) for one in families if one["verdict"] == verdict)
         for verdict in dict.fromkeys(one["verdict"] for one in families)

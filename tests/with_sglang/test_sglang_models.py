@@ -17,7 +17,7 @@ def test_no_model_class_of_sglang_is_unknown(rows: list[models.Row]) -> None:
 
 
 def test_record_of_sglangs_model_classes_is_that_of_the_installed_release(rows: list[models.Row]) -> None:
-    file = models.DATA / f"models-{models_of_sglang.NAME}.json"
+    file = models.DATA / f"{models_of_sglang.NAME}.json"
     assert file.read_text() == models.record(rows), "python scripts/models.py --record; make reference"
 
 
