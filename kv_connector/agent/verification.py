@@ -50,7 +50,7 @@ class Verification:
             case PagesChecked():
                 self._report(action, name_of)
 
-    def summed(self, now: float, owner: Share | str, sums: bytes, problem: str) -> Summed:
+    def summed(self, now: float, owner: Share | int, sums: bytes, problem: str) -> Summed:
         """Passes the sums, or the reason why there are none, to the machine that wants them."""
         if isinstance(owner, Share):
             return self._prefill.pages_summed(now, owner, sums, problem)

@@ -222,7 +222,7 @@ class CancelWrites:
 class SumPages:
     """Sum these pages. ``pages_summed`` of the machine answers."""
 
-    owner: Share | str  # in P the share whose pages have arrived, in D the request
+    owner: Share | int  # in P the share whose pages have arrived, in D the attempt
     pages: tuple[SummedPages, ...]
 
 

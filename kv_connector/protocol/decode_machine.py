@@ -309,11 +309,11 @@ class DecodeMachine:
         if transfer.stopping:  # its pages were not checked
             return self._end_stopped(now, transfer)
         transfer.enter(Phase.CHECKING)
-        return [SumPages(request_id, transfer.check.pages)]
+        return [SumPages(transfer.attempt, transfer.check.pages)]
 
-    def pages_summed(self, now: float, request_id: str, sums: bytes, problem: str) -> list[DecodeAction]:
-        """These are the sums of the request's pages as in SumPages, or the reason why there are none."""
-        transfer = self._transfers.get(request_id)
+    def pages_summed(self, now: float, attempt: int, sums: bytes, problem: str) -> list[DecodeAction]:
+        """These are the sums of the attempt's pages as in SumPages, or the reason why there are none."""
+        transfer = self._transfers.get(self._attempts.get(attempt, ""))
         if transfer is None or transfer.check is None:
             return []
         transfer.check.summed(sums, problem)
@@ -324,7 +324,7 @@ class DecodeMachine:
     def sums(self, now: float, peer: PeerId, message: Sums) -> list[DecodeAction]:
         """Handles SUMS, of which the last one may arrive before or after D's own sums."""
         found = self._attempt(peer, message)
-        if found is None or found[0].check is None:
+        if found is None or found[0].check is None or found[0].phase not in (Phase.RESERVED, Phase.CHECKING):
             return []
         problem = found[0].check.receive(peer, message)
         return self._give_up(now, found[0], problem, peer) if problem else self._compare(now, found[0])

@@ -57,6 +57,7 @@ __all__ = ["prefill"]
 PEER = 1
 TIMES = Timeouts()
 PAGES = layout(num_blocks=32)
+ATTEMPT = 1  # the first one of a machine
 GOOD = bytes(range(48))  # the sums of 3 blocks in 2 layers
 SOURCE = SummedPages(0, (0, 64 * PAGE), (1, 2, 3), PAGE, (0,), PAGE)
 TARGET = SummedPages(0, (0, 32 * PAGE), (11, 12, 13), PAGE, (0,), PAGE)
@@ -167,11 +168,11 @@ def test_load_ends_once_both_sums_are_there(theirs_first: bool) -> None:
     machine, message = verifying()
     if theirs_first:
         assert machine.sums(1.0, PEER, sums(message.attempt)) == []
-    assert machine.counter_reached(1.0, "d-t") == [SumPages("d-t", (TARGET,))]
+    assert machine.counter_reached(1.0, "d-t") == [SumPages(ATTEMPT, (TARGET,))]
     if theirs_first:
-        actions = machine.pages_summed(2.0, "d-t", GOOD, "")
+        actions = machine.pages_summed(2.0, ATTEMPT, GOOD, "")
     else:
-        assert machine.pages_summed(2.0, "d-t", GOOD, "") == []
+        assert machine.pages_summed(2.0, ATTEMPT, GOOD, "") == []
         actions = machine.sums(2.0, PEER, sums(message.attempt))
     assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, (), ())
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
@@ -183,7 +184,7 @@ def test_pages_that_differ_fail_the_load_and_are_named() -> None:
     ours = bytearray(GOOD)
     ours[1 * SUM_BYTES] ^= 1  # layer 0, second block
     ours[5 * SUM_BYTES + 7] ^= 128  # layer 1, third block
-    machine.pages_summed(1.0, "d-t", bytes(ours), "")
+    machine.pages_summed(1.0, ATTEMPT, bytes(ours), "")
     actions = machine.sums(1.0, PEER, sums(message.attempt))
     assert only(actions, PagesChecked).corrupt == (
         CorruptPage(PEER, "layer0", 12, BLOCK, BLOCK),
@@ -198,7 +199,7 @@ def test_pages_that_differ_fail_the_load_and_are_named() -> None:
 def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
     machine, message = verifying()
     machine.counter_reached(1.0, "d-t")
-    machine.pages_summed(1.0, "d-t", GOOD, "")
+    machine.pages_summed(1.0, ATTEMPT, GOOD, "")
     assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
     assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
     actions = machine.sums(1.0, PEER, sums(message.attempt, GOOD[16:], 16))
@@ -209,7 +210,7 @@ def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
 def test_other_sums_than_those_of_the_pages_fail_the_load(wrong: Sums) -> None:
     machine, message = verifying()
     machine.counter_reached(1.0, "d-t")
-    machine.pages_summed(1.0, "d-t", GOOD, "")
+    machine.pages_summed(1.0, ATTEMPT, GOOD, "")
     machine.sums(1.0, PEER, msgspec.structs.replace(wrong, attempt=message.attempt))
     ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
     assert only(ended, FinishedReceiving).failed
@@ -217,8 +218,8 @@ def test_other_sums_than_those_of_the_pages_fail_the_load(wrong: Sums) -> None:
 
 def test_pages_of_an_older_engine_are_used_without_a_check() -> None:
     machine, _ = verifying(knows_defer=False)
-    assert machine.counter_reached(1.0, "d-t") == [SumPages("d-t", ())]
-    actions = machine.pages_summed(1.0, "d-t", b"", "")
+    assert machine.counter_reached(1.0, "d-t") == [SumPages(ATTEMPT, ())]
+    actions = machine.pages_summed(1.0, ATTEMPT, b"", "")
     assert only(actions, PagesChecked).unverified == ((PEER, "it runs an older release"),)
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
 
@@ -228,10 +229,10 @@ def test_pages_without_sums_are_used_without_a_check(side: str) -> None:
     machine, message = verifying()
     machine.counter_reached(1.0, "d-t")
     if side == "prefill":
-        machine.pages_summed(1.0, "d-t", GOOD, "")
+        machine.pages_summed(1.0, ATTEMPT, GOOD, "")
         actions = machine.sums(1.0, PEER, sums(message.attempt, b"", reason="no kernels"))
     else:
-        actions = machine.pages_summed(1.0, "d-t", b"", "no kernels")
+        actions = machine.pages_summed(1.0, ATTEMPT, b"", "no kernels")
     assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 0, (), ((PEER, "no kernels"),))
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
 
@@ -239,7 +240,7 @@ def test_pages_without_sums_are_used_without_a_check(side: str) -> None:
 def test_source_that_is_lost_before_its_sums_fails_the_load() -> None:
     machine, _ = verifying()
     machine.counter_reached(1.0, "d-t")
-    machine.pages_summed(1.0, "d-t", GOOD, "")
+    machine.pages_summed(1.0, ATTEMPT, GOOD, "")
     assert every(machine.peer_down(1.0, PEER, "lost"), FinishedReceiving) == []
     assert only(machine.fenced(1.0, PEER), FinishedReceiving) == FinishedReceiving("d-t", failed=True)
 
@@ -249,14 +250,14 @@ def test_source_that_is_lost_after_its_sums_is_not_missed() -> None:
     machine.sums(1.0, PEER, sums(message.attempt))
     machine.counter_reached(1.0, "d-t")
     assert every(machine.peer_down(1.0, PEER, "lost"), Ended) == []
-    actions = machine.pages_summed(2.0, "d-t", GOOD, "")
+    actions = machine.pages_summed(2.0, ATTEMPT, GOOD, "")
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
 
 
 def test_prefill_engine_that_fails_before_its_sums_fails_the_load() -> None:
     machine, message = verifying()
     machine.counter_reached(1.0, "d-t")
-    machine.pages_summed(1.0, "d-t", GOOD, "")
+    machine.pages_summed(1.0, ATTEMPT, GOOD, "")
     fail = Fail("t", message.attempt, FailCode.EXPIRED, "deadline", quiesced=True)
     assert only(machine.fail(1.0, PEER, fail), FinishedReceiving) == FinishedReceiving("d-t", failed=True)
 
@@ -275,9 +276,29 @@ def test_request_that_is_aborted_during_the_check_is_not_reported_as_failed() ->
     machine.counter_reached(1.0, "d-t")
     machine.sums(1.0, PEER, sums(message.attempt))
     machine.cancel(1.0, "d-t")
-    assert machine.pages_summed(1.0, "d-t", GOOD, "") == []
+    assert machine.pages_summed(1.0, ATTEMPT, GOOD, "") == []
     ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
     assert only(ended, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
+
+
+def test_sums_for_an_aborted_request_do_not_count_for_the_next_one_of_its_id() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.cancel(1.0, "d-t")
+    machine.cancel_ack(1.0, PEER, CancelAck("t", message.attempt, drained=True))
+    machine.reserve(2.0, decode_request())
+    again = only(machine.counter_opened(2.0, "d-t", 100), Send).message
+    assert isinstance(again, Reserve)
+    machine.sums(3.0, PEER, sums(again.attempt))
+    machine.counter_reached(3.0, "d-t")
+    assert machine.pages_summed(4.0, message.attempt, GOOD, "") == []
+    only(machine.pages_summed(5.0, again.attempt, GOOD, ""), FinishedReceiving)
+
+
+def test_wrong_sums_of_a_prompt_that_was_aborted_are_dropped() -> None:
+    machine, message = verifying()
+    machine.fail(1.0, PEER, Fail("t", message.attempt, FailCode.PREFILL_ABORTED, "left", quiesced=True))
+    assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[16:], 16)) == []
 
 
 def test_late_check_is_over_with_its_deadline() -> None:
@@ -295,7 +316,7 @@ def test_token_and_check_are_both_awaited(token_first: bool) -> None:
         machine.sampled(1.0, PEER, token)
     machine.counter_reached(1.0, "d-t")
     machine.sums(1.0, PEER, sums(message.attempt))
-    actions = machine.pages_summed(1.0, "d-t", GOOD, "")
+    actions = machine.pages_summed(1.0, ATTEMPT, GOOD, "")
     if not token_first:
         assert every(actions, FinishedReceiving) == []
         actions = machine.sampled(1.0, PEER, token)
