@@ -57,13 +57,13 @@ class Verification:
         return self._decode.pages_summed(now, owner, sums, problem)
 
     def _report(self, checked: PagesChecked, name_of: Callable[[PeerId | None], PeerName]) -> None:
-        self._ledger.checked(checked.pages, len(checked.corrupt), bool(checked.unverified))
-        if checked.corrupt:
+        self._ledger.checked(checked.pages, checked.corrupt, bool(checked.unverified))
+        if checked.first is not None:
             logger.error(
                 "CORRUPT PAGE: transfer %s of request %s from %s over %s to %s: %s",
                 checked.transfer_id,
                 checked.request_id,
-                *name_of(checked.corrupt[0].peer),
+                *name_of(checked.first.peer),
                 self._name,
                 checked.problem,
             )

@@ -319,15 +319,14 @@ class PagesChecked:
     transfer_id: str
     request_id: str
     pages: int  # compared
-    corrupt: tuple[CorruptPage, ...]
+    corrupt: int  # of them, those that differ
+    first: CorruptPage | None  # of those
     unverified: tuple[tuple[PeerId, str], ...]  # sources without a check, with the reasons
 
     @property
     def problem(self) -> str:
         """The reason why its pages are not used."""
-        return (
-            f"{len(self.corrupt)} of {self.pages} pages differ from the prefill engine's: {self.corrupt[0]}"
-        )
+        return f"{self.corrupt} of {self.pages} pages differ from the prefill engine's: {self.first}"
 
 
 # --- Of prefixes

@@ -469,9 +469,9 @@ class DecodeMachine:
         if transfer.phase is not Phase.CHECKING or check is None or not check.complete:
             return []
         checked = check.result()
-        if not checked.corrupt:
+        if checked.first is None:
             return [checked, *self._landed(now, transfer)]
-        return [checked, *self._give_up(now, transfer, checked.problem, checked.corrupt[0].peer)]
+        return [checked, *self._give_up(now, transfer, checked.problem, checked.first.peer)]
 
     def _landed(self, now: float, transfer: Reception) -> list[DecodeAction]:
         """Ends a transfer that has its pages, unless its request waits for a token that may still come."""

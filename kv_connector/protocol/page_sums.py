@@ -8,6 +8,9 @@ since.
 A sum covers what a write moves: the runs of one layer in one granule that a LayerRun names. These bytes are
 equal on both sides, whatever the layouts. Both sides list the sums in the order of the plan and of D's
 blocks, so a sum needs no address. native/base/page_sum.h has the function and the probability of a collision.
+
+A drafter's pages have no sums. P's drafter writes behind the end of the prompt, into its last block, after
+the layer was signalled. D does not use these bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from kv_connector.protocol.actions import CorruptPage, PagesChecked, PeerId, SummedPages
 from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import MAX_SUMS_BYTES, Reserve, Sums
-from kv_connector.protocol.plan import Groups, LayerRun, Plan
+from kv_connector.protocol.plan import Groups, LayerRun, Plan, PushLayer
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.runs import Places
 from kv_connector.protocol.sources import Draw
@@ -33,14 +36,14 @@ def source_pages(plan: Plan, moved: Moved) -> tuple[SummedPages, ...]:
     """P's pages that were written, in the order of their sums."""
     return tuple(
         SummedPages(
-            region=run.source_region,
-            layers=tuple(layer.source_offset for layer in run.layers),
-            blocks=tuple(source for source, _ in blocks),
-            stride=run.source_stride,
-            runs=tuple(source for source, _ in run.offsets),
-            run_bytes=run.page_bytes,
+            region=batch.run.source_region,
+            layers=tuple(layer.source_offset for layer in batch.layers),
+            blocks=batch.sources,
+            stride=batch.run.source_stride,
+            runs=tuple(source for source, _ in batch.run.offsets),
+            run_bytes=batch.run.page_bytes,
         )
-        for run, blocks in _in_order(plan, moved)
+        for batch in _in_order(plan, moved)
     )
 
 
@@ -48,14 +51,14 @@ def target_pages(plan: Plan, targets: Sequence[GroupTarget], prompt_tokens: int)
     """D's pages that P writes for a request, in the order of their sums."""
     return tuple(
         SummedPages(
-            region=run.target_region,
-            layers=tuple(layer.target_offset for layer in run.layers),
-            blocks=tuple(target for _, target in blocks),
-            stride=run.target_stride,
-            runs=tuple(target for _, target in run.offsets),
-            run_bytes=run.page_bytes,
+            region=batch.run.target_region,
+            layers=tuple(layer.target_offset for layer in batch.layers),
+            blocks=batch.targets,
+            stride=batch.run.target_stride,
+            runs=tuple(target for _, target in batch.run.offsets),
+            run_bytes=batch.run.page_bytes,
         )
-        for run, blocks in _in_order(plan, _moved(plan, plan.wanted(targets, prompt_tokens)))
+        for batch in _in_order(plan, _moved(plan, plan.wanted(targets, prompt_tokens)))
     )
 
 
@@ -130,8 +133,9 @@ class PageCheck:
     def receive(self, peer: PeerId, message: Sums) -> str:
         """Takes sums of P. Returns the problem with them, or ""."""
         source = self._sources.get(peer)
-        if message.reason or source is None:
-            self._unverified[peer] = message.reason or "it sent sums without pages"
+        if message.reason:
+            self._unverified[peer] = message.reason
+        if message.reason or source is None:  # without pages it sends no sums, but the message
             return ""
         if message.first < len(source.sums):
             return ""  # it is a repetition
@@ -149,34 +153,52 @@ class PageCheck:
     def result(self) -> PagesChecked:
         """The result of the comparison. Call it once all sums are there."""
         assert self._ours is not None
-        corrupt: list[CorruptPage] = []
-        checked = begin = 0
+        checked = corrupt = begin = 0
+        first: CorruptPage | None = None
         for peer, source in self._sources.items():
             ours = self._ours[begin : begin + source.nbytes]
             begin += source.nbytes
-            if peer not in self._unverified:
-                checked += count(source.pages)
-                corrupt += self._differing(peer, source, ours) if ours != source.sums else ()
+            if peer in self._unverified:
+                continue
+            checked += count(source.pages)
+            if ours != source.sums:
+                differing = _differing(ours, source.sums)
+                first = first or self._page(peer, source, next(differing))
+                corrupt += 1 + sum(1 for _ in differing)
         request, unverified = self._request, tuple(self._unverified.items())
-        return PagesChecked(request.transfer_id, request.request_id, checked, tuple(corrupt), unverified)
+        return PagesChecked(request.transfer_id, request.request_id, checked, corrupt, first, unverified)
 
-    def _differing(self, peer: PeerId, source: Source, ours: bytes) -> Iterator[CorruptPage]:
-        plan, request, at = source.draw.plan, self._request, 0
+    def _page(self, peer: PeerId, source: Source, number: int) -> CorruptPage:
+        """The page whose sum has this number among the source's."""
+        plan, request = source.draw.plan, self._request
         assert plan is not None
         wanted = plan.wanted(request.groups, request.prompt_tokens)
-        for groups, places, run, blocks in _walk(plan, _moved(plan, wanted)):
-            cut = plan.pairs[groups].cut
-            granules = {
-                block: granule
-                for granule, block in wanted[groups].items()
-                if _places(plan, groups, granule) == places
-            }
-            for layer in run.layers:
-                name = source.draw.layout.layers[layer.ordinal].name
-                for _, block in blocks:
-                    if ours[at : at + SUM_BYTES] != source.sums[at : at + SUM_BYTES]:
-                        yield CorruptPage(peer, name, block, granules[block] * cut.tokens, cut.tokens)
-                    at += SUM_BYTES
+        for batch in _in_order(plan, _moved(plan, wanted)):
+            blocks = len(batch.targets)
+            if number < len(batch.layers) * blocks:
+                break
+            number -= len(batch.layers) * blocks
+        layer, block = batch.layers[number // blocks], batch.targets[number % blocks]
+        granule = next(
+            granule
+            for granule, target in wanted[batch.groups].items()
+            if target == block and _places(plan, batch.groups, granule) == batch.places
+        )
+        tokens = plan.pairs[batch.groups].cut.tokens
+        name = source.draw.layout.layers[layer.ordinal].name
+        return CorruptPage(peer, name, block, granule * tokens, tokens)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The pages of one run of the plan, in the order of D's blocks."""
+
+    groups: Groups
+    places: Places
+    run: LayerRun
+    layers: tuple[PushLayer, ...]
+    sources: tuple[int, ...]  # blocks of P
+    targets: tuple[int, ...]  # blocks of D
 
 
 def count(pages: Iterable[SummedPages]) -> int:
@@ -184,16 +206,22 @@ def count(pages: Iterable[SummedPages]) -> int:
     return sum(len(one.layers) * len(one.blocks) for one in pages)
 
 
-def _in_order(plan: Plan, moved: Moved) -> Iterator[tuple[LayerRun, Sequence[tuple[int, int]]]]:
-    return ((run, blocks) for _, _, run, blocks in _walk(plan, moved))
+def _differing(ours: bytes, theirs: bytearray) -> Iterator[int]:
+    """The numbers of the sums that differ."""
+    pairs = zip(memoryview(ours).cast("Q"), memoryview(theirs).cast("Q"), strict=True)
+    return (number for number, (our, their) in enumerate(pairs) if our != their)
 
 
-def _walk(plan: Plan, moved: Moved) -> Iterator[tuple[Groups, Places, LayerRun, Sequence[tuple[int, int]]]]:
-    """Each run of the plan, with its blocks in the order of D's blocks. Both sides go the same way."""
+def _in_order(plan: Plan, moved: Moved) -> Iterator[_Batch]:
+    """The pages that have sums. Both sides go the same way. The batches of one entry of ``moved`` share their
+    blocks: there may be one for each layer, and 65,536 blocks."""
     for groups, places in sorted(moved):
         blocks = sorted(moved[groups, places], key=lambda pair: pair[1])
+        sources, targets = (tuple(side) for side in zip(*blocks, strict=True))
         for run in plan.runs(*groups, places):
-            yield groups, places, run, blocks
+            layers = tuple(layer for layer in run.layers if layer.ordinal not in plan.drafting)
+            if layers:
+                yield _Batch(groups, places, run, layers, sources, targets)
 
 
 def _places(plan: Plan, groups: Groups, granule: int) -> Places:

@@ -187,6 +187,12 @@ class Plan:
         }
         self.layers = tuple(self._ordinals.values())
         """The target's ordinal of each of the source's layers that it wants."""
+        self.drafting = frozenset(
+            ordinal
+            for ordinal, theirs in self._ordinals.items()
+            if not (source.layers[ordinal].needed and target.layers[theirs].needed)
+        )
+        """The source's ordinals of layers without which a request can run: a drafter's."""
         shapes: dict[_Shape, list[PushLayer]] = {}
         for ordinal, theirs in self._ordinals.items():
             ours, layer = source.layers[ordinal], target.layers[theirs]

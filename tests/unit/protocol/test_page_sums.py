@@ -48,7 +48,8 @@ from kv_connector.protocol.messages import (
     decode,
     encode,
 )
-from kv_connector.protocol.page_sums import SUM_BYTES, sums_messages
+from kv_connector.protocol.page_sums import SUM_BYTES, source_pages, sums_messages, target_pages
+from kv_connector.protocol.plan import Plan
 from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
 from kv_connector.protocol.timeouts import Timeouts
 
@@ -174,7 +175,7 @@ def test_load_ends_once_both_sums_are_there(theirs_first: bool) -> None:
     else:
         assert machine.pages_summed(2.0, ATTEMPT, GOOD, "") == []
         actions = machine.sums(2.0, PEER, sums(message.attempt))
-    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, (), ())
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, 0, None, ())
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
 
 
@@ -186,14 +187,45 @@ def test_pages_that_differ_fail_the_load_and_are_named() -> None:
     ours[5 * SUM_BYTES + 7] ^= 128  # layer 1, third block
     machine.pages_summed(1.0, ATTEMPT, bytes(ours), "")
     actions = machine.sums(1.0, PEER, sums(message.attempt))
-    assert only(actions, PagesChecked).corrupt == (
-        CorruptPage(PEER, "layer0", 12, BLOCK, BLOCK),
-        CorruptPage(PEER, "layer1", 13, 2 * BLOCK, BLOCK),
-    )
+    checked = only(actions, PagesChecked)
+    assert (checked.corrupt, checked.first) == (2, CorruptPage(PEER, "layer0", 12, BLOCK, BLOCK))
     assert only(actions, Send).message == Cancel("t", message.attempt)
     ended = machine.cancel_ack(2.0, PEER, CancelAck("t", message.attempt, drained=True))
     assert only(ended, FinishedReceiving) == FinishedReceiving("d-t", failed=True)
     assert "2 of 6 pages differ" in only(ended, Ended).reason
+
+
+def test_page_of_any_layer_is_named() -> None:
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    machine.pages_summed(1.0, ATTEMPT, GOOD[:-1] + b"!", "")
+    actions = machine.sums(1.0, PEER, sums(message.attempt))
+    assert only(actions, PagesChecked).first == CorruptPage(PEER, "layer1", 13, 2 * BLOCK, BLOCK)
+
+
+@pytest.mark.parametrize("drafts", ["prefill", "decode", "both"])
+def test_pages_of_a_drafter_have_no_sums(drafts: str) -> None:
+    """P's drafter writes behind the prompt's end, into its last block, after its layer was signalled."""
+    first, last = PAGES.layers
+    of_drafter = msgspec.structs.replace(PAGES, layers=(first, msgspec.structs.replace(last, needed=False)))
+    source = PAGES if drafts == "decode" else of_drafter
+    target = PAGES if drafts == "prefill" else of_drafter
+    plan = Plan(source, target)
+    ours = target_pages(plan, decode_request().groups, 3 * BLOCK)
+    theirs = source_pages(plan, {((0, 0), (0, 0)): [(1, 11)]})
+    assert [pages.layers for pages in (*ours, *theirs)] == [(0,), (0,)]
+
+
+def test_runs_of_one_group_share_their_blocks() -> None:
+    """vLLM has a region for each layer, so there are many runs. A prompt may have 65,536 blocks."""
+    layers = [
+        msgspec.structs.replace(layer, parts=(msgspec.structs.replace(layer.parts[0], region=region),))
+        for region, layer in enumerate(PAGES.layers)
+    ]
+    regions = msgspec.structs.replace(PAGES, layers=tuple(layers))
+    one, two = source_pages(Plan(regions, regions), {((0, 0), (0, 0)): [(3, 13), (2, 12)]})
+    assert one.blocks == (2, 3)
+    assert one.blocks is two.blocks
 
 
 def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
@@ -203,7 +235,7 @@ def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
     assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
     assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[:16])) == []
     actions = machine.sums(1.0, PEER, sums(message.attempt, GOOD[16:], 16))
-    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, (), ())
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 6, 0, None, ())
 
 
 @pytest.mark.parametrize("wrong", [sums(1, GOOD + bytes(8)), sums(1, GOOD[16:], 16)], ids=["long", "gap"])
@@ -233,7 +265,7 @@ def test_pages_without_sums_are_used_without_a_check(side: str) -> None:
         actions = machine.sums(1.0, PEER, sums(message.attempt, b"", reason="no kernels"))
     else:
         actions = machine.pages_summed(1.0, ATTEMPT, b"", "no kernels")
-    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 0, (), ((PEER, "no kernels"),))
+    assert only(actions, PagesChecked) == PagesChecked("t", "d-t", 0, 0, None, ((PEER, "no kernels"),))
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False)
 
 
