@@ -28,6 +28,7 @@ class PageSummer:
         self._native = NativeSummer(on_gpu)
         self._jobs: SimpleQueue[tuple[Sequence[SummedPages], Summed] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = False
 
     def sum(self, pages: Sequence[SummedPages], summed: Summed) -> None:
         """Sums these pages. ``summed`` is called on the summer's thread."""
@@ -38,18 +39,21 @@ class PageSummer:
 
     def drain(self) -> None:
         """BLOCKS until all jobs before this call are done, so that nothing reads the memory for them."""
+        if self._thread is None:
+            return
         done = threading.Event()
         self.sum((), lambda sums, problem: done.set())
         done.wait()
 
     def close(self) -> None:
-        """Ends the thread after its jobs. BLOCKS."""
+        """Ends the thread after the job that it works on. The other jobs are dropped. BLOCKS."""
         if self._thread is not None:
+            self._closing = True
             self._jobs.put(None)
             self._thread.join()
 
     def _main(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._closing:
             pages, summed = job
             try:
                 sums, problem = b"".join(map(self._sum, pages)), ""

@@ -581,8 +581,6 @@ class PrefillMachine:
         transfer = self._transfer(share)
         if transfer is None or transfer.reservation is None:
             return []
-        if transfer.phase is SharePhase.DRAINING:
-            return self._ends.drained(now, transfer, quiesced=True)
         return [*_say_sums(transfer.reservation, sums, problem), *self._ends.complete(now, transfer)]
 
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
@@ -773,6 +771,8 @@ class PrefillMachine:
         if reservation.unsummed:
             unsummed = _say_sums(reservation, b"", reservation.unsummed)
             return [*unsummed, *self._ends.complete(now, transfer)]
+        # Nothing is in flight, so an end of the share drops the sums, and does not wait for the summer.
+        reservation.writing = False
         plan = self._peers[reservation.peer].plan
         return [SumPages(transfer.share, source_pages(plan, reservation.pushed))]
 

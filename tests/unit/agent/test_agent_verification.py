@@ -277,3 +277,29 @@ def test_sleep_waits_until_nothing_reads_the_pages(sim: Stage) -> None:
     go.set()
     sleep.join()
     assert order == ["summed", "asleep"]
+
+
+def test_engine_that_never_summed_sleeps_without_a_thread_for_sums(sim: Stage) -> None:
+    prefill = sim.side(Role.PREFILL)
+    prefill.agent.unregister_memory()
+    assert prefill.agent._summer._thread is None
+
+
+def test_close_drops_the_sums_that_are_still_to_be_computed() -> None:
+    """Their transfers are over. A CPU engine may have seconds of sums to compute."""
+    summer, begun, go, done = PageSummer((), on_gpu=False), threading.Event(), threading.Event(), list[str]()
+
+    def first(sums: bytes, problem: str) -> None:
+        begun.set()
+        assert go.wait(PATIENCE)
+        done.append("first")
+
+    summer.sum((), first)
+    summer.sum((), lambda sums, problem: done.append("second"))
+    assert begun.wait(PATIENCE)
+    closing = threading.Thread(target=summer.close)
+    closing.start()
+    until(lambda: summer._closing)
+    go.set()
+    closing.join()
+    assert done == ["first"]

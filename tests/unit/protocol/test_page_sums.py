@@ -127,19 +127,28 @@ def test_preempted_prompt_has_no_sums(prefill: PrefillMachine) -> None:
     only(actions, FinishedSending)
 
 
-def test_cancel_waits_for_the_summer(prefill: PrefillMachine) -> None:
-    """Nothing is in flight, but the blocks are still read."""
+def test_share_ends_without_waiting_for_the_summer(prefill: PrefillMachine) -> None:
+    """Nothing is in flight. A slow summer must not cost D its session."""
     _summing(prefill)
-    assert every(prefill.cancel(2.0, PEER, Cancel("t", 1)), FinishedSending) == []
-    actions = prefill.pages_summed(3.0, Share("t"), GOOD, "")
+    actions = prefill.cancel(2.0, PEER, Cancel("t", 1))
     assert only(actions, Send).message == CancelAck("t", 1, drained=True)
+    only(actions, FinishedSending)
+    assert prefill.pages_summed(3.0, Share("t"), GOOD, "") == []
+
+
+def test_sums_are_not_awaited_beyond_the_deadline(prefill: PrefillMachine) -> None:
+    _summing(prefill)
+    actions = prefill.tick(reserve().deadline_ms / 1000)
+    fail = only(actions, Send).message
+    assert isinstance(fail, Fail)
+    assert fail.quiesced
     only(actions, FinishedSending)
 
 
 def test_sums_of_a_share_that_is_over_are_dropped(prefill: PrefillMachine) -> None:
     _summing(prefill)
-    prefill.peer_down(2.0, PEER, "lost")
-    only(prefill.fenced(2.0, PEER), FinishedSending)
+    only(prefill.peer_down(2.0, PEER, "lost"), FinishedSending)
+    assert prefill.fenced(2.0, PEER) == []
     assert prefill.pages_summed(3.0, Share("t"), GOOD, "") == []
 
 
