@@ -448,10 +448,10 @@ class Members:
 
     def to_learn(self, now: float) -> list[Endpoint]:
         """Returns one engine of each API server whose models are due to be read again: a part of many."""
-        due = [
-            one for one in self._engines.values() if one.answers and not one.silent and one.learn_at <= now
-        ]
+        answering = (one for one in self._engines.values() if one.answers and not one.silent)
         # Engines that joined together would all be read at once: a thousand connections every ten seconds.
+        # New engines come first: an engine without a list gets requests for any model.
+        due = sorted((one for one in answering if one.learn_at <= now), key=lambda one: one.learn_at)
         due = due[: max(_LEARN_AT_ONCE, len(self._engines) // 10)]
         for engine in due:
             engine.learn_at = now + _LEARN_S

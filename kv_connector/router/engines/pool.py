@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,8 @@ class Lease:
         self._loading = 0
         if work is not None:
             member.workload.backlog.add(work)
-        elif prompt is not None and context:
+        elif prompt is not None and 0 < context < (member.workload.longest or math.inf):
+            # A forecast ends at the longest prompt. The engine refuses that prompt, and drops nothing for it.
             self._loading = context - prompt.tokens_of(self.expected, context)
             member.workload.cache.load(self._loading)
 

@@ -102,11 +102,11 @@ class ServerConfig(uvicorn.Config):
         **options: Any,
     ) -> None:
         """``connections``: open connections above which an idle connection is closed for a new one.
-        ``stall``: seconds that headers may take, and that a reader may take nothing. ``tls``: for HTTPS at
-        the clients' address; None: HTTP. ``options``: uvicorn's options."""
+        ``stall``: seconds that headers and a TLS handshake may take, and that a reader may take nothing.
+        ``tls``: for HTTPS at the clients' address; None: HTTP. ``options``: uvicorn's options."""
         super().__init__(
             app,
-            http=BoundedProtocol,
+            http=BoundedProtocol if tls is None else Handshake,
             # A WebSocket would leave this protocol and its bounds. The router has no route for a WebSocket.
             ws="none",
             # Clients can write X-Forwarded-For themselves. A proxy on this host passes it on by default.
@@ -115,16 +115,21 @@ class ServerConfig(uvicorn.Config):
             access_log=False,
             **options,
         )
-        self._tls = tls
+        self.tls = tls
         self.most_connections = connections
         self.stall = stall
         self.turns = Turns()
-        self.idle: dict[BoundedProtocol, None] = {}
+        self.idle: dict[BoundedProtocol | Handshake, None] = {}
         """Connections without a request in progress, the longest idle first."""
+        self.handshakes = 0
+        """Connections whose TLS handshake is not complete. They are idle, too."""
 
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._tls
+    def close_idle(self, connections: int) -> None:
+        """Closes the longest idle connection, if these and the handshakes are too many."""
+        if connections + self.handshakes > self.most_connections:
+            for longest in self.idle:
+                longest.close()
+                break
 
 
 class RouterServer(uvicorn.Server):
@@ -220,10 +225,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self.config.turns)
-        if len(self.connections) > self.config.most_connections:
-            for longest in self.config.idle:
-                longest._close()
-                break
+        self.config.close_idle(len(self.connections))
         self.config.idle[self] = None
         self.timeout_keep_alive_task = self._later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -313,7 +315,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unset_reader_due()
 
     def timeout_keep_alive_handler(self) -> None:
-        self._close()
+        self.close()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Does nothing: the request is answered as one without an upgrade. That is not an event for
@@ -324,7 +326,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._refuse(failure(408, "invalid_request_error", _LATE % ("headers", self.config.stall)))
         else:
-            self._close()
+            self.close()
 
     def _refuse(self, refusal: Failure) -> None:
         """Answers without the application, and reads nothing more."""
@@ -332,7 +334,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._unset_headers_due()
         if any(cycle.response_started for cycle in self._unfinished):
-            self._close()  # in the middle of another answer
+            self.close()  # in the middle of another answer
             return
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
             refusal.body
@@ -340,9 +342,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[refusal.status] + head + refusal.body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.timeout_keep_alive_task = self._later(_LINGER_S, self._close)
+        self.timeout_keep_alive_task = self._later(_LINGER_S, self.close)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Closes the connection now, even if its client has not taken all that was sent."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -365,6 +367,90 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
+
+
+class Handshake(asyncio.Protocol):
+    """A client's connection until its TLS handshake is complete. A BoundedProtocol has it afterwards.
+
+    uvicorn and the event loop would not count the connection, and would wait 60 s for the handshake.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._config = config
+        self._connections = server_state.connections
+        self._make = functools.partial(BoundedProtocol, config, server_state, app_state, _loop)
+        self._protocol: BoundedProtocol | None = None
+        # What arrived when start_tls() did not read yet. Then what arrived together with the handshake's end.
+        self._early = b""
+        self._lost = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._config.handshakes += 1
+        self._config.close_idle(len(self._connections))
+        self._config.idle[self] = None
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def data_received(self, data: bytes) -> None:
+        if self._protocol is None:
+            self._early += data
+        else:
+            self._protocol.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # Called later than it was decided. The protocol may have taken the connection meanwhile.
+        self._lost = True
+        if self._protocol is not None:
+            self._protocol.connection_lost(exc)
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    async def _run(self) -> None:
+        assert self._config.tls is not None
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._begin)
+        try:
+            tls = await loop.start_tls(
+                self._transport,
+                self,
+                self._config.tls,
+                server_side=True,
+                ssl_handshake_timeout=self._config.stall,
+                ssl_shutdown_timeout=_LINGER_S,
+            )
+        except OSError:  # ssl.SSLError is one
+            tls = None
+        finally:
+            self._config.handshakes -= 1
+            self._config.idle.pop(self, None)
+        if tls is None or tls.is_closing() or self._transport.is_closing() or self._lost:
+            self._transport.abort()
+            return
+        self._protocol = self._make()
+        tls.set_protocol(self._protocol)
+        self._protocol.connection_made(tls)
+        if self._early:
+            self._protocol.data_received(self._early)
+
+    def _begin(self) -> None:
+        """Gives the data so far to the protocol that start_tls() has set, before it begins the handshake.
+
+        uvloop reads after connection_made(), even if the transport was paused there.
+        """
+        early, self._early = self._early, b""
+        protocol: Any = self._transport.get_protocol()
+        while early and protocol is not self:  # a BufferedProtocol, in asyncio and in uvloop
+            buffer = protocol.get_buffer(len(early))
+            part, early = early[: len(buffer)], early[len(buffer) :]
+            buffer[: len(part)] = part
+            protocol.buffer_updated(len(part))
 
 
 def _flush_log() -> None:

@@ -25,7 +25,9 @@ class LineWriter:
     def __init__(self, write: Callable[[str], None]) -> None:
         """``write``: called with each line on the thread. It may block, and handles its own errors."""
         self._write = write
-        self._lines: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        # Its put() may be interrupted by a destructor that logs, such as that of a failed task. The lock of
+        # queue.Queue would then block the thread for good.
+        self._lines: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> bool:
@@ -36,29 +38,32 @@ class LineWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvc-lines", daemon=True)
             self._thread.start()
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
+        if self._lines.qsize() >= MOST_LINES:
             return False
+        self._lines.put(line)
         return True
 
     def flush(self) -> bool:
-        """Blocks until all lines are written, for at most CLOSE_S. Returns whether they are."""
-        ended = self._lines.all_tasks_done
-        with ended:
-            return ended.wait_for(lambda: not self._lines.unfinished_tasks, CLOSE_S)
+        """Blocks until the lines so far are written, for at most CLOSE_S. Returns whether they are."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        written = threading.Event()
+        self._lines.put(written)
+        return written.wait(CLOSE_S)
 
     def close(self) -> bool:
         """Writes the lines that wait, as flush(), and ends the thread if it has written them."""
         written = self.flush()
-        if written and self._thread is not None:
+        if written:
             self._lines.put(None)
         return written
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._write(line)
-            self._lines.task_done()
+            if isinstance(line, threading.Event):
+                line.set()
+            else:
+                self._write(line)
 
 
 class Descriptor:
@@ -94,9 +99,9 @@ class LogFile(Descriptor):
         except FileNotFoundError:
             moved = True
         if moved:
-            opened = self._open()
-            self.close()
-            self._descriptor = opened
+            before, self._descriptor = self._descriptor, self._open()
+            # Also if this fails, the number may soon be another file's.
+            os.close(before)
         super().write(text)
 
     def close(self) -> None:

@@ -255,6 +255,30 @@ def test_line_writer_does_not_wait_for_a_reader_at_its_end(monkeypatch: pytest.M
     reading.set()
 
 
+def test_line_writer_takes_a_line_that_interrupts_another_line() -> None:
+    """The garbage collector may run at any moment. It calls destructors, and that of a failed task logs."""
+    taken: list[str] = []
+    writer = LineWriter(taken.append)
+
+    def interrupt(*_: Any) -> None:
+        sys.setprofile(None)
+        writer.put("interrupting")
+        sys.setprofile(interrupt)
+
+    def work() -> None:
+        sys.setprofile(interrupt)  # called at each call of a function, and at its end
+        writer.put("line")
+        sys.setprofile(None)
+
+    writer.put("first")
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert writer.close()
+    assert {*taken} == {"first", "line", "interrupting"}
+
+
 async def test_reader_that_takes_no_lines_delays_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -483,6 +483,17 @@ def test_decode_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight(arri
         assert held() == [True, True, True, True, False]
 
 
+def test_prompt_that_is_too_long_for_the_decode_engine_costs_its_cache_nothing() -> None:
+    fleet = Fleet(1, 1)
+    workload = fleet.workload("d0")
+    workload.longest = 2_500
+    workload.hear(WorkloadReport(512, 512, 4_000))
+    fleet.begin(user(LONG)).answer()
+    before = workload.cache.cached(request_prompt(fleet, LONG))
+    fleet.begin(user("x" + 3 * LONG)).refuse()
+    assert workload.cache.cached(request_prompt(fleet, LONG)) == before > len(LONG) / 2
+
+
 def request_prompt(fleet: Fleet, text: str) -> Prompt:
     found = fleet.place(user(text)).prompt
     assert found is not None

@@ -587,6 +587,13 @@ def test_models_of_many_engines_are_read_in_parts(router: Fixture) -> None:
     assert len(router.members.to_learn(10.0)) == 40
 
 
+def test_models_of_new_engines_are_read_first(router: Fixture) -> None:
+    for number in range(17):
+        router.join(0.0, engine_id=f"p{number}", url=f"http://h:{number}")
+        asked = [endpoint.url for endpoint in router.members.to_learn(0.0 if number < 16 else 10.0)]
+    assert "http://h:16" in asked
+
+
 def test_models_of_few_engines_are_read_at_once(router: Fixture) -> None:
     for number in range(16):
         router.join(0.0, engine_id=f"p{number}", url=f"http://10.0.0.1:{1000 + number}")

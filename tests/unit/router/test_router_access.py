@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from command_line import invoke, one_line
 from router_setup import (
     PATIENCE,
@@ -316,6 +317,58 @@ async def test_router_with_a_certificate_serves_https_and_metrics_at_the_second_
             assert (await operator.get("/metrics")).status_code == 200
 
 
+async def test_connections_without_a_tls_handshake_are_closed_for_new_ones() -> None:
+    tls = Certificate(CERTIFICATES / "server.pem", None).context
+    verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    async with (
+        shipped(Settings(engines, engines), tls, connections=2) as (url, server),
+        httpx.AsyncClient(base_url=url.replace("http:", "https:"), verify=verified) as client,
+    ):
+        opened = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(4)]
+        for reader, _ in opened[:2]:
+            with contextlib.suppress(ConnectionError):
+                assert await within(reader.read()) == b""
+        assert server.config.handshakes == 2
+        assert (await client.get("/live")).status_code == 200
+        for _, writer in opened:
+            writer.close()
+
+
+def test_router_on_uvloop_accepts_many_tls_connections_at_once() -> None:
+    async def run() -> None:
+        tls = Certificate(CERTIFICATES / "server.pem", None).context
+        verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+        engines = (Endpoint.parse("http://127.0.0.1:1"),)
+        async with shipped(Settings(engines, engines), tls) as (url, _):
+
+            async def ask() -> bytes:
+                port = int(url.rpartition(":")[2])
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verified)
+                writer.write(b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n")
+                answer = await reader.read()
+                writer.close()
+                return answer
+
+            answers = await within(asyncio.gather(*(ask() for _ in range(32))))
+            assert [answer[9:12] for answer in answers] == [b"200"] * 32
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+async def test_tls_handshake_that_does_not_end_is_given_up() -> None:
+    tls = Certificate(CERTIFICATES / "server.pem", None).context
+    engines = (Endpoint.parse("http://127.0.0.1:1"),)
+    async with shipped(Settings(engines, engines), tls, stall=0.05) as (url, server):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"\x16\x03\x01")
+        with contextlib.suppress(ConnectionError):
+            assert await within(reader.read()) == b""
+        writer.close()
+        assert (server.config.handshakes, server.config.idle) == (0, {})
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -336,13 +389,13 @@ def test_certificate_that_cannot_be_used_is_refused(options: tuple[str, ...], wh
 
 @contextlib.asynccontextmanager
 async def shipped(
-    settings: Settings, tls: ssl.SSLContext | None = None
+    settings: Settings, tls: ssl.SSLContext | None = None, *, connections: int = 1000, stall: float = 3600
 ) -> AsyncIterator[tuple[str, RouterServer]]:
     """Runs a router as `kv-connector router` does, and yields its URL."""
     config = ServerConfig(
         create_app(settings),
-        connections=1000,
-        stall=3600,
+        connections=connections,
+        stall=stall,
         tls=tls,
         port=0,
         timeout_graceful_shutdown=1,
