@@ -26,7 +26,8 @@ PREFIX_BYTES = 1024
 ID_PREFIX_BYTES = 256
 
 # Most prefixes of one prompt: those of LOOKED_AT bytes, and as many that end with a message. Each takes 80
-# bytes of memory, so all take 160 KiB at most, and 0.5 us to hash. Those of token ids take 320 KiB.
+# bytes of memory, so all take 160 KiB at most, and 0.5 us to hash. Those of token ids take
+# 480 KiB, with their counts. Counting takes 0.15 ms for 128 KiB (2026-11-30).
 _MOST_PREFIXES = 2 * LOOKED_AT // PREFIX_BYTES
 _MOST_ID_PREFIXES = LOOKED_AT // ID_PREFIX_BYTES
 
