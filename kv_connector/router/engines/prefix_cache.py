@@ -176,7 +176,7 @@ class PrefixCache:
             return
         # A prefix that came or went since then does not count as missed.
         believed = min(self.cached(prompt), expected)
-        had = max(0, min(prompt.size * cached // tokens, prompt.bytes_of(len(prompt.prefixes))))
+        had = prompt.bytes_with(cached, tokens)
         block = _BLOCK_TOKENS * bytes_per_token(prompt, tokens)
         if _CLEARLY * had < believed and believed - had >= block:
             # The engine keeps less than is held here now, by the bytes that it did not have.

@@ -98,7 +98,7 @@ class CacheRecords:
         most = prompt.tokens_of(prompt.end_behind(lease.expected), report.tokens)
         # In a chat, what the engine has ends with a message, so it is known to a block. Elsewhere it may end
         # anywhere before the end of the next prefix.
-        if 2 * cached <= own + most if prompt.in_messages else cached < most:
+        if 2 * cached <= own + most if prompt.in_messages else cached <= most:
             self._proposed("computed", 0)
             return cached
         self._proposed("borrowed", cached - own)

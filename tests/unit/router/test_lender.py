@@ -15,6 +15,7 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
+from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.lender import Lenders, Prefix, least_lead
 from kv_connector.router.placement.records import CacheRecords
@@ -146,3 +147,32 @@ def test_tokens_of_a_list_were_borrowed_if_the_engine_cannot_have_had_them(
         records.prefilled(lease, Computed(tokens=400, cached=cached), prefix)
     assert counted == [("borrowed" if borrowed else "computed", borrowed)]
     assert workload.use.actual == cached - borrowed
+
+
+@pytest.mark.parametrize("separator", [",", ", "])
+def test_proposal_counts_as_computed_when_later_token_ids_are_longer(separator: str) -> None:
+    """A turn of 2,300 short ids, an answer of 300 long ids and a message of 300 short ids."""
+    pool = Pool()
+    pool.set_usable(endpoint := Endpoint.parse("http://p:1"), True, workload := Workload())
+
+    def listed(ids: list[int]) -> Prompt:
+        body = json.dumps({"model": "m", "prompt": ids}, separators=(separator, ":"))
+        return Completion.decode(body.encode()).prompt("/v1/completions")
+
+    first, answer = [64] * 2300, [100_000] * 300
+    before = listed(first)
+    workload.cache.prompt_computed(before)
+    prompt = listed([*first, *answer, *[64] * 300])
+    counted: list[tuple[str, int]] = []
+    records = CacheRecords(proposed=lambda *one: counted.append(one))
+    with pool.lease(endpoint, prompt=prompt) as lease:
+        prefix = Prefix(Endpoint.parse("http://d:1"), tokens=2600)
+        records.prefilled(lease, Computed(tokens=2900, cached=2288), prefix)
+    assert counted == [("computed", 0)]
+    assert workload.use.actual == 2288
+    assert 2200 < workload.use.predicted <= 2300
+    after = before.followed_by(",".join(map(str, answer)).encode())
+    assert after.tokens_of(after.ends[-1], 2600) == prompt.tokens_of(after.ends[-1], 2900)
+    assert prompt.bytes_with(2288, 2900) == max(
+        end for end in prompt.ends if prompt.tokens_of(end, 2900) <= 2288
+    )
