@@ -115,6 +115,8 @@ def stay_reason(path: str, completion: Completion) -> str | None:
     counts = (body.get(key) for key in _COUNTED)
     if not _KNOWN.issuperset(body) or not all(isinstance(count, int | None) for count in counts):
         return "other_key"
+    if not isinstance(body.get("return_token_ids"), bool | None):
+        return "other_key"  # vLLM takes 1 and "yes", too: whether the client gets ids is not known here
     return None
 
 

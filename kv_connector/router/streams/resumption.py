@@ -47,6 +47,7 @@ Send = Callable[[Completion, Call, Collection[Endpoint]], Awaitable[tuple[AsyncE
 
 _REASONS = {
     "other_api": "only streams of /v1/completions and /v1/chat/completions continue",
+    "not_streamed": "its field `stream` has another value than true",
     "seed": "the random state of a request with a seed is lost with its engine",
     "penalties": "its penalties count the answer from its beginning",
     "stop_strings": "text may be held back for its stop strings",
@@ -54,7 +55,7 @@ _REASONS = {
     "more_than_text": "it has log probabilities, an echo or pictures",
     "constrained": "its output has a grammar, a format or bad words",
     "tools": "it has tools",
-    "other_key": "it has a field that the router does not know",
+    "other_key": "it has a field, or a value of one, that the router does not know",
     "no_ids": "its engine had not reported token ids yet",
     "memory": "the router had no room for its token ids",
     "ended": "its last token had arrived already",
@@ -133,7 +134,8 @@ class Resumption:
         except (EngineFailure, NoEngine) as problem:
             raise NotResumedError("engine_failed") from problem
         except Failure as problem:
-            raise NotResumedError("refused") from problem
+            # From 500 on the router itself had no engine, or no answer that it could use.
+            raise NotResumedError("refused" if problem.status < 500 else "engine_failed") from problem
         except TimeoutError:
             raise NotResumedError("too_late") from None
         pause = time.perf_counter() - began

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fake_vllm import LENGTH, FakeVllm, serve_vllm
 from router_setup import PATIENCE, client_of, nobody, serve, until_metric, within
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, Reading, alone, answer_of, said
 
 from kv_connector.router.engines.endpoint import Endpoint
@@ -182,6 +184,8 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
         ({"presence_penalty": 1}, "penalties", "penalties"),
         ({"logprobs": 1}, "more_than_text", "log probabilities"),
         ({"unknown": 1}, "other_key", "does not know"),
+        ({"stream": 1}, "not_streamed", "another value than true"),  # vLLM streams this answer
+        ({"return_token_ids": 1}, "other_key", "does not know"),  # vLLM reports ids
     ],
 )
 async def test_stream_that_cannot_continue_ends_with_the_reason(
@@ -283,6 +287,19 @@ async def test_stream_ends_when_the_next_engines_refuse(status: int, reason: str
         f.decode[0].killed.set()
         await ended(reading)
         assert await f.outcomes() == {reason: 1}
+
+
+async def test_stream_is_not_refused_when_engines_do_not_report_what_the_router_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def models(_: FakeVllm, __: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m"}]})
+
+    monkeypatch.setattr(FakeVllm, "models", models)
+    async with fleet() as f:
+        f.decode[0].dies_behind = 9
+        await ended(Reading(f.client, CHAT, {"messages": MESSAGES}))
+        assert await f.outcomes() == {"engine_failed": 1}
 
 
 async def test_stream_ends_when_the_next_engine_sends_nothing_in_time(
