@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -94,11 +94,14 @@ class _Place:
     """A place of an answer where another engine can continue."""
 
     ids: bytes
-    """Token ids before it. The client has the text of these tokens, and no text behind them."""
+    """Token ids before it. The client has the text of these tokens, except for ``held``, and no text behind
+    them."""
     said: int
     """Tokens of them that the current engine has generated."""
     known: list[int]
     """Ids behind it that the client has."""
+    held: str = ""
+    """Text before it that the client does not have."""
 
 
 class Resumption:
@@ -143,7 +146,7 @@ class Resumption:
         self._metrics.resume_pause.observe(pause)
         words = "request %s: resumed on decode engine %s at token %d, after a pause of %.3f s"
         logger.info(words, request.call.request_id, new.engine, said, pause)
-        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known)
+        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known, held=place.held)
         return Resumed(new, stack, answer, tail)
 
     def failure(self, request: Request, error: EngineFailure, why: NotResumedError | None) -> Failure:
@@ -182,7 +185,8 @@ class Resumption:
         nbytes, said = running.place
         behind = ids[nbytes + 1 :].split(b",") if len(ids) > nbytes else []
         if running.shown is Shown.NOTHING:
-            return self._without(request, ids, said + len(behind), behind)
+            place = self._without(request, ids, said + len(behind), behind)
+            return replace(place, held=await self._continuing.held(request))
         if running.shown is Shown.THINKING:
             raise NotResumedError("thinking")
         # Events had several tokens each, of which the last ones may be a part of a character.

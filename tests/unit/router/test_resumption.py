@@ -23,7 +23,7 @@ from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests.continuation import Tail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
-from kv_connector.router.streams import resumption
+from kv_connector.router.streams import continuing, resumption
 from kv_connector.router.streams.running import Running, Shown
 
 pytestmark = pytest.mark.anyio
@@ -173,6 +173,21 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
             assert "a part of a character" in (await ended(reading))["message"]
             return
         assert said(await reading.end()) == said(await alone(f.decode[1], path, body))
+        assert await f.outcomes() == {"resumed": 1}
+
+
+async def test_text_that_a_chats_parser_holds_back_reaches_the_client() -> None:
+    """The engine dies behind a token of whose text the client has a part."""
+    for number in range(1, 90):
+        body = {"messages": [{"role": "user", "content": "x" * number}], "max_tokens": 60}
+        if answer_of([*json.dumps(body["messages"]).encode()], 9)[-1] % 5 == 0:
+            break
+    async with fleet() as f:
+        for one in f.decode:
+            one.marks = True
+        f.decode[0].dies_behind = 9
+        events = await Reading(f.client, CHAT, body).end()
+        assert said(events) == said(await alone(f.decode[1], CHAT, body))
         assert await f.outcomes() == {"resumed": 1}
 
 
@@ -470,3 +485,19 @@ def test_continuations_prompt_has_the_prefixes_of_the_first() -> None:
     prompt = resumed_prompt(first, 300, 100)
     assert (prompt.prefixes, prompt.size, prompt.tokens) == ((1, 2), 1500, 300)
     assert prompt.tokens_of(1000, 300) == 200
+
+
+async def test_stream_continues_when_no_engine_reports_the_text_of_a_token_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hangs(*_: object) -> Response:
+        await asyncio.sleep(PATIENCE)
+        return Response()
+
+    monkeypatch.setattr(FakeVllm, "detokenize", hangs)
+    monkeypatch.setattr(continuing, "MAX_QUESTION_S", 0.1)
+    async with fleet() as f:
+        f.decode[0].dies_behind = 9
+        body = {"messages": MESSAGES, "max_tokens": 60}
+        assert said(await Reading(f.client, CHAT, body).end()) == said(await alone(f.decode[1], CHAT, body))
+        assert await f.outcomes() == {"resumed": 1}
