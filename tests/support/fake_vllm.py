@@ -47,6 +47,17 @@ class Detokenizer:
         return text
 
 
+class MarkDetokenizer(Detokenizer):
+    """Ends each token's text with what may begin a mark. Of every fifth token it holds that back, as parsers
+    of vLLM's chats do."""
+
+    def text(self, token: int, *, last: bool) -> str:
+        text, self._held = f"{self._held}{token}<", ""
+        if token % 5 == 0 and not last:
+            text, self._held = text[:-1], "<"
+        return text
+
+
 class FakeVllm(FakeEngine):
     """A fake engine whose streams stop after ``limits[0]`` tokens until ``go`` is set, and for good after
     ``limits[1]``."""
@@ -68,6 +79,8 @@ class FakeVllm(FakeEngine):
         """Tokens of a stream after which the engine dies, -1: before its answer. None: it does not die."""
         self.reports = False
         """Whether it reports its death within the stream, as a server does whose engine core dies."""
+        self.marks = False
+        """Whether texts are those of MarkDetokenizer."""
         self.disowned = 0
         """Requests that asked this engine to disown a transfer at P."""
         self.said = 0
@@ -82,6 +95,8 @@ class FakeVllm(FakeEngine):
 
     async def detokenize(self, request: Request) -> Response:
         tokens = (await request.json())["tokens"]
+        if self.marks:
+            return JSONResponse({"prompt": "".join(f"{token}<" for token in tokens)})
         return JSONResponse(
             {"prompt": "".join("\ufffd" if token % 5 == 0 else f"{token}," for token in tokens)}
         )
@@ -166,7 +181,8 @@ class FakeVllm(FakeEngine):
             "total_tokens": len(ids),
         }
         each = (lambda: {"usage": counts()}) if options.get("continuous_usage_stats") else dict
-        left, text, done = self.left(request, body, ids), Detokenizer(), False
+        left, done = self.left(request, body, ids), False
+        text = MarkDetokenizer() if self.marks else Detokenizer()
         asked = list(ids) if wants else None
         try:
             if chat:

@@ -115,6 +115,8 @@ def stay_reason(path: str, completion: Completion) -> str | None:
     counts = (body.get(key) for key in _COUNTED)
     if not _KNOWN.issuperset(body) or not all(isinstance(count, int | None) for count in counts):
         return "other_key"
+    if not isinstance(body.get("return_token_ids"), bool | None):
+        return "other_key"  # vLLM takes 1 and "yes", too: whether the client gets ids is not known here
     return None
 
 
@@ -178,11 +180,19 @@ class Tail:
     """Translates a continuation's answer to the form of the stream that it continues."""
 
     def __init__(
-        self, last: bytes, *, prompt: int, said: int, cached: int | None, known: Sequence[int] = ()
+        self,
+        last: bytes,
+        *,
+        prompt: int,
+        said: int,
+        cached: int | None,
+        known: Sequence[int] = (),
+        held: str = "",
     ) -> None:
         """``last``: the events that the client got last. They end with one of an answer's part. ``prompt``:
         tokens of the prompt. ``said``: tokens of the answer before the continuation. ``cached``: as in
-        Running. ``known``: ids of the continuation's first tokens, if the client has them already."""
+        Running. ``known``: ids of the continuation's first tokens, if the client has them already. ``held``:
+        text before the continuation that the client does not have."""
         events = [event for event in last.split(END) if event]
         begun = msgspec.json.decode(data_of(events[-1]))
         self._choice: dict[str, Any] = begun["choices"][0]
@@ -191,6 +201,7 @@ class Tail:
         self._said = said
         self._cached = cached
         self._known = list(known)
+        self._held = held
 
     def of(self, events: bytes) -> bytes:
         """Returns whole events of the continuation, translated for the client. Failure if it begins with
@@ -229,7 +240,8 @@ class Tail:
             choice["prompt_token_ids"] = None  # the stream's beginning had them
         if "delta" not in self._choice:
             return choice
-        shaped = self._choice | {"delta": {"content": choice["text"]}}
+        shaped = self._choice | {"delta": {"content": self._held + choice["text"]}}
+        self._held = ""
         if choice.get("finish_reason") is not None:
             shaped |= {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
         if "token_ids" in shaped:

@@ -26,7 +26,7 @@ _PROMPT_IDS = b'"prompt_token_ids":['
 # Where an event's text is: in a completion's choice, and in a chat's delta.
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 # First characters of the marks of reasoning that vLLM's parsers look for. Requests with tools are left out.
-_MARKS = "<[|"
+MARKS = "<[|"
 # A tokenizer's decoder returns this character if some of a character's bytes are missing.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -192,7 +192,7 @@ def _sure(key: str, text: str) -> bool:
     """
     if _INCOMPLETE in text:
         return False
-    return key == "text" or not text or (bool(text.strip()) and not any(mark in text for mark in _MARKS))
+    return key == "text" or not text or (bool(text.strip()) and not any(mark in text for mark in MARKS))
 
 
 def _choice(said: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -17,13 +18,18 @@ from kv_connector.router.engines.pool import NoEngine, Pool
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, Failure, failure
 from kv_connector.router.observe.access_log import Exchange
-from kv_connector.router.requests.continuation import PATHS, Continuation, tokens_left
+from kv_connector.router.requests.continuation import CHAT, PATHS, Continuation, tokens_left
+from kv_connector.router.requests.early_token import MARKS
+from kv_connector.router.requests.events import data_of
 from kv_connector.router.streams.calls import Call
 from kv_connector.router.streams.request import Request
 from kv_connector.router.streams.running import Running
 
 # A tokenizer's decoder returns this character if some of a character's bytes are missing.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+# Longest wait for the text of token ids, as for a whole move. The client's stream pauses for it.
+MAX_QUESTION_S = 5.0
 
 Forward = Callable[[str, Call, Content], Awaitable[Reply]]
 """Returns the answer of any decode engine that serves the call's model."""
@@ -70,10 +76,32 @@ class Continuing:
         question = b'{"model":%s,"tokens":[%s]}'
         body = question % (msgspec.json.encode(request.completion.body.get("model")), ids)
         try:
-            reply = await self._forward("POST", _question(request.call, "/detokenize"), body)
+            async with asyncio.timeout(MAX_QUESTION_S):
+                reply = await self._forward("POST", _question(request.call, "/detokenize"), body)
             return msgspec.json.decode(reply.body, type=_Text).prompt
+        except TimeoutError:
+            raise ContinuingError(f"no answer at /detokenize within {MAX_QUESTION_S:g} s") from None
         except (Failure, *UNREADABLE) as error:
             raise ContinuingError(str(error)) from error
+
+    async def held(self, request: Request) -> str:
+        """Returns the text behind the latest place that a parser of the engine's server holds back; "" if
+        that is nothing, or not known.
+
+        In a chat, vLLM's parsers hold back what may begin a mark. Of the token ` <`, the client has a space.
+        """
+        running = request.running
+        if request.call.path != CHAT or running.place is None:
+            return ""
+        token = bytes(running.ids[: running.place[0]]).rpartition(b",")[2]
+        try:
+            told = msgspec.json.decode(data_of(running.spoken), type=_Event).choices[0].delta.content
+            text = await self.text(request, token)
+        except (ContinuingError, *UNREADABLE, IndexError):
+            return ""
+        end = next(end for end in range(len(text), -1, -1) if told.endswith(text[:end]))
+        # Tokenizers may write a token differently if it is alone.
+        return text[end:] if text[end : end + 1] in MARKS else ""
 
     def other(self, request: Request, engine: Endpoint) -> Endpoint | None:
         """Returns a decode engine that may continue a stream of this engine; None: no other takes
@@ -103,6 +131,20 @@ def _question(call: Call, path: str) -> Call:
 
 class ContinuingError(Exception):
     """An engine does not report the text of token ids."""
+
+
+class _Delta(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+
+
+class _Event(msgspec.Struct):
+    """An event of a chat."""
+
+    choices: list[_Choice]
 
 
 class _Text(msgspec.Struct):

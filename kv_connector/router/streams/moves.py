@@ -162,7 +162,7 @@ class Moves:
         chosen a target."""
         running, engine = request.running, request.running.engine
         if running.whole or engine is None:
-            return running.whole
+            return running.whole and not await self._continuing.held(request)
         # An event has several tokens with speculative decoding or `--stream-interval`. Engines know their
         # text.
         try:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ Send = Callable[[Completion, Call, Collection[Endpoint]], Awaitable[tuple[AsyncE
 
 _REASONS = {
     "other_api": "only streams of /v1/completions and /v1/chat/completions continue",
+    "not_streamed": "its field `stream` has another value than true",
     "seed": "the random state of a request with a seed is lost with its engine",
     "penalties": "its penalties count the answer from its beginning",
     "stop_strings": "text may be held back for its stop strings",
@@ -54,7 +55,7 @@ _REASONS = {
     "more_than_text": "it has log probabilities, an echo or pictures",
     "constrained": "its output has a grammar, a format or bad words",
     "tools": "it has tools",
-    "other_key": "it has a field that the router does not know",
+    "other_key": "it has a field, or a value of one, that the router does not know",
     "no_ids": "its engine had not reported token ids yet",
     "memory": "the router had no room for its token ids",
     "ended": "its last token had arrived already",
@@ -93,11 +94,14 @@ class _Place:
     """A place of an answer where another engine can continue."""
 
     ids: bytes
-    """Token ids before it. The client has the text of these tokens, and no text behind them."""
+    """Token ids before it. The client has the text of these tokens, except for ``held``, and no text behind
+    them."""
     said: int
     """Tokens of them that the current engine has generated."""
     known: list[int]
     """Ids behind it that the client has."""
+    held: str = ""
+    """Text before it that the client does not have."""
 
 
 class Resumption:
@@ -133,7 +137,8 @@ class Resumption:
         except (EngineFailure, NoEngine) as problem:
             raise NotResumedError("engine_failed") from problem
         except Failure as problem:
-            raise NotResumedError("refused") from problem
+            # From 500 on the router itself had no engine, or no answer that it could use.
+            raise NotResumedError("refused" if problem.status < 500 else "engine_failed") from problem
         except TimeoutError:
             raise NotResumedError("too_late") from None
         pause = time.perf_counter() - began
@@ -141,7 +146,7 @@ class Resumption:
         self._metrics.resume_pause.observe(pause)
         words = "request %s: resumed on decode engine %s at token %d, after a pause of %.3f s"
         logger.info(words, request.call.request_id, new.engine, said, pause)
-        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known)
+        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known, held=place.held)
         return Resumed(new, stack, answer, tail)
 
     def failure(self, request: Request, error: EngineFailure, why: NotResumedError | None) -> Failure:
@@ -180,7 +185,8 @@ class Resumption:
         nbytes, said = running.place
         behind = ids[nbytes + 1 :].split(b",") if len(ids) > nbytes else []
         if running.shown is Shown.NOTHING:
-            return self._without(request, ids, said + len(behind), behind)
+            place = self._without(request, ids, said + len(behind), behind)
+            return replace(place, held=await self._continuing.held(request))
         if running.shown is Shown.THINKING:
             raise NotResumedError("thinking")
         # Events had several tokens each, of which the last ones may be a part of a character.

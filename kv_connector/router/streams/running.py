@@ -75,6 +75,8 @@ class Running:
         self.place: tuple[int, int] | None = None
         """The latest place where the client had the text of all tokens: bytes of the ids, and tokens of the
         answer. None: no such place is known."""
+        self.spoken = b""
+        """The event of this place."""
         self.shown = Shown.NOTHING
         """Latest part that the client has received behind this place."""
         self.prompt = 0
@@ -123,6 +125,7 @@ class Running:
         self.said += 1 if self.whole and last < 0 else _count(answer)
         if self.whole:
             self.place, self.shown = (len(self.ids), self.said), Shown.NOTHING
+            self.spoken = raw if last < 0 else raw[last:]
         else:
             self._look_back(raw)
         self._budget.left -= len(self.ids) - before
@@ -142,7 +145,7 @@ class Running:
         for event in reversed(events.split(END)[:-1]):
             if _ids_of_text(event).isdigit():
                 self.place = len(self.ids) - nbytes, self.said - tokens
-                self.shown = shown
+                self.shown, self.spoken = shown, event
                 return
             if shown is Shown.NOTHING:
                 shown = _shown(event)

@@ -129,6 +129,20 @@ async def test_a_stream_of_several_tokens_an_event_moves_where_a_character_ends(
         assert behind > 5 * an_event
 
 
+async def test_chat_moves_where_its_parser_holds_no_text_back() -> None:
+    chats = ({"messages": [{"role": "user", "content": "x" * n}], "max_tokens": 60} for n in range(1, 90))
+    async with site() as s:
+        s.first.marks = s.second.marks = True
+        # The first possible move is behind the ninth token.
+        body = next(one for one in chats if answer_of(s.first.ids_of_body(CHAT, one), 9)[-1] % 5 == 0)
+        s.first.limits, s.first.pace = (8, LENGTH), 0.01
+        reading = Reading(s.client, CHAT, body)
+        await reading.until(9)
+        assert (await s.drain(s.first)).exit_code == 0
+        assert said(await reading.end()) == said(await alone(s.second, CHAT, body))
+        assert await s.outcomes() == {"moved": 1}
+
+
 async def test_where_nobody_knows_the_text_of_several_tokens_the_stream_stays() -> None:
     async with site() as s:
         s.second.app.router.routes.pop(0)

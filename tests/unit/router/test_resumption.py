@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fake_vllm import LENGTH, FakeVllm, serve_vllm
 from router_setup import PATIENCE, client_of, nobody, serve, until_metric, within
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, Reading, alone, answer_of, said
 
 from kv_connector.router.engines.endpoint import Endpoint
@@ -21,7 +23,7 @@ from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests.continuation import Tail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
-from kv_connector.router.streams import resumption
+from kv_connector.router.streams import continuing, resumption
 from kv_connector.router.streams.running import Running, Shown
 
 pytestmark = pytest.mark.anyio
@@ -174,6 +176,21 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
         assert await f.outcomes() == {"resumed": 1}
 
 
+async def test_text_that_a_chats_parser_holds_back_reaches_the_client() -> None:
+    """The engine dies behind a token of whose text the client has a part."""
+    for number in range(1, 90):
+        body = {"messages": [{"role": "user", "content": "x" * number}], "max_tokens": 60}
+        if answer_of([*json.dumps(body["messages"]).encode()], 9)[-1] % 5 == 0:
+            break
+    async with fleet() as f:
+        for one in f.decode:
+            one.marks = True
+        f.decode[0].dies_behind = 9
+        events = await Reading(f.client, CHAT, body).end()
+        assert said(events) == said(await alone(f.decode[1], CHAT, body))
+        assert await f.outcomes() == {"resumed": 1}
+
+
 @pytest.mark.parametrize(
     ("more", "reason", "words"),
     [
@@ -182,6 +199,8 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
         ({"presence_penalty": 1}, "penalties", "penalties"),
         ({"logprobs": 1}, "more_than_text", "log probabilities"),
         ({"unknown": 1}, "other_key", "does not know"),
+        ({"stream": 1}, "not_streamed", "another value than true"),  # vLLM streams this answer
+        ({"return_token_ids": 1}, "other_key", "does not know"),  # vLLM reports ids
     ],
 )
 async def test_stream_that_cannot_continue_ends_with_the_reason(
@@ -283,6 +302,19 @@ async def test_stream_ends_when_the_next_engines_refuse(status: int, reason: str
         f.decode[0].killed.set()
         await ended(reading)
         assert await f.outcomes() == {reason: 1}
+
+
+async def test_stream_is_not_refused_when_engines_do_not_report_what_the_router_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def models(_: FakeVllm, __: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m"}]})
+
+    monkeypatch.setattr(FakeVllm, "models", models)
+    async with fleet() as f:
+        f.decode[0].dies_behind = 9
+        await ended(Reading(f.client, CHAT, {"messages": MESSAGES}))
+        assert await f.outcomes() == {"engine_failed": 1}
 
 
 async def test_stream_ends_when_the_next_engine_sends_nothing_in_time(
@@ -453,3 +485,19 @@ def test_continuations_prompt_has_the_prefixes_of_the_first() -> None:
     prompt = resumed_prompt(first, 300, 100)
     assert (prompt.prefixes, prompt.size, prompt.tokens) == ((1, 2), 1500, 300)
     assert prompt.tokens_of(1000, 300) == 200
+
+
+async def test_stream_continues_when_no_engine_reports_the_text_of_a_token_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hangs(*_: object) -> Response:
+        await asyncio.sleep(PATIENCE)
+        return Response()
+
+    monkeypatch.setattr(FakeVllm, "detokenize", hangs)
+    monkeypatch.setattr(continuing, "MAX_QUESTION_S", 0.1)
+    async with fleet() as f:
+        f.decode[0].dies_behind = 9
+        body = {"messages": MESSAGES, "max_tokens": 60}
+        assert said(await Reading(f.client, CHAT, body).end()) == said(await alone(f.decode[1], CHAT, body))
+        assert await f.outcomes() == {"resumed": 1}
