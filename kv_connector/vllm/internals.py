@@ -101,6 +101,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
+    get_kv_quant_mode,
     is_quantized_kv_cache,
     iter_layer_specs,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "get_ip",
     "get_kv_cache_capacity",
     "get_kv_cache_spec_kind",
+    "get_kv_quant_mode",
     "get_kv_transfer_group",
     "get_pp_group",
     "get_tensor_model_parallel_rank",

@@ -33,6 +33,7 @@ from kv_connector.vllm.internals import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
+    get_kv_quant_mode,
 )
 from kv_connector.vllm.model_facts import (
     block_tokens,
@@ -201,7 +202,7 @@ def _attention_pages(
     pages.
     """
     backend = module.get_attn_backend().get_name()
-    replicated = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    latents = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     usual = (
         spec.num_head_slots is None
         and spec.num_kv_heads == view.heads
@@ -209,9 +210,12 @@ def _attention_pages(
     )
     if spec.tokens_per_state != 1:
         numbers += f", {spec.tokens_per_state} tokens a state"
-    plain = usual and backend in _PLAIN and spec.kv_quant_mode.name in _PLAIN_MODES
-    if replicated:
-        if plain and view.in_one_piece:
+    # When vLLM merges the specs of a group, a window of latents loses its mode. The layer keeps the mode.
+    modes = {spec.kv_quant_mode.name, get_kv_quant_mode(getattr(module, "kv_cache_dtype", "auto")).name}
+    plain = usual and backend in _PLAIN and modes <= _PLAIN_MODES
+    if latents:
+        holder = _own(spec, holder)
+        if plain and view.in_one_piece and holder is None:
             parts = latent(place, view.tokens, view.content)
             return f"{numbers}, a latent of {spec.head_size}", view.divided(parts)
     elif units is not None:
@@ -222,12 +226,18 @@ def _attention_pages(
             return numbers, view.divided((place.part("kv", [heads, tokens], view.content, units),))
         if usual and backend == "CPU_ATTN" and view.heads_in_one_piece:
             return _cpu_pages(spec, module, place, view, units, numbers)
-    return _whole_pages(name, place, view, f"{numbers} of {backend}", None if replicated else holder)
+    return _whole_pages(name, place, view, f"{numbers} of {backend}", holder)
 
 
-def _ring_pages(
-    name: str, spec: Any, module: Any, place: Place, view: _View, holder: tuple[int, int]
-) -> Pages:
+def _own(spec: Any, rank: tuple[int, int]) -> tuple[int, int] | None:
+    """Returns None if vLLM declares the pages equal on all ranks, else ``rank``, which has its own pages.
+
+    vLLM treats pages without a declaration as divided among the ranks.
+    """
+    return None if spec.max_tp_shards == 1 else rank
+
+
+def _ring_pages(name: str, spec: Any, module: Any, place: Place, view: _View, rank: tuple[int, int]) -> Pages:
     """Returns the pages of a ring: the keys of the tokens that are not compressed yet, by position.
 
     A key's place is its position modulo the ring's length, so rings of two lengths differ everywhere.
@@ -238,7 +248,7 @@ def _ring_pages(
             f"layer {name} divides its ring buffer into {view.splits} kernel blocks. kv-connector does not "
             "know the order of their keys. Use another attention backend."
         )
-    return _whole_pages(name, place, view, numbers, None if spec.max_tp_shards == 1 else holder)
+    return _whole_pages(name, place, view, numbers, _own(spec, rank))
 
 
 def _cpu_pages(spec: Any, module: Any, place: Place, view: _View, units: Units, numbers: str) -> Pages:

@@ -43,11 +43,16 @@ from kv_connector.vllm.metadata import DescribedRank
 
 __all__ = ["model"]
 
-MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
+MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32, max_tp_shards=1)
 WIDE = replace(FULL, head_size=128, head_size_v=128)
 COMPRESSED = replace(MLA, tokens_per_state=4)
 WINDOW_MLA = SlidingWindowMLASpec(
-    block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32, sliding_window=64
+    block_size=32,
+    num_kv_heads=1,
+    head_size=576,
+    dtype=torch.float32,
+    sliding_window=64,
+    max_tp_shards=1,
 )
 RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=64, dtype=torch.float32)
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -290,6 +295,28 @@ def test_a_compressed_or_windowed_latent_comes_from_any_rank(config: Any, spec: 
         for held, tensor in target.tensors.items():
             sent = prefill[0].tensors[held][TABLES[0]].flatten(0, 2)
             assert torch.equal(tensor[TABLES[0][:2]].flatten(0, 2), sent)
+
+
+@pytest.mark.parametrize("spec", [MLA, COMPRESSED, WINDOW_MLA], ids=["mla", "compressed", "window"])
+def test_a_latent_without_declared_replicas_goes_from_rank_to_rank(config: Any, spec: Any) -> None:
+    group = layers_of(1, replace(spec, max_tp_shards=None))
+    prefill = [make_rank(config, [group], rank=rank, ranks=2) for rank in range(2)]
+    for index, source in enumerate(prefill):
+        source.tensors[name(0)].fill_(index + 1)
+    for index in range(2):
+        target = make_rank(config, [group], rank=index, ranks=2)
+        transfer(prefill, target, index, 2, TABLES, 128)
+        assert torch.all(target.tensors[name(0)][TABLES[0]] == index + 1)
+    one = make_rank(config, [group])
+    assert "each rank of 2 its own" in misfit(prefill[0].layout, one.layout)
+
+
+def test_a_window_whose_merged_spec_has_lost_its_quantization_is_copied_in_whole_blocks(config: Any) -> None:
+    spec = SlidingWindowMLASpec.merge([replace(WINDOW_MLA, kv_quant_mode=KVQuantMode.NVFP4)])
+    assert spec.kv_quant_mode is KVQuantMode.NONE
+    for dtype, part in (("auto", "latent"), ("nvfp4", "page")):
+        rank = make_rank(config, [layers_of(1, spec)], fake("FLASHINFER_MLA", kv_cache_dtype=dtype))
+        assert [one.name for one in rank.layout.layers[0].parts] == [part]
 
 
 def test_a_compressed_cache_of_an_unknown_backend_is_copied_in_whole_blocks(config: Any) -> None:
