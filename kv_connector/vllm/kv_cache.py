@@ -226,7 +226,22 @@ def _attention_pages(
             return numbers, view.divided((place.part("kv", [heads, tokens], view.content, units),))
         if usual and backend == "CPU_ATTN" and view.heads_in_one_piece:
             return _cpu_pages(spec, module, place, view, units, numbers)
-    return _whole_pages(name, place, view, f"{numbers} of {backend}", holder)
+    return _whole_pages(
+        name, place, view, f"{numbers} of {backend}{_kernel_pages(spec, module, view)}", holder
+    )
+
+
+def _kernel_pages(spec: Any, module: Any, view: _View) -> str:
+    """Returns a description of the kernel's pages within a page of a compressed cache, or "".
+
+    vLLM shows connectors whole blocks, and binds smaller pages to the layer. Their size depends on the GPU.
+    Some kernels keep the keys of a page before its scales.
+    """
+    bound = getattr(module, "kv_cache", None)
+    if spec.tokens_per_state == 1 or not isinstance(bound, torch.Tensor) or bound.dim() < 2:
+        return ""
+    stride = bound.stride(0) * bound.element_size()
+    return "" if stride == view.split_stride else f" in kernel pages of {stride} bytes"
 
 
 def _own(spec: Any, rank: tuple[int, int]) -> tuple[int, int] | None:

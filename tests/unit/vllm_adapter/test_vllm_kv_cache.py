@@ -331,6 +331,19 @@ def test_a_compressed_cache_of_an_unknown_backend_is_copied_in_whole_blocks(conf
         Plan(rank.layout, longer.layout)
 
 
+def test_compressed_pages_of_two_kernel_page_sizes_do_not_fit(config: Any) -> None:
+    """An indexer's kernel page has 64 tokens on one GPU and 128 on another, keys first, then scales."""
+
+    def bound(rows: int) -> Any:
+        page = torch.empty((1, rows, MLA.head_size), dtype=torch.float32)
+        return make_rank(config, [layers_of(1, COMPRESSED)], fake("DEEPSEEK_V41_INDEXER", kv_cache=page))
+
+    whole, half = bound(8), bound(4)
+    Plan(half.layout, bound(4).layout)
+    assert "in kernel pages of 9216 bytes" in misfit(half.layout, whole.layout)
+    assert "kernel pages" not in layer_format(whole)
+
+
 def test_another_number_of_tokens_a_state_is_another_format(config: Any) -> None:
     ranks = [
         make_rank(config, [layers_of(1, replace(MLA, tokens_per_state=tokens))], order="LBNHC")
