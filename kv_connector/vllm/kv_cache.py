@@ -193,7 +193,7 @@ def _attention_pages(
     place: Place,
     view: _View,
     units: Units | None,
-    holder: tuple[int, int],
+    rank: tuple[int, int],
     numbers: str,
 ) -> Pages:
     """Returns format and parts of an attention layer's pages.
@@ -203,6 +203,7 @@ def _attention_pages(
     """
     backend = module.get_attn_backend().get_name()
     latents = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    holder = _own(spec, rank) if latents else rank
     usual = (
         spec.num_head_slots is None
         and spec.num_kv_heads == view.heads
@@ -214,7 +215,6 @@ def _attention_pages(
     modes = {spec.kv_quant_mode.name, get_kv_quant_mode(getattr(module, "kv_cache_dtype", "auto")).name}
     plain = usual and backend in _PLAIN and modes <= _PLAIN_MODES
     if latents:
-        holder = _own(spec, holder)
         if plain and view.in_one_piece and holder is None:
             parts = latent(place, view.tokens, view.content)
             return f"{numbers}, a latent of {spec.head_size}", view.divided(parts)
