@@ -36,11 +36,14 @@ memory = bytearray(int(sys.argv[1]) * {MIB})
 memory[::4096] = b"x" * len(memory[::4096])
 files = [open("/dev/null") for _ in range(int(sys.argv[2]))]
 one = socket.create_server(("127.0.0.1", 0))
+begun, beginning = os.pipe()
 child = os.fork()
 if not child:
     if len(sys.argv) > 3:
         open("/proc/self/comm", "w").write("kvc-worker")
+    os.write(beginning, b"x")
     threading.Event().wait()
+os.read(begun, 1)
 print(one.getsockname()[1], child, flush=True)
 sys.stdin.read()
 os.kill(child, 9)
