@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_connector.protocol.division import division_problem
 from kv_connector.vllm.internals import VLLM_VERSION, release
-from kv_connector.vllm.kv_specs import SUPPORTED_SPECS, spec_problem
+from kv_connector.vllm.kv_specs import SUPPORTED_SPECS, never_run, spec_problem
 from kv_connector.vllm.model_facts import layer_spec
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,24 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"WriteImmConnector cannot transfer KV cache group {index} of {model}: {problem}. It "
                 f"supports {specs}; docs/models.md lists the models."
             )
+    _warn_of_untried(kv_cache_config)
+
+
+def _warn_of_untried(kv_cache_config: Any) -> None:
+    layers = [
+        f"{name} ({type(spec).__name__}, tokens_per_state {getattr(spec, 'tokens_per_state', 1)})"
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if never_run(spec := layer_spec(group, name))
+    ]
+    if layers:
+        logger.warning(
+            "the KV cache of %d layers, such as %s, has been transferred in unit tests alone: no engine has "
+            "run such a model with kv-connector. Compare its answers with those of one engine (kv-connector "
+            "verify) before you serve it",
+            len(layers),
+            layers[0],
+        )
 
 
 def _group_problem(group: Any) -> str | None:

@@ -51,3 +51,10 @@ def spec_problem(spec: Any) -> str | None:
             "after a prefix hit. Start the engine with --no-swa-bounded-replay"
         )
     return None
+
+
+def never_run(spec: Any) -> bool:
+    """Returns whether no engine has run a model with this spec yet: unit tests alone cover its transfer."""
+    return (
+        type(spec) in (SlidingWindowMLASpec, CircularBufferSpec) or getattr(spec, "tokens_per_state", 1) > 1
+    )

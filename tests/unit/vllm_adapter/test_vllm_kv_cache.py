@@ -614,6 +614,17 @@ def test_unknown_caches_are_refused(config: Any, group: KVCacheGroupSpec, proble
         check_configuration(config, cache)
 
 
+@pytest.mark.parametrize(("spec", "told"), [(FULL, False), (WINDOW_MLA, True)])
+def test_a_cache_that_no_engine_has_run_is_named(
+    config: Any, spec: Any, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [KVCacheGroupSpec([name(0)], spec)]
+    check_configuration(config, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups))
+    lines = [one.getMessage() for one in caplog.records if "no engine has run" in one.getMessage()]
+    assert len(lines) == told
+    assert all(f"{name(0)} (SlidingWindowMLASpec" in line for line in lines)
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
     config: Any, follows: bool, monkeypatch: pytest.MonkeyPatch
