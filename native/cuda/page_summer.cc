@@ -10,7 +10,7 @@ namespace kvc::cuda {
 
 namespace {
 
-constexpr const char* kOperation = "sum_pages";
+constexpr const char* kSumPages = "sum_pages";
 // The arrays of 60,000 pages.
 constexpr size_t kLeastPinned = 512 << 10;
 
@@ -37,7 +37,7 @@ Result<std::unique_ptr<PageSummer>> PageSummer::create() {
   ContextHandle context = nullptr;
   driver.cuCtxGetCurrent(&context);
   if (context == nullptr) {
-    return cuda_refused(kOperation,
+    return cuda_refused(kSumPages,
                         "no CUDA context is current on this thread: call it on the thread of the forward pass");
   }
   return std::unique_ptr<PageSummer>(new PageSummer(driver, context));
@@ -101,10 +101,10 @@ Status PageSummer::sum(const PageSums& pages) {
   if (const int result = driver_.cuLaunchKernel(kernel_, blocks, 1, 1, kSumThreads, 1, 1, 0, stream_.get(),
                                                 static_cast<void**>(arguments), nullptr);
       result != kSuccess) {
-    return cuda_error(kOperation, "cuLaunchKernel", result);
+    return cuda_error(kSumPages, "cuLaunchKernel", result);
   }
   if (const int result = driver_.cuStreamSynchronize(stream_.get()); result != kSuccess) {
-    return cuda_error(kOperation, "cuStreamSynchronize", result);
+    return cuda_error(kSumPages, "cuStreamSynchronize", result);
   }
   std::memcpy(pages.sums, data, count * sizeof(uint64_t));
   return {};
