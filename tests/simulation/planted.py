@@ -68,11 +68,12 @@ BUGS = (
         "preemption forgets nothing",
         "protocol/prefill_machine.py",
         """\
+        for transfer in transfers:
             transfer.forget_pages()
-        return tuple(""",
+            if""",
         """\
-            pass
-        return tuple(""",
+        for transfer in transfers:
+            if""",
     ),
     # A preempted prompt is computed again, and each page that was sent is sent once more.
     Bug(
