@@ -191,6 +191,16 @@ int Context::attribute(int attribute) const {
   return driver_.cuDeviceGetAttribute(&value, attribute, device_) == kSuccess ? value : 0;
 }
 
+Result<ContextHandle> current_context(const Driver& driver, std::string_view operation) {
+  ContextHandle context = nullptr;
+  driver.cuCtxGetCurrent(&context);
+  if (context == nullptr) {
+    return cuda_refused(operation,
+                        "no CUDA context is current on this thread: call it on the thread of the forward pass");
+  }
+  return context;
+}
+
 Result<bool> is_device_memory(const Driver& driver, DevicePointer address) {
   const RelaxedCapture relaxed(driver);
   unsigned type = 0;

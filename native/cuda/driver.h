@@ -250,6 +250,10 @@ inline constexpr int kPointerHandleTypes = 14;   // ..._ALLOWED_HANDLE_TYPES
 inline constexpr int kPointerMappingSize = 18;   // ..._MAPPING_SIZE
 inline constexpr int kPointerMappingStart = 19;  // ..._MAPPING_BASE_ADDR
 
+// The CUDA context that is current on this thread. kRefused if there is none: `operation` is then for the thread of the
+// forward pass. Does not block.
+Result<ContextHandle> current_context(const Driver& driver, std::string_view operation);
+
 // Whether `address` is in GPU memory. `address` may have any value.
 Result<bool> is_device_memory(const Driver& driver, DevicePointer address);
 

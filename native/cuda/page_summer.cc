@@ -34,13 +34,9 @@ Result<std::unique_ptr<PageSummer>> PageSummer::create() {
   if (!loaded) return loaded.error();
   const Driver& driver = *loaded.value();
   const RelaxedCapture relaxed(driver);
-  ContextHandle context = nullptr;
-  driver.cuCtxGetCurrent(&context);
-  if (context == nullptr) {
-    return cuda_refused(kSumPages,
-                        "no CUDA context is current on this thread: call it on the thread of the forward pass");
-  }
-  return std::unique_ptr<PageSummer>(new PageSummer(driver, context));
+  const Result<ContextHandle> context = current_context(driver, kSumPages);
+  if (!context) return context.error();
+  return std::unique_ptr<PageSummer>(new PageSummer(driver, context.value()));
 }
 
 Status PageSummer::open() {

@@ -9,15 +9,8 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
   if (!loaded) return loaded.error();
   const Driver& driver = *loaded.value();
   const RelaxedCapture relaxed(driver);
-  ContextHandle context = nullptr;
-  driver.cuCtxGetCurrent(&context);
-  if (context == nullptr) {
-    return Error{ErrorCode::kRefused,
-                 "cuda",
-                 {},
-                 "create_stream_signal",
-                 "no CUDA context is current on this thread: call it on the thread of the forward pass"};
-  }
+  const Result<ContextHandle> context = current_context(driver, "create_stream_signal");
+  if (!context) return context.error();
   Result<PinnedMemory> memory = PinnedMemory::allocate(driver, sizeof(uint64_t));
   if (!memory) return memory.error();
 
@@ -42,8 +35,8 @@ Result<std::shared_ptr<StreamSignal>> StreamSignal::create(std::function<void()>
   } else if (writes == 0) {
     return kernels.error();
   }
-  return std::shared_ptr<StreamSignal>(
-      new StreamSignal(std::move(wake), driver, std::move(memory.value()), std::move(module), store, advance, context));
+  return std::shared_ptr<StreamSignal>(new StreamSignal(std::move(wake), driver, std::move(memory.value()),
+                                                        std::move(module), store, advance, context.value()));
 }
 
 StreamSignal::StreamSignal(std::function<void()> wake, const Driver& driver, PinnedMemory memory, Module module,
