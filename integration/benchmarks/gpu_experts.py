@@ -17,7 +17,7 @@ ends the output. Exits with 1 if a token differs or an engine fails. `--tiny` ru
 `--modes theirs,ours,deepep_low_latency` also runs another of vLLM's exchanges, by the name of
 `--all2all-backend`. One that does not start is reported and left out. Its tokens are compared too, but may
 differ: other exchanges bring other kernels of experts, which round differently. Three engines of a full shape
-fill an H200, so `--layers` must be lower for more.
+fill an H200, so `--layers` must be lower for more. Set NVSHMEM_QP_DEPTH=4096 for deepep_low_latency.
 """
 
 # ruff: noqa: T201  (its output is a table)
@@ -56,9 +56,10 @@ ROUNDS = 2
 """Rounds of each batch and mode. The modes take turns."""
 OUTPUT_TOKENS = 24
 MAX_MODEL_LEN = 2048
-MAX_BATCHED_TOKENS = 1536
+BATCHED_TOKENS = 1536
 """Tokens of a step, more than the exchange takes (1,024): steps with the long prompt use vLLM's exchange."""
-LONG_PROMPT = 1400
+LONG_PROMPT_ROOM = 136
+"""Tokens that the long prompt leaves free in a step."""
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -148,10 +149,10 @@ class Plan:
     mode: str
     rank: int
     ranks: int
-    port: int
     directory: str
     shape: dict[str, Any]
     batches: tuple[int, ...]
+    batched_tokens: int
     compiles: bool
     cpu: bool
     log: str
@@ -195,7 +196,6 @@ class Rank:
             "VLLM_DP_RANK_LOCAL": str(plan.rank),
             "VLLM_DP_SIZE": str(plan.ranks),
             "VLLM_DP_MASTER_IP": "127.0.0.1",
-            "VLLM_DP_MASTER_PORT": str(plan.port),
             "VLLM_CACHE_ROOT": f"{plan.directory}/cache",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_DEEP_GEMM": "0",  # compiles for each shape, which takes minutes
@@ -206,8 +206,9 @@ class Rank:
         }
         if plan.cpu:
             os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            sys.path.insert(0, str(ROOT / "tests" / "support"))
-        sys.path.insert(0, str(ROOT))
+            sys.path.append(str(ROOT / "tests" / "support"))
+        # Last, so that an installed kv_connector with its native modules comes before the sources.
+        sys.path.append(str(ROOT))
         import torch
         import vllm
 
@@ -251,8 +252,9 @@ class Rank:
 
         dummy_loader.DummyModelLoader.load_weights = load_weights
 
-    def start(self) -> dict[str, Any]:
-        """Starts the engine. Collective over the ranks of a mode."""
+    def start(self, port: int) -> dict[str, Any]:
+        """Starts the engine, whose ranks meet at ``port``. Collective over the ranks of a mode."""
+        os.environ["VLLM_DP_MASTER_PORT"] = str(port)
         plan, begin = self.plan, time.monotonic()
         settings: dict[str, Any] = {
             "model": f"{plan.directory}/model",
@@ -260,7 +262,7 @@ class Rank:
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
             "max_model_len": MAX_MODEL_LEN,
-            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "max_num_batched_tokens": plan.batched_tokens,
             "max_num_seqs": max(plan.batches),
             "enable_expert_parallel": True,
             "enable_prefix_caching": False,
@@ -500,7 +502,7 @@ class Comparison:
         paths = []
         try:
             for name in self.options.modes.split(","):
-                mode, port = Mode(name), free_port()
+                mode = Mode(name)
                 self.modes.append(mode)
                 for rank in range(self.options.ranks):
                     log = logs / f"{self.name}-{name}-{rank}.log"
@@ -510,10 +512,10 @@ class Comparison:
                         mode=name,
                         rank=rank,
                         ranks=self.options.ranks,
-                        port=port,
                         directory=str(directory),
                         shape=self.shape,
                         batches=self.batches,
+                        batched_tokens=self.options.batched_tokens,
                         compiles=self.options.compile,
                         cpu=self.options.tiny,
                         log=str(log),
@@ -545,7 +547,8 @@ class Comparison:
         imported = time.monotonic() - begin
         for mode in list(self.modes):
             try:
-                started = mode.ask(self.left(self.options.start_seconds), "start")
+                # The port is chosen now, because engines that start before would take one chosen earlier.
+                started = mode.ask(self.left(self.options.start_seconds), "start", free_port())
             except Failed as error:
                 if mode.name in MODES:
                     raise
@@ -574,13 +577,14 @@ class Comparison:
         """Compares greedy tokens of even, uneven and idle ranks, and of a step that is too large for the
         exchange."""
         ranks = self.options.ranks
+        long = self.options.batched_tokens - LONG_PROMPT_ROOM
         cases: dict[str, list[list[list[int]]]] = {
             "even": [[self._prompt(40) for _ in range(4)] for _ in range(ranks)],
             "uneven": [
                 [self._prompt(10 + 37 * n + 11 * rank) for n in range(1 + 3 * rank)] for rank in range(ranks)
             ],
             "one idle rank": [[self._prompt(64)] if rank == 0 else [] for rank in range(ranks)],
-            "long": [[self._prompt(LONG_PROMPT)] if rank == ranks - 1 else [] for rank in range(ranks)],
+            "long": [[self._prompt(long)] if rank == ranks - 1 else [] for rank in range(ranks)],
         }
         for case, prompts in cases.items():
             found = {
@@ -707,6 +711,12 @@ def main() -> int:
     parser.add_argument("--out", default="", help="file to which JSON lines are appended")
     parser.add_argument("--logs", default="", help="folder for the engines' logs")
     parser.add_argument("--modes", default=",".join(MODES), help="engines to run")
+    parser.add_argument(
+        "--batched-tokens",
+        type=int,
+        default=BATCHED_TOKENS,
+        help="most tokens of a step and rank. Low-latency exchanges compute with room for all of them",
+    )
     parser.add_argument("--seconds", type=float, default=220, help="time limit of a shape, in seconds")
     parser.add_argument(
         "--start-seconds", type=float, default=90, help="time limit of an engine's start, in seconds"
@@ -715,6 +725,8 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="use torch.compile (starts take longer)")
     parser.add_argument("--tiny", action="store_true", help="run a small shape on CPUs")
     options = parser.parse_args()
+    if options.batched_tokens < 2 * LONG_PROMPT_ROOM:
+        parser.error(f"--batched-tokens must be at least {2 * LONG_PROMPT_ROOM}")
 
     def write(row: dict[str, Any]) -> None:
         row = {"ranks": options.ranks, **row}

@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="A small model on CPUs.")
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(ROOT))
+    sys.path.append(str(ROOT))
     from kv_connector.cli.trace import chrome_trace
     from kv_connector.control.timelines import ask_workers
     from kv_connector.protocol.actions import Address
