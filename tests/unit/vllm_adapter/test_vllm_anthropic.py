@@ -1,16 +1,23 @@
 """The system prompt of Anthropic's API, as the router reads it and as vLLM renders it."""
 
 import json
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.renderers.chat_utils import _strip_claude_code_billing_header
 
 from kv_connector.router.bodies.messages import read
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.15.d3f; cc_entrypoint=cli; cch=a1b2c;"
+
+# A module in vLLM 0.32, a package in 0.33.
+CHAT_UTILS = "vllm.renderers.chat_utils"
+SPEC = find_spec(CHAT_UTILS)
+PACKAGE = SPEC is not None and SPEC.submodule_search_locations is not None
+CHAT_MESSAGES = import_module(f"{CHAT_UTILS}.chat_message" if PACKAGE else CHAT_UTILS)
 
 
 def block(text: str) -> dict[str, Any]:
@@ -26,7 +33,7 @@ def rendered(system: Any) -> list[str]:
 
 
 def texts(content: str) -> list[str]:
-    parts: Any = _strip_claude_code_billing_header([{"type": "text", "text": content}])
+    parts: Any = CHAT_MESSAGES._strip_claude_code_billing_header([{"type": "text", "text": content}])
     return [part["text"] for part in parts]
 
 
