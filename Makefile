@@ -163,7 +163,7 @@ test-examples: setup ## each example's command as a reader would run it; SGLang'
 	@KVC_EXAMPLES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/examples
 
 test-compose: setup ## examples/compose: images, containers, an engine killed; agents in containers; BASE= names a base image of this machine
-	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs tests/examples/test_compose.py tests/unit/agent/test_agent_namespaces.py
+	@KVC_COMPOSE=1 $(PYTHON_ENV)/python -m pytest -rs -o faulthandler_timeout=3600 tests/examples/test_compose.py tests/unit/agent/test_agent_namespaces.py
 
 $(STAMPS)/helm: $(STAMPS)/project
 	@scripts/setup helm
