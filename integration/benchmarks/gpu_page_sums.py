@@ -66,7 +66,7 @@ def main() -> None:
         assert np.flatnonzero(changed).tolist() == [3 * len(blocks) + 1]
         print(
             f"  {length:6d} tokens, {nbytes / 1e6:7.0f} MB: {spent:7.3f} ms, "
-            f"{nbytes / spent / 1e6:6.0f} GB/s; with a launch for each layer, as in vLLM: {by_layer:7.3f} ms"
+            f"{nbytes / spent / 1e6:6.0f} GB/s; with a launch for each layer: {by_layer:7.3f} ms"
         )
 
     def copy() -> None:

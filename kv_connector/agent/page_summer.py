@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from kv_connector.agent.config import MemoryRange
-from kv_connector.engine import TransferError
+from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import PageSummer as NativeSummer
 from kv_connector.protocol.actions import SummedPages
 
@@ -65,7 +65,21 @@ class PageSummer:
             summed(sums, problem)
 
     def _sum(self, pages: SummedPages) -> bytes:
-        part = self._memory[pages.region]
+        """Sums pages of all their regions in one call. After each call this thread waits for Python's lock,
+        up to 5 ms while the engine's thread runs."""
+        if not (pages.layers and pages.blocks and pages.runs):
+            return b""
+        reach = max(pages.blocks) * pages.stride + max(pages.runs) + pages.run_bytes
+        layers, end = [], 0
+        for region, offset in pages.layers:
+            part = self._memory[region]
+            if offset + reach > part.nbytes:
+                text = f"a page lies outside memory region {region}"
+                raise TransferError(ErrorCode.OUT_OF_RANGE, "", "", "sum_pages", text)
+            layers.append(part.address + offset)
+            end = max(end, part.address + part.nbytes)
+        begin = min(layers)
+        offsets = [layer - begin for layer in layers]
         return self._native.sum(
-            part.address, part.nbytes, pages.layers, pages.blocks, pages.stride, pages.runs, pages.run_bytes
+            begin, end - begin, offsets, pages.blocks, pages.stride, pages.runs, pages.run_bytes
         )

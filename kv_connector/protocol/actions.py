@@ -152,12 +152,12 @@ class Log:
 class SummedPages:
     """Pages of several layers in the same blocks of this engine. Each page gets a sum, layer by layer.
 
-    The page of a layer in a block consists of ``runs`` of bytes, at ``layer + block * stride + run`` in the
-    region.
+    The page of a layer in a block consists of ``runs`` of bytes, at ``offset + block * stride + run`` in the
+    layer's region.
     """
 
-    region: int
-    layers: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]
+    """Region and offset of each layer."""
     blocks: tuple[int, ...]
     stride: int
     runs: tuple[int, ...]

@@ -2,8 +2,10 @@
 
 D requests sums in RESERVE. P sums the pages of a transfer after its last write, while it still holds their
 blocks, and sends the sums in SUMS. D sums its own pages when all have landed, before any request reads them.
-So the comparison also finds pages that were sent before they were computed, and pages that were overwritten
-since.
+So the comparison also finds pages that were overwritten after they were sent, and pages of a layer that were
+sent before they were computed. The last write waits for the end of the prompt's last step. P sums at that
+time, and does not wait until its engine reports the end of the request. vLLM reports it two steps later,
+while D would wait for the sums.
 
 A sum covers what a write moves: the runs of one layer in one granule that a LayerRun names. These bytes are
 equal on both sides, whatever the layouts. Both sides list the sums in the order of the plan and of D's
@@ -16,7 +18,7 @@ the layer was signalled. D does not use these bytes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import CorruptPage, PagesChecked, PeerId, SummedPages
 from kv_connector.protocol.layout import GroupTarget
@@ -34,10 +36,9 @@ Moved = Mapping[tuple[Groups, Places], Sequence[tuple[int, int]]]
 
 def source_pages(plan: Plan, moved: Moved) -> tuple[SummedPages, ...]:
     """P's pages that were written, in the order of their sums."""
-    return tuple(
+    return _joined(
         SummedPages(
-            region=batch.run.source_region,
-            layers=tuple(layer.source_offset for layer in batch.layers),
+            layers=tuple((batch.run.source_region, layer.source_offset) for layer in batch.layers),
             blocks=batch.sources,
             stride=batch.run.source_stride,
             runs=tuple(source for source, _ in batch.run.offsets),
@@ -49,10 +50,9 @@ def source_pages(plan: Plan, moved: Moved) -> tuple[SummedPages, ...]:
 
 def target_pages(plan: Plan, targets: Sequence[GroupTarget], prompt_tokens: int) -> tuple[SummedPages, ...]:
     """D's pages that P writes for a request, in the order of their sums."""
-    return tuple(
+    return _joined(
         SummedPages(
-            region=batch.run.target_region,
-            layers=tuple(layer.target_offset for layer in batch.layers),
+            layers=tuple((batch.run.target_region, layer.target_offset) for layer in batch.layers),
             blocks=batch.targets,
             stride=batch.run.target_stride,
             runs=tuple(target for _, target in batch.run.offsets),
@@ -204,6 +204,24 @@ class _Batch:
 def count(pages: Iterable[SummedPages]) -> int:
     """The number of sums."""
     return sum(len(one.layers) * len(one.blocks) for one in pages)
+
+
+def _joined(batches: Iterable[SummedPages]) -> tuple[SummedPages, ...]:
+    """The same pages in the same order, in few batches, each of which takes a launch on a GPU. vLLM has a
+    region for each layer, so the layers come in a batch each."""
+    found: list[tuple[SummedPages, list[tuple[int, int]]]] = []
+    for one in batches:
+        if found and _alike(found[-1][0], one):
+            found[-1][1].extend(one.layers)
+        else:
+            found.append((one, list(one.layers)))
+    return tuple(replace(one, layers=tuple(layers)) for one, layers in found)
+
+
+def _alike(one: SummedPages, other: SummedPages) -> bool:
+    """Whether a batch can hold both. Batches of one entry of ``Moved`` share their blocks."""
+    shapes = ((pages.stride, pages.runs, pages.run_bytes) for pages in (one, other))
+    return one.blocks is other.blocks and next(shapes) == next(shapes)
 
 
 def _differing(ours: bytes, theirs: bytearray) -> Iterator[int]:

@@ -227,7 +227,7 @@ class PrefillMachine:
         transfers = [transfer for prompt in prompts for transfer in prompt.shares]
         for transfer in transfers:
             transfer.forget_pages()
-            if transfer.reservation is not None and transfer.reservation.writing:
+            if transfer.reservation is not None and transfer.reservation.pushed:
                 transfer.reservation.unsummed = "its prompt was preempted at the prefill engine"
         return tuple(transfer.share for transfer in transfers if self.writing(transfer.share))
 
@@ -579,9 +579,15 @@ class PrefillMachine:
         """These are the sums of the share's pages, in the order of SumPages, or the reason why there are
         none."""
         transfer = self._transfer(share)
-        if transfer is None or transfer.reservation is None:
+        reservation = None if transfer is None else transfer.reservation
+        if transfer is None or reservation is None:
             return []
-        return [*_say_sums(transfer.reservation, sums, problem), *self._ends.complete(now, transfer)]
+        reservation.summed = True
+        if reservation.unsummed:  # the blocks may have had another content by then
+            sums, problem = b"", reservation.unsummed
+        said = _say_sums(reservation, sums, problem)
+        # The share does not end before its prompt: D may wait for the token, too.
+        return [*said, *(self._seal(now, transfer) if transfer.prompt.finished else ())]
 
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The transfer engine did not accept a Push. If the native transfer is open, it must be cancelled."""
@@ -734,7 +740,7 @@ class PrefillMachine:
         if steps:
             reservation.writing = True
         message = reservation.message
-        return [
+        actions: list[PrefillAction] = [
             Push(
                 reservation.peer,
                 transfer.share,
@@ -748,9 +754,15 @@ class PrefillMachine:
             )
             for signal_base, batches in sorted(steps.items(), key=_begin)
         ]
+        if message.wants_sums and steps and reservation.left == 0:
+            # D waits for the sums, so the writes do not wait for the report that the request has finished.
+            reservation.to_sum = source_pages(plan, reservation.pushed)
+            actions.append(Seal(transfer.share))
+        return actions
 
     def _seal(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
-        """P has computed everything. The transfer ends when its writes have arrived."""
+        """P has computed everything. The transfer ends when its writes have arrived, and D has their sums if
+        it wants them."""
         reservation = transfer.reservation
         assert reservation is not None
         if reservation.stale:
@@ -758,23 +770,21 @@ class PrefillMachine:
         if reservation.left > 0:
             text = f"{reservation.left} of the pages that the decode engine requested were never computed"
             return self._ends.end(now, transfer, FailCode.WRITE_ERROR, text)
+        if reservation.to_sum is not None and not reservation.summed:
+            return []  # its writes are sealed
         if reservation.writing:
             return [Seal(transfer.share)]
-        return self._ends.complete(now, transfer)  # D wanted no page
+        return self._ends.complete(now, transfer)  # D wanted no page, or has the sums
 
     def _sum(self, now: float, transfer: ShareTransfer) -> list[PrefillAction]:
         """All pages have arrived. Their blocks are held until they are summed, if D wants that."""
         reservation = transfer.reservation
         assert reservation is not None
-        if not reservation.message.wants_sums:
+        if reservation.to_sum is None:
             return self._ends.complete(now, transfer)
-        if reservation.unsummed:
-            unsummed = _say_sums(reservation, b"", reservation.unsummed)
-            return [*unsummed, *self._ends.complete(now, transfer)]
         # Nothing is in flight, so an end of the share drops the sums, and does not wait for the summer.
         reservation.writing = False
-        plan = self._peers[reservation.peer].plan
-        return [SumPages(transfer.share, source_pages(plan, reservation.pushed))]
+        return [SumPages(transfer.share, reservation.to_sum)]
 
 
 def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:

@@ -21,6 +21,7 @@ from kv_connector.protocol.actions import (
     Seal,
     Send,
     Share,
+    SummedPages,
     SumPages,
     UnderWay,
 )
@@ -72,7 +73,9 @@ class Reservation:
     stale: str = ""  # why its pages are stale for D; D gets the reason after the token that it waits for
     # Blocks of P and of D that were pushed, if D wants their sums.
     pushed: dict[tuple[Groups, Places], list[tuple[int, int]]] = field(default_factory=dict)
+    to_sum: tuple[SummedPages, ...] | None = None  # its pages, once all are pushed and D wants their sums
     unsummed: str = ""  # why these blocks can no longer be summed
+    summed: bool = False  # D has the sums, or the reason why there are none
 
     @property
     def key(self) -> tuple[PeerId, int]:

@@ -46,10 +46,10 @@ BUGS = (
         "a prompt is over before its pages are summed",
         "protocol/prefill_machine.py",
         """\
-        return [SumPages(transfer.share, source_pages(plan, reservation.pushed))]
+        return [SumPages(transfer.share, reservation.to_sum)]
 """,
         """\
-        sums = SumPages(transfer.share, source_pages(plan, reservation.pushed))
+        sums = SumPages(transfer.share, reservation.to_sum)
         return [sums, *self._ends.complete(now, transfer)]
 """,
     ),
@@ -57,7 +57,7 @@ BUGS = (
         "pages of a preempted prompt are summed",
         "protocol/prefill_machine.py",
         """\
-        if reservation.unsummed:
+        if reservation.unsummed:  # the blocks may have had another content by then
 """,
         """\
         if False:

@@ -40,9 +40,9 @@ class SimSummer:
 
     def _sums(self, pages: Sequence[SummedPages]) -> Iterator[bytes]:
         for one in pages:
-            for layer in one.layers:
+            for _, offset in one.layers:
                 for block in one.blocks:
-                    page = layer + block * one.stride
+                    page = offset + block * one.stride
                     runs = [self._content(page + run, one.run_bytes) for run in one.runs]
                     yield hashlib.blake2b(repr(runs).encode(), digest_size=SUM_BYTES).digest()
 

@@ -9,8 +9,9 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_connector.engine import TransferError
@@ -95,8 +96,9 @@ class WorkerProbe:
         def flip_and_sum(pages: Any, summed: Any) -> None:
             del summer.sum
             last = pages[-1]
-            page = last.layers[-1] + last.blocks[-1] * last.stride + last.runs[-1]
-            ctypes.c_ubyte.from_address(summer._memory[last.region].address + page).value ^= 1
+            region, offset = last.layers[-1]
+            page = offset + last.blocks[-1] * last.stride + last.runs[-1]
+            _flip_bit(summer._memory[region].address + page, self.device)  # type: ignore[attr-defined]
             whole(pages, summed)
 
         summer.sum = flip_and_sum
@@ -104,6 +106,23 @@ class WorkerProbe:
     def probe_unhold(self) -> None:
         """Cancels a hold that was not reached."""
         get_kv_transfer_group().__dict__.pop("save_kv_layer", None)
+
+
+def _flip_bit(address: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        ctypes.c_ubyte.from_address(address).value ^= 1
+        return
+
+    class Byte:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            "data": (address, False),
+            "shape": (1,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    torch.as_tensor(Byte(), device=device).bitwise_xor_(1)
+    torch.cuda.synchronize(device)
 
 
 def _agent() -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -14,17 +15,19 @@ from agent_pairs import SOURCE, TARGET, every_lane, transfer, transfer_again
 from agent_setup import PATIENCE, Side, Stage, acquaint, until
 from protocol_setup import BLOCK, PAGE, layout
 
+from kv_connector.agent.config import MemoryRange
 from kv_connector.agent.ledger import CheckStats
 from kv_connector.agent.page_summer import PageSummer, Summed
 from kv_connector.protocol.actions import Outcome, SummedPages
 from kv_connector.protocol.geometry import Place, head_major, units_of_rank
 from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.messages import Role
+from kv_connector.protocol.page_sums import SUM_BYTES
 from kv_connector.protocol.requests import ComputedPages, GroupPages
 
 __all__ = ["every_lane"]
 
-PAGES_OF_BLOCK_0 = SummedPages(0, (0,), (0,), PAGE, (0,), PAGE)
+PAGES_OF_BLOCK_0 = SummedPages(((0, 0),), (0,), PAGE, (0,), PAGE)
 
 
 def verifying(stage: Stage) -> tuple[Side, Side]:
@@ -110,19 +113,32 @@ def test_one_flipped_bit_is_found_with_page_layer_and_engines(
 
 
 def test_a_page_that_left_before_it_was_computed_is_found(sim: Stage) -> None:
-    """Sums are those of P's pages at the end of the transfer, not of the bytes that were sent."""
+    """Sums are those of P's pages at the end of its last step, not of the bytes that were sent."""
     prefill, decode = verifying(sim)
     prefill.expect()
     decode.reserve(prefill.address)
     prefill.compute(SOURCE, forward=False)
     until(lambda: prefill.agent.live().engine_transfers == 1)
-    prefill.agent.signal.store(2)  # too early: the pages follow
-    until(lambda: prefill.agent._engine.stats().pages_written == 6)
+    prefill.agent.signal.store(1)  # too early: pages of the first layer follow
+    until(lambda: prefill.agent._engine.stats().pages_written == 3)
     prefill.pages[0, 3] = 9
-    prefill.agent.request_finished("t", True, "")
+    prefill.agent.signal.store(2)
     decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]
     assert decode.agent.stats().checks.corrupt == 1
+
+
+def test_request_is_delivered_before_its_prefill_engine_reports_its_end(sim: Stage) -> None:
+    prefill, decode = verifying(sim)
+    prefill.expect()
+    decode.reserve(prefill.address)
+    prefill.compute(SOURCE)
+    decode.wait(received=["d-t"])
+    assert decode.failed == []
+    prefill.poll()
+    assert prefill.sent == []
+    prefill.agent.request_finished("t", True, "")
+    prefill.wait(sent=["p-t"])
 
 
 def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: Stage) -> None:
@@ -262,6 +278,21 @@ def test_pages_of_other_layouts_are_verified(
         for side in prefills:
             side.wait(sent=[f"p-{name}"])
     assert sum(side.agent.stats().checks.corrupt for side in decodes) >= 2
+
+
+def test_pages_outside_their_own_region_are_not_summed() -> None:
+    """Another region may begin where this region ends."""
+    memory = np.zeros(4 * PAGE, np.uint8)
+    half = memory.nbytes // 2
+    ranges = (MemoryRange(memory.ctypes.data, half), MemoryRange(memory.ctypes.data + half, half))
+    summer, results = PageSummer(ranges, on_gpu=False), SimpleQueue[tuple[bytes, str]]()
+    for layers in (((0, 0), (1, PAGE)), ((1, PAGE), (0, 2 * PAGE)), ((0, 0), (1, 2 * PAGE))):
+        summer.sum((SummedPages(layers, (0,), PAGE, (0,), PAGE),), lambda *result: results.put(result))
+    whole, first, second = (results.get(timeout=PATIENCE) for _ in range(3))
+    summer.close()
+    assert (len(whole[0]), whole[1]) == (2 * SUM_BYTES, "")
+    assert first == (b"", "OUT_OF_RANGE in sum_pages: a page lies outside memory region 0")
+    assert second == (b"", "OUT_OF_RANGE in sum_pages: a page lies outside memory region 1")
 
 
 def test_sleep_waits_until_nothing_reads_the_pages(sim: Stage) -> None:

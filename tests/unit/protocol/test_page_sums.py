@@ -30,12 +30,14 @@ from kv_connector.protocol.actions import (
     FinishedSending,
     Outcome,
     PagesChecked,
+    Seal,
     Send,
     Share,
     SummedPages,
     SumPages,
 )
 from kv_connector.protocol.decode_machine import DecodeMachine
+from kv_connector.protocol.layout import GroupTarget
 from kv_connector.protocol.messages import (
     MAX_SUMS_BYTES,
     Cancel,
@@ -60,8 +62,8 @@ TIMES = Timeouts()
 PAGES = layout(num_blocks=32)
 ATTEMPT = 1  # the first one of a machine
 GOOD = bytes(range(48))  # the sums of 3 blocks in 2 layers
-SOURCE = SummedPages(0, (0, 64 * PAGE), (1, 2, 3), PAGE, (0,), PAGE)
-TARGET = SummedPages(0, (0, 32 * PAGE), (11, 12, 13), PAGE, (0,), PAGE)
+SOURCE = SummedPages(((0, 0), (0, 64 * PAGE)), (1, 2, 3), PAGE, (0,), PAGE)
+TARGET = SummedPages(((0, 0), (0, 32 * PAGE)), (11, 12, 13), PAGE, (0,), PAGE)
 
 
 def verifying(
@@ -79,6 +81,9 @@ def verifying(
 
 def sums(attempt: int, data: bytes = GOOD, first: int = 0, reason: str = "") -> Sums:
     return Sums("t", attempt, first, data, reason)
+
+
+PREEMPTED = sums(1, b"", reason="its prompt was preempted at the prefill engine")
 
 
 # --- Of the prefill side
@@ -121,9 +126,52 @@ def test_preempted_prompt_has_no_sums(prefill: PrefillMachine) -> None:
     assert prefill.preempt(("t",)) == (Share("t"),)
     prefill.pages_computed(0.0, computed((4, 2, 3)))
     prefill.request_finished(0.0, "t", True, "")
-    actions = prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
-    message = only(actions, Send).message
-    assert message == sums(1, b"", reason="its prompt was preempted at the prefill engine")
+    only(prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, ""), SumPages)
+    actions = prefill.pages_summed(2.0, Share("t"), GOOD, "")
+    assert only(actions, Send).message == PREEMPTED
+    only(actions, FinishedSending)
+
+
+def test_prompt_that_is_preempted_while_it_is_summed_has_no_sums(prefill: PrefillMachine) -> None:
+    _summing(prefill, finished=False)
+    assert prefill.preempt(("t",)) == ()
+    actions = prefill.pages_summed(2.0, Share("t"), GOOD, "")
+    assert only(actions, Send).message == PREEMPTED
+    prefill.pages_computed(3.0, computed((4, 5, 6)))
+    only(prefill.request_finished(3.0, "t", True, ""), FinishedSending)
+
+
+@pytest.mark.parametrize("finished", ["before the sums", "after the sums"])
+def test_sums_do_not_wait_for_the_end_of_the_request(prefill: PrefillMachine, finished: str) -> None:
+    """vLLM reports the end two steps later. The share does not end before, because D may want the token."""
+    wanted = msgspec.structs.replace(reserve(), wants_sums=True, wants_sampled=True)
+    prefill.expect(0.0, prefill_request())
+    prefill.reserve(0.0, PEER, wanted)
+    assert every(prefill.pages_computed(0.0, computed((1, 2))), Seal) == []
+    assert prefill.pages_computed(0.0, computed((3,), first=2, base=2))[-1] == Seal(Share("t"))
+    ended = prefill.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, "")
+    assert ended == [SumPages(Share("t"), (SOURCE,))]
+    token = Send(PEER, Sampled("t", 1, 42))
+    if finished == "before the sums":
+        assert prefill.request_finished(2.0, "t", True, "", 42) == [token]
+        actions = prefill.pages_summed(3.0, Share("t"), GOOD, "")
+        assert actions[0] == Send(PEER, sums(1))
+    else:
+        assert prefill.pages_summed(2.0, Share("t"), GOOD, "") == [Send(PEER, sums(1))]
+        assert prefill.writing(Share("t")) is False
+        actions = prefill.request_finished(3.0, "t", True, "", 42)
+        assert actions[0] == token
+    assert only(actions, Ended).outcome is Outcome.COMPLETED
+    only(actions, FinishedSending)
+
+
+def test_request_that_fails_after_its_sums_ends(prefill: PrefillMachine) -> None:
+    _summing(prefill, finished=False)
+    prefill.pages_summed(2.0, Share("t"), GOOD, "")
+    actions = prefill.request_finished(3.0, "t", False, "aborted", aborted=True)
+    fail = only(actions, Send).message
+    assert isinstance(fail, Fail)
+    assert fail.quiesced
     only(actions, FinishedSending)
 
 
@@ -222,19 +270,32 @@ def test_pages_of_a_drafter_have_no_sums(drafts: str) -> None:
     plan = Plan(source, target)
     ours = target_pages(plan, decode_request().groups, 3 * BLOCK)
     theirs = source_pages(plan, {((0, 0), (0, 0)): [(1, 11)]})
-    assert [pages.layers for pages in (*ours, *theirs)] == [(0,), (0,)]
+    assert [pages.layers for pages in (*ours, *theirs)] == [((0, 0),), ((0, 0),)]
 
 
-def test_runs_of_one_group_share_their_blocks() -> None:
-    """vLLM has a region for each layer, so there are many runs. A prompt may have 65,536 blocks."""
+def test_layers_of_several_regions_are_summed_together() -> None:
+    """vLLM has a region for each layer. On a GPU each SummedPages takes a launch."""
     layers = [
         msgspec.structs.replace(layer, parts=(msgspec.structs.replace(layer.parts[0], region=region),))
         for region, layer in enumerate(PAGES.layers)
     ]
     regions = msgspec.structs.replace(PAGES, layers=tuple(layers))
-    one, two = source_pages(Plan(regions, regions), {((0, 0), (0, 0)): [(3, 13), (2, 12)]})
-    assert one.blocks == (2, 3)
-    assert one.blocks is two.blocks
+    (pages,) = source_pages(Plan(regions, regions), {((0, 0), (0, 0)): [(3, 13), (2, 12)]})
+    assert pages.layers == ((0, 0), (1, 32 * PAGE))
+    assert pages.blocks == (2, 3)
+
+
+def test_sums_have_one_order_where_the_sides_join_other_layers() -> None:
+    """D joins all layers, and P none, because its layers have different strides."""
+    first, last = PAGES.layers
+    wide = msgspec.structs.replace(last.parts[0], region=1, offset=0, block_stride=2 * PAGE)
+    apart = msgspec.structs.replace(PAGES, layers=(first, msgspec.structs.replace(last, parts=(wide,))))
+    plan = Plan(apart, PAGES)
+    theirs = source_pages(plan, {((0, 0), (0, 0)): [(3, 12), (2, 11)]})
+    ours = target_pages(plan, (GroupTarget(0, (11, 12)),), 2 * BLOCK)
+    assert [pages.layers for pages in theirs] == [((0, 0),), ((1, 0),)]
+    assert [pages.layers for pages in ours] == [((0, 0), (0, 32 * PAGE))]
+    assert all(pages.blocks == (2, 3) for pages in theirs)
 
 
 def test_sums_come_in_parts_and_repetitions_are_dropped() -> None:
@@ -364,10 +425,11 @@ def test_token_and_check_are_both_awaited(token_first: bool) -> None:
     assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=False, sampled=42)
 
 
-def _summing(machine: PrefillMachine) -> None:
+def _summing(machine: PrefillMachine, *, finished: bool = True) -> None:
     """Brings the machine to a share whose pages are being summed."""
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, msgspec.structs.replace(reserve(), wants_sums=True))
     machine.pages_computed(0.0, computed((1, 2, 3)))
-    machine.request_finished(0.0, "t", True, "")
+    if finished:
+        machine.request_finished(0.0, "t", True, "")
     only(machine.writes_ended(1.0, Share("t"), WritesEnd.DONE, True, ""), SumPages)
