@@ -32,6 +32,7 @@ REST_SECONDS = 0.15
 # An engine counts as dead after 5 s of silence. The end of a process of this machine is noticed at once.
 AT_REST_SECONDS = 8.0
 IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+TEST_SUPPORT = Path(__file__).parents[2] / "tests" / "support"  # has a worker extension that flips a bit
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -136,11 +137,12 @@ def deployment(
     rivals: Sequence[str] = (),
     before: Path | None = None,
     verified: bool = False,
+    planted: bool = False,
     provider: str = "nvlink",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Deployment:
     """Returns prefill engines on the first GPUs, the single engine beside them, and decode engines on the
-    next GPUs."""
+    next GPUs. ``planted``: a test may flip bits in the pages of the verified pair."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
 
     def pair(name: str, port: int) -> tuple[Server, Server]:
@@ -151,6 +153,7 @@ def deployment(
             control = port + 20 + 10 * number
             url, registration = f"http://{HOST}:{port + number}", port + 15
             transfer, more = ours(role, control, provider, url, registration), dict(environment)
+            of_pair = list(arguments)
             if name in RIVALS:
                 transfer, meeting = theirs(name, role, control)
                 more |= meeting
@@ -158,13 +161,18 @@ def deployment(
                 more["PYTHONPATH"] = os.pathsep.join([str(before), os.environ.get("PYTHONPATH", "")])
             elif name == VERIFIED:
                 transfer["kv_connector_extra_config"]["verify_pages"] = True
+                transfer["kv_load_failure_policy"] = "recompute"
+                if planted:
+                    of_pair += ["--worker-extension-cls", "worker_probe.WorkerProbe"]
+                    paths = [str(TEST_SUPPORT), os.environ.get("PYTHONPATH", "")]
+                    more |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1"}
             sides.append(
                 Server(
                     f"{prefix}-{name}-{side}",
                     gpus,
                     port + number,
                     model,
-                    arguments,
+                    of_pair,
                     logs,
                     transfer,
                     control,

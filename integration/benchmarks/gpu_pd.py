@@ -261,6 +261,27 @@ async def compare(deployment: Deployment, count: int, block_size: int) -> None:
     )
 
 
+async def plant(deployment: Deployment, length: int) -> None:
+    """Flips one bit of a page, on the GPU, once the pages have landed and before they are summed: in the
+    decode engine's memory, then in the prefill engine's. The decode engine must log the page."""
+    prefill, decode = deployment.pairs[VERIFIED]
+    log = decode.logs / f"{decode.name}.log"
+    rng = np.random.default_rng(3)
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        for side in (None, decode, prefill):
+            if side is not None:
+                probe = {"method": "probe_flip_bit"}
+                (await client.post(f"{side.url}/collective_rpc", json=probe)).raise_for_status()
+            begin = log.stat().st_size
+            body = Body(rng.integers(1000, 100000, length).tolist(), 8)
+            answer = await direct(client, prefill, decode, body)
+            logged = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+            found = [line for line in logged if "CORRUPT PAGE" in line]
+            name = "no bit" if side is None else f"a bit of {side.name}'s pages"
+            print(f"  flipped {name}: {len(answer.tokens)} tokens, found {len(found)}", *found, sep="\n    ")
+            assert len(found) == (side is not None), name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -281,6 +302,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, default=None, metavar="DIRECTORY")
     parser.add_argument(
         "--verified", action="store_true", help="also measure a pair with verify_pages, direct"
+    )
+    parser.add_argument(
+        "--plant", action="store_true", help="with --verified: also flip a bit on each side, which is found"
     )
     parser.add_argument("--equality", type=int, default=50)
     parser.add_argument(
@@ -353,6 +377,7 @@ def main() -> None:
                     rivals=plan.rivals,
                     before=plan.before,
                     verified=plan.verified,
+                    planted=plan.plant,
                     environment=shape.environment,
                     **lay,
                 )
@@ -363,6 +388,8 @@ def main() -> None:
                     routers.append(start_router(measured.pairs[name][0], own, plan.work))
                     urls[name] = f"http://{HOST}:{own}"
                 asyncio.run(measure(mode, measured, urls, plan, sink))
+                if plan.verified and plan.plant:
+                    asyncio.run(plant(measured, plan.lengths[-1]))
                 end()
     finally:
         end()
