@@ -3,9 +3,9 @@
 D requests sums in RESERVE. P sums the pages of a transfer after its last write, while it still holds their
 blocks, and sends the sums in SUMS. D sums its own pages when all have landed, before any request reads them.
 So the comparison also finds pages that were overwritten after they were sent, and pages of a layer that were
-sent before they were computed. The last write waits for the end of the prompt's last step. P sums at that
-time, and does not wait until its engine reports the end of the request. vLLM reports it two steps later,
-while D would wait for the sums.
+sent before they were computed. The last write waits for the prompt's last layer. P does not wait until its
+engine reports the end of the request. The rest of the step, the sampling and vLLM's next steps come before
+that report, and D would wait for them.
 
 A sum covers what a write moves: the runs of one layer in one granule that a LayerRun names. These bytes are
 equal on both sides, whatever the layouts. Both sides list the sums in the order of the plan and of D's

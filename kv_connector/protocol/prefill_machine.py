@@ -10,6 +10,7 @@ records the granules that are still to be pushed.
     -         yes       ACTIVE    an orphan: waits for the request (orphan timeout)
     yes       -         WAITING   pages are remembered; once finished, the hold timeout runs
     yes       yes       ACTIVE    pages are pushed as they are computed; finished and all pushed: sealed
+                                  (if D wants their sums: sealed once all are pushed)
                         DRAINING  stopped early: waits for the report that nothing is in flight
                         CLOSED    nothing will move any more; P's engine still works on the request
 

@@ -113,7 +113,7 @@ def test_one_flipped_bit_is_found_with_page_layer_and_engines(
 
 
 def test_a_page_that_left_before_it_was_computed_is_found(sim: Stage) -> None:
-    """Sums are those of P's pages at the end of its last step, not of the bytes that were sent."""
+    """Sums are those of P's pages after its last layer, not of the bytes that were sent."""
     prefill, decode = verifying(sim)
     prefill.expect()
     decode.reserve(prefill.address)
