@@ -70,7 +70,7 @@ class PageSummer:
         if not (pages.layers and pages.blocks and pages.runs):
             return b""
         reach = max(pages.blocks) * pages.stride + max(pages.runs) + pages.run_bytes
-        layers, end = [], 0
+        layers, end = list[int](), 0
         for region, offset in pages.layers:
             part = self._memory[region]
             if offset + reach > part.nbytes:

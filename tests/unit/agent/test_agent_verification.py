@@ -287,7 +287,8 @@ def test_pages_outside_their_own_region_are_not_summed() -> None:
     ranges = (MemoryRange(memory.ctypes.data, half), MemoryRange(memory.ctypes.data + half, half))
     summer, results = PageSummer(ranges, on_gpu=False), SimpleQueue[tuple[bytes, str]]()
     for layers in (((0, 0), (1, PAGE)), ((1, PAGE), (0, 2 * PAGE)), ((0, 0), (1, 2 * PAGE))):
-        summer.sum((SummedPages(layers, (0,), PAGE, (0,), PAGE),), lambda *result: results.put(result))
+        pages = SummedPages(layers, (0,), PAGE, (0,), PAGE)
+        summer.sum((pages,), lambda sums, problem: results.put((sums, problem)))
     whole, first, second = (results.get(timeout=PATIENCE) for _ in range(3))
     summer.close()
     assert (len(whole[0]), whole[1]) == (2 * SUM_BYTES, "")
