@@ -32,7 +32,8 @@ REST_SECONDS = 0.15
 # An engine counts as dead after 5 s of silence. The end of a process of this machine is noticed at once.
 AT_REST_SECONDS = 8.0
 IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-TEST_SUPPORT = Path(__file__).parents[2] / "tests" / "support"  # has a worker extension that flips a bit
+TEST_SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
+"""Has a worker extension that flips a bit."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -164,7 +165,7 @@ def deployment(
                 transfer["kv_load_failure_policy"] = "recompute"
                 if planted:
                     of_pair += ["--worker-extension-cls", "worker_probe.WorkerProbe"]
-                    paths = [str(TEST_SUPPORT), os.environ.get("PYTHONPATH", "")]
+                    paths = filter(None, (str(TEST_SUPPORT), os.environ.get("PYTHONPATH")))
                     more |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1"}
             sides.append(
                 Server(
