@@ -75,7 +75,11 @@ Result<std::unique_ptr<Registration>> NvlinkConnector::register_memory(const Mem
   if (!shared) return shared.error();
   Result<std::shared_ptr<cuda::Copier>> copier = gpu_.adopt(place.device);
   if (!copier) return kLane.named(copier.error());
-  if (peer_memory_.load() == nullptr) peer_memory_.store(std::make_shared<PeerMemory>(gpu_.context()));
+  if (peer_memory() == nullptr) {
+    auto created = std::make_shared<PeerMemory>(gpu_.context());
+    const std::lock_guard lock(peer_memory_mutex_);
+    peer_memory_ = std::move(created);
+  }
   if (place.ipc_capable) {
     const cuda::Context::Scope scope(*gpu_.context());
     if (int result = driver_->cuIpcGetMemHandle(&shared.value().handle, place.allocation); result != cuda::kSuccess) {
@@ -131,8 +135,13 @@ Result<Shared> NvlinkConnector::share_pieces(const MemoryRange& range) const {
 
 // --- Links
 
+std::shared_ptr<PeerMemory> NvlinkConnector::peer_memory() const {
+  const std::lock_guard lock(peer_memory_mutex_);
+  return peer_memory_;
+}
+
 Status NvlinkConnector::check_gpu(std::string_view operation) const {
-  if (peer_memory_.load() != nullptr) return {};
+  if (peer_memory() != nullptr) return {};
   return kLane.error(ErrorCode::kInvalidArgument, operation, "register GPU memory before connecting to peers");
 }
 
@@ -151,8 +160,7 @@ Result<Connector::Accepted> NvlinkConnector::accept(LinkId, std::span<const std:
   Result<std::unique_ptr<Connection>> connection = rendezvous_.say_hello(std::move(peer.value()), offer.value().secret);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), offer.value().process);
-  auto meeting =
-      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
+  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory(), same_process));
   send_ahead(*meeting);
   return Accepted{to_bytes(Answer{}), std::move(meeting)};
 }
@@ -185,8 +193,7 @@ Result<std::unique_ptr<LinkEnd>> NvlinkConnector::complete(LinkId link, std::spa
   Result<std::unique_ptr<Connection>> connection = rendezvous_.admit(link);
   if (!connection) return connection.error();
   const bool same_process = is_ours(*connection.value(), connection.value()->board<Board>().process);
-  auto meeting =
-      std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory_.load(), same_process));
+  auto meeting = std::make_unique<Meeting>(std::move(connection.value()), PeerRegions(peer_memory(), same_process));
   if (Status mapped = map_known(*meeting); !mapped) return mapped.error();
   return std::unique_ptr<LinkEnd>(std::move(meeting));
 }

@@ -2,9 +2,9 @@
 // connections over which the domain (domain.h) writes, and maps the regions that the peers have registered by then.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -54,6 +54,8 @@ class NvlinkConnector final : public Connector {
   Result<Shared> share(const cuda::Placement& place, const MemoryRange& range) const;
   Result<Shared> share_pieces(const MemoryRange& range) const;
   Status check_gpu(std::string_view operation) const;
+  // Null until memory is registered. Any thread.
+  std::shared_ptr<PeerMemory> peer_memory() const;
   // Whether the peer is a domain of this process, even if it lies about the mark.
   bool is_ours(const Connection& peer, uint64_t mark) const;
   void send_ahead(Meeting& meeting) const;
@@ -63,8 +65,10 @@ class NvlinkConnector final : public Connector {
   const cuda::Driver* driver_ = nullptr;
   same_host::Rendezvous rendezvous_{kLane};
   same_host::RegionKeys keys_{kLane, kMaxRegions};
-  cuda::DomainGpu gpu_;                                   // used on the memory thread
-  std::atomic<std::shared_ptr<PeerMemory>> peer_memory_;  // null until memory is registered
+  cuda::DomainGpu gpu_;  // used on the memory thread
+  // A mutex, because the libc++ of the wheels has no atomic std::shared_ptr. The memory thread sets it once.
+  mutable std::mutex peer_memory_mutex_;
+  std::shared_ptr<PeerMemory> peer_memory_;
   Region::Registry pieced_;
 };
 

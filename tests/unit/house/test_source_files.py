@@ -54,3 +54,11 @@ def test_no_native_test_expects_behind_an_if_without_braces() -> None:
     tests = sorted((ROOT / "native" / "tests").glob("*.*"))
     assert tests
     assert [path.name for path in tests if unbraced.search(path.read_text())] == []
+
+
+def test_native_code_uses_only_what_the_libcxx_of_the_wheels_has() -> None:
+    """`make wheels` compiles with clang and libc++, and all other targets with another C++ library."""
+    absent = re.compile(r"std::atomic<std::(shared|weak)_ptr")
+    assert not [
+        name for name, path in sources() if name.startswith("native/") and absent.search(path.read_text())
+    ]
