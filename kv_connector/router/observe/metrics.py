@@ -138,6 +138,11 @@ class Metrics:
             buckets=RESUME_BUCKETS,
             registry=self.registry,
         )
+        self.waiting_streams = Gauge(
+            "kv_connector_router_waiting_streams",
+            "Streams whose decode engine has failed, and which wait until streams before them have continued",
+            registry=self.registry,
+        )
         self.engines = Gauge(
             "kv_connector_router_engines",
             "Engines by side and state",

@@ -46,6 +46,7 @@ from kv_connector.router.streams.moves import Moves
 from kv_connector.router.streams.resumption import Resumption
 from kv_connector.router.streams.serial import answer_serially
 from kv_connector.router.streams.stream import Stream
+from kv_connector.router.streams.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class Dispatcher:
         self._transcripts = Budget()
         continuing = Continuing(self.parts.pools, self._forward)
         self.moves = Moves(self.parts.pools, self.parts.members, continuing, metrics, self._pair)
-        self._resumption = Resumption(continuing, metrics, self._resume)
+        turns = Turns(self.parts.pools, metrics.waiting_streams)
+        self._resumption = Resumption(continuing, turns, metrics, self._resume)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:

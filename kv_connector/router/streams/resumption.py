@@ -28,6 +28,7 @@ from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.continuing import INCOMPLETE, Continuing, ContinuingError
 from kv_connector.router.streams.request import Request
 from kv_connector.router.streams.running import Running, Shown
+from kv_connector.router.streams.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ _REASONS = {
     "engine_failed": "the next engines failed too",
     "refused": "the next engine refused it",
     "too_late": f"the next engine sent nothing for {MAX_PAUSE_S:g} s",
+    "queued": f"streams before it kept the other engines busy for {MAX_PAUSE_S:g} s",
 }
 
 
@@ -107,8 +109,9 @@ class _Place:
 class Resumption:
     """Resumes streams, and counts them. Used from the event loop's thread only."""
 
-    def __init__(self, continuing: Continuing, metrics: Metrics, send: Send) -> None:
+    def __init__(self, continuing: Continuing, turns: Turns, metrics: Metrics, send: Send) -> None:
         self._continuing = continuing
+        self._turns = turns
         self._metrics = metrics
         self._send = send
 
@@ -124,11 +127,12 @@ class Resumption:
         engine = running.engine
         _check(request, prompt)
         assert engine is not None
-        if self._continuing.other(request, engine) is None:
-            raise NotResumedError("no_other_engine")
-        new = request.new_running()
+        new, waited = request.new_running(), False
         try:
-            async with asyncio.timeout(MAX_PAUSE_S):
+            async with asyncio.timeout(MAX_PAUSE_S), self._turns.turn(engine, request.call.model):
+                waited = True
+                if self._continuing.other(request, engine) is None:
+                    raise NotResumedError("no_other_engine")
                 place = await self._place(request)
                 said = place.said + running.prompt - prompt
                 continuation, call = await self._continuation(request, new, place.ids, prompt, said)
@@ -140,7 +144,7 @@ class Resumption:
             # From 500 on the router itself had no engine, or no answer that it could use.
             raise NotResumedError("refused" if problem.status < 500 else "engine_failed") from problem
         except TimeoutError:
-            raise NotResumedError("too_late") from None
+            raise NotResumedError("too_late" if waited else "queued") from None
         pause = time.perf_counter() - began
         self._metrics.broken_streams.labels("resumed").inc()
         self._metrics.resume_pause.observe(pause)

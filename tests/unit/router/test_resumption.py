@@ -23,7 +23,7 @@ from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests.continuation import Tail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
-from kv_connector.router.streams import continuing, resumption
+from kv_connector.router.streams import continuing, resumption, turns
 from kv_connector.router.streams.running import Running, Shown
 
 pytestmark = pytest.mark.anyio
@@ -331,6 +331,50 @@ async def test_stream_ends_when_the_next_engine_sends_nothing_in_time(
             while not f.decode[1].closed:
                 await asyncio.sleep(0.01)
         await until_metric(f.client, "kv_connector_router_in_flight", 0)
+
+
+async def _crowd(f: Fleet, streams: int) -> list[Reading]:
+    """Begins so many streams on each decode engine, and stops those of the second engine."""
+    for one in f.decode:
+        one.limits = (8, LENGTH)
+    readings = [Reading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * streams)]
+    for reading in readings:
+        await reading.until(7)
+    assert [len(one.bodies) for one in f.decode] == [streams, streams]
+    f.decode[1].limits = (0, LENGTH)
+    return readings
+
+
+async def test_streams_of_a_dead_engine_begin_anew_a_few_at_a_time() -> None:
+    streams, most = 20, turns.MOST_AT_ENGINE
+    async with fleet() as f:
+        readings = await _crowd(f, streams)
+        f.decode[0].killed.set()
+        await until_metric(f.client, "kv_connector_router_waiting_streams", streams - most)
+        # A new request does not wait behind them.
+        new = Reading(f.client, COMPLETION, BODY, "new")
+        async with asyncio.timeout(PATIENCE):
+            while len(f.decode[1].bodies) < streams + most + 1:
+                await asyncio.sleep(0.01)
+        assert "new" in [headers["x-request-id"] for headers in f.decode[1].headers]
+        f.decode[1].go.set()
+        expected = said(await new.end())
+        for reading in readings:
+            assert said(await reading.end()) == expected
+        assert await f.outcomes() == {"resumed": streams}
+        await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
+
+
+async def test_stream_that_waits_too_long_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumption, "MAX_PAUSE_S", 0.2)
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)
+    async with fleet() as f:
+        f.decode[0].dies_behind = 9
+        error = await ended(Reading(f.client, COMPLETION, BODY))
+        assert "streams before it kept the other engines busy" in error["message"]
+        assert await f.outcomes() == {"queued": 1}
+        assert not f.decode[1].bodies
+        await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
 
 
 async def test_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
