@@ -117,7 +117,7 @@ class DecodeMachine:
         """The transfers that are not over. Any thread may call it."""
         found = []
         for transfer in list(self._transfers.values()):  # copied in one step, because other threads change it
-            found.append(transfer.under_way(transfer.deadline - self._limit(transfer.request)))
+            found.append(transfer.under_way(transfer.deadline - transfer.request.limit(self._timeouts)))
         return found
 
     # --- D's engine
@@ -137,7 +137,7 @@ class DecodeMachine:
         if request.request_id in self._transfers:
             return [Log(logging.ERROR, f"request {request.request_id} is already being received")]
         self.deferring.withdraw(request.transfer_id)
-        transfer = Reception(request, self._next_attempt, now + self._limit(request))
+        transfer = Reception(request, self._next_attempt, now + request.limit(self._timeouts))
         # The number has 32 bits on the wire. By the time it repeats, the old attempt was fenced long ago.
         self._next_attempt = self._next_attempt % 0xFFFFFFFF + 1
         self._transfers[request.request_id] = transfer
@@ -309,6 +309,7 @@ class DecodeMachine:
         if transfer.stopping:  # its pages were not checked
             return self._end_stopped(now, transfer)
         transfer.enter(Phase.CHECKING)
+        self._timers.set(request_id, min(transfer.deadline, now + self._timeouts.check))
         return [SumPages(transfer.attempt, transfer.check.pages)]
 
     def pages_summed(self, now: float, attempt: int, sums: bytes, problem: str) -> list[DecodeAction]:
@@ -388,8 +389,7 @@ class DecodeMachine:
                 actions += self._end_stopped(now, transfer)
                 continue
             if not transfer.stopping:
-                limit = self._limit(transfer.request)
-                actions += self._give_up(now, transfer, f"not complete within {limit:g} s")
+                actions += self._give_up(now, transfer, *transfer.overdue(self._timeouts))
                 continue
             transfer_id = transfer.request.transfer_id
             text = f"no CANCEL_ACK for transfer {transfer_id} within {self._timeouts.cancel:g} s"
@@ -416,9 +416,6 @@ class DecodeMachine:
         if length != PROMPT_HASH_BYTES:
             return f"the prompt hash has {length} bytes instead of {PROMPT_HASH_BYTES}"
         return targets_problem(self._layout, request.groups, request.prompt_tokens)
-
-    def _limit(self, request: DecodeRequest) -> float:
-        return self._timeouts.borrow if request.engine.prefixes else self._timeouts.transfer
 
     def _wants_pages(self, request: DecodeRequest) -> bool:
         """Whether the request wants pages, and not only the token that P sampled."""
@@ -478,6 +475,7 @@ class DecodeMachine:
         waits = transfer.request.wants_sampled and transfer.said is None
         if waits and any(leg.phase is LegPhase.RESERVED for leg in transfer.legs) and not transfer.stopping:
             transfer.enter(Phase.LANDED)
+            self._timers.set(transfer.request.request_id, transfer.deadline)
             return []
         return self._end(now, transfer, Outcome.COMPLETED, "")
 

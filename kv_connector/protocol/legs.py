@@ -57,6 +57,7 @@ from kv_connector.protocol.messages import Reserve, Role, Sampled
 from kv_connector.protocol.page_sums import PageCheck
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.protocol.sources import Draw
+from kv_connector.protocol.timeouts import Timeouts
 
 DecodeAction = (
     Send
@@ -205,6 +206,19 @@ class Reception:
         """Whether its pages are being checked, and all sums of this source have arrived."""
         return self.phase is Phase.CHECKING and self.check is not None and not self.check.awaits(peer)
 
+    def overdue(self, timeouts: Timeouts) -> tuple[str, PeerId | None]:
+        """Returns why its deadline has passed, and the source that caused it, if it is one."""
+        limit = self.request.limit(timeouts)
+        if self.phase is not Phase.CHECKING or self.check is None:
+            return f"not complete within {limit:g} s", None
+        late = [leg for leg in self.legs if leg.peer is not None and self.check.awaits(leg.peer)]
+        names = [f"the prefill engine at {leg.address}" for leg in late]
+        if not self.check.summed_here:
+            names.append("this engine")
+        times = f"within {timeouts.check:g} s (timeout `check`), or {limit:g} s in all"
+        why = f"NOT VERIFIED: its pages have arrived, but {' and '.join(names)} did not sum them {times}"
+        return why, late[0].peer if self.check.summed_here else None
+
     @property
     def stopping(self) -> bool:
         """Whether its pages will not be used, unless all have arrived."""
@@ -238,5 +252,6 @@ class Reception:
         legs = [(leg.peer, leg.phase) for leg in self.legs]
         in_use = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
         peer, phase = next(in_use, (*legs, (None, LegPhase.STAGED))[0])
+        shown = self.phase if self.phase in (Phase.CHECKING, Phase.LANDED) else phase
         ids = self.request.transfer_id, self.request.request_id
-        return UnderWay(Role.DECODE, *ids, peer, phase.name.lower(), since)
+        return UnderWay(Role.DECODE, *ids, peer, shown.name.lower(), since)

@@ -120,6 +120,11 @@ class PageCheck:
         return tuple(pages for source in self._sources.values() for pages in source.pages)
 
     @property
+    def summed_here(self) -> bool:
+        """Whether D has summed its own pages, or cannot."""
+        return self._ours is not None
+
+    @property
     def complete(self) -> bool:
         """Whether all sums are there."""
         return self._ours is not None and not any(map(self.awaits, self._sources))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.content_key import ContentKey
 from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.timeouts import Timeouts
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class DecodeRequest:
     def prefix_tokens(self) -> int:
         """Tokens of a borrowed prefix that are to be loaded. 0: it is a prompt."""
         return self.prompt_tokens - self.first_token if self.engine.prefixes else 0
+
+    def limit(self, timeouts: Timeouts) -> float:
+        """Seconds that its transfer may take."""
+        return timeouts.borrow if self.engine.prefixes else timeouts.transfer
 
 
 @dataclass(frozen=True)

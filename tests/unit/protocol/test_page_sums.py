@@ -403,11 +403,54 @@ def test_wrong_sums_of_a_prompt_that_was_aborted_are_dropped() -> None:
     assert machine.sums(1.0, PEER, sums(message.attempt, GOOD[16:], 16)) == []
 
 
-def test_late_check_is_over_with_its_deadline() -> None:
+@pytest.mark.parametrize(
+    ("summed", "side"),
+    [
+        ("decode", f"the prefill engine at {P_ADDRESS} did not"),
+        ("prefill", "but this engine did not"),
+        ("", f"the prefill engine at {P_ADDRESS} and this engine did not"),
+    ],
+)
+def test_check_without_sums_fails_the_load_and_names_the_engine(summed: str, side: str) -> None:
+    """A GPU that hangs must not keep the request for the time of a whole transfer."""
+    machine, message = verifying()
+    machine.counter_reached(1.0, "d-t")
+    assert [one.phase for one in machine.under_way()] == ["checking"]
+    if summed == "decode":
+        machine.pages_summed(2.0, ATTEMPT, GOOD, "")
+    elif summed == "prefill":
+        machine.sums(2.0, PEER, sums(message.attempt))
+    assert machine.next_deadline() == 1.0 + TIMES.check
+    assert machine.tick(0.9 + TIMES.check) == []
+    assert isinstance(only(machine.tick(1.0 + TIMES.check), Send).message, Cancel)
+    actions = machine.cancel_ack(40.0, PEER, CancelAck("t", message.attempt, drained=True))
+    assert only(actions, FinishedReceiving) == FinishedReceiving("d-t", failed=True)
+    assert f"{side} sum them within 30 s (timeout `check`)" in only(actions, Ended).reason
+    # Sums that come afterwards change nothing.
+    assert machine.pages_summed(50.0, ATTEMPT, GOOD, "") == []
+    assert machine.sums(50.0, PEER, sums(message.attempt)) == []
+
+
+def test_check_without_sums_fences_a_peer_that_does_not_answer() -> None:
     machine, _ = verifying()
     machine.counter_reached(1.0, "d-t")
+    machine.tick(1.0 + TIMES.check)
+    assert isinstance(only(machine.tick(1.0 + TIMES.check + TIMES.cancel), Fence), Fence)
+
+
+def test_check_that_begins_late_is_over_with_the_transfers_deadline() -> None:
+    machine, _ = verifying()
+    machine.counter_reached(TIMES.transfer - 1.0, "d-t")
     assert isinstance(only(machine.tick(TIMES.transfer), Send).message, Cancel)
-    assert isinstance(only(machine.tick(TIMES.transfer + TIMES.cancel), Fence), Fence)
+
+
+def test_check_that_is_over_leaves_the_token_its_time() -> None:
+    machine, message = verifying(wants_sampled=True)
+    machine.counter_reached(1.0, "d-t")
+    machine.sums(2.0, PEER, sums(message.attempt))
+    machine.pages_summed(2.0, ATTEMPT, GOOD, "")
+    assert [one.phase for one in machine.under_way()] == ["landed"]
+    assert machine.next_deadline() == TIMES.transfer
 
 
 @pytest.mark.parametrize("token_first", [True, False])
