@@ -7,7 +7,6 @@ tenant, which has the prompts of the first.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -16,13 +15,14 @@ import pytest
 from deployment import BLOCK, Client, assert_quiescent, prompt, wait_until
 from dialogues import write_dialogues
 from fleet_of_kind import KINDS, Fleet
+from suite_numbers import whole_of
 from talk import TENANTS, Talk, ask, faults
 
 from kv_connector.lab.cluster import HOST, LocalCluster
 
 pytestmark = pytest.mark.anyio
 
-CONVERSATIONS = int(os.environ.get("KVC_CONVERSATIONS", "200"))
+CONVERSATIONS = whole_of("KVC_CONVERSATIONS", 200)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import uuid
 from collections.abc import AsyncIterator
@@ -14,10 +13,11 @@ import httpx
 import pytest
 from deployment import Client, Refused, decode_params, prefill_params, prompt
 from fault_site import Load, Site, judge
+from suite_numbers import whole_of
 
 pytestmark = pytest.mark.anyio
 
-ABORTS = int(os.environ.get("KVC_FAULT_ABORTS", "500"))
+ABORTS = whole_of("KVC_FAULT_ABORTS", 500)
 AT_ONCE = 6
 SIDES = ("client", "prefill", "decode")
 # On two busy cores: from before the request is scheduled until some tokens are decoded.

@@ -13,17 +13,18 @@ import pytest
 from deployment import Client
 from fault_site import Load, Site, judge
 from nursery import nursery
+from suite_numbers import positive_of, whole_of
 
 from kv_connector.lab.cluster import HOST
 
 pytestmark = pytest.mark.anyio
 
 SITE = 6  # three of each side
-MINUTES = float(os.environ.get("KVC_FAULT_MINUTES", "10"))
+MINUTES = positive_of("KVC_FAULT_MINUTES", 10.0)
 # Successors that start at the same time. With more cores, one is ready every second.
-STARTING = int(os.environ.get("KVC_FAULT_STARTING", "1"))
+STARTING = whole_of("KVC_FAULT_STARTING", 1)
 # On a small machine, starting engines occupy one of the cores all the time.
-CLIENTS = int(os.environ.get("KVC_FAULT_CLIENTS", "1"))
+CLIENTS = whole_of("KVC_FAULT_CLIENTS", 1)
 
 
 @pytest.fixture(scope="module")

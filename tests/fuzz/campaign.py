@@ -14,6 +14,8 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+from suite_numbers import whole
+
 from tests.fuzz.live import attack
 from tests.fuzz.mutator import Mutator
 from tests.fuzz.targets import PYTHON_TARGETS, Target, native_targets
@@ -77,7 +79,7 @@ def run(inputs: int, seed: str, only: int | None, native: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--inputs", type=whole, default=1_000_000)
     parser.add_argument("--seed", default=str(time.time_ns()))
     parser.add_argument("--block", type=int, help="feed this block alone")
     parser.add_argument("--no-native", action="store_true", help="leave the native engine's decoders out")

@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from suite_numbers import whole
+
 from tests.conformance import gpu
 from tests.fuzz import wire
 from tests.fuzz.hostile_same_host import SameHostAttacker
@@ -146,7 +148,7 @@ def _line(name: str, tally: Tally, seconds: float, before: Times, during: Times)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=10_000_000, help="of all lanes together")
+    parser.add_argument("--frames", type=whole, default=10_000_000, help="of all lanes together")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=LANES)
     parser.add_argument("--seed", default=str(time.time_ns()))
     options = parser.parse_args()

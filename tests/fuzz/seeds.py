@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 
+from suite_numbers import whole
+
 
 def chosen_seeds(description: str | None, default: int, scenarios: str) -> range:
     """Reads the command line and returns the seeds to try. ``scenarios``: their noun, for the help."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seeds", type=int, default=default, help=f"Number of {scenarios}.")
+    parser.add_argument("--seeds", type=whole, default=default, help=f"Number of {scenarios}.")
     parser.add_argument("--first", type=int, default=0, help=f"Seed of the first of the {scenarios}.")
     given = parser.parse_args()
     return range(given.first, given.first + given.seeds)

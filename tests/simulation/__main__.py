@@ -28,6 +28,8 @@ def main() -> int:
     )
     parser.add_argument("--of", choices=sorted(DRAWS), help="simulates this alone (default: each in turn)")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"argument --seeds: {arguments.seeds} is not a whole number of at least 1")
     every = [arguments.of] if arguments.of else sorted(DRAWS)
     if arguments.seed is not None:
         return max(_replay(of, arguments.seed, arguments.trace) for of in every)

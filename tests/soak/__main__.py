@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 from deployment import SMALL, Client, prompt
 from nursery import nursery
+from suite_numbers import positive
 
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import leave_on_signals
@@ -175,8 +176,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="duration of the load, in minutes")
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    parser.add_argument("--minutes", type=positive, default=30.0, help="duration of the load, in minutes")
+    parser.add_argument("--rate", type=positive, default=2.0, help="requests a second")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="directory of logs and samples")
     parser.add_argument("--report", type=Path, help="directory of a run whose samples are reported")
     given = parser.parse_args(arguments)

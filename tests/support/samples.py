@@ -6,9 +6,9 @@ KVC_SAMPLE=8 tries one example in eight. All examples of tests/unit/protocol tak
 
 from __future__ import annotations
 
-import os
+from suite_numbers import whole_of
 
-ONE_IN = int(os.environ.get("KVC_SAMPLE", "1"))
+ONE_IN = whole_of("KVC_SAMPLE", 1)
 
 
 def sample(examples: int) -> int:

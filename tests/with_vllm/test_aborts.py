@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import random
 import re
 import time
@@ -27,6 +26,7 @@ from deployment import (
     wait_live,
     wait_logged,
 )
+from suite_numbers import whole_of
 
 from kv_connector.protocol.actions import Outcome
 from kv_connector.router.engines.endpoint import Endpoint
@@ -40,8 +40,8 @@ LONG = 1900
 # Requests per kind of dispatch and model. The client leaves every second one. `make test-leaving` sends
 # 1,000, and leaves every tenth. KVC_LEAVING_EVERY: another share.
 FEW = 16
-REQUESTS = int(os.environ.get("KVC_LEAVING_REQUESTS", FEW))
-EVERY = int(os.environ.get("KVC_LEAVING_EVERY", 2 if REQUESTS == FEW else 10))
+REQUESTS = whole_of("KVC_LEAVING_REQUESTS", FEW)
+EVERY = whole_of("KVC_LEAVING_EVERY", 2 if REQUESTS == FEW else 10)
 AT_ONCE = 8
 # Printable characters of the tests' tokenizer: text that a router passes on with P's token.
 READABLE = list(range(94))

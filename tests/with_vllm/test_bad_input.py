@@ -4,7 +4,6 @@ Each causes an error with a remedy, and the correct engines continue to serve.
 """
 
 import asyncio
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -33,6 +32,7 @@ from deployment import (
     wait_logged,
     wait_until,
 )
+from suite_numbers import whole_of
 
 from kv_connector.lab.cluster import HOST, Engine, LocalCluster
 from kv_connector.lab.model import make_llama
@@ -241,7 +241,7 @@ async def test_another_prompt_under_the_same_transfer(deployment: Deployment, cl
 # --- Bodies that the prefill engine accepts and the decode engine refuses
 
 # Requests per body and router. Set KVC_REFUSED_BODIES=40 for a long run.
-REFUSED_OF_EACH = int(os.environ.get("KVC_REFUSED_BODIES", "3"))
+REFUSED_OF_EACH = whole_of("KVC_REFUSED_BODIES", 3)
 # Seconds that a prefill engine holds an unrequested prompt. The suite's setting is the default.
 HOLD_SECONDS = 20.0
 TOLD = [{"role": "user", "content": "tell me"}]

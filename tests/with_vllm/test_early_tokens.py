@@ -1,7 +1,6 @@
 """The client gets the first token from P while D waits for pages. The answer is the one of D alone."""
 
 import asyncio
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from deployment import BLOCK, Client, Deployment, assert_quiescent, prompt
+from suite_numbers import whole_of
 
 from kv_connector.lab.cluster import MODEL_NAME
 
@@ -28,7 +28,7 @@ NAMED = {"type": "function", "function": {"name": "listen"}}
 READABLE = list(range(94))
 # Requests of each of the two kinds and for each model. `make test-early` has 1,000.
 FEW = 8
-REQUESTS = int(os.environ.get("KVC_EARLY_REQUESTS", FEW))
+REQUESTS = whole_of("KVC_EARLY_REQUESTS", FEW)
 AT_ONCE = 8
 
 

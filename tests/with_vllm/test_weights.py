@@ -19,6 +19,7 @@ import own_engine
 import pytest
 import safetensors.torch
 from deployment import SMALL, Client, engine_settings, prompt, wait_until
+from suite_numbers import whole_of
 from typer.testing import CliRunner
 from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
@@ -50,7 +51,7 @@ ENDLESS = 1900  # tokens: more than arrive during an update
 # sockets.
 PATIENT = {"suspect": 15.0, "dead": 30.0}
 # Number of kills of a trainer, each after more of its writes.
-POINTS = int(os.environ.get("KVC_WEIGHT_FAULTS", "2"))
+POINTS = whole_of("KVC_WEIGHT_FAULTS", 2)
 # (ranks, replicas of each shard). HSDP's ranks have rows as FSDP2's do. Two ranks have each row, and share
 # the writes.
 MESHES = ((2, 1), (4, 1), (4, 2)) if ALL else ((4, 2),)
