@@ -229,7 +229,7 @@ TIMEOUTS = tuple(field.name for field in dataclasses.fields(Timeouts))
 def _problem(key: str, value: object) -> str | None:
     """The problem with one setting by itself, or None."""
     if key not in SETTINGS:
-        return f"unknown field `{key}`{nearest(key, SETTINGS)}"
+        return f"unknown field `{key}`{nearest(str(key), SETTINGS)}"  # in YAML `on` is true, and no text
     try:
         setting = getattr(msgspec.convert({key: value}, Settings), key)
     except msgspec.ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kv_connector.cli.config.deployment import STAND_IN, Command, Machine, Unreadable
@@ -142,8 +142,11 @@ def _words(command: Any, known: Mapping[str, str]) -> Sequence[str]:
 
 
 def _environment(container: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    found = container.get("environment", container.get("env")) or {}
-    for one in found.items() if isinstance(found, dict) else found:
+    found = container.get("environment", container.get("env"))
+    entries: Iterable[Any] = ()
+    if isinstance(found, dict | list):
+        entries = found.items() if isinstance(found, dict) else found
+    for one in entries:
         if isinstance(one, dict):  # Kubernetes: a value, or its source
             name, value = one.get("name"), one.get("value")
         else:

@@ -323,7 +323,8 @@ def _ours(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     parts = [transfer]
     if _is_multi(transfer):
         extra = transfer.get("kv_connector_extra_config")
-        parts = extra.get("connectors", []) if isinstance(extra, dict) else []
+        connectors = extra.get("connectors") if isinstance(extra, dict) else None
+        parts = connectors if isinstance(connectors, list) else []
     return next(
         (one for one in parts if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR), None
     )

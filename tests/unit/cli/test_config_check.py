@@ -209,6 +209,24 @@ def test_what_cannot_be_read_is_wrong_usage(tmp_path: Path, name: str, content: 
     assert words in " ".join(output.split())
 
 
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        ("verify_pages: true\ntrue: 1\n", 1, "unknown field `True`"),
+        ("verify_pages: true\n1: 1\n", 1, "unknown field `1`"),
+        ("services: {p: {command: vllm serve M, environment: 4}}", 2, "has no engine,"),
+        ("services: {p: {command: vllm serve M, environment: true}}", 2, "has no engine,"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error_and_no_traceback(
+    tmp_path: Path, content: str, status: int, words: str
+) -> None:
+    (tmp_path / "x.yaml").write_text(content)
+    code, output = run("config", "check", str(tmp_path / "x.yaml"))
+    assert code == status, output
+    assert words in " ".join(output.split())
+
+
 def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     status, output = run("config", "check", str(tmp_path / "none"))
     assert status == 2
@@ -229,6 +247,17 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
         (transfer() | {"kv_load_failure_policy": "retry"}, "Set fail or recompute"),
         (transfer() | {"kv_connector_extra_config": []}, "kv_connector_extra_config must be an object"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "among the connectors of MultiConnector"),
+        *(
+            (
+                {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"connectors": connectors},
+                },
+                "among the connectors of MultiConnector",
+            )
+            for connectors in (None, 3, "x")
+        ),
         (transfer(control_host="10.0.0.1"), "no cluster key is set"),
         (transfer(providers=["tpc"]), "this build has no lane 'tpc': did you mean `tcp`?"),
         (transfer(providers=["host", "nvlink"]), "Leave out the lanes"),
