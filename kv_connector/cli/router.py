@@ -449,19 +449,24 @@ class Reloads:
         self._running = dict(context.params)
 
     async def reload(self) -> None:
-        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
+        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes,
+        except that a certificate may be written while it is read."""
         try:
             used, settings, fixed = await asyncio.to_thread(self._read)
             if self._certificate is not None:
                 self._certificate.read()
             self._app.change(settings)
-            if self._certificate is not None:
-                self._certificate.reload()
         except (UsageError, ValueError) as error:  # a ValueError is an error of a file
             logger.error("reload failed: %s. The router keeps its settings", message_of(error))
             return
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
+        try:
+            if self._certificate is not None:
+                self._certificate.reload()
+        except ValueError as error:  # the files have changed since they were read above
+            words = "reload failed for the certificate alone: %s, and send SIGHUP once its files are complete"
+            logger.error(words, error)
 
     def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
         """Returns the parameters to use, their settings, and the parameters that need a restart."""

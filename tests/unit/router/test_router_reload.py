@@ -21,6 +21,7 @@ from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings, Timeouts
 from kv_connector.router.front.app import DONE
+from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import RouterServer
 
 pytestmark = pytest.mark.anyio
@@ -330,3 +331,30 @@ async def test_reload_presents_the_certificate_that_the_file_has_now(
         certificate.write_text("nonsense")
         await reload(caplog, "reload failed: cannot read a certificate")
         assert await peer_certificate(server) == certificate_of("other.pem")
+
+
+async def test_reload_names_the_certificate_alone_if_its_file_changes_meanwhile(
+    tmp_path: Path,
+    started: list[RouterServer],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The configuration is in use by then: a line that the router keeps its settings would be wrong."""
+    caplog.set_level(logging.INFO)
+    path, certificate = tmp_path / "router.yaml", tmp_path / "server.pem"
+    certificate.write_bytes((CERTIFICATES / "server.pem").read_bytes())
+    text = f"{ENGINES}ssl-certfile: {certificate}\nshutdown-timeout: 1\n"
+    path.write_text(text)
+    reread = Certificate.reload
+
+    def half_written(self: Certificate) -> None:
+        certificate.write_text("nonsense")
+        reread(self)
+
+    monkeypatch.setattr(Certificate, "reload", half_written)
+    async with running(path, started) as (_, server):
+        path.write_text(f"{text}max-requests: 1\n")
+        await reload(caplog, "reload failed for the certificate alone: cannot read a certificate")
+        assert "the router uses the new configuration" in caplog.text
+        assert "keeps its settings" not in caplog.text
+        assert await peer_certificate(server) == certificate_of("server.pem")
