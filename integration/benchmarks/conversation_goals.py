@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.bench.conversations.results import Engine, Turn
-from kv_connector.bench.records import percentile
+from kv_connector.bench.conversations.turn_numbers import TurnNumbers
 
 Line = Mapping[str, Any]
 
@@ -82,30 +82,23 @@ def load_line(
 def turn_row(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
     """Returns times in ms and mean tokens of some turns. ``cached`` includes the tokens that a prefill engine
     loaded from another engine."""
-    complete = [turn for turn in turns if not turn.failed]
-    first = [turn.ttft_ms for turn in complete]
-    gaps = [gap for turn in complete for gap in turn.gaps_ms]
-    known = [turn for turn in complete if turn.cached_tokens is not None]
+    row = TurnNumbers.of(turns)
     return {
         "turn": name,
-        "answers": len(complete),
-        "failed": len(turns) - len(complete),
-        "TTFT p50": _percentile(first, 50),
-        "TTFT p99": _percentile(first, 99),
-        "between p50": _percentile(gaps, 50),
-        "between p99": _percentile(gaps, 99),
-        "prompt": _mean([turn.prompt_tokens for turn in complete]),
-        "cached": _mean([turn.cached_tokens or 0 for turn in known]),
-        "computed": _mean([turn.prompt_tokens - (turn.cached_tokens or 0) for turn in known]),
+        "answers": row.answers,
+        "failed": row.failed,
+        "TTFT p50": _rounded(row.ttft_p50, 2),
+        "TTFT p99": _rounded(row.ttft_p99, 2),
+        "between p50": _rounded(row.between_p50, 2),
+        "between p99": _rounded(row.between_p99, 2),
+        "prompt": _rounded(row.prompt, 1),
+        "cached": _rounded(row.cached, 1),
+        "computed": _rounded(row.computed, 1),
     }
 
 
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return round(percentile(values, percent), 2) if values else None
-
-
-def _mean(values: Sequence[int]) -> float | None:
-    return round(statistics.fmean(values), 1) if values else None
+def _rounded(number: float | None, digits: int) -> float | None:
+    return None if number is None else round(number, digits)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kv_connector.bench.conversations.results import Engine, Prediction, Totals, Turn
-from kv_connector.bench.records import percentile
+from kv_connector.bench.conversations.turn_numbers import TurnNumbers
 from kv_connector.bench.tables import print_table
 
 _HEADER = [
@@ -111,26 +111,16 @@ def _turn_rows(turns: Sequence[Turn]) -> Iterator[list[str]]:
 
 
 def _turn_row(name: str, turns: Sequence[Turn]) -> list[str]:
-    complete = [turn for turn in turns if not turn.failed]
-    first = [turn.ttft_ms for turn in complete]
-    gaps = [gap for turn in complete for gap in turn.gaps_ms]
-    cached = [turn.cached_tokens for turn in complete if turn.cached_tokens is not None]
-    failed = len(turns) - len(complete)
+    row = TurnNumbers.of(turns)
+    times = (row.ttft_p50, row.ttft_p99, row.between_p50, row.between_p99)
+    tokens = (row.prompt, row.cached, row.new, row.answer)
     return [
         name,
-        str(len(complete)),
-        f"[red]{failed}[/]" if failed else "0",
-        *(f"{percentile(first, percent):,.1f}" if first else "-" for percent in (50, 99)),
-        *(f"{percentile(gaps, percent):,.1f}" if gaps else "-" for percent in (50, 99)),
-        _mean([turn.prompt_tokens for turn in complete]),
-        _mean(cached),
-        _mean([turn.new_tokens for turn in complete]),
-        _mean([turn.answer_tokens for turn in complete]),
+        str(row.answers),
+        f"[red]{row.failed}[/]" if row.failed else "0",
+        *("-" if number is None else f"{number:,.1f}" for number in times),
+        *("-" if number is None else f"{number:,.0f}" for number in tokens),
     ]
-
-
-def _mean(values: Sequence[int]) -> str:
-    return f"{sum(values) / len(values):,.0f}" if values else "-"
 
 
 def _engine_row(engine: Engine) -> list[str]:

@@ -11,9 +11,11 @@ import pytest
 from conversation_goals import Goal, goals, load_line, report, turn_row
 from conversation_systems import BIDIRECTIONAL, CPU, GPU, System, bidirectional_answer
 from gpu_conversations import PLAN, Bench, Results, Run, growth
+from rich.console import Console
 
 from kv_connector.bench.conversations.client import TurnError
 from kv_connector.bench.conversations.counters import Reading, Source
+from kv_connector.bench.conversations.report import print_results, totals
 from kv_connector.bench.conversations.results import Engine, Turn
 from kv_connector.lab.process import StartError
 
@@ -68,6 +70,19 @@ def test_turn_row_counts_computed_tokens_of_complete_turns_only() -> None:
 def test_turn_row_has_no_numbers_without_answers() -> None:
     row = turn_row("1", [turn(1, cause="timeout")])
     assert {row[name] for name in ("TTFT p50", "between p99", "prompt", "computed")} == {None}
+
+
+def test_table_of_a_bench_and_row_of_a_goal_have_the_same_numbers() -> None:
+    turns = [
+        turn(1, 10.26, gaps=(5.0, 7.0), prompt_tokens=900, cached_tokens=800),
+        turn(1, 30.0, prompt_tokens=1_101),
+        turn(1, cause="HTTP 500", reason="gone"),
+    ]
+    row, text = turn_row("1", turns), io.StringIO()
+    print_results(Console(file=text, width=200), turns, [], [], totals(turns, [], 1.0, interrupted=False))
+    lines = [line.replace("\u2502", " ").split() for line in text.getvalue().splitlines()]
+    assert ["1", "2", "1", "30.0", "30.0", "7.0", "7.0", "1,000", "800"] in [line[:9] for line in lines]
+    assert [row["TTFT p50"], row["between p99"], row["prompt"], row["cached"]] == [30.0, 7.0, 1000.5, 800]
 
 
 def test_load_line_is_json_with_a_row_for_each_turn() -> None:
