@@ -1,0 +1,243 @@
+"""Streams of weights between threads and processes, over host and tcp: contents, order and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from weight_streams import (
+    BUCKET_BYTES,
+    PATIENCE,
+    InThread,
+    Named,
+    Update,
+    config,
+    drawn,
+    receive_in_process,
+    same,
+    send_in_process,
+)
+from weight_trainer import FORKSERVER
+
+from kv_connector.weights.buckets import StreamError
+from kv_connector.weights.stream import StreamReceiver, sockets_of
+
+
+@pytest.mark.parametrize("provider", ["host", "tcp"])
+def test_receivers_get_all_tensors_bit_by_bit_in_several_updates(provider: str) -> None:
+    for seed in range(3):
+        update = Update(2, config("trainer rank 0", provider))
+        receivers = [InThread(partial(update.receive, rank)) for rank in range(2)]
+        update.send(drawn(seed))
+        for receiver in receivers:
+            same(receiver.result(), drawn(seed))
+
+
+def test_a_stream_without_tensors_ends() -> None:
+    update = Update(1)
+    receiver = InThread(lambda: update.receive(0))
+    update.send([])
+    assert receiver.result() == []
+
+
+def test_small_tensors_are_views_of_the_buffer_and_large_ones_own_their_memory() -> None:
+    """verl's consumers copy a tensor before they draw the next one if, and only if, it is a view."""
+    update = Update(1)
+    views = {}
+    small, large = torch.ones(8), torch.ones(BUCKET_BYTES)
+
+    async def look(receiver: StreamReceiver) -> None:
+        async for name, tensor in receiver.receive():
+            views[name] = tensor._base is not None
+
+    def receive() -> None:
+        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(update.key)
+        receiver.connect(sockets, update.address, "trainer rank 0", 0)
+        asyncio.run(look(receiver))
+        receiver.close()
+        sockets.close()
+
+    running = InThread(receive)
+    update.send([("small", small), ("large", large)])
+    running.result()
+    assert views == {"small": True, "large": False}
+
+
+def test_the_sender_is_at_most_two_buckets_ahead() -> None:
+    """A buffer that the consumer still reads is not written."""
+    update = Update(1)
+    sent: list[int] = []
+    ahead: list[int] = []
+
+    def weights() -> Iterator[Named]:
+        for number in range(12):  # each fills most of a bucket
+            sent.append(number)
+            yield str(number), torch.full((BUCKET_BYTES - 4096,), number, dtype=torch.uint8)
+
+    receiver = InThread(lambda: update.receive(0, each=lambda name: ahead.append(len(sent) - int(name))))
+    update.send(weights())
+    found = receiver.result()
+    assert all(bool((tensor == int(name)).all()) for name, tensor in found)
+    # Of those ahead, two are in the buffers, one waits for a buffer, and one may be drawn meanwhile.
+    assert max(ahead) <= 4
+
+
+def test_a_killed_sender_ends_the_wait_of_its_receivers_by_name() -> None:
+    ours, theirs = FORKSERVER.Pipe()
+    arguments = (theirs, config("trainer rank 0", "tcp"), 1, 7, "layers.30.weight")
+    sender = FORKSERVER.Process(target=send_in_process, args=arguments, daemon=True)
+    sender.start()
+    address, key = answer(ours)
+    update = SimpleUpdate(address, key)
+    receiver = InThread(lambda: update.receive(0))
+    assert answer(ours) == "layers.30.weight"
+    assert sender.pid is not None
+    os.kill(sender.pid, signal.SIGKILL)
+    with pytest.raises(StreamError, match=r"trainer rank 0 is lost: PEER_DOWN"):
+        receiver.result()
+    sender.join()
+
+
+@pytest.mark.parametrize("provider", ["host", "tcp"])
+def test_a_killed_receiver_is_named_to_the_sender_and_to_other_receivers(provider: str) -> None:
+    update = Update(2, config("trainer rank 0", provider))
+    ours, theirs = FORKSERVER.Pipe()
+    own = config("rollout worker 1", provider)
+    arguments = (theirs, own, update.address, update.key, 1, "layers.5.weight")
+    killed = FORKSERVER.Process(target=receive_in_process, args=arguments, daemon=True)
+    killed.start()
+    drawn_names: list[str] = []
+
+    def weights() -> Iterator[Named]:
+        for name, tensor in drawn(3):
+            drawn_names.append(name)
+            yield name, tensor
+
+    sender = InThread(lambda: update.send(weights()))
+    other = InThread(lambda: update.receive(0))
+    assert answer(ours) == "layers.5.weight"
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    with pytest.raises(StreamError, match=r"^rollout worker 1 is lost: "):
+        sender.result()
+    with pytest.raises(StreamError, match=r"^trainer rank 0 ended the update: rollout worker 1 is lost: "):
+        other.result()
+    # The other ranks of the trainer wait for this one in each tensor's collective.
+    assert drawn_names == [name for name, _ in drawn(3)]
+    killed.join()
+
+
+def test_an_error_of_the_weights_reaches_the_receivers() -> None:
+    update = Update(1)
+
+    def weights() -> Iterator[Named]:
+        yield from itertools.islice(drawn(1), 5)
+        raise ZeroDivisionError("the optimiser's own words")
+
+    receiver = InThread(lambda: update.receive(0))
+    with pytest.raises(ZeroDivisionError):
+        update.send(weights())
+    with pytest.raises(StreamError, match="ended the update: ZeroDivisionError: the optimiser's own words"):
+        receiver.result()
+
+
+def test_a_consumer_that_fails_ends_the_update() -> None:
+    update = Update(1)
+
+    async def fail(receiver: StreamReceiver) -> None:
+        weights = receiver.receive()
+        async for name, _ in weights:
+            if name == "layers.3.weight":
+                await weights.aclose()  # type: ignore[attr-defined]
+                return
+
+    def receive() -> None:
+        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(update.key)
+        receiver.connect(sockets, update.address, "trainer rank 0", 0)
+        asyncio.run(fail(receiver))
+        receiver.close()
+        sockets.close()
+
+    running = InThread(receive)
+    with pytest.raises(StreamError, match="rollout worker 0 ended the update: the consumer ended before"):
+        update.send(drawn(1))
+    running.result()
+
+
+def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
+    update = Update(1, config("trainer rank 0", timeout=0.5))
+    stopped, go_on = FORKSERVER.Event(), FORKSERVER.Event()
+
+    def each(name: str) -> None:
+        stopped.set()
+        go_on.wait(PATIENCE)
+
+    receiver = InThread(lambda: update.receive(0, each=each))
+    with pytest.raises(StreamError, match=r"rollout worker 0 did not take bucket \d+ within 0.5 s"):
+        update.send(drawn(1))
+    assert stopped.is_set()
+    go_on.set()
+    with pytest.raises(StreamError, match="trainer rank 0 ended the update: rollout worker 0 did not take"):
+        receiver.result()
+
+
+def test_a_sender_that_sends_nothing_is_named_after_the_timeout() -> None:
+    update = Update(1)
+    go_on = FORKSERVER.Event()
+
+    def weights() -> Iterator[Named]:
+        go_on.wait(PATIENCE)
+        yield from ()
+
+    sender = InThread(lambda: update.send(weights()))
+    with pytest.raises(StreamError, match=r"trainer rank 0 did not send bucket 0 within 0.5 s"):
+        update.receive(0, config("rollout worker 0", timeout=0.5))
+    go_on.set()
+    with pytest.raises(StreamError, match="rollout worker 0 ended the update: trainer rank 0 did not send"):
+        sender.result()
+
+
+def test_a_missing_receiver_is_named_after_the_timeout() -> None:
+    update = Update(2, config("trainer rank 0", timeout=0.5))
+    with pytest.raises(StreamError, match=r"rollout worker 0, rollout worker 1 did not connect within 0.5 s"):
+        update.send([])
+
+
+def test_a_stranger_is_refused() -> None:
+    update = Update(1)
+    sender = InThread(lambda: update.send(drawn(1)))
+    with pytest.raises(StreamError, match="trainer rank 0 refused the connection: it is not awaited"):
+        update.receive(5)
+    receiver = InThread(lambda: update.receive(0))
+    sender.result()
+    same(receiver.result(), drawn(1))
+
+
+def test_buckets_of_two_sizes_are_refused() -> None:
+    update = Update(1)
+    sender = InThread(lambda: update.send(drawn(1)))
+    receiver = InThread(lambda: update.receive(0, config("rollout worker 0", nbytes=2 * BUCKET_BYTES)))
+    with pytest.raises(StreamError, match="rollout worker 0: its buckets have 131072 bytes instead of 65536"):
+        sender.result()
+    with pytest.raises(StreamError, match="trainer rank 0"):
+        receiver.result()
+
+
+def answer(told: Any) -> Any:
+    assert told.poll(PATIENCE), "the process does not answer"
+    return told.recv()
+
+
+class SimpleUpdate(Update):
+    """An update whose sender is in another process."""
+
+    def __init__(self, address: Any, key: Any) -> None:
+        self.address, self.key = address, key
+        self.own = config("trainer rank 0", "tcp")
