@@ -36,7 +36,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What prepare() returns for build_topology(). Ray carries it, and with it the key of this update."""
+    """The result of prepare(), for build_topology(). Ray carries it, and with it the key of this update."""
 
     host: str
     listener: Address | None = None

@@ -1,7 +1,4 @@
-"""What this package uses of verl and of Ray. Nothing else of them is imported here.
-
-verl 0.9.1 documents it as the interface of checkpoint engines.
-"""
+"""All imports of verl and of Ray: the interface of checkpoint engines, as verl 0.9.1 has it."""
 
 from __future__ import annotations
 

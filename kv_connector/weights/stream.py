@@ -23,6 +23,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -45,7 +46,7 @@ logger = logging.getLogger("kv_connector")
 _BUFFERS = 2
 # Seconds that a failing side waits until its peer has the reason. A live peer's transfer engine takes a
 # message within milliseconds.
-_REPORT_S = 1.0
+_REPORT_S = 5.0
 # A message of the transfer engine has 4,091 bytes, and a character has up to 4.
 _REASON_CHARACTERS = 900
 
@@ -103,7 +104,7 @@ _DECODER = msgspec.msgpack.Decoder(Bucket | Taken | Failed)
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What both ends of a stream have."""
+    """The configuration of one end of a stream."""
 
     name: str
     """Name of this end in the peer's errors, such as ``trainer rank 0``."""
@@ -134,7 +135,7 @@ def listen(host: str, key: ClusterKey) -> tuple[MessageSockets[Control], Address
 
 
 class _End:
-    """What a sender and a receiver have in common: a transfer engine with two registered buffers."""
+    """A sender or a receiver: a transfer engine with two registered buffers."""
 
     def __init__(self, config: StreamConfig) -> None:
         """Raises TransferError, and torch.OutOfMemoryError or OSError if the buffers have no room."""
@@ -186,7 +187,7 @@ class _End:
 
 
 class _Arrivals:
-    """What has arrived at a transfer engine, for one task of the running event loop.
+    """The events and messages of a transfer engine, for one task of the running event loop.
 
     Call close() before the engine's close().
     """
@@ -198,14 +199,16 @@ class _Arrivals:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._problem = ""
-        self.open: set[int] = set()
-        """Transfers that the task waits for. The task adds them, and their ends remove them."""
+        self.open: dict[int, int] = {}
+        """The peers of transfers that the task waits for. The task adds them, and their ends remove them."""
         self.reached: set[int] = set()
         """Counter sets that have reached their target. The task removes them."""
         self.buckets: dict[int, Bucket] = {}
         """Announced buckets by number. The task removes them."""
         self.taken: dict[int, int] = dict.fromkeys(names, 0)
         """How many buckets each peer has taken."""
+        self.total: int | None = None
+        """Number of all buckets, once the last one is posted. A peer that has taken them may leave."""
         self._fds = (engine.event_fd(), engine.message_fd())
         for fd in self._fds:
             self._loop.add_reader(fd, self._take)
@@ -247,22 +250,22 @@ class _Arrivals:
             raise StreamError(f"{late()} within {self._timeout:g} s") from None
 
     def _take(self) -> None:
-        lost = []
+        lost: list[tuple[int, str]] = []
         for event in self._engine.poll_events():
             if event.kind is EventKind.COUNTERS_REACHED:
                 self.reached.add(event.id)
             elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
                 reason = event.error or "it has left"
-                lost.append(f"{self._names.get(event.id, 'a peer')} is lost: {reason}")
-            elif event.id in self.open:
-                self.open.discard(event.id)
+                lost.append((event.id, str(reason)))
+            elif (peer := self.open.pop(event.id, None)) is not None:
                 if event.kind is not EventKind.TRANSFER_DONE:
-                    lost.append(f"a bucket was not written: {event.error or event.kind.name}")
+                    lost.append((peer, str(event.error or event.kind.name)))
         # A peer sends its reason before its links break. So messages are read after events, and come first.
         for message in self._engine.receive():
             self._message(message.peer, message.data)
-        if lost:
-            self._fail(lost[0])
+        for peer, reason in lost:
+            if self.total is None or self.taken.get(peer, 0) < self.total:
+                self._fail(f"{self._names.get(peer, 'a peer')} is lost: {reason}")
         self._changed.set()
 
     def _message(self, peer: int, data: bytes) -> None:
@@ -398,11 +401,13 @@ class StreamSender(_End):
         for receiver in self._receivers.values():
             write = arrivals.post(receiver.peer, write_to(receiver))
             receiver.writes[number] = write
-            arrivals.open.add(write)
+            arrivals.open[write] = receiver.peer
             arrivals.send(receiver.peer, bucket)
         self._bytes += nbytes
         self._number += 1
-        if not last:
+        if last:
+            arrivals.total = self._number
+        else:
             await self._settled(self._number - _BUFFERS + 1)
             self._filling = Filling(self._memory(self._number))
 
@@ -528,9 +533,11 @@ class StreamReceiver(_End):
                 number += 1
                 if bucket.last:
                     break
-            arrivals.open.add(taken)
-            await arrivals.until(lambda: not arrivals.open, lambda: f"{self._sender} did not receive the end")
             problem = None
+            arrivals.open[taken] = self._peer
+            # The sender may leave as soon as it knows that all buckets are taken.
+            with suppress(StreamError):
+                await arrivals.until(lambda: not arrivals.open, lambda: "the sender did not receive the end")
         except StreamError as error:
             problem = str(error)
             raise

@@ -30,6 +30,7 @@ NEEDS = {
         "unit/bench/test_moe_bench.py",
         "unit/moe",
         "unit/sglang_adapter/test_sglang_metadata_rows.py",
+        "unit/verl_adapter",
         "unit/weights",
     ),
 }

@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
     "sglang": {"protocol", "engine", "control", "agent"},
     "ray": {"vllm"},
+    "verl": {"protocol", "control", "weights"},
     "router": {"protocol", "control"},
     "lab": {"protocol", "control", "agent"},
     "bench": {"protocol", "engine", "agent", "moe", "lab", "_bench"},
@@ -101,6 +102,7 @@ IN_WORDS = {
     "ray": "Ray Serve LLM",
     "router": "requests to P and D",
     "sglang": "SGLang's adapter",
+    "verl": "verl's adapter",
     "vllm": "vLLM's adapter",
     "weights": "new weights",
 }

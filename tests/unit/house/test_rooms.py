@@ -20,8 +20,8 @@ import kv_connector
 PACKAGE = Path(kv_connector.__file__).parent
 
 NATIVE = {"_native", "_bench"}
-FRAMEWORKS = {"vllm", "sglang", "ray", "torch"}
-ADAPTERS = {"vllm", "sglang", "ray"}
+FRAMEWORKS = {"vllm", "sglang", "ray", "verl", "torch"}
+ADAPTERS = {"vllm", "sglang", "ray", "verl"}
 OF_TENSORS = {"weights": {"torch"}, "moe": {"torch"}}
 # A connector that vLLM loads for a comparison, and a process that measures torch's collectives.
 WITH_FRAMEWORKS = ("bench/pd/mooncake_cpu.py", "bench/moe_rank.py")

@@ -23,4 +23,4 @@ def test_no_two_modules_have_one_name() -> None:
 def test_no_folder_takes_the_name_of_a_package() -> None:
     """A folder `vllm` on sys.path is found even without vLLM: `importorskip("vllm")` would not skip."""
     folders = {path.parent.name for path in TESTS.rglob("*.py")}
-    assert folders.isdisjoint({"vllm", "sglang", "ray", "torch", "dynamo"})
+    assert folders.isdisjoint({"vllm", "sglang", "ray", "verl", "torch", "dynamo"})

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -87,6 +88,22 @@ def test_the_sender_is_at_most_two_buckets_ahead() -> None:
     assert all(bool((tensor == int(name)).all()) for name, tensor in found)
     # Of those ahead, two are in the buffers, one waits for a buffer, and one may be drawn meanwhile.
     assert max(ahead) <= 4
+
+
+def test_a_receiver_may_leave_once_it_has_taken_all() -> None:
+    update = Update(2)
+    left = threading.Event()
+
+    def each(name: str) -> None:
+        if name == "none at the end":
+            assert left.wait(PATIENCE)
+
+    receivers = [InThread(partial(update.receive, 0)), InThread(partial(update.receive, 1, each=each))]
+    sender = InThread(partial(update.send, drawn(2)))
+    same(receivers[0].result(), drawn(2))
+    left.set()
+    same(receivers[1].result(), drawn(2))
+    sender.result()
 
 
 def test_a_killed_sender_ends_the_wait_of_its_receivers_by_name() -> None:
@@ -173,7 +190,7 @@ def test_a_consumer_that_fails_ends_the_update() -> None:
 
 def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
     update = Update(1, config("trainer rank 0", timeout=0.5))
-    stopped, go_on = FORKSERVER.Event(), FORKSERVER.Event()
+    stopped, go_on = threading.Event(), threading.Event()
 
     def each(name: str) -> None:
         stopped.set()
@@ -190,7 +207,7 @@ def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
 
 def test_a_sender_that_sends_nothing_is_named_after_the_timeout() -> None:
     update = Update(1)
-    go_on = FORKSERVER.Event()
+    go_on = threading.Event()
 
     def weights() -> Iterator[Named]:
         go_on.wait(PATIENCE)
