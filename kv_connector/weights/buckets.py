@@ -1,6 +1,6 @@
 """Buckets: named tensors laid out one after another in a buffer, with their list behind them.
 
-A tensor that is larger than a bucket travels in parts, which the receiver puts together.
+A tensor that is larger than a bucket travels in chunks, which the receiver puts together.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class StreamError(RuntimeError):
     """An update of weights failed. The message names the peer or the tensor, and has the reason."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A tensor in a bucket, or a part of a large tensor."""
 
     name: Annotated[str, msgspec.Meta(max_length=_MAX_NAME)]
     dtype: Annotated[str, msgspec.Meta(max_length=64)]
     shape: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=64)]
     begin: Natural
-    """Offset of the part in the tensor, in bytes."""
+    """Offset of the chunk in the tensor, in bytes."""
     nbytes: Natural
     place: Natural
-    """Offset of the part in the bucket, in bytes."""
+    """Offset of the chunk in the bucket, in bytes."""
 
 
-_PARTS = msgspec.msgpack.Decoder(tuple[Part, ...])
+_CHUNKS = msgspec.msgpack.Decoder(tuple[Chunk, ...])
 
 
 class Filling:
@@ -47,7 +47,7 @@ class Filling:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._parts: list[Part] = []
+        self._chunks: list[Chunk] = []
         self._used = 0
         self._list_bytes = _LIST_HEAD
 
@@ -60,7 +60,7 @@ class Filling:
         run when the call returns. Raises StreamError if the tensor can fit into no bucket.
         """
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        entry = len(msgspec.msgpack.encode(Part(name, dtype, shape, _LONGEST, _LONGEST, _LONGEST)))
+        entry = len(msgspec.msgpack.encode(Chunk(name, dtype, shape, _LONGEST, _LONGEST, _LONGEST)))
         whole = len(self._memory) - _LIST_HEAD - entry
         place = aligned(self._used)
         room = len(self._memory) - place - self._list_bytes - entry
@@ -76,23 +76,23 @@ class Filling:
             same = source.device == self._memory.device
             self._memory[place : place + nbytes].copy_(source, non_blocking=same)
             self._used = place + nbytes
-        self._parts.append(Part(name, dtype, shape, begin, nbytes, place))
+        self._chunks.append(Chunk(name, dtype, shape, begin, nbytes, place))
         self._list_bytes += entry
         return begin + nbytes
 
     def seal(self) -> tuple[int, int]:
-        """Writes the list of the parts. Returns its offset and the bucket's length, in bytes."""
-        parts = msgspec.msgpack.encode(self._parts)
-        end = self._used + len(parts)
-        self._memory[self._used : end].copy_(torch.frombuffer(bytearray(parts), dtype=torch.uint8))
+        """Writes the list of the chunks. Returns its offset and the bucket's length, in bytes."""
+        chunks = msgspec.msgpack.encode(self._chunks)
+        end = self._used + len(chunks)
+        self._memory[self._used : end].copy_(torch.frombuffer(bytearray(chunks), dtype=torch.uint8))
         return self._used, end
 
 
 class Merging:
-    """Takes the tensors out of buckets. A large tensor is complete with its last part."""
+    """Takes the tensors out of buckets. A large tensor is complete with its last chunk."""
 
     def __init__(self) -> None:
-        self._part: Part | None = None  # the last one of a tensor that is not complete
+        self._chunk: Chunk | None = None  # the last one of a tensor that is not complete
         self._bytes = _NONE
         self._tensor = _NONE
 
@@ -102,45 +102,45 @@ class Merging:
         A tensor may be a view of the bucket. Raises StreamError if the content is invalid.
         """
         try:
-            parts = _PARTS.decode(bytes(bucket[list_offset:].cpu().numpy()))
+            chunks = _CHUNKS.decode(bytes(bucket[list_offset:].cpu().numpy()))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise StreamError(f"the list of a bucket is invalid: {error}") from None
-        for part in parts:
-            if (tensor := self._take(bucket[:list_offset], part)) is not None:
-                yield part.name, tensor
+        for chunk in chunks:
+            if (tensor := self._take(bucket[:list_offset], chunk)) is not None:
+                yield chunk.name, tensor
 
     def missing(self) -> str:
-        """The name of a tensor whose last part has not arrived, or empty."""
-        return "" if self._part is None else self._part.name
+        """The name of a tensor whose last chunk has not arrived, or empty."""
+        return "" if self._chunk is None else self._chunk.name
 
-    def _take(self, bucket: torch.Tensor, part: Part) -> torch.Tensor | None:
-        dtype = getattr(torch, part.dtype, None)
+    def _take(self, bucket: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+        dtype = getattr(torch, chunk.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise StreamError(f"{part.name}: this torch has no dtype {part.dtype!r}")
-        nbytes = math.prod(part.shape) * dtype.itemsize
-        content = bucket[part.place : part.place + part.nbytes]
-        if len(content) != part.nbytes or part.begin + part.nbytes > nbytes or not self._follows(part):
-            raise StreamError(f"{part.name}: the bucket's list does not describe its content")
-        if part.nbytes == nbytes:
+            raise StreamError(f"{chunk.name}: this torch has no dtype {chunk.dtype!r}")
+        nbytes = math.prod(chunk.shape) * dtype.itemsize
+        content = bucket[chunk.place : chunk.place + chunk.nbytes]
+        if len(content) != chunk.nbytes or chunk.begin + chunk.nbytes > nbytes or not self._follows(chunk):
+            raise StreamError(f"{chunk.name}: the bucket's list does not describe its content")
+        if chunk.nbytes == nbytes:
             if not nbytes:
-                return torch.empty(part.shape, dtype=dtype, device=bucket.device)
-            return content.view(dtype).view(part.shape)
-        if part.begin == 0:
-            self._tensor = torch.empty(part.shape, dtype=dtype, device=bucket.device)
+                return torch.empty(chunk.shape, dtype=dtype, device=bucket.device)
+            return content.view(dtype).view(chunk.shape)
+        if chunk.begin == 0:
+            self._tensor = torch.empty(chunk.shape, dtype=dtype, device=bucket.device)
             self._bytes = self._tensor.view(-1).view(torch.uint8)
-        self._bytes[part.begin : part.begin + part.nbytes].copy_(content)
-        self._part = part
-        if part.begin + part.nbytes < nbytes:
+        self._bytes[chunk.begin : chunk.begin + chunk.nbytes].copy_(content)
+        self._chunk = chunk
+        if chunk.begin + chunk.nbytes < nbytes:
             return None
         tensor = self._tensor
-        self._part, self._tensor, self._bytes = None, _NONE, _NONE
+        self._chunk, self._tensor, self._bytes = None, _NONE, _NONE
         return tensor
 
-    def _follows(self, part: Part) -> bool:
-        """Whether the part continues the tensor that is not complete, or begins one if none is."""
-        if self._part is None:
-            return part.begin == 0
-        last = self._part
-        return (part.name, part.dtype, part.shape) == (last.name, last.dtype, last.shape) and (
-            part.begin == last.begin + last.nbytes
+    def _follows(self, chunk: Chunk) -> bool:
+        """Whether the chunk continues the tensor that is not complete, or begins one if none is."""
+        if self._chunk is None:
+            return chunk.begin == 0
+        last = self._chunk
+        return (chunk.name, chunk.dtype, chunk.shape) == (last.name, last.dtype, last.shape) and (
+            chunk.begin == last.begin + last.nbytes
         )

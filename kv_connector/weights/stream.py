@@ -71,11 +71,11 @@ class Buffers(Message, frozen=True, tag="buffers"):
     immediates: Annotated[tuple[Natural, ...], msgspec.Meta(min_length=_BUFFERS, max_length=_BUFFERS)]
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Declined(Message, frozen=True, tag="declined"):
     reason: Text
 
 
-Control = Hello | Welcome | Buffers | Refused
+Control = Hello | Welcome | Buffers | Declined
 """Messages before the first bucket."""
 
 _CODEC = codec_of(Control, 4 << 20)
@@ -257,8 +257,9 @@ class _Arrivals:
             elif event.kind in (EventKind.PEER_DOWN, EventKind.PEER_LEFT):
                 reason = event.error or "it has left"
                 lost.append((event.id, str(reason)))
-            elif (peer := self.open.pop(event.id, None)) is not None:
-                if event.kind is not EventKind.TRANSFER_DONE:
+            else:
+                peer = self.open.pop(event.id, None)
+                if peer is not None and event.kind is not EventKind.TRANSFER_DONE:
                     lost.append((peer, str(event.error or event.kind.name)))
         # A peer sends its reason before its links break. So messages are read after events, and come first.
         for message in self._engine.receive():
@@ -323,10 +324,10 @@ class StreamSender(_End):
                         sources[received.source] = rank
                     case Buffers() as buffers if received.source in sources:
                         self._use(sockets, received.source, sources[received.source], buffers)
-                    case Refused(reason) if received.source in sources:
+                    case Declined(reason) if received.source in sources:
                         raise StreamError(f"{receivers[sources[received.source]]} cannot connect: {reason}")
                     case _:
-                        sockets.send(received.source, Refused("it is not awaited in this update"))
+                        sockets.send(received.source, Declined("it is not awaited in this update"))
 
     async def send(self, weights: Weights) -> None:
         """Sends all tensors. Returns once all receivers have taken them.
@@ -438,7 +439,7 @@ class StreamSender(_End):
         try:
             shaken = self._engine.accept(name, offer)
         except TransferError as error:
-            sockets.send(source, Refused(clip(str(error))))
+            sockets.send(source, Declined(clip(str(error))))
             raise StreamError(f"{name} cannot be reached: {error}") from None
         self._receivers[rank] = _Receiver(shaken.peer)
         self._names[shaken.peer] = name
@@ -451,7 +452,7 @@ class StreamSender(_End):
             reason = (
                 f"its buckets have {buffers.nbytes} bytes instead of {self._half}. Set the same size for all"
             )
-            sockets.send(source, Refused(reason))
+            sockets.send(source, Declined(reason))
             raise StreamError(f"{name}: {reason}")
         try:
             receiver.region = self._engine.import_region(receiver.peer, buffers.region)
@@ -489,12 +490,12 @@ class StreamReceiver(_End):
                         try:
                             self._complete(offered.peer, answer)
                         except StreamError as error:
-                            sockets.send(source, Refused(clip(str(error))))
+                            sockets.send(source, Declined(clip(str(error))))
                             raise
                         region = self._engine.region_descriptor(self._region)
                         sockets.send(source, Buffers(region, self._half, self._immediates))
                         return
-                    case Refused(reason):
+                    case Declined(reason):
                         raise StreamError(f"{sender_name} refused the connection: {reason}")
                     case _:
                         raise StreamError(f"{sender_name} sent an unexpected message at {sender}")
