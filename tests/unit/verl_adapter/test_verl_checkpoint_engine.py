@@ -1,6 +1,6 @@
 """The checkpoint engine for verl, called as verl's manager calls it, with a stand-in for verl's base class.
 
-tests/fleet/test_verl.py compares the stand-in's calls with verl, and runs verl's own manager.
+tests/fleet/test_verl_interface.py compares the calls with verl's own class.
 """
 
 from __future__ import annotations
