@@ -114,12 +114,12 @@ class WriteImmCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             assert trainer.key is not None
             served[number][rank] = f"rollout worker {rank} at {rollout.host}"
             senders.append(Sender(number, trainer.listener, trainer.key))
-        actor = {
+        actor: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
             "receivers": served,
             "sender": [None] * actor_wg_world_size,
         }
-        rollout_kwargs = {
+        rollout_kwargs: dict[str, list[Any]] = {
             "rank": list(range(rollout_world_size)),
             "receivers": [{} for _ in rollouts],
             "sender": senders,

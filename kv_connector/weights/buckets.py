@@ -69,7 +69,7 @@ class Filling:
             raise StreamError(f"{name[:200]}: its name and shape do not fit into a bucket")
         if room < left and (room < 1 or (begin == 0 and left <= whole)):
             return None
-        nbytes = min(room, left)
+        nbytes: int = min(room, left)
         if nbytes:
             source = tensor.view(-1).view(torch.uint8)[begin : begin + nbytes]
             # A source in page-locked memory may be overwritten once the caller has its thread back.

@@ -9,6 +9,7 @@ import asyncio
 import pickle
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +71,7 @@ class Workers:
             assert {len(values) for values in arguments.values()} == {len(workers)}
             for number, worker in enumerate(workers):
                 own = {name: values[number] for name, values in arguments.items()}
-                calls.append(InThread(lambda worker=worker, own=own: worker.init_process_group(**own)))
+                calls.append(InThread(partial(worker.init_process_group, **own)))
         for call in calls:
             call.result()
         return actor, rollout
@@ -83,10 +84,10 @@ class Workers:
             return [(name, one.clone()) async for name, one in worker.receive_weights(global_steps=step)]
 
         sending = [
-            InThread(lambda one=one: asyncio.run(one.send_weights(drawn(step), global_steps=step)))
+            InThread(partial(asyncio.run, one.send_weights(drawn(step), global_steps=step)))
             for one in self.trainers
         ]
-        receiving = [InThread(lambda one=one: asyncio.run(collect(one))) for one in self.rollouts]
+        receiving = [InThread(partial(asyncio.run, collect(one))) for one in self.rollouts]
         for thread in sending:
             thread.result()
         found = [thread.result() for thread in receiving]
@@ -132,8 +133,8 @@ def test_a_failed_update_leaves_nothing_behind(adapter: Any) -> None:
         await anext(weights)
         await weights.aclose()
 
-    receiving = [InThread(lambda one=one: asyncio.run(first(one))) for one in workers.rollouts]
-    sending = [InThread(lambda one=one: asyncio.run(one.send_weights(drawn(0)))) for one in workers.trainers]
+    receiving = [InThread(partial(asyncio.run, first(one))) for one in workers.rollouts]
+    sending = [InThread(partial(asyncio.run, one.send_weights(drawn(0)))) for one in workers.trainers]
     for thread in receiving:
         thread.result()
     for rank, thread in enumerate(sending):
