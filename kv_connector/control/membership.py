@@ -19,6 +19,8 @@ from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Rol
 HEARTBEAT_S = 1.0
 
 _MAX_BYTES = 16 << 10
+# Prompts of one PROMPT_HITS. Each takes up to 80 bytes with the router's transfer ids, of 32 characters.
+MOST_HITS = 128
 
 Lane = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Why = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -68,6 +70,8 @@ class WorkloadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """Recent duration of a step that computes no prompt. None: there was no such step."""
     prompt: PromptCost | None = None
     """None: the engine has computed too few prompts."""
+    block_tokens: Natural = 0
+    """Tokens of a block of the prefix cache: a hit ends with a block. 0: not reported."""
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -107,6 +111,14 @@ class LoadFailed(Message, frozen=True, tag="load_failed"):
 
     transfer_id: Id
     reason: Text
+
+
+class PromptHits(Message, frozen=True, tag="prompt_hits"):
+    """A decode engine's hits of prompts that prefill engines computed. Its API server's answers count all
+    tokens of such a prompt as cached."""
+
+    hits: Annotated[dict[Id, tuple[Natural, Natural]], msgspec.Meta(max_length=MOST_HITS)]
+    """{transfer id: (tokens of the prompt, those in the engine's own prefix cache)}"""
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -151,7 +163,16 @@ class EndDrain(Message, frozen=True, tag="end_drain"):
 
 
 MembershipMessage = (
-    Register | Leave | LoadFailed | Drain | Draining | BeginDrain | Undrain | Undrained | EndDrain
+    Register
+    | Leave
+    | LoadFailed
+    | PromptHits
+    | Drain
+    | Draining
+    | BeginDrain
+    | Undrain
+    | Undrained
+    | EndDrain
 )
 
 _CODEC: Codec[MembershipMessage] = codec_of(MembershipMessage, _MAX_BYTES)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,12 +16,14 @@ from kv_connector.control.announcer import Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
     HEARTBEAT_S,
+    MOST_HITS,
     Activity,
     BeginDrain,
     EndDrain,
     Leave,
     LoadFailed,
     MembershipSockets,
+    PromptHits,
     Register,
     WorkloadReport,
 )
@@ -37,6 +39,8 @@ _SOONER = 4
 _REDIAL = 8
 # Failed loads that are still to be reported: as many as the requests of a large engine at a time.
 _FAILURES = 1024
+# Hits that are still to be reported: more than an engine has in a second. A lost hit corrects nothing.
+_HITS = 8 * MOST_HITS
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Registrar:
         self._weights, self._torn = registration.weights, registration.torn
         self._load = registration.load
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
+        self._hits: deque[tuple[str, tuple[int, int]]] = deque(maxlen=_HITS)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
         self._thread.start()
 
@@ -106,6 +111,11 @@ class Registrar:
         call it."""
         self._failures.append(LoadFailed(transfer_id, clip(reason)))
         self._notify()
+
+    def add_hits(self, hits: Mapping[str, tuple[int, int]]) -> None:
+        """Reports these hits to the routers with the next heartbeat, as in PromptHits. Any thread may call
+        it."""
+        self._hits.extend(hits.items())
 
     def close(self) -> None:
         """Sends LEAVE and ends the thread. Blocks for a fraction of a second. A second call does nothing."""
@@ -140,9 +150,14 @@ class Registrar:
         return self._sockets.dial(address, patient=False)
 
     def _beat(self) -> None:
-        """Sends one REGISTER and the failures to each router, then receives their messages for one
+        """Sends one REGISTER, the failures and the hits to each router, then receives their messages for one
         heartbeat."""
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
+        hits = [self._hits.popleft() for _ in range(len(self._hits))]
+        news = [
+            *failures,
+            *(PromptHits(dict(hits[at : at + MOST_HITS])) for at in range(0, len(hits), MOST_HITS)),
+        ]
         if self._registration.asleep is not self._asleep:
             self._registration = msgspec.structs.replace(self._registration, asleep=self._asleep)
         now = msgspec.structs.replace(
@@ -157,8 +172,8 @@ class Registrar:
         for router in self._routers:
             if self._sockets.send(router.link, now):
                 router.missed = 0
-                for failure in failures:
-                    self._sockets.send(router.link, failure)
+                for one in news:
+                    self._sockets.send(router.link, one)
                 continue
             router.missed += 1
             if router.missed % _REDIAL == 0:

@@ -135,7 +135,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if self._settings.routers or not no_prefixes:
             caching = vllm_config.cache_config.enable_prefix_caching
             tokens = kv_cache_tokens(vllm_config, kv_cache_config) if caching else 0
-            self._idle = idle_load(vllm_config.scheduler_config, tokens)
+            block = hashed_block_tokens(vllm_config, kv_cache_config) if caching else 0
+            self._idle = idle_load(vllm_config.scheduler_config, tokens, block)
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         # With recurrent states, P leaves the prompt's last token to D and samples no first token.
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
@@ -334,8 +335,10 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     @never_raises(_nothing)
     def _begin_step(self, metadata: StepMetadata) -> None:
         self._worker.begin_step(metadata)
-        if metadata.load is not None and self._running is not None and self._running.registrar is not None:
-            self._running.registrar.set_load(metadata.load)
+        if self._running is not None and (registrar := self._running.registrar) is not None:
+            registrar.add_hits(metadata.hits)
+            if metadata.load is not None:
+                registrar.set_load(metadata.load)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: it is called after the forward pass.

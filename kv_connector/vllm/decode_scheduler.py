@@ -84,6 +84,8 @@ class KvLoad:
     """The token that P sampled, once P has reported it."""
     end: int = 0
     """The end of the load: it loads the tokens before this one."""
+    local: int = 0
+    """The number of tokens that vLLM last found in its prefix cache."""
     offered: int = 0
     """The number of tokens that the load last offered to vLLM."""
     phase: LoadPhase = LoadPhase.WAITING
@@ -111,6 +113,8 @@ class DecodeScheduler:
         """Requests that wait for another request's load of the same transfer, with that load."""
         self._waiting: dict[str, Address] = {}
         """The prefill engine of each transfer whose load is WAITING."""
+        self._hits: dict[str, tuple[int, int]] = {}
+        """Tokens of prompts that got blocks, and their local hits, by transfer id, to be reported."""
         self._unreported_ends = 0
         """The number of loads that are TOKEN_LEAVING."""
         self._reported_waiting: tuple[tuple[str, Address], ...] = ()
@@ -211,6 +215,7 @@ class DecodeScheduler:
         load = self._loads.get(request.request_id)
         if load is None or load.phase is not LoadPhase.WAITING:
             return 0
+        load.local = local_tokens
         if any(size and local_tokens % size for size in self._block_sizes):
             return 0
         load.end = load.tokens - 1
@@ -239,6 +244,8 @@ class DecodeScheduler:
         load.elsewhere = external_tokens == 0 and load.phase in (LoadPhase.WAITING, LoadPhase.OVER)
         if load.phase is not LoadPhase.WAITING:
             return
+        if not request.skip_reading_prefix_cache:
+            self._hits[load.transfer_id] = load.tokens, load.local
         if external_tokens == 0:
             if load.wants_sampled and load.offered and not request.skip_reading_prefix_cache:
                 self._report_other_connector(load)
@@ -255,6 +262,12 @@ class DecodeScheduler:
                 "transfer %s: cannot reserve blocks for request %s", load.transfer_id, load.request_id
             )
             self._commands.append(FailLoad(load.request_id))
+
+    def take_hits(self) -> dict[str, tuple[int, int]]:
+        """Returns the prompts that got blocks since the last call: their tokens and local hits, by transfer
+        id."""
+        hits, self._hits = self._hits, {}
+        return hits
 
     def _report_other_connector(self, load: KvLoad) -> None:
         """Logs, once per engine, that another connector loads a prompt whose client may have P's token."""

@@ -33,6 +33,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     """Name of the socket for requests of a step, in the first step. Empty: no change."""
     computes: bool = True
     """Whether a request has tokens to compute in this step. False: the engine only waits for transfers."""
+    hits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """On D: tokens of prompts from P and their local hits, by transfer id, for the routers."""
     load: WorkloadReport | None = None
     """The engine's workload, for the routers. None: no change, or no routers."""
 

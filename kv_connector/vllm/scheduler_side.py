@@ -250,6 +250,7 @@ class SchedulerSide:
             contexts,
             step_requests,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
+            hits=self._decode.take_hits(),
         )
 
     def has_unsent_commands(self) -> bool:

@@ -69,11 +69,11 @@ def step_tokens(scheduler_config: Any) -> int:
     return int(scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens)
 
 
-def idle_load(scheduler_config: Any, cache_tokens: int) -> WorkloadReport:
+def idle_load(scheduler_config: Any, cache_tokens: int, block_tokens: int) -> WorkloadReport:
     """Returns the WorkloadReport of an engine that has done nothing yet, from vLLM's SchedulerConfig."""
     most = step_tokens(scheduler_config)
     longest = scheduler_config.long_prefill_token_threshold or most
-    return WorkloadReport(most, min(most, longest), cache_tokens)
+    return WorkloadReport(most, min(most, longest), cache_tokens, block_tokens=block_tokens)
 
 
 class StepCosts:

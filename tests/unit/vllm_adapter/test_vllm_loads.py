@@ -28,7 +28,7 @@ def scheduler() -> DecodeScheduler:
 
 
 def request(name: str = "d") -> Any:
-    return SimpleNamespace(request_id=name, prompt_token_ids=[1, 2, 3])
+    return SimpleNamespace(request_id=name, prompt_token_ids=[1, 2, 3], skip_reading_prefix_cache=False)
 
 
 def loading(phase: LoadPhase, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeScheduler, Any]:
@@ -99,6 +99,18 @@ def test_a_request_of_the_same_id_waits_until_the_workers_have_reported(
         made.add(request(), DecodeParams("u", PEER))
     made.load_ended(["d"])
     made.add(request(), DecodeParams("u", PEER))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_hits_of_prompts_that_get_blocks_are_taken_once(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, load = loading(LoadPhase.WAITING, monkeypatch)
+    load.tokens, load.request.skip_reading_prefix_cache = 40, not reads
+    made.tokens_to_load(load.request, 17)
+    assert made.take_hits() == {}
+    made.allocated(load.request, None, 0)
+    made.allocated(load.request, None, 0)
+    assert made.take_hits() == ({"t": (40, 17)} if reads else {})
+    assert made.take_hits() == {}
 
 
 # --- Each event in each phase

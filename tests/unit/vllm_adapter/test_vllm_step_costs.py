@@ -488,11 +488,13 @@ def test_a_step_is_not_lost_with_its_load(stage: MakeStage, monkeypatch: pytest.
 def test_the_worker_hands_it_to_its_registrar(registers: bool) -> None:
     told: list[WorkloadReport] = []
     connector: WriteImmConnector = object.__new__(WriteImmConnector)
-    registrar: Any = SimpleNamespace(set_load=told.append) if registers else None
+    hits: dict[str, tuple[int, int]] = {}
+    registrar: Any = SimpleNamespace(set_load=told.append, add_hits=hits.update) if registers else None
     nothing: Any = None
     connector._running = Running(nothing, Address("127.0.0.1", 5600), nothing, registrar, ExitStack())
     connector.worker = SimpleNamespace(begin_step=lambda metadata: None)  # type: ignore[assignment]
     load = WorkloadReport(1, 1, 1, waiting=5)
-    for metadata in (StepMetadata(), StepMetadata(load=load), StepMetadata()):
+    for metadata in (StepMetadata(), StepMetadata(load=load), StepMetadata(hits={"t": (9, 4)})):
         connector._begin_step(metadata)
+    assert hits == ({"t": (9, 4)} if registers else {})
     assert told == ([load] if registers else [])
