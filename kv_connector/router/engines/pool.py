@@ -95,7 +95,7 @@ class Lease:
     ) -> None:
         self._member = member
         self._work = work
-        self._context = context
+        self.context = context
         self.prompt = prompt
         """The prompt; None: nothing is to be learned from it."""
         self.expected = 0 if prompt is None else member.workload.cache.cached(prompt)
@@ -113,9 +113,10 @@ class Lease:
         self._loading = 0
         if work is not None:
             member.workload.backlog.add(work)
-        elif prompt is not None and 0 < context < (member.workload.longest or math.inf):
+        tokens = context if work is None else work.tokens + work.cached
+        if prompt is not None and 0 < tokens < (member.workload.longest or math.inf):
             # A forecast ends at the longest prompt. The engine refuses that prompt, and drops nothing for it.
-            self._loading = context - prompt.tokens_of(self.expected, context)
+            self._loading = tokens - prompt.tokens_of(self.expected, tokens)
             member.workload.cache.load(self._loading)
 
     @property
@@ -147,16 +148,16 @@ class Lease:
     def prompt_computed(self) -> None:
         """Notes that the engine has computed the prompt, or has received its KV."""
         if not self._computed and not self._released:
-            self._member.begun += self._context
+            self._member.begun += self.context
         self._computed = True
         self._leave_queue()
 
     def counted(self, tokens: int) -> None:
         """Corrects the forecast of the tokens that the request costs the engine."""
-        if self._context and not self._released:
-            self._member.context += tokens - self._context
-            self._member.begun += tokens - self._context if self._computed else 0
-            self._context = tokens
+        if self.context and not self._released:
+            self._member.context += tokens - self.context
+            self._member.begun += tokens - self.context if self._computed else 0
+            self.context = tokens
         if self._computed or not self._released:
             self._set_charge(tokens)
 
@@ -182,8 +183,8 @@ class Lease:
             self._set_charge(0)
         self._released = True
         self._member.outstanding -= 1
-        self._member.context -= self._context
-        self._member.begun -= self._context if self._computed else 0
+        self._member.context -= self.context
+        self._member.begun -= self.context if self._computed else 0
         self._member.owes += bool(self._owing)
 
     def _leave_queue(self) -> None:

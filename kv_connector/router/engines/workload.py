@@ -78,6 +78,11 @@ class Workload:
         self._others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
         self._said_at = self.clock()
 
+    def hit(self, tokens: int) -> int:
+        """Returns the tokens of a hit, if the engine has computed so many: those of whole blocks."""
+        block = 0 if self.load is None else self.load.block_tokens
+        return tokens // block * block if block else tokens
+
     def wait(self, cost: Cost) -> float:
         """Returns the seconds until the engine has computed its queue, if prompts have this cost."""
         return self.backlog.left() + self._others_left(cost)

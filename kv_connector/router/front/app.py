@@ -118,6 +118,7 @@ def create_app(settings: Settings) -> RouterApp:
     registry = Registry(
         members,
         dispatcher.parts.calls.reasons,
+        dispatcher.parts.caches,
         dispatcher.moves,
         client,
         settings.registration,

@@ -20,6 +20,7 @@ from kv_connector.control.membership import (
     Leave,
     LoadFailed,
     MembershipSockets,
+    PromptHits,
     Register,
     Undrain,
     Undrained,
@@ -33,6 +34,7 @@ from kv_connector.router.engines.models import longest, names
 from kv_connector.router.engines.reasons import Reasons
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
+from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.streams.moves import Moves
 
 logger = logging.getLogger(__name__)
@@ -66,12 +68,13 @@ class RegistryError(RuntimeError):
 
 
 class Registry:
-    """Feeds Members and Reasons. Run run() beside the server, in its event loop."""
+    """Feeds Members, Reasons and CacheRecords. Run run() beside the server, in its event loop."""
 
     def __init__(
         self,
         members: Members,
         reasons: Reasons,
+        caches: CacheRecords,
         moves: Moves,
         client: EngineClient,
         address: Address | None,
@@ -80,6 +83,7 @@ class Registry:
         """``address``: where engines register; None: no engine registers."""
         self._members = members
         self._reasons = reasons
+        self._caches = caches
         self._moves = moves
         self._client = client
         self._address = address
@@ -161,6 +165,9 @@ class Registry:
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
                         self._reasons.reported(transfer_id, reason)
+                    case PromptHits(hits):
+                        for transfer_id, (tokens, cached) in hits.items():
+                            self._caches.received(transfer_id, tokens, cached)
                     case Drain():
                         self._drain(received.source, message)
                     case Undrain(url):

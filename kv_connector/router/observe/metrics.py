@@ -76,8 +76,7 @@ class Metrics:
         )
         self._actual_hits = Counter(
             "kv_connector_router_actual_hit_tokens",
-            "Prompt tokens that the engine reports as prefix-cache hits, by side. decode: of prompts that a "
-            "decode engine computed itself.",
+            "Prompt tokens that the engine reports as prefix-cache hits, by side.",
             ["side"],
             registry=self.registry,
         )

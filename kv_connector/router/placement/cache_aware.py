@@ -185,10 +185,10 @@ class _Wanted:
 
     def cached(self, engine: Member) -> int:
         """Returns the tokens of the prompt that the engine has cached."""
-        bit = engine.workload.cache.bit
+        workload = engine.workload
         for mask, tokens in self.matches:
-            if mask & bit:
-                return tokens
+            if mask & workload.cache.bit:
+                return workload.hit(tokens)
         return 0
 
     def work(self, engine: Member, *, reported: bool, prefix: Prefix | None = None) -> Work:

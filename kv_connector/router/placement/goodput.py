@@ -169,7 +169,7 @@ class Goodput:
 def _cached(workload: Workload, prompt: Prompt, tokens: int) -> int:
     """Returns the prompt's tokens that the engine need not compute. It always computes the last token."""
     known = workload.cache.cached(prompt)
-    return min(tokens - 1, prompt.tokens_of(known, tokens)) if known else 0
+    return workload.hit(min(tokens - 1, prompt.tokens_of(known, tokens)))
 
 
 _seconds = operator.attrgetter("seconds")

@@ -51,8 +51,9 @@ class Lenders:
             for one in self._lending(number):
                 if one.prefixes != prefill.prefixes or one.weights != prefill.weights:
                     continue
-                if tokens - own >= least_lead(prefill, one):
-                    return Prefix(one.endpoint, tokens)
+                held = one.workload.hit(tokens)
+                if held - own >= least_lead(prefill, one):
+                    return Prefix(one.endpoint, held)
         return None
 
     def _lending(self, number: int) -> list[Member]:

@@ -1,5 +1,6 @@
 """CacheRecords: what requests show about the engines' prefix caches, whichever policy places them."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kv_connector.router.engines.members import Side
@@ -15,6 +16,10 @@ from kv_connector.router.requests.transcript import Said
 Count = Callable[[Side, int, int], None]
 """Counts the hits of a prompt whose engine has reported them: side, predicted tokens, actual tokens."""
 
+
+# Prefixes of prompts whose decode engine has still to report its hits. An engine reports within a second of
+# taking a prompt. 64 engines with 20 requests a second of 25 KiB have 60,000. Each takes 80 bytes.
+_AWAITED = 1 << 18
 
 Proposed = Callable[[str, int], None]
 """Counts a proposal to load a prefix: its result, and the tokens that were loaded."""
@@ -46,6 +51,31 @@ class CacheRecords:
         self.sessions = Sessions() if sessions is None else sessions
         self._count = count
         self._proposed = proposed
+        self._awaited: OrderedDict[str, Lease] = OrderedDict()
+        """Decode engines that have still to report their hits, by transfer id."""
+        self._awaited_prefixes = 0
+
+    def sent(self, transfer_id: str, lease: Lease) -> None:
+        """Notes that a decode engine is to receive a prompt in this transfer. It reports its hits by the id
+        of the transfer."""
+        if lease.prompt is None or not lease.prompt.prefixes or transfer_id in self._awaited:
+            return
+        self._awaited[transfer_id] = lease
+        self._awaited_prefixes += len(lease.prompt.prefixes)
+        while self._awaited_prefixes > _AWAITED:
+            self._no_longer_awaited(next(iter(self._awaited)))
+
+    def received(self, transfer_id: str, tokens: int, cached: int) -> None:
+        """Takes a decode engine's report on a prompt of so many tokens. ``cached``: those that were in its
+        own prefix cache. Ignores prompts of other routers, and a second report."""
+        if transfer_id in self._awaited:
+            self._reported(Side.DECODE, self._no_longer_awaited(transfer_id), tokens, cached)
+
+    def _no_longer_awaited(self, transfer_id: str) -> Lease:
+        lease = self._awaited.pop(transfer_id)
+        assert lease.prompt is not None
+        self._awaited_prefixes -= len(lease.prompt.prefixes)
+        return lease
 
     def prefilled(self, lease: Lease, report: Computed, prefix: Prefix | None = None) -> None:
         """Takes a prefill engine's report on a prompt that it has computed.
@@ -66,7 +96,7 @@ class CacheRecords:
         self.sessions.placed(placement.session, placement.prefill, lease.endpoint)
         if lease.prompt is not None:
             # The engine's room is known in tokens. It reports nothing that shows how many bytes these are.
-            _computed(lease.workload, lease.prompt, placement.tokens)
+            _computed(lease.workload, lease.prompt, lease.context)
 
     def answered(self, lease: Lease, said: Said, *, moved: Lease | None, local: bool) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
@@ -94,7 +124,7 @@ class CacheRecords:
         if prompt is None or cached is None or report.tokens is None:
             self._proposed("unknown", 0)
             return None
-        own = prompt.tokens_of(lease.expected, report.tokens)
+        own = lease.workload.hit(prompt.tokens_of(lease.expected, report.tokens))
         most = prompt.tokens_of(prompt.end_behind(lease.expected), report.tokens)
         # In a chat, what the engine has ends with a message, so it is known to a block. Elsewhere it may end
         # anywhere before the end of the next prefix.
@@ -114,7 +144,7 @@ class CacheRecords:
         if prompt is None or tokens is None:
             return
         self.sizes.learn(prompt, tokens)
-        predicted = prompt.tokens_of(lease.expected, tokens)
+        predicted = lease.workload.hit(min(prompt.tokens_of(lease.expected, tokens), tokens - 1))
         computed = tokens - borrowed - (predicted if cached is None else cached)
         lease.counted(tokens if side is Side.DECODE else max(1, computed))
         if cached is not None and prompt.measurable:

@@ -42,6 +42,7 @@ async def answer_serially(
         decode = await lease_partner()
         if computed.tokens is not None:
             decode.counted(computed.tokens)
+        parts.caches.sent(transfer_id, decode)
         ids = parts.calls.begin(call, decode)
         body = completion.decode_body(params, ids=ids)
         answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)

@@ -22,6 +22,7 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement import records
 from kv_connector.router.placement.cache_aware import CacheAware, excess
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
@@ -411,7 +412,7 @@ def test_other_adapters_and_tenants_share_no_prefix(fleet: Fleet) -> None:
 def test_records_count_predicted_and_actual_hits(fleet: Fleet) -> None:
     for cached in (0, 1984):
         fleet.serve(user(LONG), cached=cached)
-    assert fleet.hits == [(Side.PREFILL, 0, 0), (Side.PREFILL, 2000, 1984)]
+    assert fleet.hits == [(Side.PREFILL, 0, 0), (Side.PREFILL, 1999, 1984)]
     fleet.serve(user(LONG))
     assert len(fleet.hits) == 2, "an engine that reports no hits is not counted"
 
@@ -433,7 +434,58 @@ def test_records_count_hits_of_prompts_that_a_decode_engine_computed() -> None:
     for cached in (0, 1900):
         placement = fleet.policy.alone(PlacementRequest(Completion.decode(raw), CHAT))
         Request(fleet, placement).answer(prompt_tokens=2000, cached_tokens=cached)
-    assert fleet.hits == [(Side.DECODE, 0, 0), (Side.DECODE, 2000, 1900)]
+    assert fleet.hits == [(Side.DECODE, 0, 0), (Side.DECODE, 1999, 1900)]
+
+
+def test_records_count_hits_that_a_decode_engine_reports_of_received_prompts(fleet: Fleet) -> None:
+    for name, cached in (("first", 0), ("second", 1900)):
+        request = fleet.begin(user(LONG))
+        fleet.caches.sent(name, request.decode)
+        for _ in range(2):
+            fleet.caches.received(name, 2000, cached)
+        request.answer()
+    fleet.caches.received("of another router", 2000, 0)
+    assert fleet.hits == [(Side.DECODE, 0, 0), (Side.DECODE, 1999, 1900)]
+
+
+def test_report_of_a_decode_engine_that_lost_prefixes_makes_its_cache_smaller() -> None:
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(4)]
+    for text in texts:
+        fleet.begin(user(text)).answer()
+    request = fleet.begin(user(texts[3]))
+    fleet.caches.sent("t", request.decode)
+    fleet.caches.received("t", 1930, 0)
+    request.answer()
+    cache = fleet.workload("d0").cache
+    held = [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+    assert held == [False, True, True, True]
+
+
+def test_reports_that_are_awaited_for_too_long_are_forgotten(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = fleet.begin(user(LONG))
+    assert request.placement.prompt is not None
+    monkeypatch.setattr(records, "_AWAITED", 2 * len(request.placement.prompt.prefixes))
+    for name in ("first", "second", "third"):
+        fleet.caches.sent(name, request.decode)
+    fleet.caches.received("first", 2000, 0)
+    assert fleet.hits == []
+    fleet.caches.received("second", 2000, 0)
+    assert len(fleet.hits) == 1
+
+
+def test_hits_are_expected_in_whole_blocks() -> None:
+    fleet = Fleet(1, 1)
+    for name in ("p0", "d0"):
+        fleet.workload(name).hear(WorkloadReport(512, 512, 1 << 20, block_tokens=512))
+    fleet.serve(user(LONG), cached=0)
+    placement = fleet.serve(user(LONG), user("Sure?"), cached=1536)
+    assert placement.decode_cached == 1536
+    assert placement.work is not None
+    assert placement.work.cached == 1536
+    assert fleet.hits[1] == (Side.PREFILL, 1536, 1536)
 
 
 def test_records_take_no_cached_tokens_of_a_decode_engine_that_got_its_kv(fleet: Fleet) -> None:
@@ -457,6 +509,38 @@ def test_decode_engines_room_is_that_of_the_tokens_which_prefill_engines_count()
         for name in ("p0", "d0")
     ]
     assert held == pytest.approx([20_000, 20_000], rel=0.2)
+
+
+def test_decode_engines_room_is_counted_in_tokens_of_each_prompt() -> None:
+    """Nothing is known of the model's tokens, but each prompt is counted before the answer begins."""
+    fleet = Fleet(1, 1)
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 10_000))
+    texts = [f"{number} {LONG}" for number in range(60)]
+    for text in texts:
+        request = fleet.begin(user(text))
+        request.decode.counted(len(text) // 2)
+        request.answer()
+    cache = fleet.workload("d0").cache
+    held = sum(cache.cached(request_prompt(fleet, text)) for text in texts)
+    assert held == pytest.approx(20_000, rel=0.2)
+
+
+def test_prefill_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight() -> None:
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(5)]
+
+    def held() -> list[bool]:
+        cache = fleet.workload("p0").cache
+        return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+
+    fleet.workload("p0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
+    for text in texts[:4]:
+        fleet.serve(user(text))
+    assert held() == [True, True, True, True, False]
+    request = fleet.begin(user(texts[4]))
+    assert held() == [False, True, True, True, False]
+    request.prefilled(Computed())
+    assert held() == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("arrives", [True, False])

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
@@ -58,6 +59,13 @@ def fleet() -> Fleet:
 def test_lender_is_the_engine_with_the_most_tokens(fleet: Fleet) -> None:
     some, most = fleet.engine("d0"), fleet.engine("d1", outstanding=9)
     assert fleet.propose((2000, some), (5000, most), own=1000) == Prefix(most.endpoint, 5000)
+
+
+def test_lender_has_whole_blocks(fleet: Fleet) -> None:
+    lender = fleet.engine("d0")
+    lender.workload.hear(msgspec.structs.replace(LOAD, block_tokens=128))
+    assert fleet.propose((5030, lender), own=4992) is None
+    assert fleet.propose((5130, lender), own=4992) == Prefix(lender.endpoint, 5120)
 
 
 def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -> None:

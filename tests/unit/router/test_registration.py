@@ -37,9 +37,11 @@ from typer.testing import CliRunner
 from kv_connector.cli.main import app as command_line
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
+    MOST_HITS,
     Activity,
     MembershipSockets,
     PromptCost,
+    PromptHits,
     Register,
     WorkloadReport,
     decode,
@@ -779,6 +781,20 @@ async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, strea
     d.registrar.load_failed("t", why)  # its loads also fail when it ends, and no process receives the reason
 
 
+async def test_router_counts_the_hits_that_a_decode_engine_reports(cluster: Cluster) -> None:
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        d.registrar.add_hits({body["kv_transfer_params"]["transfer_id"]: (1250, 64)})
+        return await answer_ok(request, body)
+
+    await cluster.engine(Role.PREFILL)
+    d = await cluster.engine(Role.DECODE, decode)
+    client = await cluster.router()
+    assert (await ask(client, prompt="x" * 5000)).status_code == 200
+    async with asyncio.timeout(PATIENCE):
+        while 'actual_hit_tokens_total{side="decode"} 64.0' not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)  # the hits come with a heartbeat: there is no event to wait for
+
+
 async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))
@@ -974,8 +990,11 @@ async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
                 WorkloadReport(1, 1, 1, waiting=-1),
                 WorkloadReport(1, 1, 1, decode_ns=-1),
                 WorkloadReport(1, 1, 1, prompt=PromptCost(1, -1, 1)),
+                WorkloadReport(1, 1, 1, block_tokens=-1),
             )
         ),
+        encode(PromptHits({str(number): (2, 1) for number in range(MOST_HITS + 1)})),
+        encode(PromptHits({"t": (2, -1)})),
     ],
 )
 def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
@@ -1002,6 +1021,32 @@ def test_each_heartbeat_says_the_last_load() -> None:
             assert said == heard() == msgspec.structs.replace(registration, load=later)
         finally:
             registrar.close()
+
+
+def test_registrar_reports_each_hit_once() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        registration = Register("x", "1", Role.DECODE, "http://h:1", "h", 1)
+        registrar = Registrar(registration, [Address("127.0.0.1", port)], None)
+        hits = {f"{number:032x}": (1 << 20, number) for number in range(MOST_HITS + 1)}
+        reports: list[dict[str, tuple[int, int]]] = []
+        try:
+            registrar.add_hits(hits)
+            beats = 0
+            while sum(map(len, reports)) < len(hits) or beats < 3:
+                assert router.poll(60_000)
+                frame = router.recv_multipart()[1]
+                assert len(frame) < 16 << 10
+                said = decode(frame)
+                if isinstance(said, PromptHits):
+                    reports.append(said.hits)
+                    beats = 0
+                else:
+                    beats += 1
+        finally:
+            registrar.close()
+        assert {name: hit for report in reports for name, hit in report.items()} == hits
+        assert sum(map(len, reports)) == len(hits)
 
 
 def test_a_router_that_is_away_is_not_waited_for() -> None:

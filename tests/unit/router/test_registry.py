@@ -19,6 +19,7 @@ from kv_connector.router.engines.pool import Pool
 from kv_connector.router.front.registry import Registry
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
+from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.streams.calls import Calls
 from kv_connector.router.streams.moves import Moves
 
@@ -86,7 +87,7 @@ async def watching(url: str) -> AsyncIterator[Members]:
             raise AssertionError
 
         moves = Moves(pools, members, calls, metrics, pair)  # type: ignore[arg-type]
-        registry = Registry(members, calls.reasons, moves, client, None, None)
+        registry = Registry(members, calls.reasons, CacheRecords(), moves, client, None, None)
         task = asyncio.create_task(registry.run())
         pool = pools[Side.DECODE]
         try:
