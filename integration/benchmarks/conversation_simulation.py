@@ -24,7 +24,7 @@ import itertools
 import json
 import random
 import statistics
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ import goodput_simulation as steps
 from goodput_simulation import LANDING_S, Clock, Engine, Request
 from msgspec.structs import replace
 
+from kv_connector.control.membership import HEARTBEAT_S
 from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
@@ -49,6 +50,7 @@ from kv_connector.router.requests.transcript import Said
 
 PATH = "/v1/chat/completions"
 BLOCK = 16
+TOKEN_CHARACTERS = 4
 # Tokens that a template puts around a message, and behind the last one.
 AROUND, BEHIND = 4, 3
 # KV of a token in bytes, of the model with which the table of docs/decisions/012 was measured on CPUs.
@@ -80,28 +82,79 @@ class Workshape:
     """Seconds between an answer and the next turn."""
 
 
-class Cache:
-    """An engine's prefix cache of whole blocks. It drops what was not used for longest."""
+class Held:
+    """The blocks of one request."""
+
+    def __init__(self, ids: list[int], hit: int) -> None:
+        self.ids = ids
+        self.hit = hit
+        """Tokens that were in the prefix cache."""
+
+
+class Blocks:
+    """An engine's blocks, as vLLM's block pool has them.
+
+    A block with contents stays in the prefix cache until another request takes it. Free blocks are taken in
+    the order in which they became free, the last block of a request first, and those without contents before
+    all others.
+    """
 
     def __init__(self, room: int) -> None:
-        self._room = room
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._free = OrderedDict.fromkeys(range(room // BLOCK))
+        self._refs = [0] * len(self._free)
+        self._keys: dict[int, int] = {}  # {block: hash of the prompt's beginning up to its end}
+        self._cached: dict[int, list[int]] = {}  # {hash: blocks}
 
     def hit(self, tokens: Tokens) -> int:
         """Returns the tokens at the beginning that need not be computed."""
-        found = 0
+        return len(self._found(tokens)) * BLOCK
+
+    def take(self, tokens: Tokens) -> Held | None:
+        """Returns blocks for the prompt; None: too few are free."""
+        found = self._found(tokens)
+        new = -(-len(tokens) // BLOCK) - len(found)
+        if len(self._free) - sum(not self._refs[block] for block in found) < new:
+            return None
+        for block in found:
+            self._refs[block] += 1
+            self._free.pop(block, None)
+        return Held([*found, *(self._new() for _ in range(new))], len(found) * BLOCK)
+
+    def grow(self, held: Held, tokens: int) -> None:
+        """Takes the blocks for so many tokens in all, as far as blocks are free."""
+        for _ in range(min(-(-tokens // BLOCK) - len(held.ids), len(self._free))):
+            held.ids.append(self._new())
+
+    def computed(self, held: Held, tokens: Tokens) -> None:
+        """Notes that the blocks have the KV of these tokens. Later prompts find the full blocks."""
+        for block, key in zip(held.ids, _keys(tokens), strict=False):
+            if block not in self._keys:
+                self._keys[block] = key
+                self._cached.setdefault(key, []).append(block)
+
+    def give_back(self, held: Held) -> None:
+        for block in reversed(held.ids):
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._keys)
+
+    def _found(self, tokens: Tokens) -> list[int]:
+        found = []
         for key in _keys(tokens[: len(tokens) - 1]):
-            if key not in self._blocks:
+            if key not in self._cached:
                 break
-            found += BLOCK
+            found.append(self._cached[key][0])
         return found
 
-    def add(self, tokens: Tokens) -> None:
-        for key in reversed(list(_keys(tokens))):
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-        while len(self._blocks) * BLOCK > self._room:
-            self._blocks.popitem(last=False)
+    def _new(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._refs[block] = 1
+        if (key := self._keys.pop(block, None)) is not None:
+            self._cached[key].remove(block)
+            if not self._cached[key]:
+                del self._cached[key]
+        return block
 
 
 def _keys(tokens: Tokens) -> Iterator[int]:
@@ -126,15 +179,15 @@ class Conversation:
         return text
 
     def word(self) -> str:
-        """Returns a token: four characters."""
-        return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=4))
+        """Returns a token of TOKEN_CHARACTERS."""
+        return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=TOKEN_CHARACTERS))
 
     def tokens(self) -> Tokens:
         found: Tokens = []
         for message in self.messages:
             text = message["content"]
             found += [message["role"]] * AROUND
-            found += [text[at : at + 4] for at in range(0, len(text), 4)]
+            found += [text[at : at + TOKEN_CHARACTERS] for at in range(0, len(text), TOKEN_CHARACTERS)]
         return found + ["assistant"] * BEHIND
 
 
@@ -229,7 +282,10 @@ class Fleet:
         self.forecasts = {side: Forecast() for side in Side}
         self.caches = CacheRecords(count=self._count)
         self.engines: dict[Endpoint, Engine] = {}
-        self.kept: dict[Endpoint, Cache] = {}
+        self.kept: dict[Endpoint, Blocks] = {}
+        self._short: dict[Endpoint, list[Callable[[], None]]] = defaultdict(list)
+        """Requests that wait for blocks of a decode engine."""
+        self._names = itertools.count()
         self.computed: dict[Endpoint, int] = {}
         self.generated: dict[Endpoint, int] = {}
         self.moved = self.lent = 0
@@ -241,7 +297,8 @@ class Fleet:
                 workload = Workload(self.clock)
                 self.pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=lends)
                 self.index.add(workload.cache)
-                self.engines[endpoint], self.kept[endpoint] = Engine(self.clock), Cache(room)
+                self.engines[endpoint] = Engine(self.clock, cost=steps.COST)
+                self.kept[endpoint] = Blocks(room)
                 (self.computed if side is Side.PREFILL else self.generated)[endpoint] = 0
         self.policy = make(self)
 
@@ -261,33 +318,73 @@ class Fleet:
         prompt = placement.prompt
         prefill = self.pools[Side.PREFILL].acquire(p, placement.work, prompt=prompt)
         decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens, prompt=prompt)
-        cached, wait = self._cached(p, placement, tokens)
-        request = Request(len(tokens), answer, self.clock.now, cached)
-        self.computed[p] += len(tokens) - cached
-        at_decode = self.kept[d].hit(tokens)
-        self.moved += len(tokens) - at_decode
-        self.forecasts[Side.DECODE].add(placement.decode_cached, at_decode)
+        at_prefill, at_decode = self.kept[p], self.kept[d]
+        request = Request(len(tokens), answer, self.clock.now)
+        held: dict[Endpoint, Held] = {}
+        computed, cached = False, 0
+
+        def admitted() -> bool:
+            nonlocal cached
+            if (blocks := at_prefill.take(tokens)) is None:
+                return False
+            held[p] = blocks
+            request.computed = cached = max(blocks.hit, loaded)
+            self.lent += cached - blocks.hit
+            self.computed[p] += len(tokens) - cached
+            return True
+
+        def reserve() -> None:
+            if (blocks := at_decode.take(tokens)) is None:
+                self._short[d].append(reserve)
+                return
+            held[d] = blocks
+            self.moved += len(tokens) - blocks.hit
+            name, counts = str(next(self._names)), (len(tokens), blocks.hit)
+            self.caches.sent(name, decode)
+            self.clock.after(HEARTBEAT_S / 2, lambda: self.caches.received(name, *counts))
+            if computed:
+                self.clock.after(LANDING_S, landed)
 
         def first() -> None:
+            nonlocal computed
+            computed = True
             self.engines[p].leave(request)
             self.firsts.append(self.clock.now - request.arrives)
-            self.kept[p].add(tokens)
-            self.caches.prefilled(prefill, Computed(tokens=len(tokens), cached=cached), placement.prefix)
+            at_prefill.computed(held[p], tokens)
+            report = Computed(tokens=len(tokens), cached=cached)
+            self.caches.prefilled(prefill, report, placement.prefix)
             prefill.release()
+            decode.counted(len(tokens))
+            if d in held:
+                self.clock.after(LANDING_S, landed)
+
+        def landed() -> None:
+            at_prefill.give_back(held[p])
+            self.engines[p].step()
+            at_decode.computed(held[d], tokens)
+            at_decode.grow(held[d], len(tokens) + answer - 1)
             self.caches.began(decode, placement)
-            self.clock.after(LANDING_S, lambda: self.engines[d].add(request))
+            request.begins = lambda: True
+            self.engines[d].add(request)
 
         def end() -> None:
             decode.release()
             text = one.say("assistant", answer)
             self.generated[d] += answer
-            self.kept[d].add(one.tokens()[:-BEHIND])
+            # The last token of the answer is not computed.
+            at_decode.computed(held[d], one.tokens()[: -BEHIND - 1])
+            at_decode.give_back(held[d])
+            short, self._short[d] = self._short[d], []
+            for again in short:
+                again()
             said = Said(Message(role="assistant", content=text))
             self.caches.answered(decode, said, moved=None, local=False)
             then()
 
-        request.on_first, request.on_end = first, end
+        request.begins, request.on_first, request.on_end = admitted, first, end
+        loaded, wait = self._loads(p, placement, tokens)
         self.clock.after(wait, lambda: self.engines[p].add(request))
+        self.clock.after(steps.DECODE_S / 2 if self.engines[d].running else 0.0, reserve)
 
     def _report(self) -> None:
         """Reports the engines' workloads to the router, each second."""
@@ -297,20 +394,16 @@ class Fleet:
         for pool in self.pools.values():
             for member in pool.choices():
                 load = self.engines[member.endpoint].load
-                member.workload.hear(replace(load, cache_tokens=self._room))
+                member.workload.hear(replace(load, cache_tokens=self._room, block_tokens=BLOCK))
 
-    def _cached(self, p: Endpoint, placement: Placement, tokens: Tokens) -> tuple[int, float]:
-        """Returns the tokens that the prefill engine need not compute, and the seconds to load them."""
-        own = self.kept[p].hit(tokens)
+    def _loads(self, p: Endpoint, placement: Placement, tokens: Tokens) -> tuple[int, float]:
+        """Returns the end of the prefix that the prefill engine loads, and the seconds that this takes."""
         if placement.prefix is None:
-            return own, 0.0
+            return 0, 0.0
         lender = placement.prefix.lender
         wait = steps.DECODE_S / 2 if self.engines[lender].running else ANSWER_S
-        lent = self.kept[lender].hit(tokens) - own
-        if lent <= 0:
-            return own, wait
-        self.lent += lent
-        return own + lent, wait + lent * LOAD_S
+        end = self.kept[lender].hit(tokens)
+        return end, wait + max(0, end - self.kept[p].hit(tokens)) * LOAD_S
 
     def run(self, shape: Workshape, seed: int) -> int:
         """Serves all conversations; returns their new tokens."""
@@ -416,6 +509,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
+    global BLOCK, TOKEN_CHARACTERS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -433,6 +527,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill engines")
     parser.add_argument("--decode", type=int, default=2, help="decode engines")
     parser.add_argument("--room", type=int, default=1 << 20, help="tokens that a prefix cache has room for")
+    parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a block")
+    parser.add_argument("--characters", type=int, default=TOKEN_CHARACTERS, help="characters of a token")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--recent", type=float, help="weight of the last minute's work (cache_aware._RECENT)")
     parser.add_argument("--queued", type=float, help="weight of queued tokens (_QUEUED)")
@@ -441,6 +537,7 @@ def main() -> None:
     parser.add_argument("--token-us", type=int, help="time of a prompt's token, in us (COST)")
     parser.add_argument("--step-ms", type=int, help="time of a step, in ms (DECODE_S and COST)")
     plan = parser.parse_args()
+    BLOCK, TOKEN_CHARACTERS = plan.block, plan.characters
     if plan.step_ms is not None:
         steps.DECODE_S = plan.step_ms * 1e-3
         steps.COST = replace(steps.COST, step_ns=plan.step_ms * 1_000_000)

@@ -55,6 +55,8 @@ class Request:
     computed: int = 0
     times: list[float] = field(default_factory=list)
     """Times of its tokens."""
+    begins: Callable[[], bool] = lambda: True
+    """Called before its first step. False: it waits, and with it the requests behind it."""
     on_first: Callable[[], None] = lambda: None
     on_end: Callable[[], None] = lambda: None
 
@@ -105,17 +107,17 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
-        self._step()
+        self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if self._busy:
             return
         alone = len(self.running) + len(self.waiting) == 1
         most = self._step_tokens if alone or not self._threshold else self._threshold
         room, step = self._step_tokens, list[tuple[Request, int]]()
         requests, admitted = [*self.running, *self.waiting], len(self.running)
-        for request in requests:
-            if not room:
+        for number, request in enumerate(requests):
+            if not room or (number >= admitted and not request.begins()):
                 break
             chunk = min(request.left or 1, most, room)
             room -= chunk
@@ -139,7 +141,7 @@ class Engine:
                 if request.left:
                     continue
             self._say(request)
-        self._step()
+        self.step()
 
     def _say(self, request: Request) -> None:
         request.times.append(self._clock.now)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from conversation_simulation import LENDING, Cache, Conversation, Fleet, Workshape, policies, spread
+import conversation_simulation
+import goodput_simulation
+import pytest
+from conversation_simulation import LENDING, Blocks, Conversation, Fleet, Held, Workshape, policies, spread
+from msgspec.structs import replace as changed
+
+from kv_connector.router.engines.members import Side
 
 SHAPE = Workshape(10, 4, 0, 300, 100, 40, 3, 0.0)
 
@@ -15,13 +21,57 @@ def served(name: str, shape: Workshape = SHAPE) -> tuple[Fleet, int]:
     return fleet, fleet.run(shape, 1)
 
 
-def test_cache_keeps_whole_blocks_and_always_computes_the_last_token() -> None:
-    cache = Cache(64)
-    cache.add(["a"] * 40)
-    assert cache.hit(["a"] * 40) == 32
-    assert cache.hit(["a"] * 32) == 16
-    cache.add(["b"] * 64)
-    assert cache.hit(["a"] * 40) == 0
+def computed(blocks: Blocks, tokens: list[str]) -> Held:
+    held = blocks.take(tokens)
+    assert held is not None
+    blocks.computed(held, tokens)
+    return held
+
+
+def test_blocks_keep_whole_blocks_and_the_last_token_is_always_computed() -> None:
+    blocks = Blocks(64)
+    blocks.give_back(computed(blocks, ["a"] * 40))
+    assert blocks.hit(["a"] * 40) == 32
+    assert blocks.hit(["a"] * 32) == 16
+    blocks.give_back(computed(blocks, ["b"] * 64))
+    assert blocks.hit(["a"] * 40) == 0
+
+
+def test_blocks_of_a_running_request_are_not_taken() -> None:
+    blocks = Blocks(64)
+    running = computed(blocks, ["a"] * 32)
+    blocks.give_back(computed(blocks, ["b"] * 32))
+    assert blocks.take(["c"] * 40) is None
+    blocks.give_back(computed(blocks, ["c"] * 32))
+    assert blocks.hit(["a"] * 40) == 32
+    assert blocks.hit(["b"] * 40) == 0
+    blocks.give_back(running)
+    assert blocks.take(["d"] * 64) is not None
+
+
+def test_last_block_of_a_request_and_blocks_without_contents_are_taken_first() -> None:
+    blocks = Blocks(64)
+    blocks.give_back(computed(blocks, ["a"] * 40))  # the third block is not full
+    for taken, left in ((16, 32), (32, 32), (48, 16)):
+        held = blocks.take(["b"] * taken)
+        assert held is not None
+        assert blocks.hit(["a"] * 40) == left
+        blocks.give_back(held)
+
+
+def test_engines_have_95_percent_of_the_predicted_tokens_after_1000_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines evict all the time. Their conversations need three times as many blocks as they have."""
+    monkeypatch.setattr(conversation_simulation, "BLOCK", 32)
+    monkeypatch.setattr(conversation_simulation, "TOKEN_CHARACTERS", 1)
+    cost = changed(goodput_simulation.COST, step_ns=6_000_000, token_ns=200_000, pair_ps=0)
+    monkeypatch.setattr(goodput_simulation, "COST", cost)
+    fleet = Fleet(policies()["cache_aware"], 2, 2, 9_600, lends=False)
+    fleet.run(Workshape(126, 8, 0, 400, 80, 40, 30, 6.0), 1)
+    for side in Side:
+        assert fleet.forecasts[side].predicted > 50_000
+        assert fleet.forecasts[side].share >= 0.95, side
 
 
 def test_cache_aware_computes_and_moves_less_than_fewest_outstanding() -> None:
