@@ -781,20 +781,6 @@ async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, strea
     d.registrar.load_failed("t", why)  # its loads also fail when it ends, and no process receives the reason
 
 
-async def test_router_counts_the_hits_that_a_decode_engine_reports(cluster: Cluster) -> None:
-    async def decode(request: Request, body: dict[str, Any]) -> Response:
-        d.registrar.add_hits({body["kv_transfer_params"]["transfer_id"]: (1250, 64)})
-        return await answer_ok(request, body)
-
-    await cluster.engine(Role.PREFILL)
-    d = await cluster.engine(Role.DECODE, decode)
-    client = await cluster.router()
-    assert (await ask(client, prompt="x" * 5000)).status_code == 200
-    async with asyncio.timeout(PATIENCE):
-        while 'actual_hit_tokens_total{side="decode"} 64.0' not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.01)  # the hits come with a heartbeat: there is no event to wait for
-
-
 async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))
