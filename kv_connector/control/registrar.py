@@ -22,6 +22,7 @@ from kv_connector.control.membership import (
     EndDrain,
     Leave,
     LoadFailed,
+    MembershipMessage,
     MembershipSockets,
     PromptHits,
     Register,
@@ -154,7 +155,7 @@ class Registrar:
         heartbeat."""
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         hits = [self._hits.popleft() for _ in range(len(self._hits))]
-        news = [
+        news: list[MembershipMessage] = [
             *failures,
             *(PromptHits(dict(hits[at : at + MOST_HITS])) for at in range(0, len(hits), MOST_HITS)),
         ]
