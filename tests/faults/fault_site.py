@@ -85,6 +85,8 @@ class Site:
         """Further settings of the connector, for every engine that starts from now on."""
         self.host = HOST
         """Address of the router."""
+        self.output = OUTPUT
+        """Tokens of each answer."""
         self.namespaces: dict[str, tuple[str, str]] = {}
         """Network namespace and address of each engine."""
 
@@ -102,7 +104,7 @@ class Site:
         """Starts the router and the engines, and gets the right answers from a single engine."""
         plain = self.cluster.start_engine("plain")
         self.cluster.wait_ready()
-        self.expected = [await client.complete(plain.url, one, OUTPUT) for one in self.prompts]
+        self.expected = [await client.complete(plain.url, one, self.output) for one in self.prompts]
         self.cluster.stop(plain)
         self.start_router()
         for name in names:
@@ -196,24 +198,28 @@ class Load:
                 began, problem = time.monotonic(), ""
                 tokens: list[int] = []
                 try:
-                    await client.stream(self._site.router, prompts[number], OUTPUT, tokens.extend)
+                    await client.stream(self._site.router, prompts[number], self._site.output, tokens.extend)
                 except (Refused, httpx.HTTPError) as error:
                     problem = f"{type(error).__name__}: {error!s:.300}"
-                if not problem and len(tokens) < OUTPUT:
+                if not problem and len(tokens) < self._site.output:
                     problem = f"ended after {len(tokens)} tokens"
                 self.outcome.answers.append(Answer(number, began, time.monotonic(), tuple(tokens), problem))
                 if problem:
                     await asyncio.sleep(0.2)  # a refused client retries after a pause
 
 
-def judge(site: Site, outcome: Outcome, what: str, *, may_fail: bool, dead: float = DEAD_SECONDS) -> None:
-    """Checks the outcome: no wrong token, and failures only of requests in flight when the fault came or was
-    noticed."""
-    row = outcome.row(what)
+def record(row: dict[str, Any]) -> None:
+    """Prints the figures of a fault for docs/reliability.md."""
     print(f"\nRELIABILITY {json.dumps(row)}", flush=True)
     if path := os.environ.get("KVC_FAULT_RECORDS"):
         with suppress(OSError), Path(path).open("a") as records:
             records.write(json.dumps(row) + "\n")
+
+
+def judge(site: Site, outcome: Outcome, what: str, *, may_fail: bool, dead: float = DEAD_SECONDS) -> None:
+    """Checks the outcome: no wrong token, and failures only of requests in flight when the fault came or was
+    noticed."""
+    record(outcome.row(what))
     for answer in outcome.answers:
         right = site.expected[answer.number]
         assert list(answer.tokens) == right[: len(answer.tokens)], f"wrong tokens: {answer}"
