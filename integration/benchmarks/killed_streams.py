@@ -29,8 +29,8 @@ from kv_connector.lab.process import Process, leave_on_signals, starting
 # Tokens that each stream has at the kill.
 BEGUN = 10
 BLOCK = 32
-# A stream without a byte for this time counts as silent. A stream that continues pauses for less.
-SILENT_SECONDS = 120.0
+# A stream without a byte for this time counts as silent. kv-connector's router ends a pause after 60 s.
+SILENT_SECONDS = 90.0
 START_SECONDS = 600.0
 
 WHOLE = "whole answer"
