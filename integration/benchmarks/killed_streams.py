@@ -151,9 +151,10 @@ async def measure(router: str, engines: Sequence[Engine], streams: int, tokens: 
         killed = time.monotonic()
         await asyncio.to_thread(victim.kill)
         await asyncio.gather(*tasks)
-        for one in readings:
-            answer = (await client.post(f"{survivor.url}/v1/completions", json=one.body())).json()
-            right = answer["choices"][0]["token_ids"]
+        url = f"{survivor.url}/v1/completions"
+        answers = await asyncio.gather(*(client.post(url, json=one.body(), timeout=None) for one in readings))
+        for one, answer in zip(readings, answers, strict=True):
+            right = answer.json()["choices"][0]["token_ids"]
             if one.got != right[: len(one.got)]:
                 one.end = f"wrong tokens, {one.end or 'no error event'}"
             one.end = one.end or WHOLE
