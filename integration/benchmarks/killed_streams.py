@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process, leave_on_signals, starting
@@ -44,10 +44,14 @@ class Cluster(LocalCluster):
 
     def start(self, system: str) -> tuple[str, list[Engine]]:
         """Starts all processes. Returns the router's URL and the engines, the prefill engine first."""
-        roles = (("prefill", "kv_producer"), ("first", "kv_consumer"), ("second", "kv_consumer"))
+        roles: tuple[tuple[str, Role], ...] = (
+            ("prefill", "kv_producer"),
+            ("first", "kv_consumer"),
+            ("second", "kv_consumer"),
+        )
         if system == "kv-connector":
             engines = [
-                self.start_engine(name, role=role, extra={"providers": ["host", "tcp"]})  # type: ignore[arg-type]
+                self.start_engine(name, role=role, extra={"providers": ["host", "tcp"]})
                 for name, role in roles
             ]
             url = self.start_router("router", prefill=engines[:1], decode=engines[1:])
@@ -55,7 +59,7 @@ class Cluster(LocalCluster):
         engines = [self._nixl(name, role) for name, role in roles]
         return self._vllm_router(engines), engines
 
-    def _nixl(self, name: str, role: str) -> Engine:
+    def _nixl(self, name: str, role: Role) -> Engine:
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         (port,) = free_ports(1)
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
@@ -152,7 +156,8 @@ async def measure(router: str, engines: Sequence[Engine], streams: int, tokens: 
         await asyncio.to_thread(victim.kill)
         await asyncio.gather(*tasks)
         url = f"{survivor.url}/v1/completions"
-        answers = await asyncio.gather(*(client.post(url, json=one.body(), timeout=None) for one in readings))
+        bodies = [one.body() | {"max_tokens": max(1, len(one.got))} for one in readings]
+        answers = await asyncio.gather(*(client.post(url, json=body, timeout=None) for body in bodies))
         for one, answer in zip(readings, answers, strict=True):
             right = answer.json()["choices"][0]["token_ids"]
             if one.got != right[: len(one.got)]:

@@ -127,18 +127,13 @@ async def started(
         yield site
 
 
-@pytest.mark.parametrize("victims", [("d0",), ("d0", "p0")], ids=["decode", "host"])
-async def test_streams_of_a_killed_decode_engine(
-    model: Path, client: Client, tmp_path: Path, victims: tuple[str, ...]
-) -> None:
-    """The decode engine dies alone, or with one of the prefill engines that may compute the rest."""
-    engines = ("p0", "d0", "d1", *(["p1"] if "p0" in victims else []))
-    async with started(model, client, tmp_path, engines) as site:
+async def test_streams_of_a_killed_decode_engine(model: Path, client: Client, tmp_path: Path) -> None:
+    async with started(model, client, tmp_path, ("p0", "d0", "d1")) as site:
         readings = [Reading(client, site.router, number) for number in range(STREAMS)]
         await asyncio.gather(*(one.begun.wait() for one in readings))
         killed = time.monotonic()
         running = [one for one in readings if not one.task.done()]
-        await asyncio.gather(*(asyncio.to_thread(site.engines[name].kill) for name in victims))
+        await asyncio.to_thread(site.engines["d0"].kill)
         await asyncio.gather(*(one.task for one in readings))
 
         outcomes = await _outcomes(client, site)
@@ -147,7 +142,7 @@ async def test_streams_of_a_killed_decode_engine(
         resumed = [one for one in running if one.name in names]
         record(
             {
-                "fault": f"kill -9 of {' and '.join(victims)} under {len(running)} streams",
+                "fault": f"kill -9 of one of two decode engines under {len(running)} streams",
                 "outcomes": dict(outcomes),
                 "pause_s": _spread([one.pause(killed) for one in resumed]),
                 "longest_gap_of_the_others_s": _spread(
@@ -167,7 +162,7 @@ async def test_streams_of_a_killed_decode_engine(
         answers = await asyncio.gather(*(_whole(client, site.engines["d1"].url, one) for one in exact))
         for reading, answer in zip(exact, answers, strict=True):
             reading.assert_answer_of(answer)
-        await site.assert_at_rest(client, *(name for name in engines if name not in victims))
+        await site.assert_at_rest(client, "p0", "d1")
 
 
 async def test_rolling_kills(model: Path, client: Client, tmp_path: Path) -> None:
