@@ -25,6 +25,8 @@ def _families() -> Iterator[tuple[str, list[Sizes], dict[str, Any]]]:
     yield "3 ranks, 5 rounds, no rank idle", [((1, 1, 1),) * 5], {}
     for victim in range(3):
         yield f"3 ranks, 2 rounds, rank {victim} dies", _idle(3, 2), {"victim": victim}
+    for stuck in range(3):
+        yield f"3 ranks, 2 rounds, rank {stuck} is stuck", _idle(3, 2), {"stuck": stuck}
     yield "3 ranks, 2 rounds, waits run out", _idle(3, 2), {"deadlines": True}
     # The whole exploration of four ranks does not fit into memory.
     moving: list[Sizes] = [((1, 0, 2, 1), (0, 1, 1, 2)), ((1, 1, 1, 1), (1, 0, 1, 0))]

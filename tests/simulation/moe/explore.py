@@ -51,7 +51,9 @@ class Exploration:
 
     `victim` is a rank that may die at any moment. The hosts of the other ranks then set their mask words,
     each at any later moment. With `deadlines` any wait may run out, because no rank can distinguish a stuck
-    peer from a slow peer. `reduced` takes urgent moves alone: the same violations in fewer states.
+    peer from a slow peer. `stuck` is a rank that is slower than the deadline: any wait for it may run out.
+    All ranks, the stuck rank as well, then learn at any later moment that it was given up. `reduced` takes
+    urgent moves alone: the same violations in fewer states.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Exploration:
         epoch: int = 0,
         victim: int | None = None,
         deadlines: bool = False,
+        stuck: int | None = None,
         reduced: bool = False,
     ) -> None:
         self._rules = rules or Rules()
@@ -70,8 +73,9 @@ class Exploration:
         self._epoch = epoch
         self._victim = victim
         self._deadlines = deadlines
+        self._stuck = stuck
         # A wait that may end with a fault is a choice, and no choice may be skipped.
-        self._reduced = reduced and victim is None and not deadlines
+        self._reduced = reduced and victim is None and stuck is None and not deadlines
         programs = [program(rank, sizes, self._rules, epoch) for rank in range(self._ranks)]
         self._steps = [step for steps in programs for step in steps]
         self._first = [sum(map(len, programs[:rank])) for rank in range(self._ranks)]
@@ -84,6 +88,7 @@ class Exploration:
         self._stopped = [2 << count + self._ranks + rank for rank in range(self._ranks)]
         if victim is not None:
             self._stopped[victim] = self._died
+        self._given_up = 0 if stuck is None else sum(self._stopped)
         self._moves = [self._move(number) for number in range(count)]
         self._before = [
             sum(1 << self._first[step.rank] + place for place in step.before) for step in self._steps
@@ -131,6 +136,8 @@ class Exploration:
     def _candidates_of(self, rank: int, state: int) -> tuple[_Move, ...]:
         """Moves of the rank whose order in its own program allows them."""
         key = state & (self._local[rank] | self._died | self._lost[rank] | self._stopped[rank])
+        if state & self._given_up:
+            key |= self._given_up ^ self._stopped[rank]
         known = self._candidates[rank].get(key)
         if known is None:
             known = self._candidates[rank][key] = tuple(self._candidate_moves(rank, key))
@@ -166,10 +173,13 @@ class Exploration:
         events = []
         if state & self._died and not lost:
             events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
+        if state & self._given_up and not lost and self._rules.given_up_is_reported:
+            events.append(_event(self._lost[rank], rank, f"learns that rank {self._stuck} was given up"))
         ended = lost and self._rules.lost_ends_waits
         if not self._rules.lost_ends_all_waits:
             ended = ended and self._victim in awaited
-        if awaited and (ended or self._deadlines) and self._rules.ended_is_a_fault:
+        late = self._deadlines or self._stuck in awaited
+        if awaited and (ended or late) and self._rules.ended_is_a_fault:
             events.append(_event(self._stopped[rank], rank, "ends its wait with a fault"))
         return events
 
@@ -229,7 +239,8 @@ class Exploration:
                 break
             tests.append((value | 1 << stores[landed], value))
         if not self._rules.ended_is_a_fault:
-            lost = 0 if self._deadlines else self._lost[step.rank]
+            late = self._deadlines or step.cell[2] == self._stuck
+            lost = 0 if late else self._lost[step.rank]
             tests.append((lost, lost))
         return tuple(tests), lasting and len(tests) == 1
 

@@ -71,9 +71,20 @@ MISTAKES = (
     ),
     Mistake("mask word counts as a flag", Rules(ended_is_a_fault=False), STALE, options={"victim": 0}),
     Mistake("deadline counts as a flag", Rules(ended_is_a_fault=False), STALE, options={"deadlines": True}),
+    # The accused rank goes on, and waits for survivors that raise nothing more.
+    Mistake(
+        "rank that was given up does not learn it",
+        Rules(given_up_is_reported=False),
+        DEADLOCK,
+        options={"stuck": 0},
+    ),
+    Mistake("report ends no wait", Rules(lost_ends_waits=False), DEADLOCK, options={"stuck": 0}),
     # The rows of its `out` are not of this round, and another rank would add them.
     Mistake("combine ready after a fault", Rules(fault_is_silent=False), STALE, options={"victim": 0}),
     Mistake(
         "combine ready after a deadline", Rules(fault_is_silent=False), STALE, options={"deadlines": True}
+    ),
+    Mistake(
+        "combine ready of a rank that gave up", Rules(fault_is_silent=False), STALE, options={"stuck": 0}
     ),
 )

@@ -53,6 +53,8 @@ class Rules:
     """The mask word ends every wait. The alternative ends the waits of a phase that awaits the lost rank."""
     ended_is_a_fault: bool = True
     """A wait that ends by the mask word or a deadline is a fault, and not a flag that was raised."""
+    given_up_is_reported: bool = True
+    """A rank whose wait runs out reports to all others which rank it gave up."""
     fault_is_silent: bool = True
     """A rank with a fault raises no combine_ready any more."""
 

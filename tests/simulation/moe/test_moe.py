@@ -81,3 +81,13 @@ def test_no_torn_round_is_delivered_when_waits_run_out() -> None:
     assert not found.violation, found.trace
     assert {ends[0] for ends in found.ends} == {0, 1, 2}
     assert all(max(ends) - min(ends) <= 1 for ends in found.ends)
+
+
+@pytest.mark.parametrize("stuck", range(3))
+def test_no_torn_round_is_delivered_when_a_rank_is_given_up(stuck: int) -> None:
+    """No state is a deadlock: the rank that was given up ends too, although none of its waits runs out."""
+    found = Exploration(FULL, stuck=stuck).run()
+    assert not found.violation, found.trace
+    for rank in range(3):
+        assert {ends[rank] for ends in found.ends} == {0, 1, 2}
+    assert all(max(ends) - min(ends) <= 1 for ends in found.ends)
