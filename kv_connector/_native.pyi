@@ -177,7 +177,8 @@ class MoeGroup:
         phases: int = 3,
     ) -> None: ...
     def lose(self, rank: int, left: bool = False) -> None:
-        """Ends all waits, because the rank ended. `left`: it closed its group; ends the waits for it."""
+        """Ends all waits, because the rank ended. The first such rank is named. `left`: it closed its group;
+        ends the waits for it. `rank` may be this rank, if the others continue without it."""
 
     def fault(self) -> tuple[int, int] | None:
         """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited."""

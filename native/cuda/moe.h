@@ -37,8 +37,8 @@ struct Control {
 
 // Words that the host and the kernels exchange, in pinned memory.
 struct HostWords {
-  // Written by the host: one bit for each rank that ended. A surviving rank may have given up and set no more flags, so
-  // all waits end, whichever rank they wait for.
+  // Written by the host: the bit of the first rank that ended. A surviving rank may have given up and set no more flags,
+  // so all waits end, whichever rank they wait for.
   uint32_t lost;
   // Written by the host: one bit for each rank that left in good order. Only waits for that rank end.
   uint32_t left;

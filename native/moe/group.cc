@@ -508,7 +508,16 @@ void Group::lose(uint32_t rank, bool left) {
   const std::lock_guard lock(mutex_);
   if (!memory_ || rank >= config_.ranks) return;
   HostWords& words = *memory_->words();
-  std::atomic_ref(left ? words.left : words.lost).fetch_or(1U << rank);
+  const std::atomic_ref lost(words.lost);
+  const std::atomic_ref gone_in_order(words.left);
+  // Other ranks end because of the first death, so a fault must not name them.
+  if (lost.load() != 0) return;
+  if (left) {
+    gone_in_order.fetch_or(1U << rank);
+  } else {
+    lost.store(1U << rank);
+    gone_in_order.store(0);
+  }
 }
 
 std::optional<std::pair<Fault, uint32_t>> Group::fault() const {
@@ -523,7 +532,8 @@ Status Group::close(uint64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   if (!memory_) return {};
   closing_ = true;
-  std::atomic_ref(memory_->words()->lost).store((1U << config_.ranks) - 1);
+  uint32_t none = 0;
+  std::atomic_ref(memory_->words()->lost).compare_exchange_strong(none, 1U << config_.rank);
   if (!unused_.wait_until(lock, deadline, [&] { return uses_ == 0; })) {
     return Error{
         ErrorCode::kTimeout, {}, {}, "moe_close", "a call of this group is still running: its memory is not freed"};

@@ -82,8 +82,9 @@ class Group {
   Status combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                  bool accumulate, uint32_t phases);
 
-  // Reports that `rank` ended: all waiting launches end, whichever rank they wait for. `left`: the rank closed its
-  // group in good order, so only launches that wait for it end.
+  // Reports that `rank` ended: all waiting launches end, whichever rank they wait for, and name it. Later reports change
+  // nothing. `rank` may be this rank, if the others continue without it. `left`: the rank closed its group in good
+  // order, so only launches that wait for it end.
   void lose(uint32_t rank, bool left = false);
   // The reason why the first launch gave up, and the rank that it waited for. After a fault, launches of the same slot
   // do nothing, and launches of the other slot stop waiting.
