@@ -231,8 +231,9 @@ test-leaving: setup ## 1,000 requests for each model and dispatch, of which one 
 test-weights: setup ## weights for real engines, dense and experts: FSDP2 of 2 and 4, HSDP, a trainer killed at 20 points in each mode
 	@KVC_WEIGHT_FAULTS=20 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/with_vllm/test_weights.py tests/with_vllm/test_weights_experts.py
 
-test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router
+test-data-parallel: setup ## engines of two data-parallel ranks each, dense and MoE, behind one API server and a router; 100 deaths of a rank
 	@KVC_DATA_PARALLEL=1 $(PYTHON_ENV)/python -m pytest tests/with_vllm/test_data_parallel.py tests/with_vllm/test_data_parallel_weights.py
+	@KVC_TEST_MOE_DEATHS=100 $(PYTHON_ENV)/python -m pytest tests/unit/moe/test_moe_processes.py -k wherever
 
 CASE ?=
 test-topologies: setup ## every kind of model and topology, real engines: docs/compatibility.md; CASE=mla

@@ -29,9 +29,13 @@ _BACKLOG = 16
 _PREFIX = b"\0kv-connector-moe-"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _INT = struct.calcsize("i")
-# One descriptor is valid. Room for a second one makes a message with too many detectable.
-_CONTROL_BYTES = socket.CMSG_SPACE(2 * _INT)
+# A segment, and the pidfds of two threads.
+_MAX_DESCRIPTORS = 3
+# Room for one more makes a message with too many detectable.
+_CONTROL_BYTES = socket.CMSG_SPACE((_MAX_DESCRIPTORS + 1) * _INT)
 LEAVE = b"leave"
+# Followed by a byte with the number of the rank that its sender no longer waits for.
+GIVE_UP = b"give up "
 
 
 @dataclass
@@ -41,19 +45,19 @@ class Connection:
     rank: int
     pid: int
     socket: socket.socket
-    pidfd: int | None
-    """Readable once the process has ended. None: this kernel or sandbox has no pidfd."""
+    pidfds: list[int]
+    """Each is readable once the process, or a sentinel of it, has ended. Empty: this kernel or sandbox has no
+    pidfds."""
 
-    def leave(self) -> None:
-        """Reports to the other rank that this rank closes the group in good order. Does not block."""
+    def send(self, message: bytes) -> None:
+        """Sends LEAVE or GIVE_UP. Does not block. A rank that has ended gets nothing."""
         with contextlib.suppress(OSError):
-            self.socket.send(LEAVE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def close(self) -> None:
         self.socket.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        while self.pidfds:
+            os.close(self.pidfds.pop())
 
 
 @dataclass
@@ -93,11 +97,20 @@ class Meeting:
     def close(self) -> None:
         self._listener.close()
 
-    def pass_around(self, rank: int, hellos: Sequence[Hello], descriptor: int, deadline: float) -> Passed:
-        """Sends ``descriptor`` to every other rank and receives theirs. Blocks until ``deadline`` at most
-        (time.monotonic()). Raises nothing that a peer can cause: its failure is in ``problems``.
+    def pass_around(
+        self,
+        rank: int,
+        hellos: Sequence[Hello],
+        descriptor: int,
+        deadline: float,
+        sentinels: Sequence[int] = (),
+    ) -> Passed:
+        """Sends ``descriptor`` and ``sentinels`` (pidfds) to every other rank and receives theirs. Blocks
+        until ``deadline`` at most (time.monotonic()). Raises nothing that a peer can cause: its failure is in
+        ``problems``.
         """
-        passing = _Passing(self._listener, self.secret, rank, hellos, descriptor, deadline)
+        descriptors = [descriptor, *sentinels]
+        passing = _Passing(self._listener, self.secret, rank, hellos, descriptors, deadline)
         try:
             return passing.run()
         finally:
@@ -111,14 +124,14 @@ class _Passing:
         secret: bytes,
         rank: int,
         hellos: Sequence[Hello],
-        descriptor: int,
+        descriptors: Sequence[int],
         deadline: float,
     ) -> None:
         self._listener = listener
         self._secret = secret
         self._rank = rank
         self._hellos = hellos
-        self._descriptor = descriptor
+        self._descriptors = descriptors
         self._begin = time.monotonic()
         self._deadline = deadline
         self._passed = Passed()
@@ -162,6 +175,10 @@ class _Passing:
 
     def _watch(self, other: int) -> None:
         # Without a pidfd (a sandbox may forbid it) the end of the connection shows the end of a process.
+        #
+        # If the process had ended before this call, its number could belong to another process. The group
+        # is not formed in that case: a rank sends OUTCOME only after it has this rank's introduction, which
+        # follows this call.
         with contextlib.suppress(OSError):
             try:
                 self._pidfds[other] = os.pidfd_open(self._hellos[other].pid)
@@ -225,14 +242,14 @@ class _Passing:
 
     def _introduce(self, connection: socket.socket, other: int) -> None:
         message = encode(Introduction(self._rank, self._hellos[other].secret))
-        passed = array.array("i", [self._descriptor])
+        passed = array.array("i", self._descriptors)
         connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)], socket.MSG_NOSIGNAL)
 
     def _receive(self, connection: socket.socket) -> None:
         expected = self._open[connection]
         descriptors: list[int] = []
         try:
-            other, descriptor = self._read(connection, descriptors)
+            other = self._read(connection, descriptors)
             if other not in self._missing or expected not in (None, other):
                 raise ValueError(f"it sent the introduction of rank {other}")
             if _peer(connection) != self._expected(other):
@@ -249,14 +266,15 @@ class _Passing:
         del self._open[connection]
         self._selector.unregister(connection)
         self._missing.discard(other)
-        pidfd = self._pidfds.pop(other, None)
-        if pidfd is not None:
+        segment, *pidfds = descriptors
+        if (pidfd := self._pidfds.pop(other, None)) is not None:
             self._selector.unregister(pidfd)
-        self._passed.descriptors[other] = descriptor
-        self._passed.connections[other] = Connection(other, self._hellos[other].pid, connection, pidfd)
+            pidfds.append(pidfd)
+        self._passed.descriptors[other] = segment
+        self._passed.connections[other] = Connection(other, self._hellos[other].pid, connection, pidfds)
 
-    def _read(self, connection: socket.socket, descriptors: list[int]) -> tuple[int, int]:
-        """The rank that introduces itself, and its descriptor. All that come are in ``descriptors``."""
+    def _read(self, connection: socket.socket, descriptors: list[int]) -> int:
+        """The rank that introduces itself. All its descriptors are put into ``descriptors``."""
         data, control, flags, _ = connection.recvmsg(
             MAX_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         )
@@ -274,9 +292,11 @@ class _Passing:
         introduction = decode(data, Introduction)
         if not hmac.compare_digest(introduction.secret, self._secret):
             raise ValueError("its introduction has a wrong secret")
-        if len(descriptors) != 1:
-            raise ValueError(f"its introduction has {len(descriptors)} descriptors instead of 1")
-        return introduction.rank, descriptors[0]
+        if not 1 <= len(descriptors) <= _MAX_DESCRIPTORS:
+            raise ValueError(
+                f"its introduction has {len(descriptors)} descriptors instead of 1 to {_MAX_DESCRIPTORS}"
+            )
+        return introduction.rank
 
 
 def _address(name: bytes) -> bytes:
@@ -294,6 +314,7 @@ def ended(connections: Mapping[int, Connection]) -> list[Connection]:
     """The connections whose process has ended. Does not block."""
     with selectors.DefaultSelector() as selector:
         for connection in connections.values():
-            if connection.pidfd is not None:
-                selector.register(connection.pidfd, selectors.EVENT_READ, connection)
-        return [key.data for key, _ in selector.select(0)] if selector.get_map() else []
+            for pidfd in connection.pidfds:
+                selector.register(pidfd, selectors.EVENT_READ, connection)
+        dead = {key.data.rank for key, _ in selector.select(0)} if selector.get_map() else set()
+    return [connection for rank, connection in connections.items() if rank in dead]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The native codes, by number.
-CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: "LOST"}
-_REASONS = {
+TIMEOUTS = {
     "TIMEOUT_DISPATCH": "did not send its rows within {timeout:g} s",
     "TIMEOUT_COMBINE": "did not send its results within {timeout:g} s",
-    "LOST": "has ended",
 }
+LOST = "LOST"
+GIVEN_UP = "GIVEN_UP"
+# The native codes, by number. Another rank reports GIVEN_UP.
+NATIVE_CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: LOST}
+CODES = (*NATIVE_CODES.values(), GIVEN_UP)
 
 
 class GroupError(RuntimeError):
@@ -27,10 +29,6 @@ class Fault:
     """Why a launch gave up waiting. The results of that step, and of all later ones, are void."""
 
     code: str
-    """TIMEOUT_DISPATCH, TIMEOUT_COMBINE or LOST."""
+    """TIMEOUT_DISPATCH, TIMEOUT_COMBINE, LOST or GIVEN_UP."""
     rank: int
-    """The rank for which the launch had waited."""
-
-    def describe(self, timeout: float) -> str:
-        reason = _REASONS.get(self.code, self.code).format(timeout=timeout)
-        return f"rank {self.rank} {reason} ({self.code}). The results of this step are void."
+    """The rank that ended, or that did not send in time."""

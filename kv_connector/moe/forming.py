@@ -20,6 +20,7 @@ from kv_connector import __version__, _native
 from kv_connector.moe import columns
 from kv_connector.moe.descriptors import Connection, Meeting, Passed, ended
 from kv_connector.moe.fault import ExchangeError, GroupError
+from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
 from kv_connector.moe.wire import (
     NAME_BYTES,
@@ -44,9 +45,13 @@ _GRACE_SECONDS = 2.0
 CLOSE_SECONDS = 10.0
 
 
-def form(settings: GroupSettings, exchange: Exchange) -> tuple[_native.MoeGroup, dict[int, Connection]]:
-    """The native group with all ranks attached, and the connections to them. Blocks for at most twice the
-    timeout of the settings. Raises GroupError, on all ranks alike as far as they live.
+def form(
+    settings: GroupSettings, exchange: Exchange
+) -> tuple[_native.MoeGroup, dict[int, Connection], Sentinels]:
+    """The native group with all ranks attached, the connections to them, and this rank's sentinels.
+
+    Blocks for at most twice the timeout of the settings. Raises GroupError, on all ranks alike as far as they
+    live.
     """
     own = _Part(settings)
     try:
@@ -72,6 +77,7 @@ class _Part:
         self._native: _native.MoeGroup | None = None
         self._meeting: Meeting | None = None
         self._descriptor: int | None = None
+        self._sentinels: Sentinels | None = None
         self.passed = Passed()
         self.problem = ""
         """Why this rank has no group, or ""."""
@@ -94,6 +100,7 @@ class _Part:
             )
             self._descriptor = self._native.descriptor()
             self._meeting = Meeting()
+            self._sentinels = Sentinels()
         except Exception as error:
             self.problem = f"it cannot make its segment: {error}"
 
@@ -116,8 +123,11 @@ class _Part:
         assert self._native is not None
         assert self._meeting is not None
         assert self._descriptor is not None
+        assert self._sentinels is not None
         try:
-            self.passed = self._meeting.pass_around(self._settings.rank, hellos, self._descriptor, deadline)
+            self.passed = self._meeting.pass_around(
+                self._settings.rank, hellos, self._descriptor, deadline, self._sentinels.pidfds
+            )
             problems = list(self.passed.problems.values())
             for rank, descriptor in sorted(self.passed.descriptors.items()):
                 try:
@@ -142,11 +152,14 @@ class _Part:
                 raise
             raise type(error)(f"{self.problem}; {error}") from error.__cause__
 
-    def take(self) -> tuple[_native.MoeGroup, dict[int, Connection]]:
+    def take(self) -> tuple[_native.MoeGroup, dict[int, Connection], Sentinels]:
         assert self._native is not None
+        assert self._sentinels is not None
         native, self._native = self._native, None
         connections, self.passed = self.passed.connections, Passed()
-        return native, connections
+        sentinels, self._sentinels = self._sentinels, None
+        sentinels.release()
+        return native, connections, sentinels
 
     def close(self) -> None:
         if self._meeting is not None:
@@ -154,6 +167,8 @@ class _Part:
         if self._descriptor is not None:
             os.close(self._descriptor)
         self.passed.close()
+        if self._sentinels is not None:
+            self._sentinels.close()
         if self._native is not None:
             try:
                 self._native.close(CLOSE_SECONDS)
@@ -183,7 +198,7 @@ def _exchange(
     thread = threading.Thread(target=call, name="kvc-moe-forming", daemon=True)
     thread.start()
     begin = time.monotonic()
-    waiting = [done, *(one.pidfd for one in peers.values() if one.pidfd is not None)]
+    waiting = [done, *(pidfd for one in peers.values() for pidfd in one.pidfds)]
     try:
         ready = _readable(waiting, timeout)
         if ready and done not in ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import torch
 from kv_connector import _native
 from kv_connector.moe import columns, forming, memory, metrics
 from kv_connector.moe.descriptors import Connection
-from kv_connector.moe.fault import CODES, Fault, GroupError
+from kv_connector.moe.fault import GIVEN_UP, LOST, NATIVE_CODES, TIMEOUTS, Fault, GroupError
 from kv_connector.moe.forming import Exchange
+from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
 from kv_connector.moe.watcher import Watcher
 
@@ -44,20 +46,30 @@ class Dispatched:
 class Group:
     """A rank of a formed group. form() makes it.
 
-    Calls come from one thread, in the same order on all ranks. fault(), lost and raise_fault() may be called
-    from any thread. On a GPU dispatch() and combine() enqueue on the current stream and may be captured into
-    CUDA graphs. On host memory they return when the rows or sums of all ranks have arrived.
+    Calls come from one thread, in the same order on all ranks. fault(), raise_fault() and explanation() may
+    be called from any thread. On a GPU dispatch() and combine() enqueue on the current stream and may be
+    captured into CUDA graphs. On host memory they return when the rows or sums of all ranks have arrived.
     """
 
     def __init__(
-        self, settings: GroupSettings, native: _native.MoeGroup, connections: dict[int, Connection]
+        self,
+        settings: GroupSettings,
+        native: _native.MoeGroup,
+        connections: dict[int, Connection],
+        sentinels: Sentinels,
     ) -> None:
         self.settings = settings
         self._native = native
         self._closed = False
         self._lock = threading.Lock()
-        self._lost: frozenset[int] = frozenset()
-        self._counted = False
+        self._sentinels = sentinels
+        self._processes = {rank: connection.pid for rank, connection in connections.items()}
+        self._first_gone: tuple[str, int, str] | None = None
+        """Code, rank and sentence of the first rank that ended, or that another rank gave up."""
+        self._left = ""
+        """Sentence about the first rank that left in good order, or ""."""
+        self._reported = False
+        """A fault was counted, and the other ranks know which rank this rank gave up."""
         rows = settings.ranks * settings.max_tokens
         self._dispatch_bytes = columns.dispatch_bytes(rows, settings.row_bytes)
         combine_bytes = rows * settings.hidden * 2
@@ -68,7 +80,7 @@ class Group:
         self._combine_areas = [
             segment[native.combine_offset(slot) :][:combine_bytes] for slot in range(settings.slots)
         ]
-        self._watcher = Watcher(connections.values(), self._lose)
+        self._watcher = Watcher(connections.values(), self)
 
     @classmethod
     def form(cls, settings: GroupSettings, exchange: Exchange) -> Self:
@@ -76,12 +88,13 @@ class Group:
 
         ``exchange`` is called twice. Blocks for at most twice ``settings.timeout``. Raises GroupError.
         """
-        native, connections = forming.form(settings, exchange)
+        native, connections, sentinels = forming.form(settings, exchange)
         try:
-            return cls(settings, native, connections)
+            return cls(settings, native, connections, sentinels)
         except BaseException:
             for connection in connections.values():
                 connection.close()
+            sentinels.close()
             native.close(forming.CLOSE_SECONDS)
             raise
 
@@ -176,24 +189,40 @@ class Group:
         self._check_host()
 
     def fault(self) -> Fault | None:
-        """Why a step was void, or None. On a GPU a step that is still in flight has no fault yet."""
-        found = self._native.fault()
-        return None if found is None else Fault(CODES.get(found[0], str(found[0])), found[1])
+        """Why a step was void, or None. On a GPU a step that is still in flight has no fault yet.
+
+        GIVEN_UP with this rank's number: another rank waited for this rank until its deadline. This rank's
+        later steps are void as well.
+        """
+        gone = self._first_gone
+        if gone is not None and gone[:2] == (GIVEN_UP, self.settings.rank):
+            return Fault(*gone[:2])
+        if (found := self._native.fault()) is None:
+            return None
+        code, rank = NATIVE_CODES.get(found[0], str(found[0])), found[1]
+        if code == LOST and gone is not None and gone[1] == rank:
+            code = gone[0]
+        return Fault(code, rank)
 
     def raise_fault(self) -> None:
-        """Raises GroupError with the rank's name, if a step was void."""
+        """Raises GroupError with the rank's name, if a step was void.
+
+        The first call after a timeout reports the rank to all others, whose steps then end as well.
+        """
         if (fault := self.fault()) is None:
             return
-        if not self._counted:
-            self._counted = True
+        if not self._reported:
+            self._reported = True
             metrics.fault(fault.code)
+            if fault.code in TIMEOUTS:
+                self._watcher.give_up(fault.rank)
         settings = self.settings
-        raise GroupError(f"moe: rank {settings.rank} of {settings.ranks}: {fault.describe(settings.timeout)}")
+        raise GroupError(f"moe: rank {settings.rank} of {settings.ranks}: {self._sentence(fault)}")
 
-    @property
-    def lost(self) -> frozenset[int]:
-        """The ranks that have ended or left."""
-        return self._lost
+    def explanation(self) -> str:
+        """A sentence about the first rank that ended, was given up, or left. "" if all ranks are present."""
+        gone = self._first_gone
+        return self._left if gone is None else gone[2]
 
     def close(self, timeout: float = 10.0) -> None:
         """Leaves the group, and frees its memory once the GPU is at rest. Idempotent.
@@ -216,11 +245,33 @@ class Group:
             raise GroupError(f"moe: rank {self.settings.rank} keeps its memory: {error}") from error
         finally:
             self._watcher.close()
+            self._sentinels.close()
 
-    def _lose(self, rank: int, left: bool) -> None:
-        """Called on the watcher's thread."""
-        self._native.lose(rank, left)
-        self._lost |= {rank}
+    def lost(self, rank: int, left: bool) -> None:
+        """A report of the watcher."""
+        if left:
+            self._left = self._left or f"{self._name(rank)} has left the group"
+        elif self._first_gone is None:
+            self._first_gone = LOST, rank, f"{self._name(rank)} has ended"
+        self._native.lose(rank, left)  # last, as it ends a step that then reads the reason
+
+    def given_up(self, rank: int, by: int) -> None:
+        """A report of the watcher."""
+        if rank >= self.settings.ranks:
+            return
+        if self._first_gone is None:
+            sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} gave it up"
+            self._first_gone = GIVEN_UP, rank, sentence
+        self._native.lose(rank)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes.get(rank) or os.getpid()})"
+
+    def _sentence(self, fault: Fault) -> str:
+        reason = self.explanation() or "the group was closed meanwhile"
+        if fault.code in TIMEOUTS:
+            reason = f"{self._name(fault.rank)} {TIMEOUTS[fault.code].format(timeout=self.settings.timeout)}"
+        return f"{reason} ({fault.code}). The results of this step are void."
 
     def _stream(self) -> int:
         if self.settings.device is None:

@@ -32,12 +32,12 @@ class MoeMetrics:
         )
         self._faults = Counter(
             NAMES[2],
-            "Groups that ended because of another rank (LOST: its process ended. TIMEOUT_DISPATCH, "
-            "TIMEOUT_COMBINE: it did not send in time)",
+            "Groups that ended early, by reason (LOST: a process ended. TIMEOUT_DISPATCH, TIMEOUT_COMBINE: a "
+            "rank did not send in time. GIVEN_UP: another rank reported that)",
             ["code"],
             registry=registry,
         )
-        for code in CODES.values():
+        for code in CODES:
             self._faults.labels(code)
 
     def taken(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
-from kv_connector.moe.descriptors import LEAVE, Connection
+from kv_connector.moe.descriptors import GIVE_UP, LEAVE, Connection
 
 logger = logging.getLogger("kv_connector")
 
@@ -17,31 +19,44 @@ logger = logging.getLogger("kv_connector")
 _JOIN_SECONDS = 2.0
 
 
+class Reports(Protocol):
+    """Receives the reports of a Watcher, on its thread."""
+
+    def lost(self, rank: int, left: bool) -> None:
+        """The process of ``rank`` has ended. ``left``: it left the group in good order before."""
+
+    def given_up(self, rank: int, by: int) -> None:
+        """Rank ``by`` waited for ``rank`` until the deadline. ``rank`` may be the rank of this process."""
+
+
 class Watcher:
-    """A daemon thread that calls ``lost(rank, left)`` once for each rank that ends or leaves.
+    """A daemon thread that reports once for each rank that ends or leaves, and each rank that is given up.
 
     Owns the connections: close() closes them.
     """
 
-    def __init__(self, connections: Iterable[Connection], lost: Callable[[int, bool], None]) -> None:
+    def __init__(self, connections: Iterable[Connection], reports: Reports) -> None:
         self._connections = tuple(connections)
-        self._lost = lost
-        self._leaving = False
+        self._reports = reports
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvc-moe-watcher", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
         """Reports to the other ranks that this rank leaves in good order. Does not block."""
-        self._leaving = True
         for connection in self._connections:
-            connection.leave()
+            connection.send(LEAVE)
+
+    def give_up(self, rank: int) -> None:
+        """Reports to all other ranks that this rank no longer waits for ``rank``. Does not block."""
+        for connection in self._connections:
+            connection.send(GIVE_UP + bytes([rank]))
 
     def close(self) -> None:
         """Ends the thread and closes the connections. Not from the thread."""
         os.eventfd_write(self._stop, 1)
         self._thread.join(_JOIN_SECONDS)
-        if self._thread.is_alive():  # within lost(): its sockets stay open
+        if self._thread.is_alive():  # within a report: its sockets stay open
             return
         os.close(self._stop)
         for connection in self._connections:
@@ -51,27 +66,45 @@ class Watcher:
         with selectors.DefaultSelector() as selector:
             selector.register(self._stop, selectors.EVENT_READ)
             for connection in self._connections:
-                selector.register(connection.socket, selectors.EVENT_READ, connection)
-                if connection.pidfd is not None:
-                    selector.register(connection.pidfd, selectors.EVENT_READ, connection)
-            gone: set[int] = set()
+                for descriptor in (connection.socket.fileno(), *connection.pidfds):
+                    selector.register(descriptor, selectors.EVENT_READ, connection)
             while True:
                 for key, _ in selector.select():
                     connection = key.data
                     if connection is None:
                         return
-                    if connection.rank in gone:
-                        continue
-                    gone.add(connection.rank)
-                    selector.unregister(connection.socket)
-                    if connection.pidfd is not None:
-                        selector.unregister(connection.pidfd)
-                    # If a rank closes before it reads this rank's LEAVE, it resets the connection, and its
-                    # own LEAVE is lost.
-                    left = _left(connection.socket) or self._leaving
-                    # Before the log: a step may be waiting.
-                    self._lost(connection.rank, left)
-                    self._log(connection, left)
+                    # An event of the same batch may have reported the rank.
+                    if key.fd in selector.get_map() and self._read(connection):
+                        for descriptor in (connection.socket.fileno(), *connection.pidfds):
+                            selector.unregister(descriptor)
+
+    def _read(self, connection: Connection) -> bool:
+        """Reports what has come over the connection. Returns whether its rank has ended or left."""
+        while True:
+            # Before the socket is read: a rank that leaves sends LEAVE before its sentinels end.
+            ended = _ended(connection)
+            try:
+                message = connection.socket.recv(len(GIVE_UP) + 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if not ended:
+                    return False
+                message = b""
+            except ConnectionResetError:
+                # Reported once, before the messages that came earlier: the rank closed without reading this
+                # rank's last message.
+                continue
+            except OSError:
+                message = b""
+            if message[:-1] == GIVE_UP:
+                self._reports.given_up(message[-1], connection.rank)
+                who = connection.rank, connection.pid
+                logger.warning("moe: rank %d (process %d) gave up rank %d at its deadline", *who, message[-1])
+                continue
+            left = message == LEAVE
+            # Before the log: a step may be waiting.
+            self._reports.lost(connection.rank, left)
+            self._log(connection, left)
+            return True
 
     def _log(self, connection: Connection, left: bool) -> None:
         who = connection.rank, connection.pid
@@ -81,8 +114,8 @@ class Watcher:
             logger.warning("moe: rank %d (process %d) ended without leaving the group", *who)
 
 
-def _left(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(len(LEAVE), socket.MSG_DONTWAIT) == LEAVE
-    except OSError:
-        return False
+def _ended(connection: Connection) -> bool:
+    poll = select.poll()
+    for pidfd in connection.pidfds:
+        poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -84,7 +84,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
-    """Sent to another rank, together with the descriptor of the sender's segment."""
+    """Sent to another rank, with the descriptor of the sender's segment and pidfds of its sentinels."""
 
     rank: _Rank
     secret: _Secret

@@ -30,7 +30,7 @@ class FakeGroup:
     def __init__(self, settings: GroupSettings, exchange: Exchange) -> None:
         self.settings = settings
         self.owners: Sequence[int] | None = None
-        self.lost: frozenset[int] = frozenset()
+        self.gone = ""
         self.closed = False
         self._exchange = exchange
         self._masks: list[torch.Tensor] = []
@@ -104,8 +104,11 @@ class FakeGroup:
         return [torch.load(io.BytesIO(one)) for one in self._exchange(file.getvalue())]
 
     def raise_fault(self) -> None:
-        if self.lost:
-            raise GroupError(f"rank {min(self.lost)} was lost")
+        if self.gone:
+            raise GroupError(self.gone)
+
+    def explanation(self) -> str:
+        return self.gone
 
     def close(self, timeout: float = 10.0) -> None:
         self.closed = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kv_connector.moe.forming import Exchange
 from kv_connector.moe.group import Group, GroupError
@@ -32,6 +32,12 @@ def open_files() -> int:
 def settings_of(rank: int, ranks: int, **more: Any) -> GroupSettings:
     given = {"hidden": 64, "top_k": 4, "experts": 8, "max_tokens": 16, "row_bytes": 1024, "timeout": 30.0}
     return GroupSettings(rank=rank, ranks=ranks, **(given | more))
+
+
+class Kill(Protocol):
+    """Sends a signal to the process of a rank."""
+
+    def __call__(self, rank: int, number: signal.Signals = ..., /) -> None: ...
 
 
 class ThreadExchange:
@@ -116,6 +122,13 @@ class Side:
         os.kill(os.getpid(), signal.SIGSTOP)
         threading.Event().wait()  # this thread may be the last one that stops
 
+    def pause(self) -> None:
+        """Stops this process until the test sends SIGCONT. On the main thread."""
+        continued = threading.Event()
+        signal.signal(signal.SIGCONT, lambda *_: continued.set())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        continued.wait()  # this thread may be the last one that stops
+
     def _end(self, kind: str, result: Any) -> None:
         self._pipe.send((kind, result))
         self._pipe.recv()  # a process ends only after all others have finished their work
@@ -135,11 +148,12 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Any],
     *arguments: Any,
-    noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None] = lambda _notes, _kill: None,
+    noted: Callable[[list[tuple[int, str]], Kill], None] = lambda _notes, _kill: None,
 ) -> list[Any]:
     """Runs ``function(side, *arguments)`` in one process per rank. Returns each result, or Ended.
 
-    ``noted(notes, kill)`` is called after each note with all notes so far; ``kill(rank)`` sends SIGKILL.
+    ``noted(notes, kill)`` is called after each note with all notes so far. ``kill(rank)`` sends SIGKILL, or
+    the signal that it is given.
     """
     context = multiprocessing.get_context("forkserver")
     # The processes are forked from one that has imported torch, because that import takes seconds.
@@ -166,17 +180,17 @@ def run_ranks(
 def _serve(
     pipes: list[Connection],
     processes: Sequence[BaseProcess],
-    noted: Callable[[list[tuple[int, str]], Callable[[int], None]], None],
+    noted: Callable[[list[tuple[int, str]], Kill], None],
 ) -> list[Any]:
     results: dict[int, Any] = {}
     notes: list[tuple[int, str]] = []
     gathered: dict[int, bytes] = {}
     deadline = time.monotonic() + PATIENCE
 
-    def kill(rank: int) -> None:
+    def kill(rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         pid = processes[rank].pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     while len(results) < len(pipes):
         open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]

@@ -309,10 +309,9 @@ class ExpertExchange:
         deadline = time.monotonic() + _NAMING_SECONDS
         while True:
             for formed in tuple(self._groups.values()):
-                if lost := sorted(formed.group.lost):
-                    return GroupError(
-                        f"experts: lost rank {', '.join(map(str, lost))} of {self._settings.ranks}: {error}"
-                    )
+                if reason := formed.group.explanation():
+                    own = self._settings
+                    return GroupError(f"experts: rank {own.rank} of {own.ranks}: {reason}: {error}")
             if time.monotonic() > deadline:
                 return error
             time.sleep(0.01)

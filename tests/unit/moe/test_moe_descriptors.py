@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 from moe_ranks import PATIENCE, open_files, settings_of
 
-from kv_connector.moe.descriptors import Connection, Meeting, Passed
+from kv_connector.moe.descriptors import LEAVE, Connection, Meeting, Passed
+from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.watcher import Watcher
 from kv_connector.moe.wire import Facts, Hello, Introduction, encode
 
@@ -101,9 +103,9 @@ def passed_with(
 
 @pytest.mark.parametrize(
     ("descriptors", "words"),
-    [(0, "has 0 descriptors instead of 1"), (2, "has 2 descriptors instead of 1"), (9, "was cut off")],
+    [(0, "has 0 descriptors instead of 1 to 3"), (4, "has 4 descriptors instead"), (9, "was cut off")],
 )
-def test_introduction_without_exactly_one_descriptor_is_refused(
+def test_introduction_with_too_few_or_too_many_descriptors_is_refused(
     meetings: list[Meeting], descriptors: int, words: str
 ) -> None:
     before = open_files()
@@ -199,10 +201,15 @@ class Lost:
 
     def __init__(self) -> None:
         self.ranks: list[tuple[int, bool]] = []
+        self.accusations: list[tuple[int, int]] = []
         self.event = threading.Event()
 
-    def __call__(self, rank: int, left: bool) -> None:
+    def lost(self, rank: int, left: bool) -> None:
         self.ranks.append((rank, left))
+        self.event.set()
+
+    def given_up(self, rank: int, by: int) -> None:
+        self.accusations.append((rank, by))
         self.event.set()
 
 
@@ -214,9 +221,9 @@ def test_watcher_reports_a_rank_once_when_its_process_ends(
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]) as other:
         theirs.close()
         lost = Lost()
-        descriptor = os.pidfd_open(other.pid) if pidfd else None
+        descriptors = [os.pidfd_open(other.pid)] if pidfd else []
         with caplog.at_level(logging.INFO, "kv_connector"):
-            watcher = Watcher([Connection(3, other.pid, ours, descriptor)], lost)
+            watcher = Watcher([Connection(3, other.pid, ours, descriptors)], lost)
             assert not lost.ranks
             other.kill()
             assert lost.event.wait(PATIENCE)
@@ -225,11 +232,63 @@ def test_watcher_reports_a_rank_once_when_its_process_ends(
     assert f"moe: rank 3 (process {other.pid}) ended without leaving the group" in caplog.text
 
 
+def test_watcher_reports_a_rank_when_a_sentinel_ends() -> None:
+    """The process still has its memory and its connections."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sentinels = Sentinels()
+    lost = Lost()
+    watcher = Watcher([Connection(3, os.getpid(), ours, [os.dup(one) for one in sentinels.pidfds])], lost)
+    if sentinels.pidfds:  # from Linux 6.9 on
+        assert len(sentinels.pidfds) == 2
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        for thread in sentinels._threads:
+            assert thread.ident is not None
+            signal.pthread_kill(thread.ident, signal.SIGUSR1)  # does not end it
+        assert not lost.event.wait(0.05)
+        signal.signal(signal.SIGUSR1, before)
+        sentinels.close()
+        assert lost.event.wait(PATIENCE)
+        assert lost.ranks == [(3, False)]
+    else:
+        sentinels.close()
+    watcher.close()
+    theirs.close()
+
+
+def test_watcher_reports_a_rank_as_left_although_its_sentinels_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sentinels = Sentinels()
+    lost = Lost()
+    pidfds = [os.dup(one) for one in sentinels.pidfds]
+    Connection(0, os.getpid(), theirs, []).send(LEAVE)
+    sentinels.close()
+    watcher = Watcher([Connection(3, os.getpid(), ours, pidfds)], lost)
+    assert lost.event.wait(PATIENCE)
+    watcher.close()
+    theirs.close()
+    assert lost.ranks == [(3, True)]
+
+
+def test_watcher_reports_a_rank_that_was_given_up_and_its_accusers_end_later() -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lost = Lost(), Lost()
+    watchers = [Watcher([Connection(1 - rank, 7, ends[rank], [])], lost[rank]) for rank in range(2)]
+    watchers[0].give_up(2)
+    assert lost[1].event.wait(PATIENCE)
+    assert (lost[1].accusations, lost[1].ranks) == ([(2, 0)], [])
+    lost[1].event.clear()
+    watchers[0].leave()
+    assert lost[1].event.wait(PATIENCE)
+    for watcher in watchers:
+        watcher.close()
+    assert (lost[1].accusations, lost[1].ranks) == ([(2, 0)], [(0, True)])
+
+
 def test_watcher_of_a_rank_that_leaves_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lost = Lost(), Lost()
     with caplog.at_level(logging.INFO, "kv_connector"):
-        watchers = [Watcher([Connection(1 - rank, 7, ends[rank], None)], lost[rank]) for rank in range(2)]
+        watchers = [Watcher([Connection(1 - rank, 7, ends[rank], [])], lost[rank]) for rank in range(2)]
         watchers[1].leave()
         assert lost[0].event.wait(PATIENCE)
         watchers[0].leave()
@@ -243,7 +302,7 @@ def test_watcher_of_a_rank_that_leaves_logs_no_warning(caplog: pytest.LogCapture
 def test_watcher_frees_its_descriptors_and_its_thread() -> None:
     before = open_files(), threading.active_count()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    watcher = Watcher([Connection(1, os.getpid(), ours, os.pidfd_open(os.getpid()))], Lost())
+    watcher = Watcher([Connection(1, os.getpid(), ours, [os.pidfd_open(os.getpid())])], Lost())
     watcher.close()
     theirs.close()
     assert (open_files(), threading.active_count()) == before

@@ -40,6 +40,20 @@ def test_all_ranks_have_a_group_and_close_it_twice() -> None:
             group.combine_buffer([1] * RANKS)
 
 
+def test_each_rank_watches_two_sentinels_of_every_other_rank() -> None:
+    try:
+        os.close(os.pidfd_open(threading.get_native_id(), os.O_EXCL))
+    except OSError:
+        pytest.skip("threads have pidfds from Linux 6.9 on")
+    groups = form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])
+    for group in groups:
+        assert isinstance(group, Group)
+        assert [len(one.pidfds) for one in group._watcher._connections] == [3] * (RANKS - 1)
+    for group in groups:
+        assert isinstance(group, Group)
+        group.close()
+
+
 def test_group_of_one_rank_needs_no_other() -> None:
     (group,) = form_in_threads([settings_of(0, 1)])
     assert isinstance(group, Group)

@@ -894,7 +894,7 @@ def test_a_step_with_a_lost_rank_raises_its_name(watched: Any, call: str) -> Non
     worker, _, group = watched
     assert getattr(worker, call)(None) == "output"
     worker.execute_dummy_batch()
-    group.lost = frozenset([1])
+    group.gone = "rank 1 (process 7) has ended"
     with pytest.raises(GroupError, match="rank 1"):
         getattr(worker, call)(None)
     with pytest.raises(GroupError, match="rank 1"):
@@ -907,14 +907,14 @@ def test_a_worker_whose_errors_vllm_drops_ends(
 ) -> None:
     """The executor of several processes logs an error of a tensor parallel rank other than 0, and goes on."""
     worker, _, group = watched_worker(monkeypatch, backend, rank)
-    group.lost = frozenset([1])
+    group.gone = "rank 1 (process 7) has ended"
     kind = SystemExit if ends else GroupError
     with pytest.raises(kind, match="rank 1"):
         worker.execute_model(None)
     worker.step = RuntimeError("Connection closed by peer")
     with pytest.raises(kind, match="Connection closed by peer"):
         worker.execute_model(None)
-    group.lost = frozenset()
+    group.gone = ""
     monkeypatch.setattr("kv_connector.vllm.experts.exchange._NAMING_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         worker.execute_model(None)
@@ -950,7 +950,7 @@ def test_a_step_on_the_gpu_is_checked_when_its_output_is_complete(watched: Any) 
     assert isinstance(output, AsyncModelRunnerOutput)
     assert output.get_kv_connector_output() == "pages"
     assert output.get_output() == "late"
-    group.lost = frozenset([1])
+    group.gone = "rank 1 (process 7) has ended"
     late = worker.execute_model(None)
     with pytest.raises(GroupError, match="rank 1"):
         late.get_output()
@@ -959,8 +959,9 @@ def test_a_step_on_the_gpu_is_checked_when_its_output_is_complete(watched: Any) 
 def test_a_broken_collective_is_explained_by_the_lost_rank(watched: Any) -> None:
     worker, _, group = watched
     worker.step = RuntimeError("Connection closed by peer")
-    group.lost = frozenset([1])
-    with pytest.raises(GroupError, match="lost rank 1 of 2: Connection closed by peer") as raised:
+    group.gone = "rank 1 (process 7) has ended"
+    named = r"of 2: rank 1 \(process 7\) has ended: Connection closed by peer"
+    with pytest.raises(GroupError, match=named) as raised:
         worker.execute_model(None)
     assert raised.value.__cause__ is worker.step
 
