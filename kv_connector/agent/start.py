@@ -54,6 +54,7 @@ class WorkerInfo:
     load: WorkloadReport | None = None
     prefixes: str = ""
     borrows: bool = False
+    prefetches: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _register(
         load=worker.load,
         prefixes=worker.prefixes,
         borrows=worker.borrows,
+        prefetches=worker.prefetches,
     )
     announcer = _announcer(settings, registration) if settings.announce else None
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)

@@ -96,6 +96,7 @@ class Register(Message, frozen=True, tag="register"):
     prefixes: PrefixKey = ""
     """Key of its block hashes. It lends prefixes to engines with the same key. Empty: it lends none."""
     borrows: bool = False  # it loads the prefixes that a router proposes (prefix_from)
+    prefetches: bool = False  # it loads them for later requests, too, and computes nothing for that
 
 
 class Leave(Message, frozen=True, tag="leave"):

@@ -48,6 +48,9 @@ class PrefixFrom:
 
     lender: Address
     tokens: int
+    prefetch: int | None = None
+    """Most tokens that the request loads for a later request. It computes nothing. None: it computes what it
+    does not load."""
 
 
 def parse_prefix(params: Mapping[str, Any]) -> PrefixFrom | None:
@@ -68,8 +71,17 @@ def parse_prefix(params: Mapping[str, Any]) -> PrefixFrom | None:
     tokens = proposed.get("tokens")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= MAX_PREFIX_TOKENS:
         raise BadParams(f"prefix_from.tokens must be 1 to {MAX_PREFIX_TOKENS} tokens, not {tokens!r:.100}")
+    prefetch = proposed.get("prefetch")
+    if prefetch is not None:
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+            raise BadParams(f"prefix_from.prefetch must be 1 token or more, not {prefetch!r:.100}")
+        if params.get("do_remote_decode"):
+            raise BadParams(
+                "prefix_from.prefetch is for a request that computes nothing, and this request computes a "
+                "prompt for a decode engine (do_remote_decode): remove one of them"
+            )
     lender = _address(proposed, "prefix_from.host", "prefix_from.port", "lending")
-    return PrefixFrom(lender, tokens)
+    return PrefixFrom(lender, tokens, prefetch)
 
 
 def parse_params(params: Mapping[str, Any]) -> PrefillParams | DecodeParams | None:

@@ -65,14 +65,19 @@ class BorrowCosts:
 
         ``ahead``: tokens that are being loaded, and share the wire. ``asked``: the question is answered.
         """
-        measured = self._measured(lender)
-        if measured is not None and measured.late:
+        if self.was_late(lender):
             return False
+        measured = self._measured(lender)
         computed = self.compute_seconds(first, end - first)
         if computed is None:
             return True
         loaded = 0.0 if measured is None else _load_seconds(measured, end - first + ahead, asked=asked)
         return loaded < computed
+
+    def was_late(self, lender: Address) -> bool:
+        """Returns whether a load from this lender was given up lately because of its duration."""
+        measured = self._measured(lender)
+        return measured is not None and measured.late
 
     def _measured(self, lender: Address) -> _Lender | None:
         measured = self._lenders.get(lender)

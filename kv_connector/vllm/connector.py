@@ -27,7 +27,7 @@ from kv_connector.protocol.messages import Role
 from kv_connector.vllm.blocks import has_states
 from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
 from kv_connector.vllm.content import prefix_key
-from kv_connector.vllm.first_token import choose_scheduler
+from kv_connector.vllm.first_token import choose_scheduler, has_own_scheduler
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -142,6 +142,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._early_tokens = forces_tokens(vllm_config) and not has_states(block_sizes)
         self._prefixes = "" if has_states(block_sizes) else _prefix_key(vllm_config, kv_cache_config)
         self._borrows = bool(self._prefixes) and not no_prefixes
+        self._prefetches = self._borrows and has_own_scheduler(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
                 self._transfer_role,
@@ -254,6 +255,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             load=self._idle,
             prefixes=self._prefixes,
             borrows=self._borrows,
+            prefetches=self._prefetches,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent

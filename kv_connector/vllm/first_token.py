@@ -12,6 +12,7 @@ token.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from kv_connector.vllm.configuration import forces_tokens
@@ -44,6 +45,17 @@ def choose_scheduler(vllm_config: Any) -> None:
     else:
         chosen = GatedAsyncScheduler if config.async_scheduling else GatedScheduler
     config.scheduler_cls = f"{chosen.__module__}.{chosen.__name__}"
+
+
+def has_own_scheduler(vllm_config: Any) -> bool:
+    """Returns whether the engine has a scheduler of choose_scheduler(), or will have it.
+
+    Workers can call it: their configuration is from before or after that choice.
+    """
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if chosen is None:
+        return "VLLM_KV_CACHE_LAYOUT" not in os.environ  # with it, vLLM omits the hook that chooses
+    return isinstance(chosen, str) and chosen.startswith("kv_connector.vllm.")
 
 
 class FirstTokenScheduler(GatedScheduler):

@@ -1,7 +1,9 @@
-"""GatedScheduler: vLLM's scheduler, with steps that skip the requests that a gate holds.
+"""GatedScheduler: vLLM's scheduler, with steps that skip the requests that a gate holds, and prefetches.
 
 vLLM looks at each waiting request in each step: it searches the prefix cache for the prompt, and calls the
 connector, which answers "not yet". With thousands of held requests that takes longer than the step.
+
+A prefetch (prefix_borrower.py) ends here, because vLLM ends a request only behind a token that it computes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from itertools import chain
 from typing import Any
 
 from kv_connector.protocol.admission import AdmissionGate
-from kv_connector.vllm.internals import AsyncScheduler, Request, RequestQueue, RequestStatus, Scheduler
+from kv_connector.vllm.internals import (
+    AsyncScheduler,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Request,
+    RequestQueue,
+    RequestStatus,
+    Scheduler,
+)
 from kv_connector.vllm.process import connectors_within
 from kv_connector.vllm.scheduler_side import SchedulerSide
 
@@ -112,7 +123,8 @@ class GatedQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not typed for m
 
 
 class GatedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a GatedQueue. Loads that fail do not hold up other loads."""
+    """vLLM's scheduler with a GatedQueue. Loads that fail do not hold up other loads. Prefetches end without
+    a forward pass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,6 +134,34 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
         """The scheduler sides of this project's connectors, among those that vLLM has."""
         if self.sides:
             self.waiting: Any = GatedQueue(self.waiting, self.deferred_waiting, self.sides)
+        for side in self.sides:
+            side.end_prefetches()
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        for side in self.sides:
+            for request, tokens in side.take_prefetched():
+                if not request.is_finished():
+                    client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                    client.outputs.append(self._end_prefetch(request, tokens))
+        return outputs
+
+    def _end_prefetch(self, request: Request, tokens: int) -> Any:
+        """Ends a prefetch that has loaded so many tokens. Returns the output for its client."""
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._handle_blocked_waiting_request(request)  # gives the loaded blocks their hashes
+        if self.log_stats:
+            # Without it, the duration of the prefill would count from the epoch.
+            request.record_event(EngineCoreEventType.SCHEDULED)
+        self.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            kv_transfer_params={"prefetched_tokens": tokens},
+            trace_headers=request.trace_headers,
+        )
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Returns whether vLLM may schedule the request in this step.

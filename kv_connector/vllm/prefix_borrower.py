@@ -19,6 +19,10 @@ A request's prefix goes through these phases:
     LEAVING   vLLM's   the request is finished, and pages may still land      OVER
     OVER      -        the request computes what it lacks                     -
 
+A prefetch is a request that loads a prefix for a later request, and computes nothing. It waits for no other
+request, and its load need not be sooner than computing. It ends after its load, or without one
+(gated_queue.py).
+
 The workers know the load by the lending's transfer id alone. A prompt that this engine computes for a D has
 its own id there.
 """
@@ -109,6 +113,10 @@ class _Prefix:
     """Whether its pages must not be used."""
     sent: bool = False
     """In LEAVING: the prompt of the same request is reported as sent."""
+    prefetch: int | None = None
+    """Most tokens that a prefetch loads. None: the request is no prefetch."""
+    offered: bool = False
+    """Whether vLLM was to give a prefetch its blocks."""
 
     @property
     def missing(self) -> int:
@@ -147,6 +155,8 @@ class PrefixBorrower:
         self._by_transfer: dict[str, _Prefix] = {}
         """Prefixes whose question or load the workers have, by transfer id."""
         self._withdrawn: dict[str, Address] = {}
+        self._prefetched: list[tuple[Request, int]] = []
+        """Prefetches that are to end, each with the tokens that it has loaded."""
         self._contexts: dict[str, Mapping[str, str]] = {}
         """Trace contexts of new lendings, by transfer id."""
         self.costs = BorrowCosts(lambda before, tokens: None, remember_s)
@@ -155,6 +165,8 @@ class PrefixBorrower:
         """This engine's own address."""
         self.blocks: Blocks | None = None
         """Set before the first request."""
+        self.ends_prefetches = False
+        """Whether the scheduler takes prefetches and ends them. Otherwise they are computed like others."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -168,13 +180,28 @@ class PrefixBorrower:
         if request.skip_reading_prefix_cache:
             raise BadParams("prefix_from: the request reads no cached tokens")
         lender = replace(prefix.lender, prefixes=True)
-        self._prefixes[request.request_id] = _Prefix(request, lender, prefix.tokens)
+        prefetch = prefix.prefetch if self.ends_prefetches else None
+        self._prefixes[request.request_id] = _Prefix(request, lender, prefix.tokens, prefetch=prefetch)
+
+    def is_prefetch(self, request_id: str) -> bool:
+        """Returns whether the request computes nothing."""
+        prefix = self._prefixes.get(request_id)
+        return prefix is not None and prefix.prefetch is not None
+
+    def take_prefetched(self) -> list[tuple[Request, int]]:
+        """Returns the prefetches that are to end, each with the tokens that it has loaded."""
+        taken, self._prefetched = self._prefetched, []
+        return taken
 
     def must_wait(self, request: Request, local_tokens: int) -> bool:
         """Returns whether the request waits for a lender's answer. vLLM may call this every step."""
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
             return False
+        waits = self._look(prefix, local_tokens)
+        return waits if prefix.prefetch is None else self._prefetch_waits(prefix, local_tokens)
+
+    def _look(self, prefix: _Prefix, local_tokens: int) -> bool:
         match prefix.phase:
             case PrefixPhase.WANTED:
                 self._ask(prefix, local_tokens)
@@ -187,6 +214,20 @@ class PrefixBorrower:
                 self._ask(prefix, local_tokens)
         return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)
 
+    def _prefetch_waits(self, prefix: _Prefix, local_tokens: int) -> bool:
+        """Returns whether a prefetch must not begin its load in this step, and notes its end."""
+        held = prefix.phase is PrefixPhase.HELD
+        if held and not prefix.offered and self.tokens_to_load(prefix.request, local_tokens):
+            prefix.offered = True
+            return False
+        if held:
+            # vLLM has no blocks for it, or would compute. At the front of the queue it would delay others.
+            self._release(prefix)
+            prefix.enter(PrefixPhase.OVER)
+        if prefix.phase is PrefixPhase.OVER:
+            self._prefetched.append((prefix.request, 0))
+        return True
+
     def _ask(self, prefix: _Prefix, local_tokens: int) -> None:
         assert self.blocks is not None
         request, hashed = prefix.request, self.blocks.hash_block_tokens
@@ -194,9 +235,11 @@ class PrefixBorrower:
         prefix.local, prefix.tokens = local_tokens, 0
         prefix.expected = min(prefix.expected, most)
         held = [one.missing for one in self._by_transfer.values()]
-        if prefix.missing < multiple or not self.costs.pays(
-            prefix.lender, local_tokens, prefix.expected, sum(held)
-        ):
+        if prefix.prefetch is None:
+            wanted = self.costs.pays(prefix.lender, local_tokens, prefix.expected, sum(held))
+        else:
+            wanted = self._prefetch_fits(prefix, held)
+        if prefix.missing < multiple or not wanted:
             prefix.enter(PrefixPhase.OVER)
             return
         if self._too_many(prefix, held):
@@ -213,6 +256,22 @@ class PrefixBorrower:
             self._contexts[prefix.transfer_id] = dict(request.trace_headers)
         self._commands.append(
             PrefixRequest(prefix.transfer_id, prefix.lender, content, local_tokens, multiple)
+        )
+
+    def _prefetch_fits(self, prefix: _Prefix, held: list[int]) -> bool:
+        """Returns whether a prefetch takes nothing that other requests need.
+
+        It lacks more than ``prefetch`` tokens if this engine has dropped a part of the prompt meanwhile. To
+        load that would drop other prompts in turn.
+        """
+        assert self.blocks is not None
+        assert prefix.prefetch is not None
+        blocks = sum(-(-prefix.missing // size) for size in self._block_sizes)
+        return (
+            prefix.missing <= prefix.prefetch
+            and blocks <= self.blocks.unused // 2
+            and not self._too_many(prefix, held)
+            and not self.costs.was_late(prefix.lender)
         )
 
     def _too_many(self, prefix: _Prefix, held: list[int]) -> bool:
@@ -255,6 +314,8 @@ class PrefixBorrower:
                     continue
                 prefix.tokens, prefix.until = tokens, now + self._hold_s / 2
                 prefix.enter(PrefixPhase.HELD)
+                if prefix.prefetch is not None:
+                    continue
                 ahead = sum(one.missing for one in self._by_transfer.values()) - prefix.missing
                 if not self.costs.pays(prefix.lender, prefix.local, tokens, ahead, asked=True):
                     self._release(prefix)
@@ -389,9 +450,13 @@ class PrefixBorrower:
                 if taken >= self._ask_s:
                     self.costs.late(prefix.lender)
                 self._begin_anew(request)
+                loaded = 0
             else:
                 prefix.enter(PrefixPhase.LOADED)
                 self.costs.loaded(prefix.lender, prefix.missing, taken, prefix.wire_s)
+                loaded = prefix.missing
+            if prefix.prefetch is not None:
+                self._prefetched.append((request, loaded))
         return over, reported
 
     def _begin_anew(self, request: Request) -> None:

@@ -192,8 +192,9 @@ class SchedulerSide:
         return self._prefill.gate, self._decode.gate
 
     def expects_prompt(self, request_id: str) -> bool:
-        """Returns whether the request's prompt is still to arrive from a P."""
-        return self._decode.expects_prompt(request_id)
+        """Returns whether this engine computes no prompt for the request: it is still to arrive from a P, or
+        the request is a prefetch."""
+        return self._decode.expects_prompt(request_id) or self._borrower.is_prefetch(request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Returns the number of tokens to load behind ``local_tokens``. None: the request must wait.
@@ -297,6 +298,14 @@ class SchedulerSide:
     def take_first_tokens(self) -> list[tuple[Request, int]]:
         """Returns the requests whose pages have arrived since the last call, each with P's sampled token."""
         return self._decode.take_first_tokens()
+
+    def end_prefetches(self) -> None:
+        """Makes GatedScheduler end prefetches from now on. Call it before the first request."""
+        self._borrower.ends_prefetches = True
+
+    def take_prefetched(self) -> list[tuple[Request, int]]:
+        """Returns the prefetches that are to end, each with the tokens that it has loaded."""
+        return self._borrower.take_prefetched()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._decode.request_finished(request)

@@ -126,7 +126,9 @@ def membership_messages() -> list[MembershipMessage]:
     return [
         Register("p", "1", Role.BOTH, "http://10.0.0.1:8100", "10.0.0.1", 5600, True),
         Register("p", "1", Role.PREFILL, "http://h:1", "h", 1, activity=Activity({"tcp": 2}, 3, 1 << 40)),
-        Register("p", "1", Role.PREFILL, "http://h:1", "h", 1, prefixes="0" * 32, borrows=True),
+        Register(
+            "p", "1", Role.PREFILL, "http://h:1", "h", 1, prefixes="0" * 32, borrows=True, prefetches=True
+        ),
         Leave("p", "1"),
         Drain("http://10.0.0.1:8100"),
         Drain("http://10.0.0.1:8100", unless_last=True),

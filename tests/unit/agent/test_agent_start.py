@@ -208,6 +208,7 @@ def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, 
         load=load,
         prefixes="key",
         borrows=True,
+        prefetches=True,
     )
     told = router.hears(lambda message: isinstance(message, Register))
     assert (told.engine_id, told.role, told.url, told.rank) == (
@@ -218,7 +219,7 @@ def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, 
     )
     assert Address(told.control_host, told.control_port) == running.address
     assert told.activity == Activity(), "it has no peer yet, and says so"
-    assert (told.load, told.prefixes, told.borrows) == (load, "key", True)
+    assert (told.load, told.prefixes, told.borrows, told.prefetches) == (load, "key", True, True)
     running.sleep()
     router.hears(lambda message: isinstance(message, Register) and message.asleep)
     router.heard.clear()

@@ -84,6 +84,11 @@ def test_parse_prefix_returns_the_lender_beside_either_half(half: dict[str, Any]
     assert parse_params(params) == parse_params(half)
 
 
+def test_parse_prefix_returns_how_much_a_prefetch_loads() -> None:
+    params = {"prefix_from": {**PREFIX, "prefetch": 600}}
+    assert parse_prefix(params) == PrefixFrom(Address("10.0.0.2", 5700), 4096, 600)
+
+
 @pytest.mark.parametrize("params", [{}, OF_P, OF_D, {"prefix_from": None}, {**OF_D, "prefix_from": None}])
 def test_parse_prefix_returns_none_without_a_proposal(params: dict[str, Any]) -> None:
     assert parse_prefix(params) is None
@@ -111,6 +116,10 @@ def test_parse_prefix_returns_none_without_a_proposal(params: dict[str, Any]) ->
         ({"prefix_from": {**PREFIX, "tokens": True}}, "prefix_from.tokens must be"),
         ({"prefix_from": {**PREFIX, "tokens": 4096.0}}, "prefix_from.tokens must be"),
         ({"prefix_from": {**PREFIX, "tokens": MAX_PREFIX_TOKENS + 1}}, "prefix_from.tokens must be"),
+        ({"prefix_from": {**PREFIX, "prefetch": 0}}, "prefix_from.prefetch must be 1 token or more, not 0"),
+        ({"prefix_from": {**PREFIX, "prefetch": True}}, "prefix_from.prefetch must be"),
+        ({"prefix_from": {**PREFIX, "prefetch": "all"}}, "prefix_from.prefetch must be"),
+        ({**OF_P, "prefix_from": {**PREFIX, "prefetch": 600}}, "computes nothing"),
         ({**OF_D, "prefix_from": PREFIX}, "send prefix_from to the prefill engine"),
     ],
 )

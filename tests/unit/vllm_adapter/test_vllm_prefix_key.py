@@ -46,6 +46,18 @@ def test_prefill_engine_with_several_steps_in_flight_lends_and_does_not_borrow(
     assert reported(stage("kv_producer")) == (prefix_key("sha256", BLOCK), False)
 
 
+@pytest.mark.parametrize(("scheduler", "prefetches"), [(None, True), ("my.Scheduler", False)])
+def test_engine_reports_that_it_prefetches_with_a_scheduler_of_this_project(
+    model: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str | None, prefetches: bool
+) -> None:
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    config = vllm_config(model, "kv_consumer")
+    config.scheduler_config.scheduler_cls = scheduler
+    connector = Stage(config, [FULL]).scheduler.connector
+    assert isinstance(connector, WriteImmConnector)
+    assert connector._prefetches is prefetches
+
+
 def test_engine_with_recurrent_states_reports_no_key(model: Path) -> None:
     config = vllm_config(model, "kv_consumer")
     config.cache_config.mamba_cache_mode = "align"

@@ -84,7 +84,8 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
     made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
-    made._early_tokens, made._idle, made._prefixes, made._borrows = True, None, "key", True
+    made._early_tokens, made._idle, made._prefixes = True, None, "key"
+    made._borrows = made._prefetches = True
     parallel = ParallelConfig(
         tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True
     )
@@ -97,7 +98,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
     assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (3, 4, 3, 1)
     assert (info.stage, info.early_tokens) == (1, True)
-    assert (info.prefixes, info.borrows) == ("key", True)
+    assert (info.prefixes, info.borrows, info.prefetches) == ("key", True, True)
 
 
 @pytest.mark.parametrize(
