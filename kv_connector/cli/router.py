@@ -239,6 +239,14 @@ def router(
             "prompts meanwhile.",
         ),
     ] = False,
+    prefetch_answers: Annotated[
+        bool,
+        typer.Option(
+            "--prefetch-answers",
+            help="After an answer of a chat or a session, let the prefill engine load its KV from the decode "
+            "engine. The next turn does not compute it.",
+        ),
+    ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
@@ -519,6 +527,7 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
             require_prefill=given["require_prefill"],
             policy=PolicyName(given["policy"]) if given["policy"] else None,
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
+            prefetch_answers=given["prefetch_answers"],
             rebalance=given["rebalance"],
             status_details=given["status_details"],
             otlp_traces_endpoint=given["otlp_traces_endpoint"],

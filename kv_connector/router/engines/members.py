@@ -108,9 +108,10 @@ class _Engine:
     models: frozenset[str] | None = None  # None: unknown
     learn_at: float = 0.0  # when to request the models next
     silent: bool = False
-    early_tokens: bool = False  # as reported by its REGISTER, like the next two
+    early_tokens: bool = False  # as reported by its REGISTER, like the next three
     prefixes: str = ""
     borrows: bool = False
+    prefetches: bool = False
     workload: Workload = field(default_factory=Workload)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -292,6 +293,7 @@ class Members:
             engine.workload.cache.clear()
         engine.early_tokens, engine.weights = message.early_tokens, message.weights
         engine.prefixes, engine.borrows = message.prefixes, message.borrows
+        engine.prefetches = message.prefetches
         engine.workload.hear(message.load)
         # A REGISTER that was sent before the engine knew of its drain does not end the drain.
         draining = message.draining or (engine.draining and not engine.reports_drain)
@@ -388,11 +390,7 @@ class Members:
         engine may be to blame.
         """
         if (engine := self._known(endpoint)) is not None:
-            self._update(
-                engine,
-                outcome=lambda breaker: breaker.failed(now, begun=begun, unsure=unsure),
-                reason=reason,
-            )
+            self._update(engine, outcome=lambda b: b.failed(now, begun=begun, unsure=unsure), reason=reason)
 
     def failed(self, endpoint: Endpoint, reason: str, *, gone: bool = False, missed: bool = False) -> None:
         """Notes that the engine's API server accepted no connection, or reports that it serves nothing. The
@@ -556,6 +554,7 @@ class Members:
                 models=engine.models,
                 prefixes=engine.prefixes,
                 borrows=engine.borrows,
+                prefetches=engine.prefetches,
             )
 
     def _withdraw(self, engine: _Engine, *, lost: bool) -> None:

@@ -47,6 +47,8 @@ class Member:
     """Key of its block hashes: it lends prefixes to engines with the same key. Empty: it lends none."""
     borrows: bool = False
     """Whether it loads the prefixes that this router proposes."""
+    prefetches: bool = False
+    """Whether it loads prefixes for later requests, and computes nothing for that."""
     breaker: Breaker = field(default_factory=Breaker)
     outstanding: int = 0
     context: int = 0
@@ -262,6 +264,10 @@ class Pool:
         member = self._members.get(endpoint)
         return None if member is None else member.workload
 
+    def member(self, endpoint: Endpoint) -> Member | None:
+        """Returns the engine; None: the pool does not have it."""
+        return self._members.get(endpoint)
+
     def weights(self, endpoint: Endpoint) -> str:
         """Returns the weight version that the engine serves."""
         return self._members[endpoint].weights if endpoint in self._members else ""
@@ -278,19 +284,21 @@ class Pool:
         models: frozenset[str] | None = None,
         prefixes: str = "",
         borrows: bool = False,
+        prefetches: bool = False,
     ) -> None:
         """Sets whether the engine takes new requests; its running requests continue.
 
         A new engine is added, with its workload and its breaker. ``reserve``: use it only if no regular
         engine is usable. ``weights``: its version. ``models``: the models that it lists. ``prefixes``,
-        ``borrows``: as of Member.
+        ``borrows``, ``prefetches``: as of Member.
         """
         member = self._members.get(endpoint)
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
             self._members[endpoint] = member
         member.usable, member.reserve, member.weights = usable, reserve, weights
-        member.models, member.prefixes, member.borrows = models, prefixes, borrows
+        member.models, member.prefixes = models, prefixes
+        member.borrows, member.prefetches = borrows, prefetches
         if not member.takes:
             # Its recent work halves while its peers work. When it comes back, it gets no more than its part.
             member.recent = None

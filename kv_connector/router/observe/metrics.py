@@ -93,6 +93,18 @@ class Metrics:
             "engines count loaded tokens as cached.",
             registry=self.registry,
         )
+        self.prefetches = Counter(
+            "kv_connector_router_answer_prefetches",
+            "Answers that a prefill engine could load before the next turn, by outcome. loaded. declined: by "
+            "an engine. busy: too many at once. failed: no result. unknown: its token ids are not known.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.prefetched_tokens = Counter(
+            "kv_connector_router_prefetched_tokens",
+            "Tokens of answers that prefill engines loaded from decode engines before the next turn",
+            registry=self.registry,
+        )
         self.early_tokens = Counter(
             "kv_connector_router_early_tokens",
             "Requests by early first token. sent: the client got the prefill engine's token. mismatch: the "

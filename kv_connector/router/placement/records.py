@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
+from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
@@ -110,9 +111,14 @@ class CacheRecords:
             return
         if local:
             self._reported(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens)
-        answer = said.answer if prompt.tokens is None else said.ids
-        if answer:
-            _computed((moved or lease).workload, prompt.followed_by(answer))
+        if (continued := continued_by(prompt, said)) is not None:
+            _computed((moved or lease).workload, continued)
+
+    def prefetched(self, lease: Lease, lender: Endpoint, tokens: int) -> None:
+        """Notes that a prefill engine has loaded the end of the lease's prompt, so many tokens."""
+        if lease.prompt is not None:
+            _computed(lease.workload, lease.prompt)
+        lease.workload.use.borrow(lender, tokens)
 
     def _own(self, lease: Lease, prefix: Prefix, report: Computed) -> int | None:
         """Counts a proposal by its result. Returns the tokens that were in the engine's own cache.
@@ -152,6 +158,12 @@ class CacheRecords:
             lease.workload.use.predicted += predicted
             lease.workload.use.actual += cached
             self._count(side, predicted, cached)
+
+
+def continued_by(prompt: Prompt, said: Said) -> Prompt | None:
+    """Returns the beginning of the next turn's prompt; None: the answer is not known."""
+    answer = said.answer if prompt.tokens is None else said.ids
+    return prompt.followed_by(answer) if answer else None
 
 
 def _computed(workload: Workload, prompt: Prompt, tokens: int = 0) -> None:

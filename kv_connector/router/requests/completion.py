@@ -245,6 +245,28 @@ def prefix_params(lender: Endpoint, tokens: int) -> dict[str, Any]:
     return {"host": lender.control_host, "port": lender.control_port, "tokens": tokens}
 
 
+PREFETCH_PATH = "/v1/completions"
+
+
+def prefetch_body(body: Body, ids: bytes, lender: Endpoint, tokens: int, most: int) -> Content:
+    """Returns a body that makes a prefill engine load the end of a prompt from ``lender``, and compute
+    nothing.
+
+    ``body``: the client's. ``ids``: token ids of its prompt and answer, as in a JSON list. ``tokens``: those
+    that the lender has of them. ``most``: tokens that the prefill engine lacks, if it has dropped none.
+    """
+    kept = {key: body[key] for key in ("model", "cache_salt") if key in body}
+    prefix = {**prefix_params(lender, tokens), "prefetch": most}
+    return encode(
+        {
+            **kept,
+            "prompt": msgspec.Raw(b"[%s]" % ids),
+            "max_tokens": 1,
+            "kv_transfer_params": {"prefix_from": prefix},
+        }
+    )
+
+
 DISOWNED_PATH = "/v1/completions"
 
 

@@ -27,6 +27,7 @@ from kv_connector.router.placement.sessions import Sessions
 from kv_connector.router.requests.completion import Completion, prefix_params
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
+from kv_connector.router.streams.prefetches import Prefetches
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Components:
     metrics: Metrics
     incidents: Incidents
     spans: Spans
+    prefetches: Prefetches | None
+    """None: no answers are prefetched."""
     patience: float
     """Seconds that a prefill engine has for its own answer after the decode engine's."""
 
@@ -75,17 +78,23 @@ class Components:
             policy = FewestOutstanding(pools)
         else:
             policy = CacheAware(pools, index, sizes, sessions)
+        learns = not isinstance(policy, FewestOutstanding)
+        caches = CacheRecords(sizes, sessions, metrics.hit, metrics.proposed)
+        prefetches = None
+        if learns and settings.prefetch_answers:
+            prefetches = Prefetches(pools, client, caches, metrics, settings.patience)
         return cls(
             pools=pools,
             members=members,
             calls=Calls(client, members, metrics, incidents, spans),
             policy=policy,
-            learns=not isinstance(policy, FewestOutstanding),
-            caches=CacheRecords(sizes, sessions, metrics.hit, metrics.proposed),
+            learns=learns,
+            caches=caches,
             holds=PrefillHolds(pools, client, settings.patience),
             metrics=metrics,
             incidents=incidents,
             spans=spans,
+            prefetches=prefetches,
             patience=settings.patience,
         )
 

@@ -105,8 +105,10 @@ class Dispatcher:
             began, ended = request.call.running, request.running
             if began.placement is not None and began.lease is not None:
                 moved = None if ended is began else ended.lease
-                local = began.placement.prefill is None
-                self.parts.caches.answered(began.lease, transcript.said(), moved=moved, local=local)
+                local, said = began.placement.prefill is None, transcript.said()
+                self.parts.caches.answered(began.lease, said, moved=moved, local=local)
+                if self.parts.prefetches is not None:
+                    self.parts.prefetches.answered(request, began, said)
 
     async def forward(self, method: str, call: Call, body: Content) -> Reply:
         """Returns the whole answer of any decode engine, for a route that changes nothing there."""
@@ -139,6 +141,8 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Waits until engines are notified, `patience` seconds at most. No request is open any more."""
+        if self.parts.prefetches is not None:
+            await self.parts.prefetches.close()
         await self.parts.holds.close()
 
     async def _try(

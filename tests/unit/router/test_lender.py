@@ -131,9 +131,9 @@ def test_registration_decides_whether_an_engine_lends_and_borrows() -> None:
         return pools[Side.PREFILL].choices()[0]
 
     one = register()
-    assert (one.prefixes, one.borrows) == ("", False), "an engine of an older release"
-    one = register(prefixes="key", borrows=True)
-    assert (one.prefixes, one.borrows) == ("key", True)
+    assert (one.prefixes, one.borrows, one.prefetches) == ("", False, False), "an older release"
+    one = register(prefixes="key", borrows=True, prefetches=True)
+    assert (one.prefixes, one.borrows, one.prefetches) == ("key", True, True)
 
 
 @pytest.mark.parametrize(("cached", "borrowed"), [(160, 0), (192, 0), (240, 0), (256, 65), (384, 193)])

@@ -1,0 +1,318 @@
+"""Prefetches: after an answer, the prefill engine loads it from the decode engine. Over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_vllm import LENGTH, FakeVllm, ids_of
+from router_setup import PATIENCE, client_of, serve, within
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from stream_site import CHAT, COMPLETION, Reading, said
+
+from kv_connector.control.membership import Register
+from kv_connector.control.registrar import Registrar
+from kv_connector.lab.free_ports import free_ports
+from kv_connector.protocol.actions import Address
+from kv_connector.protocol.messages import Role
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.front.app import create_app
+from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unwatched")]
+
+ANSWER = 100
+USER = {"role": "user", "content": "Why?"}
+NAME = "kv_connector_router_answer_prefetches_total"
+
+
+class Prefill(FakeVllm):
+    """A prefill engine that answers a prefetch with ``loads`` tokens, once ``free`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.loads: int | None = ANSWER
+        self.status = 200
+        self.free = asyncio.Event()
+        self.free.set()
+        self.prefetches: list[dict[str, Any]] = []
+        self.came = asyncio.Event()
+
+    async def answer(self, request: Request, body: dict[str, Any]) -> Response:
+        prefix = (body.get("kv_transfer_params") or {}).get("prefix_from") or {}
+        if "prefetch" not in prefix:
+            return await super().answer(request, body)
+        self.bodies.remove(body)
+        self.prefetches.append(body)
+        self.came.set()
+        await self.free.wait()
+        params = None if self.loads is None else {"prefetched_tokens": self.loads}
+        return JSONResponse({"choices": [], "kv_transfer_params": params}, self.status)
+
+
+class Site:
+    def __init__(self, p: Prefill, d: FakeVllm, client: httpx.AsyncClient) -> None:
+        self.p, self.d, self.client = p, d, client
+        self.registered: dict[Role, Registrar] = {}
+
+    async def stream(self, path: str, body: dict[str, Any], name: str = "one") -> str:
+        """Sends a request; returns the text of its answer, once the router has handled its end."""
+        events = await Reading(self.client, path, {"max_tokens": ANSWER, **body}, name).end()
+        await self.rest()
+        return said(events)[0]
+
+    async def rest(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while (await self.client.get("/load")).json()["server_load"]:
+                await asyncio.sleep(0.001)  # polled: there is no event to wait for
+
+    async def outcomes(self) -> dict[str, float]:
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        found = [line for line in lines if line.startswith(NAME)]
+        return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+    async def until(self, **outcomes: float) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while await self.outcomes() != outcomes:
+                await asyncio.sleep(0.001)  # polled: there is no event to wait for
+
+    async def register(self, role: Role, **facts: Any) -> None:
+        engine, port = (self.p, 5601) if role is Role.PREFILL else (self.d, 5602)
+        facts = {"prefixes": "key", "borrows": True, "prefetches": True, **facts}
+        message = Register(role.value, "1", role, engine.url, "10.0.0.7", port, **facts)
+        if role in self.registered:
+            self.registered.pop(role).close()
+        self.registered[role] = Registrar(message, [self.address], None)
+
+    address: Address
+
+
+@contextlib.asynccontextmanager
+async def site(
+    p_facts: dict[str, Any] | None = None, d_facts: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Site]:
+    p, d = Prefill(), FakeVllm(2)
+    address = Address("127.0.0.1", free_ports(1)[0])
+    async with serve(p.app) as p.url, serve(d.app) as d.url:
+        listed = {
+            "prefill": (Endpoint.parse(f"{p.url}@10.0.0.7:5601"),),
+            "decode": (Endpoint.parse(d.url),),
+            "registration": address,
+            "policy": PolicyName.CACHE_AWARE,
+            "prefetch_answers": True,
+            "patience": PATIENCE,
+        }
+        async with serve(create_app(Settings(**{**listed, **settings}))) as url, client_of(url) as client:
+            made = Site(p, d, client)
+            made.address = address
+            await made.register(Role.PREFILL, **(p_facts or {}))
+            await made.register(Role.DECODE, **(d_facts or {}))
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    while any(one["silence"] is None for one in await status(client)):
+                        await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
+                yield made
+            finally:
+                for registrar in made.registered.values():
+                    registrar.close()
+
+
+async def status(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    engines: list[dict[str, Any]] = (await client.get("/status.json")).json()["engines"]
+    return engines
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_connector.router.front.status._FRESH_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_prefill_engine_loads_the_answer_of_a_chat(dispatch: str) -> None:
+    async with site(dispatch=dispatch) as s:
+        await s.stream(CHAT, {"messages": [USER], "cache_salt": "salt", "temperature": 0.5})
+        await s.until(loaded=1)
+        (body,) = s.p.prefetches
+        prompt = ids_of([USER])
+        assert body["prompt"][: len(prompt)] == prompt
+        assert len(body["prompt"]) == len(prompt) + ANSWER
+        most = body["kv_transfer_params"]["prefix_from"].pop("prefetch")
+        assert ANSWER < most <= ANSWER + 256
+        had = len(prompt) + ANSWER - 1
+        assert body.pop("prompt")
+        assert body == {
+            "model": "m",
+            "cache_salt": "salt",
+            "max_tokens": 1,
+            "kv_transfer_params": {"prefix_from": {"host": "10.0.0.7", "port": 5602, "tokens": had}},
+        }
+        text = (await s.client.get("/metrics")).text
+        assert f"kv_connector_router_prefetched_tokens_total {ANSWER:.1f}" in text
+        engines = {one["name"]: one for one in await status(s.client)}
+        assert engines["prefill 1"]["cache"]["borrowed"] == {"decode 1": ANSWER}
+
+
+@pytest.mark.parametrize(("loads", "proposed"), [(ANSWER, False), (0, True)])
+async def test_router_proposes_no_prefix_that_the_prefill_engine_has_loaded(
+    loads: int, proposed: bool
+) -> None:
+    async with site() as s:
+        s.p.loads = loads
+        answer = await s.stream(CHAT, {"messages": [USER], "max_tokens": LEAST_TOKENS})
+        await s.until(**{"loaded" if loads else "declined": 1})
+        turns = [USER, {"role": "assistant", "content": answer}, USER]
+        assert len(ids_of(turns)) < LENGTH - 10
+        body = {"messages": turns, "max_tokens": 10, "stream": False, "model": "m"}
+        await within(s.client.post(CHAT, json=body))
+        assert ("prefix_from" in s.p.bodies[-1]["kv_transfer_params"]) is proposed
+
+
+SESSION: dict[str, Any] = {"user": "someone", "return_token_ids": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefetched"),
+    [
+        (COMPLETION, {"prompt": [5, 6, 7]}, False),
+        (COMPLETION, {"prompt": [5, 6, 7], **SESSION}, True),
+        (COMPLETION, {"prompt": "Why?", "user": "someone"}, True),
+        (CHAT, {"messages": [USER], "max_tokens": LEAST_TOKENS - 1}, False),
+        (CHAT, {"messages": [USER], "max_tokens": LEAST_TOKENS}, True),
+    ],
+)
+async def test_answer_is_loaded_if_it_is_long_and_a_conversation_may_go_on(
+    path: str, body: dict[str, Any], prefetched: bool
+) -> None:
+    async with site() as s:
+        await s.stream(path, body)
+        if prefetched:
+            await s.until(loaded=1)
+        assert await s.outcomes() == ({"loaded": 1} if prefetched else {})
+
+
+@pytest.mark.parametrize(
+    "more", [{"stop": ["x"]}, {"n": 1, "logprobs": True}, {"response_format": {"type": "json_object"}}]
+)
+async def test_answer_without_known_token_ids_is_counted(more: dict[str, Any]) -> None:
+    async with site() as s:
+        await s.stream(CHAT, {"messages": [USER], **more})
+        assert await s.outcomes() == {"unknown": 1}
+
+
+async def test_answer_that_thinks_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn repeats it without its reasoning."""
+    monkeypatch.setattr("fake_vllm.Detokenizer.text", lambda *_, **__: "a thought</think>")
+    async with site() as s:
+        await s.stream(CHAT, {"messages": [USER]})
+        assert await s.outcomes() == {}
+
+
+Facts = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("p_facts", "d_facts"),
+    [
+        ({"prefetches": False}, {}),
+        ({"prefixes": ""}, {"prefixes": ""}),
+        ({"prefixes": "other"}, {}),
+    ],
+)
+async def test_engines_that_exchange_no_prefixes_get_no_prefetch(p_facts: Facts, d_facts: Facts) -> None:
+    async with site(p_facts, d_facts) as s:
+        await s.stream(CHAT, {"messages": [USER]})
+        assert await s.outcomes() == {}
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_draining_engine_gets_and_lends_no_prefetch(role: Role) -> None:
+    async with site() as s:
+        s.d.limits = (5, s.d.limits[1])
+        reading = Reading(s.client, CHAT, {"messages": [USER], "max_tokens": ANSWER})
+        await reading.until(3)
+        await s.register(role, draining=True)
+        async with asyncio.timeout(PATIENCE):
+            while "draining" not in [one["state"] for one in await status(s.client)]:
+                await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
+        s.d.go.set()
+        await reading.end()
+        await s.rest()
+        assert await s.outcomes() == {}
+
+
+@pytest.mark.parametrize("settings", [{"prefetch_answers": False}, {"policy": PolicyName.FEWEST_OUTSTANDING}])
+async def test_router_without_prefetches_sends_none(settings: dict[str, Any]) -> None:
+    async with site(**settings) as s:
+        await s.stream(CHAT, {"messages": [USER]})
+        assert not s.p.prefetches
+        assert await s.outcomes() == {}
+
+
+async def test_prefill_engine_has_few_prefetches_at_once() -> None:
+    async with site() as s:
+        s.p.free.clear()
+        for number in range(MOST_AT_ONCE + 2):
+            await s.stream(CHAT, {"messages": [{"role": "user", "content": f"{number}"}]}, f"r{number}")
+        await s.until(busy=2)
+        s.p.free.set()
+        await s.until(busy=2, loaded=MOST_AT_ONCE)
+        await s.stream(CHAT, {"messages": [USER]})
+        await s.until(busy=2, loaded=MOST_AT_ONCE + 1)
+
+
+def refuse(p: Prefill) -> None:
+    p.status = 503
+
+
+def break_off(p: Prefill) -> None:
+    async def broken(_: Request, __: dict[str, Any]) -> Response:
+        raise RuntimeError("a broken engine")
+
+    answer = p.answer
+
+    async def handler(request: Request, body: dict[str, Any]) -> Response:
+        prefix = (body.get("kv_transfer_params") or {}).get("prefix_from") or {}
+        return await (broken if "prefetch" in prefix else answer)(request, body)
+
+    p.handler = handler
+
+
+def be_older(p: Prefill) -> None:
+    p.loads = None
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"), [(refuse, "failed"), (break_off, "failed"), (be_older, "declined")]
+)
+async def test_failed_prefetch_costs_the_next_turn_nothing(
+    change: Callable[[Prefill], None], outcome: str
+) -> None:
+    async with site() as s:
+        change(s.p)
+        await s.stream(CHAT, {"messages": [USER]})
+        await s.until(**{outcome: 1})
+        assert await s.stream(CHAT, {"messages": [USER]})
+        states = [one["state"] for one in await status(s.client)]
+        assert states == ["ready", "ready"], "its failure is no engine's fault that requests notice"
+
+
+async def test_prefetch_without_an_answer_ends_in_time() -> None:
+    async with site(patience=0.05) as s:
+        s.p.free.clear()
+        await s.stream(CHAT, {"messages": [USER]})
+        await s.until(failed=1)
+        s.p.free.set()
+
+
+async def test_router_that_ends_cancels_its_prefetches() -> None:
+    async with site(patience=600) as s:
+        s.p.free.clear()
+        await s.stream(CHAT, {"messages": [USER]})
+        await within(s.p.came.wait())
+    s.p.free.set()
