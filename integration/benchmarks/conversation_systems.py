@@ -24,7 +24,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import stop, wait_healthy
 
 SESSION = "X-Session-ID"
-SYSTEMS = ("plain", "ours", "nixl", "bidirectional")
+SYSTEMS = ("plain", "ours", "nixl", "bidirectional", "no-prefetch")
 # Longer than any pause of a user, and short enough for ended conversations to leave the decode engine.
 BIDIRECTIONAL = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 10}
 LOG_LINES = 25
@@ -254,7 +254,7 @@ def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Ma
 
 def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str, System]:
     """Returns the systems by name, each with one engine on both GPUs."""
-    ports = iter(free_ports(32))
+    ports = iter(free_ports(40))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
     def server(name: str, gpu: int, port: int, *more: str, **rest: Any) -> Server:
@@ -264,17 +264,19 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
 
     made = {"plain": System("plain", [server(f"plain-{gpu}", gpu, next(ports)) for gpu in (0, 1)])}
 
-    registration = next(ports)
-    engines = []
-    for gpu, role in enumerate(("kv_producer", "kv_consumer")):
-        port, control = next(ports), next(ports)
-        transfer = ours(role, control, machine.provider, f"http://{HOST}:{port}", registration)
-        more = ["--no-async-scheduling"] if role == "kv_producer" else []
-        name = "ours-prefill" if role == "kv_producer" else "ours-decode"
-        engines.append(server(name, gpu, port, *more, transfer=transfer, control_port=control))
-    options = ["--registration", f"{HOST}:{registration}"]
-    router = Router("router-ours", next(ports), options, plan.work)
-    made["ours"] = System("ours", engines, router, steady=True)
+    for system in ("ours", "no-prefetch"):
+        registration = next(ports)
+        engines = []
+        for gpu, role in enumerate(("kv_producer", "kv_consumer")):
+            port, control = next(ports), next(ports)
+            transfer = ours(role, control, machine.provider, f"http://{HOST}:{port}", registration)
+            more = ["--no-async-scheduling"] if role == "kv_producer" else []
+            name = f"{system}-prefill" if role == "kv_producer" else f"{system}-decode"
+            engines.append(server(name, gpu, port, *more, transfer=transfer, control_port=control))
+        options = ["--registration", f"{HOST}:{registration}"]
+        options += ["--prefetch-answers"] if system == "ours" else []
+        router = Router(f"router-{system}", next(ports), options, plan.work)
+        made[system] = System(system, engines, router, steady=True)
 
     for system in ("nixl", "bidirectional"):
         engines = []

@@ -6,7 +6,9 @@ times do. The load is that of `kv-connector bench conversations`, with equal con
 
 - plain: an engine on each GPU. All turns of a conversation go to the same engine, without a router's hop.
 - ours: a prefill and a decode engine behind our router, which proposes prefixes. The prefill engine has
-  --no-async-scheduling, which a kv_producer needs in order to load prefixes.
+  --no-async-scheduling, which a kv_producer needs in order to load prefixes. It loads each answer in the
+  pause before the next turn (--prefetch-answers).
+- no-prefetch: the same without --prefetch-answers
 - nixl: NixlConnector as it comes, behind our router with --serial.
 - bidirectional: NixlConnector with bidirectional_kv_xfer. vLLM 0.32 returns the decode engine's blocks only
   in answers that are not streams. So the client here sends each turn to both engines, without a router. TTFT
@@ -19,10 +21,10 @@ Phases:
 - lost: one conversation at a time. The prefix cache of its prefill engine is reset before the second turn.
 - agent: the first turns of the preset agent
 
-Engines of a system that is not measured are stopped, except ours, whose heartbeats would miss. A JSON line is
-appended to --json after each turn and each measurement; --report prints the tables of such files and exits.
---limit ends the run with the results so far. --cpu runs everything with a tiny model on CPUs: to try it, not
-to measure.
+Engines of a system that is not measured are stopped, except ours and no-prefetch, whose heartbeats would
+miss. A JSON line is appended to --json after each turn and each measurement; --report prints the tables of
+such files and exits. --limit ends the run with the results so far. --cpu runs everything with a tiny model on
+CPUs: to try it, not to measure.
 """
 # ruff: noqa: T201  (its output is tables)
 
@@ -68,6 +70,7 @@ PLAN = [
     ("agent", "ours"),
     ("agent", "plain"),
     ("agent", "bidirectional"),
+    ("chat", "no-prefetch"),
 ]
 # A measurement with less time than this has no useful result, and neither has a start of engines.
 LEAST_SECONDS, LEAST_WITH_START = 12.0, 60.0
@@ -80,6 +83,8 @@ COUNTERS = (
     "kv_connector_prefix_",
     "kv_connector_router_prefix_",
     "kv_connector_router_borrowed_",
+    "kv_connector_router_answer_prefetches",
+    "kv_connector_router_prefetched_",
     "kv_connector_router_predicted_",
     "kv_connector_router_actual_",
     "kv_connector_router_early_tokens",

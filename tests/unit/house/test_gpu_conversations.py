@@ -234,7 +234,7 @@ def ran(fails: tuple[str, ...] = (), **options: float) -> tuple[list[str], list[
     events: list[str] = []
     systems = {
         name: FakeSystem(name, events, fails=name in fails)
-        for name in ("plain", "ours", "nixl", "bidirectional")
+        for name in ("plain", "ours", "nixl", "bidirectional", "no-prefetch")
     }
     results = Results(io.StringIO())
     run = Run(dataclasses.replace(CPU, at_once=3), systems, results, **options)
