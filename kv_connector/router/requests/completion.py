@@ -255,7 +255,7 @@ def prefetch_body(body: Body, ids: bytes, lender: Endpoint, tokens: int, most: i
     ``body``: the client's. ``ids``: token ids of its prompt and answer, as in a JSON list. ``tokens``: those
     that the lender has of them. ``most``: tokens that the prefill engine lacks, if it has dropped none.
     """
-    kept = {key: body[key] for key in ("model", "cache_salt") if key in body}
+    kept: Body = {key: body[key] for key in ("model", "cache_salt") if key in body}
     prefix = {**prefix_params(lender, tokens), "prefetch": most}
     return encode(
         {
