@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -18,12 +17,13 @@ import pytest
 from deployment import Client, completion_body, engine_settings, prompt
 from fault_site import Load, Site, judge, record
 from nursery import nursery
+from suite_numbers import positive_of, whole_of
 
 from kv_connector.lab.sse import Events
 
 pytestmark = pytest.mark.anyio
 
-STREAMS = int(os.environ.get("KVC_FAULT_STREAMS", "100"))
+STREAMS = whole_of("KVC_FAULT_STREAMS", 100)
 # The first stream has not ended when the prefill engine has computed the last prompt.
 TOKENS = 400
 # Tokens that each stream has at the kill. Streams are in the middle then: a server may send several tokens in
@@ -32,7 +32,7 @@ BEGUN = 10
 # Printable characters, so that there is text at each token.
 PRINTABLE = list(range(94))
 
-MINUTES = float(os.environ.get("KVC_FAULT_MINUTES", "10"))
+MINUTES = positive_of("KVC_FAULT_MINUTES", 10.0)
 # The rolling kills: two of each side. A killed engine starts again in 4 s of a core.
 ROLLING = ("p0", "d0", "p1", "d1")
 CLIENTS = 12
