@@ -203,7 +203,7 @@ BUGS = (
         "the deadline frees the blocks at once",
         "protocol/decode_machine.py",
         """\
-                actions += self._give_up(now, transfer, f"not complete within {limit:g} s")
+                actions += self._give_up(now, transfer, *transfer.overdue(self._timeouts))
 """,
         """\
                 actions += self._end(now, transfer, Outcome.FAILED, "not complete in time")
