@@ -58,6 +58,7 @@ SUITES = (
     Suite("weights", "make test-weights", 12),
     Suite("examples", "make test-examples", 14),
     Suite("topologies", "make test-topologies", 16),
+    Suite("wheels", "make wheels && make test-wheels", 20),
     Suite("sglang", "make test-sglang", 20),
     Suite("conversations", "make test-conversations", 25),
     Suite("faults", "make test-faults MINUTES=10", 25),
