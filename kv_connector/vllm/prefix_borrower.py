@@ -55,6 +55,10 @@ logger = logging.getLogger(__name__)
 # not here any sooner.
 MOST_AT_ONCE = 16
 
+# The part of MOST_AT_ONCE that may be prefetches. Each of several routers limits only its own prefetches, and
+# a request whose client waits must find room.
+MOST_PREFETCHES = MOST_AT_ONCE // 2
+
 # The share of the pool that loads may hold, as at a lender (protocol/admission.py). Blocks of a load compute
 # nothing, and a single prefix may be larger.
 _LOADED_SHARE = 4
@@ -216,12 +220,15 @@ class PrefixBorrower:
 
     def _prefetch_waits(self, prefix: _Prefix, local_tokens: int) -> bool:
         """Returns whether a prefetch must not begin its load in this step, and notes its end."""
+        assert prefix.prefetch is not None
         held = prefix.phase is PrefixPhase.HELD
-        if held and not prefix.offered and self.tokens_to_load(prefix.request, local_tokens):
+        tokens = self.tokens_to_load(prefix.request, local_tokens)
+        if not prefix.offered and 0 < tokens <= prefix.prefetch:
             prefix.offered = True
             return False
         if held:
-            # vLLM has no blocks for it, or would compute. At the front of the queue it would delay others.
+            # vLLM has no blocks for it, or would compute, or the lender has more than expected. At the front
+            # of the queue it would delay others.
             self._release(prefix)
             prefix.enter(PrefixPhase.OVER)
         if prefix.phase is PrefixPhase.OVER:
@@ -267,9 +274,11 @@ class PrefixBorrower:
         assert self.blocks is not None
         assert prefix.prefetch is not None
         blocks = sum(-(-prefix.missing // size) for size in self._block_sizes)
+        prefetches = sum(one.prefetch is not None for one in self._by_transfer.values())
         return (
             prefix.missing <= prefix.prefetch
             and blocks <= self.blocks.unused // 2
+            and prefetches < MOST_PREFETCHES
             and not self._too_many(prefix, held)
             and not self.costs.was_late(prefix.lender)
         )

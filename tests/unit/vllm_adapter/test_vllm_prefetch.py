@@ -15,7 +15,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.vllm.first_token import has_own_scheduler
 from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
-from kv_connector.vllm.prefix_borrower import MOST_AT_ONCE
+from kv_connector.vllm.prefix_borrower import MOST_AT_ONCE, MOST_PREFETCHES
 
 __all__ = ["model", "stage"]
 
@@ -193,17 +193,44 @@ def test_prefetch_is_not_requested_from_a_lender_that_was_late(model: Path) -> N
     assert_not_requested(engine)
 
 
-def test_prefetch_is_not_requested_beside_many_loads(model: Path) -> None:
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_prefetch_is_not_requested_beside_many_loads(model: Path, prefetches: bool) -> None:
     engine = engine_with_prompt(model, blocks=2000)
-    for number in range(MOST_AT_ONCE):
-        engine.add(f"{number}", [number, *prompt(TOKENS)], ahead(most=TOKENS))
+    engine.side._borrower.costs.compute_seconds = lambda before, tokens: None
+    params, most = ahead(most=TOKENS), MOST_PREFETCHES if prefetches else MOST_AT_ONCE
+    if not prefetches:
+        del params["prefix_from"]["prefetch"]
+    for number in range(most):
+        engine.add(f"{number}", [number, *prompt(TOKENS)], params)
     metadata = engine.step()
-    assert sum(isinstance(one, PrefixRequest) for one in metadata.commands) == MOST_AT_ONCE
+    assert sum(isinstance(one, PrefixRequest) for one in metadata.commands) == most
     engine.add("ahead", prompt(TOKENS), ahead())
     output, metadata = engine.schedule()
     engine.update(output)
     assert not any(isinstance(one, PrefixRequest) for one in metadata.commands)
     assert [one.request_id for one in engine.outputs] == ["ahead"]
+
+
+def test_many_prefetches_leave_room_for_a_request_that_waits(model: Path) -> None:
+    engine = engine_with_prompt(model, blocks=2000)
+    engine.side._borrower.costs.compute_seconds = lambda before, tokens: None
+    for number in range(MOST_AT_ONCE + 1):
+        engine.add(f"{number}", [number, *prompt(TOKENS)], ahead(most=TOKENS))
+    engine.step()
+    params = ahead()
+    del params["prefix_from"]["prefetch"]
+    engine.add("waits", prompt(TOKENS), params)
+    assert question(engine).first_token == 4 * BLOCK
+
+
+def test_prefetch_is_not_loaded_if_the_lender_has_more_than_its_limit(model: Path) -> None:
+    engine = engine_with_prompt(model)
+    engine.add("ahead", prompt(TOKENS), ahead(most=LACKS - 1, tokens=LENT - BLOCK))
+    asked = question(engine)
+    output, _ = engine.schedule()
+    engine.update(output, answers={asked.transfer_id: LENT})
+    assert Release(asked.transfer_id, LENDER) in engine.step().commands
+    assert end(engine) == 0
 
 
 def test_prefetch_is_not_requested_if_it_needs_more_than_half_of_the_free_blocks(model: Path) -> None:
