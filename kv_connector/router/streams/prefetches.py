@@ -101,10 +101,14 @@ class Prefetches:
             self._start(_Prefetch(name, placement.prefill, lender, continued, body, headers))
 
     def _able(self, prefill: Endpoint, decode: Endpoint) -> bool:
-        """Returns whether both engines take requests, and exchange prefixes."""
+        """Returns whether both engines take requests, and exchange prefixes.
+
+        A stream may have moved to its own prefill engine, which has the answer then.
+        """
         borrower, lender = self._pools[Side.PREFILL].member(prefill), self._pools[Side.DECODE].member(decode)
         return (
-            borrower is not None
+            prefill != decode
+            and borrower is not None
             and lender is not None
             and borrower.takes
             and lender.takes

@@ -21,9 +21,11 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
-from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE
+from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE, Prefetches
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unwatched")]
 
@@ -228,6 +230,19 @@ async def test_engines_that_exchange_no_prefixes_get_no_prefetch(p_facts: Facts,
     async with site(p_facts, d_facts) as s:
         await s.stream(CHAT, {"messages": [USER]})
         assert await s.outcomes() == {}
+
+
+async def test_engine_does_not_load_from_itself() -> None:
+    """A stream may have moved to its own prefill engine."""
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in (1, 2)]
+    pools = {side: Pool() for side in Side}
+    for pool in pools.values():
+        for one in engines:
+            pool.set_usable(one, True, prefixes="key", prefetches=True)
+    parts: Any = (None, None, None)
+    prefetches = Prefetches(pools, *parts, PATIENCE)
+    assert prefetches._able(*engines)
+    assert not prefetches._able(engines[0], engines[0])
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
