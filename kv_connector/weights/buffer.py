@@ -38,7 +38,7 @@ class Buffer:
     """A zeroed buffer of ``nbytes`` bytes, at least one alignment long.
 
     An empty range cannot be registered. On CPUs it is a memfd, which a peer on this machine can map. The
-    constructor raises torch.OutOfMemoryError or OSError.
+    constructor raises torch.OutOfMemoryError or OSError. It blocks until the stream has written the zeros.
     """
 
     def __init__(self, name: str, nbytes: int, device: torch.device) -> None:
@@ -49,4 +49,6 @@ class Buffer:
             self.range = MemoryRange(self._memory.address, nbytes, self._memory.fd)
         else:
             self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            # A peer's write does not follow the stream: zeros that come later would overwrite it.
+            settle(device)
             self.range = MemoryRange(self.bytes.data_ptr(), nbytes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.weights import arena, writer
+from kv_connector.weights import arena, buffer, writer
 from kv_connector.weights.arena import Arena
 from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
@@ -35,6 +35,14 @@ def test_weights_that_are_still_being_computed_are_waited_for(monkeypatch: pytes
         assert [found["w"].tolist() for found in worker.take(worker.state().landed)] == [[7.0] * 4]
     finally:
         worker.close()
+
+
+def test_zeros_of_a_buffer_are_written_before_a_peer_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device meta has no memory. It stands for a GPU."""
+    settled: list[torch.device] = []
+    monkeypatch.setattr(buffer, "settle", settled.append)
+    buffer.Buffer("bucket", 1024, torch.device("meta"))
+    assert settled == [torch.device("meta")]
 
 
 def test_an_arena_is_cleared_before_anybody_can_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
