@@ -8,6 +8,7 @@ on trainers beside receive_weights() on rollout workers, and finalize() on all w
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,5 +178,6 @@ class WriteImmCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         Raises StreamError, which names the trainer.
         """
         assert self._receiver is not None, "init_process_group() comes first"
-        async for one in self._receiver.receive():
-            yield one
+        async with aclosing(self._receiver.receive()) as weights:
+            async for one in weights:
+                yield one

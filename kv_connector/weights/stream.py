@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -142,6 +142,7 @@ class _End:
         self._config = config
         self._half = max(aligned(config.bucket_bytes), 1)
         self._names: dict[int, str] = {}  # of the peers
+        self._watched: _Arrivals | None = None
         providers = config.providers or DEFAULT_PROVIDERS[config.device.type]
         placed = place_nics(device_of(config.device), providers=providers, nics=())
         self._buffer = Buffer("bucket", _BUFFERS * self._half, config.device)
@@ -156,8 +157,18 @@ class _End:
             raise
 
     def close(self) -> None:
-        """Ends all links. Nothing is read from the buffers or written to them afterwards. Idempotent."""
+        """Ends all links. Nothing is read from the buffers or written to them afterwards. Idempotent.
+
+        If send() or receive() has not ended, the thread of its event loop calls close().
+        """
+        if self._watched is not None:
+            self._watched.close()
         close_or_log(self._engine, self._engine.config.name)
+
+    def _watch(self) -> _Arrivals:
+        """Watches the transfer engine in the running event loop, until close()."""
+        self._watched = _Arrivals(self._engine, self._names, self._config.timeout)
+        return self._watched
 
     def _memory(self, number: int) -> torch.Tensor:
         """The buffer of a bucket."""
@@ -189,7 +200,8 @@ class _End:
 class _Arrivals:
     """The events and messages of a transfer engine, for one task of the running event loop.
 
-    Call close() before the engine's close().
+    Call close() before the engine's close(). Otherwise the loop watches descriptors that the next engine may
+    have.
     """
 
     def __init__(self, engine: TransferEngine, names: Mapping[int, str], timeout: float) -> None:
@@ -209,13 +221,17 @@ class _Arrivals:
         """How many buckets each peer has taken."""
         self.total: int | None = None
         """Number of all buckets, once the last one is posted. A peer that has taken them may leave."""
-        self._fds = (engine.event_fd(), engine.message_fd())
+        self._fds: tuple[int, ...] = (engine.event_fd(), engine.message_fd())
         for fd in self._fds:
             self._loop.add_reader(fd, self._take)
 
     def close(self) -> None:
-        for fd in self._fds:
-            self._loop.remove_reader(fd)
+        """Ends the watch, once: the descriptors may be another engine's afterwards."""
+        fds, self._fds = self._fds, ()
+        if fds and not self._loop.is_closed():
+            for fd in fds:
+                self._loop.remove_reader(fd)
+            self._changed.set()
 
     def post(self, peer: int, call: Callable[[], int]) -> int:
         """Has the transfer engine send or write something to a peer. Returns the transfer.
@@ -332,37 +348,32 @@ class StreamSender(_End):
     async def send(self, weights: Weights) -> None:
         """Sends all tensors. Returns once all receivers have taken them.
 
-        If a receiver fails, the other tensors are drawn all the same: on a trainer they are the results of
-        collectives, in which other ranks wait for this rank. Raises StreamError at the end. The error names
-        the receiver.
+        If a receiver fails or a tensor cannot be sent, the other tensors are drawn all the same. On a trainer
+        they are the results of collectives, in which other ranks wait for this rank. Raises the error at the
+        end. A receiver's StreamError names the receiver.
         """
-        self._arrivals = arrivals = _Arrivals(self._engine, self._names, self._config.timeout)
+        self._arrivals = arrivals = self._watch()
         self._number, self._filling = 0, Filling(self._memory(0))
         self._bytes, began = 0, time.monotonic()
-        failure: StreamError | None = None
+        failure: Exception | None = None
         try:
             async for name, tensor in drawn(weights):
                 try:
                     if failure is None:
                         await self._put(name, tensor)
-                except StreamError as error:
+                except Exception as error:
                     failure = error
-                    self._report(str(error))
-            if failure is not None:
-                raise failure
-            try:
+                    self._report(_reason_of(error))
+            if failure is None:
                 await self._post(last=True)
                 await self._settled(self._number)
-            except StreamError as error:
-                self._report(str(error))
-                raise
-        except StreamError:
-            raise
         except BaseException as error:
-            self._report(f"{type(error).__name__}: {error}")
+            self._report(_reason_of(error))
             raise
         finally:
             arrivals.close()
+        if failure is not None:
+            raise failure
         seconds = time.monotonic() - began
         logger.info(
             "weights: %s sent %.2f GB in %d buckets to %s in %.2f s",
@@ -510,13 +521,13 @@ class StreamReceiver(_End):
         self._counters = [one.id for one in counters]
         self._immediates = tuple(one.immediates[0] for one in counters)
 
-    async def receive(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive(self) -> AsyncGenerator[tuple[str, torch.Tensor]]:
         """Yields names and tensors in the sender's order.
 
         A tensor that is not larger than a bucket is valid until the next one is requested. Raises
         StreamError, which names the sender, if it is killed, fails, or takes longer than the timeout.
         """
-        arrivals = _Arrivals(self._engine, self._names, self._config.timeout)
+        arrivals = self._watch()
         merging, number, total, began = Merging(), 0, 0, time.monotonic()
         problem: str | None = "the consumer ended before all weights had arrived"
         try:
@@ -539,11 +550,8 @@ class StreamReceiver(_End):
             # The sender may leave as soon as it knows that all buckets are taken.
             with suppress(StreamError):
                 await arrivals.until(lambda: not arrivals.open, lambda: "the sender did not receive the end")
-        except StreamError as error:
-            problem = str(error)
-            raise
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = _reason_of(error)
             raise
         finally:
             if problem is not None:
@@ -572,6 +580,11 @@ class StreamReceiver(_End):
         if not bucket.list_offset <= bucket.nbytes <= self._half:
             raise StreamError(f"{self._sender} sent an invalid message: {bucket}")
         return bucket, self._memory(number)[: bucket.nbytes]
+
+
+def _reason_of(error: BaseException) -> str:
+    """The reason for the peers."""
+    return str(error) if isinstance(error, StreamError) else f"{type(error).__name__}: {error}"
 
 
 async def drawn(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:

@@ -172,7 +172,7 @@ def test_a_consumer_that_fails_ends_the_update() -> None:
         weights = receiver.receive()
         async for name, _ in weights:
             if name == "layers.3.weight":
-                await weights.aclose()  # type: ignore[attr-defined]
+                await weights.aclose()
                 return
 
     def receive() -> None:
@@ -186,6 +186,53 @@ def test_a_consumer_that_fails_ends_the_update() -> None:
     with pytest.raises(StreamError, match="rollout worker 0 ended the update: the consumer ended before"):
         update.send(drawn(1))
     running.result()
+
+
+def test_a_tensor_that_cannot_be_sent_ends_the_update_once_all_are_drawn() -> None:
+    """The other ranks of the trainer wait for this rank in each tensor's collective."""
+    update = Update(1)
+    names: list[str] = []
+
+    def weights() -> Iterator[Named]:
+        for name in ("before", "sparse", "after"):
+            names.append(name)
+            yield name, torch.eye(3).to_sparse() if name == "sparse" else torch.eye(3)
+
+    receiver = InThread(lambda: update.receive(0))
+    with pytest.raises(RuntimeError) as raised:
+        update.send(weights())
+    assert not isinstance(raised.value, StreamError)
+    assert names == ["before", "sparse", "after"]
+    with pytest.raises(StreamError, match=f"ended the update: {type(raised.value).__name__}: "):
+        receiver.result()
+
+
+def test_an_abandoned_update_does_not_disturb_the_next_in_the_same_loop() -> None:
+    """A consumer's error keeps the generator. The next update's engine gets the same descriptors."""
+    abandoned, later = Update(1), Update(1)
+
+    async def receive() -> list[Named]:
+        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(abandoned.key)
+        receiver.connect(sockets, abandoned.address, "trainer rank 0", 0)
+        kept = receiver.receive()
+        await anext(kept)
+        receiver.close()
+        sockets.close()
+        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(later.key)
+        receiver.connect(sockets, later.address, "trainer rank 0", 0)
+        found = []
+        async for name, tensor in receiver.receive():
+            found.append((name, tensor.clone()))
+            await kept.aclose()
+        receiver.close()
+        sockets.close()
+        return found
+
+    running = InThread(lambda: asyncio.run(receive()))
+    with pytest.raises(StreamError, match="rollout worker 0"):
+        abandoned.send(drawn(1))
+    later.send(drawn(2))
+    same(running.result(), drawn(2))
 
 
 def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
