@@ -15,6 +15,8 @@ again.
 
 Each update has its own transfer engine, links and buffers. So a failed update leaves nothing behind, and the
 receivers may differ from update to update.
+
+This module has the messages and the common part of both sides, which are stream_sender and stream_receiver.
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -36,22 +37,20 @@ from kv_connector.control.sockets import MessageSockets, codec_of
 from kv_connector.engine import EngineConfig, EventKind, TransferError
 from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
-from kv_connector.protocol.actions import Address, Source
+from kv_connector.protocol.actions import Address
 from kv_connector.protocol.messages import Message, Natural, Text, clip
-from kv_connector.weights.buckets import Filling, Merging, StreamError
-from kv_connector.weights.buffer import Buffer, aligned, device_of, settle
+from kv_connector.weights.buckets import StreamError
+from kv_connector.weights.buffer import Buffer, aligned, device_of
 
 logger = logging.getLogger("kv_connector")
 
-_BUFFERS = 2
+BUFFERS = 2
+"""Buffers of each side: a bucket is filled or consumed while the next one is in flight."""
 # Seconds that a failing side waits until its peer has the reason. A live peer's transfer engine takes a
 # message within milliseconds.
 _REPORT_S = 5.0
 # A message of the transfer engine has 4,091 bytes, and a character has up to 4.
 _REASON_CHARACTERS = 900
-
-Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]
-"""Names and tensors."""
 
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
@@ -68,7 +67,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class Buffers(Message, frozen=True, tag="buffers"):
     region: _Bytes
     nbytes: Natural  # of one buffer
-    immediates: Annotated[tuple[Natural, ...], msgspec.Meta(min_length=_BUFFERS, max_length=_BUFFERS)]
+    immediates: Annotated[tuple[Natural, ...], msgspec.Meta(min_length=BUFFERS, max_length=BUFFERS)]
 
 
 class Declined(Message, frozen=True, tag="declined"):
@@ -134,7 +133,7 @@ def listen(host: str, key: ClusterKey) -> tuple[MessageSockets[Control], Address
         raise
 
 
-class _End:
+class StreamEnd:
     """A sender or a receiver: a transfer engine with two registered buffers."""
 
     def __init__(self, config: StreamConfig) -> None:
@@ -142,10 +141,10 @@ class _End:
         self._config = config
         self._half = max(aligned(config.bucket_bytes), 1)
         self._names: dict[int, str] = {}  # of the peers
-        self._watched: _Arrivals | None = None
+        self._watched: Arrivals | None = None
         providers = config.providers or DEFAULT_PROVIDERS[config.device.type]
         placed = place_nics(device_of(config.device), providers=providers, nics=())
-        self._buffer = Buffer("bucket", _BUFFERS * self._half, config.device)
+        self._buffer = Buffer("bucket", BUFFERS * self._half, config.device)
         engine_config = EngineConfig(
             f"{config.name} at {config.host}", domains_of(providers, config.host, placed)
         )
@@ -165,9 +164,9 @@ class _End:
             self._watched.close()
         close_or_log(self._engine, self._engine.config.name)
 
-    def _watch(self) -> _Arrivals:
+    def _watch(self) -> Arrivals:
         """Watches the transfer engine in the running event loop, until close()."""
-        self._watched = _Arrivals(self._engine, self._names, self._config.timeout)
+        self._watched = Arrivals(self._engine, self._names, self._config.timeout)
         return self._watched
 
     def _memory(self, number: int) -> torch.Tensor:
@@ -176,7 +175,7 @@ class _End:
         return self._buffer.bytes[begin : begin + self._half]
 
     def _begin(self, number: int) -> int:
-        return number % _BUFFERS * self._half
+        return number % BUFFERS * self._half
 
     def _report(self, reason: str) -> None:
         """Sends the reason why this side ends the update to all peers that are connected. Blocks briefly."""
@@ -197,7 +196,7 @@ class _End:
                 continue
 
 
-class _Arrivals:
+class Arrivals:
     """The events and messages of a transfer engine, for one task of the running event loop.
 
     Call close() before the engine's close(). Otherwise the loop watches descriptors that the next engine may
@@ -295,7 +294,7 @@ class _Arrivals:
         match message:
             case Failed():
                 self._fail(f"{name} ended the update: {message.reason}")
-            case Bucket() if len(self.buckets) < _BUFFERS:
+            case Bucket() if len(self.buckets) < BUFFERS:
                 self.buckets[message.number] = message
             case Taken() if peer in self.taken:
                 self.taken[peer] = max(self.taken[peer], message.number + 1)
@@ -306,292 +305,6 @@ class _Arrivals:
         self._problem = self._problem or problem
 
 
-@dataclass
-class _Receiver:
-    """A receiver as its sender knows it."""
-
-    peer: int
-    region: int = -1
-    immediates: tuple[int, ...] = ()
-    writes: dict[int, int] = field(default_factory=dict)
-
-
-class StreamSender(_End):
-    """The sender of one update. One thread calls it."""
-
-    def connect(self, sockets: MessageSockets[Control], receivers: Mapping[int, str]) -> None:
-        """Waits until all receivers have connected, which are given as names by rank. Blocks.
-
-        Raises StreamError.
-        """
-        self._receivers: dict[int, _Receiver] = {}
-        sources: dict[Source, int] = {}  # rank
-        deadline = time.monotonic() + self._config.timeout
-        while missing := [rank for rank in receivers if not self._connected(rank)]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                names = ", ".join(receivers[rank] for rank in missing)
-                raise StreamError(f"{names} did not connect within {self._config.timeout:g} s")
-            sockets.wait(left)
-            for received in sockets.receive():
-                match received.message:
-                    case Hello(rank, offer) if rank in receivers and rank not in self._receivers:
-                        self._welcome(sockets, received.source, rank, receivers[rank], offer)
-                        sources[received.source] = rank
-                    case Buffers() as buffers if received.source in sources:
-                        self._use(sockets, received.source, sources[received.source], buffers)
-                    case Declined(reason) if received.source in sources:
-                        raise StreamError(f"{receivers[sources[received.source]]} cannot connect: {reason}")
-                    case _:
-                        sockets.send(received.source, Declined("it is not awaited in this update"))
-
-    async def send(self, weights: Weights) -> None:
-        """Sends all tensors. Returns once all receivers have taken them.
-
-        If a receiver fails or a tensor cannot be sent, the other tensors are drawn all the same. On a trainer
-        they are the results of collectives, in which other ranks wait for this rank. Raises the error at the
-        end. A receiver's StreamError names the receiver.
-        """
-        self._arrivals = arrivals = self._watch()
-        self._number, self._filling = 0, Filling(self._memory(0))
-        self._bytes, began = 0, time.monotonic()
-        failure: Exception | None = None
-        try:
-            async for name, tensor in drawn(weights):
-                try:
-                    if failure is None:
-                        await self._put(name, tensor)
-                except Exception as error:
-                    failure = error
-                    self._report(_reason_of(error))
-            if failure is None:
-                await self._post(last=True)
-                await self._settled(self._number)
-        except BaseException as error:
-            self._report(_reason_of(error))
-            raise
-        finally:
-            arrivals.close()
-        if failure is not None:
-            raise failure
-        seconds = time.monotonic() - began
-        logger.info(
-            "weights: %s sent %.2f GB in %d buckets to %s in %.2f s",
-            self._config.name,
-            self._bytes / 1e9,
-            self._number,
-            ", ".join(self._names.values()),
-            seconds,
-        )
-
-    async def _put(self, name: str, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach().contiguous()
-        offset = 0
-        while True:
-            end = self._filling.put(name, tensor, offset)
-            if end is None:
-                await self._post(last=False)
-                continue
-            offset = end
-            if offset == tensor.nbytes:
-                return
-
-    async def _post(self, *, last: bool) -> None:
-        """Writes the bucket to all receivers. Waits until the next one may be filled."""
-        arrivals, number = self._arrivals, self._number
-        list_offset, nbytes = self._filling.seal()
-        settle(self._config.device)
-        begin = self._begin(number)
-        bucket = Bucket(number, list_offset, nbytes, last)
-
-        def write_to(to: _Receiver) -> Callable[[], int]:
-            immediate = to.immediates[number % _BUFFERS]
-            return lambda: self._engine.write_one(
-                to.peer, self._region, begin, to.region, begin, nbytes, immediate
-            )
-
-        for receiver in self._receivers.values():
-            write = arrivals.post(receiver.peer, write_to(receiver))
-            receiver.writes[number] = write
-            arrivals.open[write] = receiver.peer
-            arrivals.send(receiver.peer, bucket)
-        self._bytes += nbytes
-        self._number += 1
-        if last:
-            arrivals.total = self._number
-        else:
-            await self._settled(self._number - _BUFFERS + 1)
-            self._filling = Filling(self._memory(self._number))
-
-    async def _settled(self, buckets: int) -> None:
-        """Waits until all receivers have taken this many buckets, and until nothing reads their source."""
-        arrivals = self._arrivals
-
-        def waits_for(receiver: _Receiver) -> bool:
-            writes = [write for number, write in receiver.writes.items() if number < buckets]
-            return arrivals.taken[receiver.peer] < buckets or any(write in arrivals.open for write in writes)
-
-        def late() -> str:
-            names = [self._names[one.peer] for one in self._receivers.values() if waits_for(one)]
-            return f"{', '.join(names)} did not take bucket {buckets - 1}"
-
-        await arrivals.until(lambda: not any(map(waits_for, self._receivers.values())), late)
-        for receiver in self._receivers.values():
-            receiver.writes = {
-                number: write for number, write in receiver.writes.items() if number >= buckets
-            }
-
-    def _connected(self, rank: int) -> bool:
-        return rank in self._receivers and bool(self._receivers[rank].immediates)
-
-    def _welcome(
-        self, sockets: MessageSockets[Control], source: Source, rank: int, name: str, offer: bytes
-    ) -> None:
-        try:
-            shaken = self._engine.accept(name, offer)
-        except TransferError as error:
-            sockets.send(source, Declined(clip(str(error))))
-            raise StreamError(f"{name} cannot be reached: {error}") from None
-        self._receivers[rank] = _Receiver(shaken.peer)
-        self._names[shaken.peer] = name
-        sockets.send(source, Welcome(shaken.data))
-
-    def _use(self, sockets: MessageSockets[Control], source: Source, rank: int, buffers: Buffers) -> None:
-        receiver = self._receivers[rank]
-        name = self._names[receiver.peer]
-        if buffers.nbytes != self._half:
-            reason = (
-                f"its buckets have {buffers.nbytes} bytes instead of {self._half}. Set the same size for all"
-            )
-            sockets.send(source, Declined(reason))
-            raise StreamError(f"{name}: {reason}")
-        try:
-            receiver.region = self._engine.import_region(receiver.peer, buffers.region)
-        except TransferError as error:
-            raise StreamError(f"{name} cannot be written to: {error}") from None
-        receiver.immediates = buffers.immediates
-        logger.info(
-            "weights: %s sends to %s over %s", self._config.name, name, self._engine.lane(receiver.peer)
-        )
-
-
-class StreamReceiver(_End):
-    """The receiver of one update. One thread calls it."""
-
-    def connect(self, sockets: MessageSockets[Control], sender: Address, sender_name: str, rank: int) -> None:
-        """Connects to the sender. ``sockets``: dials with the sender's key, and is kept. Blocks.
-
-        Raises StreamError.
-        """
-        self._sender = sender_name
-        offered = self._engine.offer(sender_name)
-        source = sockets.dial(sender)
-        sockets.send(source, Hello(rank, offered.data))
-        deadline = time.monotonic() + self._config.timeout
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StreamError(
-                    f"{sender_name} did not answer at {sender} within {self._config.timeout:g} s"
-                )
-            sockets.wait(left)
-            for received in sockets.receive():
-                match received.message:
-                    case Welcome(answer):
-                        try:
-                            self._complete(offered.peer, answer)
-                        except StreamError as error:
-                            sockets.send(source, Declined(clip(str(error))))
-                            raise
-                        region = self._engine.region_descriptor(self._region)
-                        sockets.send(source, Buffers(region, self._half, self._immediates))
-                        return
-                    case Declined(reason):
-                        raise StreamError(f"{sender_name} refused the connection: {reason}")
-                    case _:
-                        raise StreamError(f"{sender_name} sent an unexpected message at {sender}")
-
-    def _complete(self, peer: int, answer: bytes) -> None:
-        try:
-            self._engine.complete(peer, answer)
-            counters = [self._engine.alloc_counters(1, [peer]) for _ in range(_BUFFERS)]
-        except TransferError as error:
-            raise StreamError(f"{self._sender} cannot be reached: {error}") from None
-        self._peer, self._names[peer] = peer, self._sender
-        self._counters = [one.id for one in counters]
-        self._immediates = tuple(one.immediates[0] for one in counters)
-
-    async def receive(self) -> AsyncGenerator[tuple[str, torch.Tensor]]:
-        """Yields names and tensors in the sender's order.
-
-        A tensor that is not larger than a bucket is valid until the next one is requested. Raises
-        StreamError, which names the sender, if it is killed, fails, or takes longer than the timeout.
-        """
-        arrivals = self._watch()
-        merging, number, total, began = Merging(), 0, 0, time.monotonic()
-        problem: str | None = "the consumer ended before all weights had arrived"
-        try:
-            while True:
-                bucket, memory = await self._landed(arrivals, number)
-                total += bucket.nbytes
-                for name, tensor in merging.take(memory, bucket.list_offset):
-                    yield name, tensor
-                if bucket.last and merging.missing():
-                    raise StreamError(f"{self._sender} did not send all of {merging.missing()}")
-                if self._config.device.type == "cuda":
-                    # The consumer may have copies in flight, on any stream.
-                    torch.cuda.synchronize(self._config.device)
-                taken = arrivals.send(self._peer, Taken(number))
-                number += 1
-                if bucket.last:
-                    break
-            problem = None
-            arrivals.open[taken] = self._peer
-            # The sender may leave as soon as it knows that all buckets are taken.
-            with suppress(StreamError):
-                await arrivals.until(lambda: not arrivals.open, lambda: "the sender did not receive the end")
-        except Exception as error:
-            problem = _reason_of(error)
-            raise
-        finally:
-            if problem is not None:
-                self._report(problem)
-            arrivals.close()
-        logger.info(
-            "weights: %s received %.2f GB in %d buckets from %s in %.2f s",
-            self._config.name,
-            total / 1e9,
-            number,
-            self._sender,
-            time.monotonic() - began,
-        )
-
-    async def _landed(self, arrivals: _Arrivals, number: int) -> tuple[Bucket, torch.Tensor]:
-        """Waits for a bucket. Returns its message and its bytes."""
-        counters = self._counters[number % _BUFFERS]
-        self._engine.expect(counters, [number // _BUFFERS + 1])
-
-        def late() -> str:
-            return f"{self._sender} did not send bucket {number}"
-
-        await arrivals.until(lambda: number in arrivals.buckets and counters in arrivals.reached, late)
-        arrivals.reached.discard(counters)
-        bucket = arrivals.buckets.pop(number)
-        if not bucket.list_offset <= bucket.nbytes <= self._half:
-            raise StreamError(f"{self._sender} sent an invalid message: {bucket}")
-        return bucket, self._memory(number)[: bucket.nbytes]
-
-
-def _reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The reason for the peers."""
     return str(error) if isinstance(error, StreamError) else f"{type(error).__name__}: {error}"
-
-
-async def drawn(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """Yields what a generator of either kind yields."""
-    if isinstance(weights, AsyncIterable):
-        async for one in weights:
-            yield one
-    else:
-        for one in weights:
-            yield one

@@ -28,7 +28,8 @@ from weight_streams import (
 from weight_trainer import FORKSERVER
 
 from kv_connector.weights.buckets import StreamError
-from kv_connector.weights.stream import StreamReceiver, sockets_of
+from kv_connector.weights.stream import sockets_of
+from kv_connector.weights.stream_receiver import StreamReceiver
 
 
 @pytest.mark.parametrize("provider", ["host", "tcp"])
