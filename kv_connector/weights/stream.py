@@ -113,7 +113,7 @@ class StreamConfig:
     bucket_bytes: int
     """Size of one of the two buffers. Senders and receivers must have the same size."""
     timeout: float
-    """Seconds that each step of a live peer may take. A killed peer is noticed at once."""
+    """Seconds that each step of a live peer may take. A killed peer that was connected is noticed at once."""
     providers: tuple[str, ...] = ()
     """Lanes in order of preference. Empty: nvlink for a GPU, host and tcp for a CPU."""
 

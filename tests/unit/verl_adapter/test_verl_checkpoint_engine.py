@@ -132,6 +132,7 @@ def test_a_failed_update_leaves_nothing_behind(adapter: Any) -> None:
         weights = worker.receive_weights()
         await anext(weights)
         await weights.aclose()
+        assert worker._receiver._watched._fds == (), "its end is left to a later turn of the loop"
 
     receiving = [InThread(partial(asyncio.run, first(one))) for one in workers.rollouts]
     sending = [InThread(partial(asyncio.run, one.send_weights(drawn(0)))) for one in workers.trainers]
