@@ -239,8 +239,8 @@ async def test_engine_does_not_load_from_itself() -> None:
     for pool in pools.values():
         for one in engines:
             pool.set_usable(one, True, prefixes="key", prefetches=True)
-    parts: Any = (None, None, None)
-    prefetches = Prefetches(pools, *parts, PATIENCE)
+    absent: Any = None
+    prefetches = Prefetches(pools, absent, absent, absent, PATIENCE)
     assert prefetches._able(*engines)
     assert not prefetches._able(engines[0], engines[0])
 
