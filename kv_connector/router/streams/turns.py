@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import heapq
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -19,14 +21,17 @@ from kv_connector.router.engines.pool import NoEngine, Pool
 MOST_AT_ENGINE = 8
 
 _Place = tuple[Side, Endpoint]
+_Kind = tuple[Endpoint, str | None]
+"""The engine that has failed, and the model."""
 
 
 class _Turn:
     """A broken stream that waits, or begins anew."""
 
-    def __init__(self, engine: Endpoint, model: str | None) -> None:
-        self.kind = engine, model
-        """The engine that has failed, and the model."""
+    def __init__(self, kind: _Kind, number: int) -> None:
+        self.kind = kind
+        self.number = number
+        """Its place in the order of arrival."""
         self.granted = asyncio.Event()
         self.places: list[_Place] = []
 
@@ -39,7 +44,9 @@ class Turns:
         self._pools = pools
         self._gauge = waiting
         self._taken: Counter[_Place] = Counter()
-        self._waiting: dict[_Turn, None] = {}  # in order of arrival
+        self._numbers = itertools.count()
+        # In order of arrival. Hosts with many engines die with thousands of streams: no change looks at all.
+        self._waiting: dict[_Kind, OrderedDict[int, _Turn]] = {}
 
     @asynccontextmanager
     async def turn(self, engine: Endpoint, model: str | None) -> AsyncIterator[None]:
@@ -48,32 +55,43 @@ class Turns:
         A turn takes a place at an engine of each side. Placement may choose other engines, so the bound holds
         for the average of the engines.
         """
-        turn = _Turn(engine, model)
-        self._waiting[turn] = None
+        turn = _Turn((engine, model), next(self._numbers))
+        self._waiting.setdefault(turn.kind, OrderedDict())[turn.number] = turn
         try:
             self._grant()
             await turn.granted.wait()
             yield
         finally:
-            self._waiting.pop(turn, None)
-            self._taken.subtract(turn.places)
+            if not turn.granted.is_set():
+                self._remove(turn)
+            self._taken -= Counter(turn.places)  # keeps no engine without streams
             self._grant()
 
+    def _remove(self, turn: _Turn) -> None:
+        """Removes a stream that waits no longer."""
+        queue = self._waiting[turn.kind]
+        del queue[turn.number]
+        if not queue:
+            del self._waiting[turn.kind]
+
     def _grant(self) -> None:
-        """Gives free places to the streams that wait. It looks once for all streams of a kind."""
-        full: set[tuple[Endpoint, str | None]] = set()
-        for turn in list(self._waiting):
-            if turn.kind in full:
-                continue
-            places = self._free(*turn.kind)
+        """Gives free places to the streams that wait, in order of arrival. Streams of a kind without a free
+        place are passed over."""
+        heads = [(next(iter(queue)), kind) for kind, queue in self._waiting.items()]
+        heapq.heapify(heads)
+        while heads:
+            number, kind = heapq.heappop(heads)
+            places = self._free(*kind)
             if places is None:
-                full.add(turn.kind)
                 continue
-            del self._waiting[turn]
+            turn = self._waiting[kind][number]
+            self._remove(turn)
             turn.places = places
             self._taken.update(places)
             turn.granted.set()
-        self._gauge.set(len(self._waiting))
+            if kind in self._waiting:
+                heapq.heappush(heads, (next(iter(self._waiting[kind])), kind))
+        self._gauge.set(sum(map(len, self._waiting.values())))
 
     def _free(self, engine: Endpoint, model: str | None) -> list[_Place] | None:
         """Returns a free place of each side that has engines; None: a side is full."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 from router_setup import within
@@ -72,3 +73,33 @@ async def test_turns_are_bounded_by_the_side_with_fewer_engines(monkeypatch: pyt
         assert not third.done()
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)
+
+
+async def test_a_crowd_of_streams_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each arrival, end and departure looks at a few streams, and not at all that wait."""
+    looks = 0
+
+    class Counted(turns._Turn):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(turns, "_Turn", Counted)
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in range(1, 4)]
+    gauge = Metrics().waiting_streams
+    queue = Turns({Side.PREFILL: Pool(engines[:1]), Side.DECODE: Pool(engines[1:])}, gauge)
+
+    async def stream() -> None:
+        async with queue.turn(engines[1], None):
+            await asyncio.sleep(0)
+
+    crowd = [asyncio.ensure_future(stream()) for _ in range(1000)]
+    await asyncio.sleep(0)
+    for one in crowd[1::2]:
+        one.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert sum(not one.cancelled() for one in crowd) == 500
+    assert looks < 20 * len(crowd)
+    assert not queue._waiting
+    assert not queue._taken, "an engine that has left takes no memory"
