@@ -98,6 +98,7 @@ class Lease:
         self._member = member
         self._work = work
         self.context = context
+        """Tokens of the prompt that it decodes behind: a forecast, or the engine's count."""
         self.prompt = prompt
         """The prompt; None: nothing is to be learned from it."""
         self.expected = 0 if prompt is None else member.workload.cache.cached(prompt)

@@ -19,8 +19,12 @@ Count = Callable[[Side, int, int], None]
 
 
 # Prefixes of prompts whose decode engine has still to report its hits. An engine reports within a second of
-# taking a prompt. 64 engines with 20 requests a second of 25 KiB have 60,000. Each takes 80 bytes.
+# taking a prompt. 64 engines with 20 requests a second of 25 KiB have 90,000. Each takes 80 bytes, so all
+# take 21 MB. Some engines never report: older releases, SGLang, and engines that do not register.
 _AWAITED = 1 << 18
+# A prompt of one prefix takes 0.8 KB with its lease (2026-11-30), and up to 1 KiB behind its last prefix. So
+# each prompt counts for as many prefixes more.
+_AWAITED_PROMPT = 24
 
 Proposed = Callable[[str, int], None]
 """Counts a proposal to load a prefix: its result, and the tokens that were loaded."""
@@ -62,7 +66,7 @@ class CacheRecords:
         if lease.prompt is None or not lease.prompt.prefixes or transfer_id in self._awaited:
             return
         self._awaited[transfer_id] = lease
-        self._awaited_prefixes += len(lease.prompt.prefixes)
+        self._awaited_prefixes += _AWAITED_PROMPT + len(lease.prompt.prefixes)
         while self._awaited_prefixes > _AWAITED:
             self._no_longer_awaited(next(iter(self._awaited)))
 
@@ -75,7 +79,7 @@ class CacheRecords:
     def _no_longer_awaited(self, transfer_id: str) -> Lease:
         lease = self._awaited.pop(transfer_id)
         assert lease.prompt is not None
-        self._awaited_prefixes -= len(lease.prompt.prefixes)
+        self._awaited_prefixes -= _AWAITED_PROMPT + len(lease.prompt.prefixes)
         return lease
 
     def prefilled(self, lease: Lease, report: Computed, prefix: Prefix | None = None) -> None:
@@ -147,8 +151,10 @@ class CacheRecords:
         """Takes an engine's count of a prompt. ``cached``: tokens that were in its own cache. ``borrowed``:
         tokens that it has loaded."""
         prompt = lease.prompt
-        if prompt is None or tokens is None:
+        if prompt is None or tokens is None or tokens < 1:
             return
+        if cached is not None and not 0 <= cached <= tokens:
+            cached = None  # an engine that counts wrongly must not spoil the index and the counters
         self.sizes.learn(prompt, tokens)
         predicted = lease.workload.hit(min(prompt.tokens_of(lease.expected, tokens), tokens - 1))
         computed = tokens - borrowed - (predicted if cached is None else cached)

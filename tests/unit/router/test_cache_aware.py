@@ -467,13 +467,32 @@ def test_reports_that_are_awaited_for_too_long_are_forgotten(
 ) -> None:
     request = fleet.begin(user(LONG))
     assert request.placement.prompt is not None
-    monkeypatch.setattr(records, "_AWAITED", 2 * len(request.placement.prompt.prefixes))
+    each = records._AWAITED_PROMPT + len(request.placement.prompt.prefixes)
+    monkeypatch.setattr(records, "_AWAITED", 2 * each)
     for name in ("first", "second", "third"):
         fleet.caches.sent(name, request.decode)
     fleet.caches.received("first", 2000, 0)
     assert fleet.hits == []
     fleet.caches.received("second", 2000, 0)
     assert len(fleet.hits) == 1
+
+
+def test_short_prompts_whose_reports_never_come_take_little_memory(fleet: Fleet) -> None:
+    """Engines of older releases and SGLang never report. A prompt of one prefix takes 0.8 KB."""
+    request = fleet.begin(user("Hi"))
+    for number in range(records._AWAITED // 20):
+        fleet.caches.sent(str(number), request.decode)
+    assert 5000 < len(fleet.caches._awaited) < 12_000
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(0, 0), (-1, 0), (2000, -1), (2000, 2001), (2000, 1 << 48)])
+def test_impossible_counts_of_an_engine_are_not_counted(fleet: Fleet, tokens: int, cached: int) -> None:
+    request = fleet.begin(user(LONG))
+    fleet.caches.sent("t", request.decode)
+    fleet.caches.received("t", tokens, cached)
+    request.prefilled(Computed(tokens=tokens, cached=cached))
+    request.answer()
+    assert fleet.hits == []
 
 
 def test_hits_are_expected_in_whole_blocks() -> None:
