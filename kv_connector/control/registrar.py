@@ -42,6 +42,9 @@ _REDIAL = 8
 _FAILURES = 1024
 # Hits that are still to be reported: more than an engine has in a second. A lost hit corrects nothing.
 _HITS = 8 * MOST_HITS
+# Longest transfer id whose hits are reported. Ids of our routers have 32 characters. Other routers do not
+# read reports, and MOST_HITS of their ids, of 256 characters, would exceed the size of a message.
+_LONGEST_ID = 64
 
 
 @dataclass
@@ -116,7 +119,9 @@ class Registrar:
     def add_hits(self, hits: Mapping[str, tuple[int, int]]) -> None:
         """Reports these hits to the routers with the next heartbeat, as in PromptHits. Any thread may call
         it."""
-        self._hits.extend(hits.items())
+        self._hits.extend(
+            (name, hit) for name, hit in hits.items() if len(name) <= _LONGEST_ID and name.isascii()
+        )
 
     def close(self) -> None:
         """Sends LEAVE and ends the thread. Blocks for a fraction of a second. A second call does nothing."""

@@ -1017,7 +1017,11 @@ def test_registrar_reports_each_hit_once() -> None:
         hits = {f"{number:032x}": (1 << 20, number) for number in range(MOST_HITS + 1)}
         reports: list[dict[str, tuple[int, int]]] = []
         try:
-            registrar.add_hits(hits)
+            assert router.poll(60_000)
+            assert decode(router.recv_multipart()[1]) == registration, (
+                "hits for a router that is away are lost"
+            )
+            registrar.add_hits({"i" * 256: (2, 1), "\xe9" * 32: (2, 1), **hits})  # ids of other routers
             beats = 0
             while sum(map(len, reports)) < len(hits) or beats < 3:
                 assert router.poll(60_000)
