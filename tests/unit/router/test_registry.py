@@ -8,9 +8,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from router_setup import answer_ok, cluster, until_metric
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from kv_connector.control.membership import PromptHits
+from kv_connector.control.sockets import Received
+from kv_connector.protocol.actions import Source
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -156,3 +164,33 @@ async def test_registry_learns_the_length_of_an_engines_model() -> None:
             server.body = b'{"data": [{"id": "m"}]}'
             members.lacks(Side.DECODE, Endpoint.parse(server.url), "m")
             assert workload.longest == 2048, "nothing new is known of it"
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
+async def test_hits_that_a_decode_engine_reports_are_counted(
+    dispatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The messages come from a stand-in for the sockets."""
+    reports: list[Received[Any]] = []
+
+    def receive() -> list[Received[Any]]:
+        return [reports.pop() for _ in range(len(reports))]
+
+    def open_stand_in(registry: Registry) -> None:
+        sockets: Any = SimpleNamespace(wait=lambda _: time.sleep(0.01), receive=receive, close=lambda: None)
+        registry._sockets = sockets
+
+    async def prefill(request: Request, body: dict[str, Any]) -> Response:
+        transfer_id = body["kv_transfer_params"]["transfer_id"]
+        return JSONResponse({"kv_transfer_params": {"transfer_id": transfer_id}})
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        hits = {"of another router": (9, 3), body["kv_transfer_params"]["transfer_id"]: (1250, 64)}
+        reports.append(Received(Source(b"d"), PromptHits(hits)))
+        return await answer_ok(request, body)
+
+    monkeypatch.setattr(Registry, "open", open_stand_in)
+    async with cluster(prefill, decode, dispatch=dispatch) as (_, _, client):
+        answer = await client.post("/v1/completions", json={"prompt": "x" * 5000})
+        assert answer.status_code == 200
+        await until_metric(client, 'kv_connector_router_actual_hit_tokens_total{side="decode"}', 64)
