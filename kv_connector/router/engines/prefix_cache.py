@@ -55,6 +55,7 @@ class PrefixIndex:
         """Removes an engine's cache. A second call does nothing."""
         if cache.index is self:
             bit = cache.bit
+            cache.clear()  # hits that are never reported keep the lease of an engine that has left
             cache.leave()
             del self._caches[bit]
 
