@@ -17,6 +17,12 @@ logger = logging.getLogger("kv_connector")
 Summed = Callable[[bytes, str], None]
 """Called with the sums, or with the reason why there are none."""
 
+NOT_WANTED = "its transfer has ended"
+
+
+def _always() -> bool:
+    return True
+
 
 class PageSummer:
     """Sums pages one job after the other. The thread starts with the first job."""
@@ -26,16 +32,22 @@ class PageSummer:
         TransferError."""
         self._memory = tuple(memory)
         self._native = NativeSummer(on_gpu)
-        self._jobs: SimpleQueue[tuple[Sequence[SummedPages], Summed] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Sequence[SummedPages], Summed, Callable[[], bool]] | None] = (
+            SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def sum(self, pages: Sequence[SummedPages], summed: Summed) -> None:
-        """Sums these pages. ``summed`` is called on the summer's thread."""
+    def sum(self, pages: Sequence[SummedPages], summed: Summed, wanted: Callable[[], bool] = _always) -> None:
+        """Sums these pages. ``summed`` is called on the summer's thread.
+
+        ``wanted`` is called there before. If it returns False, the pages are not summed. Otherwise a queue
+        that is longer than the timeout `check` would never become shorter: each of its jobs would be late.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="kv-page-summer", daemon=True)
             self._thread.start()
-        self._jobs.put((pages, summed))
+        self._jobs.put((pages, summed, wanted))
 
     def drain(self) -> None:
         """BLOCKS until all jobs before this call are done, so that nothing reads the memory for them."""
@@ -54,9 +66,9 @@ class PageSummer:
 
     def _main(self) -> None:
         while (job := self._jobs.get()) is not None and not self._closing:
-            pages, summed = job
+            pages, summed, wanted = job
             try:
-                sums, problem = b"".join(map(self._sum, pages)), ""
+                sums, problem = (b"".join(map(self._sum, pages)), "") if wanted() else (b"", NOT_WANTED)
             except TransferError as error:
                 sums, problem = b"", str(error)
             except Exception as error:

@@ -69,7 +69,12 @@ class TransferPort(LinkPort, Protocol):
 
 
 class Summer(Protocol):
-    def sum(self, pages: Sequence[SummedPages], summed: Callable[[bytes, str], None]) -> None: ...
+    def sum(
+        self,
+        pages: Sequence[SummedPages],
+        summed: Callable[[bytes, str], None],
+        wanted: Callable[[], bool],
+    ) -> None: ...
 
 
 class Received(Protocol):

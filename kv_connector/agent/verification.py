@@ -46,6 +46,7 @@ class Verification:
                 self._summer.sum(
                     pages,
                     lambda sums, problem: self.submit(lambda now: self.summed(now, owner, sums, problem)),
+                    lambda: self._wants_sums(owner),
                 )
             case PagesChecked():
                 self._report(action, name_of)
@@ -55,6 +56,11 @@ class Verification:
         if isinstance(owner, Share):
             return self._prefill.pages_summed(now, owner, sums, problem)
         return self._decode.pages_summed(now, owner, sums, problem)
+
+    def _wants_sums(self, owner: Share | int) -> bool:
+        if isinstance(owner, Share):
+            return self._prefill.wants_sums(owner)
+        return self._decode.wants_sums(owner)
 
     def _report(self, checked: PagesChecked, name_of: Callable[[PeerId | None], PeerName]) -> None:
         self._ledger.checked(checked.pages, checked.corrupt, bool(checked.unverified))

@@ -115,10 +115,8 @@ class DecodeMachine:
 
     def under_way(self) -> list[UnderWay]:
         """The transfers that are not over. Any thread may call it."""
-        found = []
-        for transfer in list(self._transfers.values()):  # copied in one step, because other threads change it
-            found.append(transfer.under_way(transfer.deadline - transfer.request.limit(self._timeouts)))
-        return found
+        transfers = list(self._transfers.values())  # copied in one step, because other threads change it
+        return [transfer.under_way(self._timeouts) for transfer in transfers]
 
     # --- D's engine
 
@@ -319,6 +317,11 @@ class DecodeMachine:
             return []
         transfer.check.summed(sums, problem)
         return self._compare(now, transfer)
+
+    def wants_sums(self, attempt: int) -> bool:
+        """Whether the attempt's pages are still being checked. Any thread may call it."""
+        transfer = self._transfers.get(self._attempts.get(attempt, ""))
+        return transfer is not None and transfer.phase is Phase.CHECKING
 
     # --- Messages of P
 

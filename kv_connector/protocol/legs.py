@@ -247,11 +247,12 @@ class Reception:
             prefix_tokens=self.request.prefix_tokens,
         )
 
-    def under_way(self, since: float) -> UnderWay:
+    def under_way(self, timeouts: Timeouts) -> UnderWay:
         """The transfer as it is shown to operators: of several legs, one that is still in use."""
         legs = [(leg.peer, leg.phase) for leg in self.legs]
         in_use = (leg for leg in legs if leg[1] is not LegPhase.STOPPED)
         peer, phase = next(in_use, (*legs, (None, LegPhase.STAGED))[0])
         shown = self.phase if self.phase in (Phase.CHECKING, Phase.LANDED) else phase
         ids = self.request.transfer_id, self.request.request_id
+        since = self.deadline - self.request.limit(timeouts)
         return UnderWay(Role.DECODE, *ids, peer, shown.name.lower(), since)

@@ -590,6 +590,11 @@ class PrefillMachine:
         # The share does not end before its prompt: D may wait for the token, too.
         return [*said, *(self._seal(now, transfer) if transfer.prompt.finished else ())]
 
+    def wants_sums(self, share: Share) -> bool:
+        """Whether the share whose pages are to be summed has not ended. Any thread may call it."""
+        transfer = self._transfer(share)
+        return transfer is not None and transfer.reservation is not None
+
     def push_failed(self, now: float, share: Share, reason: str) -> list[PrefillAction]:
         """The transfer engine did not accept a Push. If the native transfer is open, it must be cancelled."""
         transfer = self._transfer(share)

@@ -25,7 +25,12 @@ class SimSummer:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    def sum(self, pages: Sequence[SummedPages], summed: Callable[[bytes, str], None]) -> None:
+    def sum(
+        self,
+        pages: Sequence[SummedPages],
+        summed: Callable[[bytes, str], None],
+        wanted: Callable[[], bool],
+    ) -> None:
         process = self._process
 
         def read() -> None:
@@ -34,7 +39,10 @@ class SimSummer:
             if process.stopped:
                 process.engine.when_thawed(read)
                 return
-            summed(b"".join(self._sums(pages)), "")
+            if wanted():
+                summed(b"".join(self._sums(pages)), "")
+            else:
+                summed(b"", "its transfer has ended")
 
         process.world.clock.after(process.rng.expovariate(20.0), read)
 

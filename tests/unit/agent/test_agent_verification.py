@@ -44,12 +44,14 @@ def flip_last_page(side: Side, block: int) -> None:
     flip_bit(side, 0, block, 4 * side.pages.shape[2] + 77)
 
 
-def hold_sums(side: Side) -> threading.Event:
-    """Keeps the side from summing pages until the event is set."""
+def hold_sums(side: Side, calls: list[str] | None = None) -> threading.Event:
+    """Keeps the side from summing pages until the event is set. ``calls``: gets an entry for each batch."""
     go, native = threading.Event(), side.agent._summer._native
 
     class Held:
         def sum(self, *arguments: object) -> bytes:
+            if calls is not None:
+                calls.append("summed")
             assert go.wait(PATIENCE)
             return native.sum(*arguments)  # type: ignore[arg-type]
 
@@ -62,12 +64,12 @@ def before_summing(side: Side, act: Callable[[], None], turn: int = 1) -> None:
     summer: PageSummer = side.agent._summer
     whole, left = summer.sum, [turn]
 
-    def watched(pages: Sequence[SummedPages], summed: Summed) -> None:
+    def watched(pages: Sequence[SummedPages], summed: Summed, wanted: Callable[[], bool]) -> None:
         left[0] -= 1
         if not left[0]:
             summer.sum = whole  # type: ignore[method-assign]
             act()
-        whole(pages, summed)
+        whole(pages, summed, wanted)
 
     summer.sum = watched  # type: ignore[method-assign]
 
@@ -158,6 +160,36 @@ def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: Stage)
     prefill.wait(sent=["p-t"])
     decode.wait(received=["d-t"])
     assert decode.failed == []
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Role) -> None:
+    """Otherwise a long queue stays long: decode engines give up each of its transfers before its turn."""
+    prefill, decode = verifying(sim)
+    calls: list[str] = []
+    side = prefill if role is Role.PREFILL else decode
+    go = hold_sums(side, calls)
+    for number, name in enumerate(("one", "two", "three")):
+        prefill.expect(name)
+        first = 3 * number
+        decode.reserve(prefill.address, range(11 + first, 14 + first), name)
+        prefill.compute(range(1 + first, 4 + first), transfer=name)
+        until(lambda number=number: decode.agent.phases().get("decode checking") == number + 1)
+    until(lambda: len(calls) == 1)
+    decode.agent.cancel("d-two")
+    decode.agent.cancel("d-three")
+    prefill.agent.request_finished("one", True, "")
+    for name in ("two", "three"):
+        prefill.agent.request_finished(name, False, "aborted", aborted=True)
+    prefill.wait(sent=["p-two", "p-three"])
+    until(lambda: decode.agent.phases() == {"decode checking": 1})
+    go.set()
+    decode.wait(received=["d-one"])
+    prefill.idle()
+    decode.idle()
+    side.agent._summer.drain()
+    assert decode.failed == []
+    assert calls == ["summed"]
 
 
 def test_early_token_waits_for_the_check(sim: Stage) -> None:

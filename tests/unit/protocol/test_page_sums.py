@@ -141,6 +141,14 @@ def test_prompt_that_is_preempted_while_it_is_summed_has_no_sums(prefill: Prefil
     only(prefill.request_finished(3.0, "t", True, ""), FinishedSending)
 
 
+def test_sums_are_wanted_until_the_share_ends(prefill: PrefillMachine) -> None:
+    _summing(prefill, finished=False)
+    assert prefill.wants_sums(Share("t"))
+    assert not prefill.wants_sums(Share("another"))
+    prefill.cancel(3.0, PEER, Cancel("t", 1, 0))
+    assert not prefill.wants_sums(Share("t"))
+
+
 @pytest.mark.parametrize("finished", ["before the sums", "after the sums"])
 def test_sums_do_not_wait_for_the_end_of_the_request(prefill: PrefillMachine, finished: str) -> None:
     """vLLM reports the end two steps later. The share does not end before, because D may want the token."""
@@ -434,7 +442,9 @@ def test_check_without_sums_fails_the_load_and_names_the_engine(summed: str, sid
 def test_check_without_sums_fences_a_peer_that_does_not_answer() -> None:
     machine, _ = verifying()
     machine.counter_reached(1.0, "d-t")
+    assert machine.wants_sums(ATTEMPT)
     machine.tick(1.0 + TIMES.check)
+    assert not machine.wants_sums(ATTEMPT)
     assert isinstance(only(machine.tick(1.0 + TIMES.check + TIMES.cancel), Fence), Fence)
 
 
