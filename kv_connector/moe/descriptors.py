@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kv_connector.moe.pidfds import open_pidfd
 from kv_connector.moe.wire import MAX_BYTES, NAME_BYTES, SECRET_BYTES, Hello, Introduction, decode, encode
 
 logger = logging.getLogger("kv_connector")
@@ -181,7 +182,7 @@ class _Passing:
         # follows this call.
         with contextlib.suppress(OSError):
             try:
-                self._pidfds[other] = os.pidfd_open(self._hellos[other].pid)
+                self._pidfds[other] = open_pidfd(self._hellos[other].pid)
             except ProcessLookupError:
                 self._fail(other, "the process has ended")
                 return

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 
+from kv_connector.moe.pidfds import open_pidfd
+
 # PIDFD_THREAD, which has the value of O_EXCL.
 _OF_THREAD = os.O_EXCL
 
@@ -21,18 +23,23 @@ class Sentinels:
 
     def __init__(self) -> None:
         self._end = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self._threads = [
-            threading.Thread(target=self._idle, name="kvc-moe-sentinel", daemon=True) for _ in range(2)
-        ]
+        self._threads: list[threading.Thread] = []
         self.pidfds: list[int] = []
         """Readable once a thread has ended. Passed to the other ranks. Empty before Linux 6.9."""
-        for thread in self._threads:
-            thread.start()
-            assert thread.native_id is not None
-            try:
-                self.pidfds.append(os.pidfd_open(thread.native_id, _OF_THREAD))
-            except OSError:
-                continue
+        try:
+            for _ in range(2):
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._idle, name="kvc-moe-sentinel", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        assert thread.native_id is not None
+        with contextlib.suppress(OSError):
+            self.pidfds.append(open_pidfd(thread.native_id, _OF_THREAD))
 
     def _idle(self) -> None:
         # A handled signal would end the thread, and so the group.

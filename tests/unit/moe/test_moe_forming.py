@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,8 @@ from kv_connector.moe import group as group_module
 from kv_connector.moe import wire
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Group, GroupError
+from kv_connector.moe.pidfds import open_pidfd
+from kv_connector.moe.sentinels import Sentinels
 
 RANKS = 3
 
@@ -40,11 +44,17 @@ def test_all_ranks_have_a_group_and_close_it_twice() -> None:
             group.combine_buffer([1] * RANKS)
 
 
-def test_each_rank_watches_two_sentinels_of_every_other_rank() -> None:
+@pytest.mark.parametrize("python", ["with os.pidfd_open", "without"])
+def test_each_rank_watches_two_sentinels_of_every_other_rank(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python lacks os.pidfd_open if it was compiled with headers of an old kernel."""
     try:
         os.close(os.pidfd_open(threading.get_native_id(), os.O_EXCL))
     except OSError:
         pytest.skip("threads have pidfds from Linux 6.9 on")
+    if python == "without":
+        monkeypatch.delattr(os, "pidfd_open")
     groups = form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])
     for group in groups:
         assert isinstance(group, Group)
@@ -52,6 +62,31 @@ def test_each_rank_watches_two_sentinels_of_every_other_rank() -> None:
     for group in groups:
         assert isinstance(group, Group)
         group.close()
+
+
+def test_pidfd_of_a_process_that_has_ended_is_refused_without_os_pidfd_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with subprocess.Popen([sys.executable, "-c", ""]) as other:
+        other.wait()
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(other.pid)
+
+
+def test_sentinels_that_cannot_start_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def second_fails(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Sentinels()
+    assert not started[0].is_alive()
 
 
 def test_group_of_one_rank_needs_no_other() -> None:
