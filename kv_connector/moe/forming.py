@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from kv_connector import __version__, _native
 from kv_connector.moe import columns
-from kv_connector.moe.descriptors import Connection, Meeting, Passed, ended
+from kv_connector.moe.descriptors import LEAVE, Connection, Meeting, Passed, ended
 from kv_connector.moe.fault import ExchangeError, GroupError
 from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
@@ -60,7 +61,12 @@ def form(
         messages = _exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
         hellos = read_hellos(messages, settings.ranks)
         own.attach(hellos, deadline)
-        read_outcomes(own.outcomes(exchange), settings.ranks)
+        outcomes = own.outcomes(exchange)
+        try:
+            read_outcomes(outcomes, settings.ranks)
+        except GroupError:
+            own.leave()
+            raise
         return own.take()
     except GroupError as error:
         reason = f"moe: rank {settings.rank} cannot form a group: {error}"
@@ -152,6 +158,11 @@ class _Part:
                 raise
             raise type(error)(f"{self.problem}; {error}") from error.__cause__
 
+    def leave(self) -> None:
+        """Reports to ranks that still wait for the outcomes that this rank has them, before it closes."""
+        for connection in self.passed.connections.values():
+            connection.send(LEAVE)
+
     def take(self) -> tuple[_native.MoeGroup, dict[int, Connection], Sentinels]:
         assert self._native is not None
         assert self._sentinels is not None
@@ -202,7 +213,9 @@ def _exchange(
     try:
         ready = _readable(waiting, timeout)
         if ready and done not in ready:
-            ready = _readable([done], min(timeout, _GRACE_SECONDS))
+            # A rank that has left has all messages, so this rank gets them too, however busy the machine is.
+            left = all(map(_has_left, ended(peers)))
+            ready = _readable([done], timeout if left else min(timeout, _GRACE_SECONDS))
     finally:
         os.close(done)
     if done in ready:
@@ -210,7 +223,7 @@ def _exchange(
     if results:
         return results[0]
     # Its connection fails the exchange before the kernel reports the end of the process.
-    dead = ended(peers)
+    dead = [one for one in ended(peers) if not _has_left(one)]
     if dead:
         names = ", ".join(f"rank {one.rank} (process {one.pid})" for one in dead)
         raise ExchangeError(f"{names} has ended during the exchange of {subject}")
@@ -218,6 +231,15 @@ def _exchange(
         raise ExchangeError(f"the exchange of {subject} failed: {errors[0]}") from errors[0]
     seconds = time.monotonic() - begin
     raise ExchangeError(f"the exchange of {subject} did not end within {seconds:.0f} s. A rank is missing.")
+
+
+def _has_left(connection: Connection) -> bool:
+    """Whether its rank has all messages and does not form the group. The message stays to be read."""
+    try:
+        message = connection.socket.recv(len(LEAVE), socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return message == LEAVE
 
 
 def _readable(descriptors: Sequence[int], timeout: float) -> set[int]:

@@ -7,16 +7,16 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from moe_ranks import ThreadExchange, errors, form_in_threads, open_files, settings_of
+from moe_ranks import PATIENCE, ThreadExchange, errors, form_in_threads, open_files, settings_of
 
 from kv_connector import _native
+from kv_connector.moe import forming, wire
 from kv_connector.moe import group as group_module
-from kv_connector.moe import wire
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Group, GroupError
 from kv_connector.moe.pidfds import open_pidfd
@@ -44,17 +44,21 @@ def test_all_ranks_have_a_group_and_close_it_twice() -> None:
             group.combine_buffer([1] * RANKS)
 
 
+def skip_without_pidfds_of_threads() -> None:
+    try:
+        os.close(open_pidfd(threading.get_native_id(), os.O_EXCL))
+    except OSError:
+        pytest.skip("threads have pidfds from Linux 6.9 on")
+
+
 @pytest.mark.parametrize("python", ["with os.pidfd_open", "without"])
 def test_each_rank_watches_two_sentinels_of_every_other_rank(
     python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python lacks os.pidfd_open if it was compiled with headers of an old kernel."""
-    try:
-        os.close(os.pidfd_open(threading.get_native_id(), os.O_EXCL))
-    except OSError:
-        pytest.skip("threads have pidfds from Linux 6.9 on")
+    skip_without_pidfds_of_threads()
     if python == "without":
-        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
     groups = form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])
     for group in groups:
         assert isinstance(group, Group)
@@ -158,6 +162,34 @@ def test_segment_that_fails_at_one_rank_is_an_error_of_all(
     monkeypatch.setattr(_native, "MoeGroup", Failing(_native.MoeGroup, 1, where))
     for error in errors(form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])):
         assert error.endswith(f"cannot form a group: {words}")
+
+
+def test_rank_that_gets_the_outcomes_late_has_the_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has closed its part by then. Its process has not ended."""
+    skip_without_pidfds_of_threads()
+    monkeypatch.setattr(_native, "MoeGroup", Failing(_native.MoeGroup, 1, "attach"))
+    monkeypatch.setattr(forming, "_GRACE_SECONDS", 0.0)
+    exchange, others_closed, rounds = ThreadExchange(2), threading.Event(), iter(range(1, 3))
+    of_rank_0, readable = exchange.of(0), forming._readable
+
+    def late(message: bytes) -> Sequence[bytes]:
+        messages = of_rank_0(message)
+        if next(rounds) == 2:
+            assert others_closed.wait(PATIENCE)
+        return messages
+
+    def watched(descriptors: Sequence[int], timeout: float) -> set[int]:
+        if len(descriptors) == 1 and timeout > 1 and next(waits) > 2:
+            others_closed.set()
+        return readable(descriptors, timeout)
+
+    waits = iter(range(1, 100))  # both ranks wait for the settings alone
+    monkeypatch.setattr(forming, "_readable", watched)
+    ends = form_in_threads([settings_of(rank, 2) for rank in range(2)], [late, exchange.of(1)])
+    others_closed.set()
+    assert not any(isinstance(end, ExchangeError) for end in ends)
+    for error in errors(ends):
+        assert error.endswith("rank 1: it cannot map the segment of rank 0: no peer access")
 
 
 def test_ranks_with_many_open_files_form_a_group() -> None:
