@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import msgspec
@@ -64,7 +65,9 @@ def before_summing(side: Side, act: Callable[[], None], turn: int = 1) -> None:
     summer: PageSummer = side.agent._summer
     whole, left = summer.sum, [turn]
 
-    def watched(pages: Sequence[SummedPages], summed: Summed, wanted: Callable[[], bool]) -> None:
+    def watched(
+        pages: Sequence[SummedPages], summed: Summed, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         left[0] -= 1
         if not left[0]:
             summer.sum = whole  # type: ignore[method-assign]
@@ -169,12 +172,16 @@ def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Rol
     calls: list[str] = []
     side = prefill if role is Role.PREFILL else decode
     go = hold_sums(side, calls)
+
+    def checking(transfers: int) -> bool:
+        return decode.agent.phases() == {"decode checking": transfers}
+
     for number, name in enumerate(("one", "two", "three")):
         prefill.expect(name)
         first = 3 * number
         decode.reserve(prefill.address, range(11 + first, 14 + first), name)
         prefill.compute(range(1 + first, 4 + first), transfer=name)
-        until(lambda number=number: decode.agent.phases().get("decode checking") == number + 1)
+        until(partial(checking, number + 1))
     until(lambda: len(calls) == 1)
     decode.agent.cancel("d-two")
     decode.agent.cancel("d-three")
@@ -182,7 +189,7 @@ def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Rol
     for name in ("two", "three"):
         prefill.agent.request_finished(name, False, "aborted", aborted=True)
     prefill.wait(sent=["p-two", "p-three"])
-    until(lambda: decode.agent.phases() == {"decode checking": 1})
+    until(partial(checking, 1))
     go.set()
     decode.wait(received=["d-one"])
     prefill.idle()
