@@ -93,13 +93,13 @@ class WorkerProbe:
         summer = _agent()._summer
         whole = summer.sum
 
-        def flip_and_sum(pages: Any, summed: Any) -> None:
+        def flip_and_sum(pages: Any, *rest: Any) -> None:
             del summer.sum
             last = pages[-1]
             region, offset = last.layers[-1]
             page = offset + last.blocks[-1] * last.stride + last.runs[-1]
             _flip_bit(summer._memory[region].address + page, self.device)  # type: ignore[attr-defined]
-            whole(pages, summed)
+            whole(pages, *rest)
 
         summer.sum = flip_and_sum
 
