@@ -14,8 +14,9 @@ from deployment import Client, prompt
 
 MOST_TURNS = 12
 SYSTEM = 70
-# Half of the answers fill a block, so that a prefill engine lacks a block that the decode engine has.
-ANSWERS = (4, 20, 40, 60)
+# Half of the answers fill a block, so that a prefill engine lacks a block that the decode engine has. A
+# quarter of them are long enough for a prefetch.
+ANSWERS = (4, 20, 40, 80)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from deployment import (
     SMALL,
     TIMEOUTS,
@@ -81,7 +82,7 @@ class Fleet:
     def start(self) -> None:
         """Starts the engines and the router, and waits until all serve."""
         (registration,) = free_ports(1)
-        self.router = self.cluster.start_router("router", registration=registration)
+        self.router = self.cluster.start_router("router", registration=registration, prefetch_answers=True)
         for name in NAMES:
             prefill = name.startswith("p")
             self.engines[name] = self.cluster.start_engine(
@@ -113,6 +114,14 @@ class Fleet:
             value for labels, value in samples if (labels["side"], labels["outcome"]) == ("lend", "lent")
         )
         return Counter({name[0]: int(sum(of_lenders))})
+
+    def prefetched(self) -> Counter[str]:
+        """Returns the router's prefetches by outcome."""
+        found: Counter[str] = Counter()
+        for line in httpx.get(f"{self.router}/metrics", trust_env=False).text.splitlines():
+            if line.startswith("kv_connector_router_answer_prefetches_total{"):
+                found[line.split('"')[1]] = int(float(line.rpartition(" ")[2]))
+        return found
 
     def prompt_tokens(self, role: str) -> Counter[str]:
         """Returns the prompt tokens of all engines of a role by source."""

@@ -135,9 +135,9 @@ class Talk:
 
 async def ask(client: Client, url: str, prompt: list[int], length: int, tenant: str) -> tuple[list[int], int]:
     """Returns the output tokens of a streamed completion, and how many of its prompt's tokens were cached."""
-    body = completion_body(
-        prompt, length, stream=True, stream_options={"include_usage": True}, cache_salt=tenant
-    )
+    more = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": tenant}
+    session = str(prompt[:100])  # the system prompt and a part of the first message
+    body = completion_body(prompt, length, user=session, **more)
     tokens: list[int] = []
     cached = 0
     for event in await client.events(f"{url}/v1/completions", body):

@@ -52,10 +52,10 @@ async def test_answers_are_one_engines_at_every_turn(fleet: Fleet, client: Clien
     async with asyncio.TaskGroup() as group:
         group.create_task(talk.run())
         group.create_task(faults(talk, fleet, client))
-    lent = fleet.lent()
+    lent, prefetched = fleet.lent(), fleet.prefetched()
     print(
         f"{2 * len(dialogues)} conversations, {talk.turns} turns, {talk.cached} tokens cached, "
-        f"lent prefixes {dict(lent)}, {len(talk.failures)} failures"
+        f"lent prefixes {dict(lent)}, prefetches {dict(prefetched)}, {len(talk.failures)} failures"
     )
     assert talk.answered == talk.turns
     talk.assert_failures_are_of_outages()
@@ -64,9 +64,11 @@ async def test_answers_are_one_engines_at_every_turn(fleet: Fleet, client: Clien
     if fleet.kind.lends:
         assert talk.cached
         assert all(lent[role] for role in "pd"), f"prefixes are lent by both sides: {lent}"
+        assert prefetched["loaded"], f"no answer was loaded before the next turn: {prefetched}"
         await _tenants_never_share(fleet, client)
     else:
         assert not any(lent.values())
+        assert not prefetched
 
 
 async def _tenants_never_share(fleet: Fleet, client: Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from deployment import (
     BLOCK,
@@ -107,6 +108,58 @@ async def test_next_turn_computes_only_what_is_new(
     lent = in_blocks(had)
     await counted.is_(**{"external_kv_transfer": lent, "local_compute": len(turn) - lent, "borrow lent": 1})
     await other
+    await assert_quiescent(client, prefill, decode)
+
+
+def prefetches(deployment: Deployment) -> dict[str, float]:
+    """Returns the prefetches of the router at which engines register, by outcome."""
+    name = "kv_connector_router_answer_prefetches_total"
+    text = httpx.get(f"{deployment.early}/metrics", trust_env=False).text
+    found = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+
+async def test_prefill_engine_loads_the_answer_before_the_next_turn(
+    deployment: Deployment, client: Client
+) -> None:
+    prefill, router = deployment.prefill, deployment.early
+    one, answer_tokens = prompt("pause", 300), 100
+    before = prefetches(deployment).get("loaded", 0)
+    counted = Counted(prefill)
+    answer = await client.stream(router, one, answer_tokens, user="pause")
+
+    async def missing() -> str:
+        found = await asyncio.to_thread(prefetches, deployment)
+        return "" if found.get("loaded", 0) == before + 1 else f"no answer is loaded: {found}"
+
+    await wait_until(missing)
+    await counted.is_(**{"local_compute": len(one), "borrow lent": 1})
+    turn = [*one, *answer, *prompt("second turn", 50)]
+    had = in_blocks(len(one) + len(answer) - 1)
+    assert had > in_blocks(len(one)) + BLOCK
+    expected = await client.complete(deployment.plain.url, turn, OUTPUT)
+    counted = Counted(prefill)
+    assert await client.complete(router, turn, OUTPUT, user="pause") == expected
+    await counted.is_(**{"local_compute": len(turn) - had, "local_cache_hit": had, "borrow lent": 0})
+    await assert_quiescent(client, prefill, deployment.decode)
+
+
+async def test_refused_prefetch_computes_nothing(deployment: Deployment, client: Client) -> None:
+    """Its answer has no token. A paused lender has not evicted the prefix."""
+    prefill, decode = deployment.prefill, deployment.decode
+    turn, _, had = await first_turn(client, deployment, "refused prefetch")
+    prefix = prefix_from(decode, had)
+    prefix["prefix_from"]["prefetch"] = len(turn)
+    body = {"prompt": turn[:had], "max_tokens": 1, "kv_transfer_params": prefix}
+    counted = Counted(prefill)
+    await client.post(f"{decode.url}/pause?mode=keep&clear_cache=false")
+    try:
+        answer = await client.post(f"{prefill.url}/v1/completions", body)
+    finally:
+        await client.post(f"{decode.url}/resume")
+    assert answer["kv_transfer_params"] == {"prefetched_tokens": 0}
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 0)
+    await counted.is_(**{"borrow paused": 1, "local_compute": 0})
     await assert_quiescent(client, prefill, decode)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -300,3 +302,59 @@ def test_engine_prefetches_with_a_scheduler_of_this_project(
     config = vllm_config(model, "kv_producer")
     config.scheduler_config.scheduler_cls = chosen
     assert has_own_scheduler(config) is own
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_prefetches_in_any_order_with_other_requests_leave_nothing(model: Path, role: str) -> None:
+    """The pool is short: vLLM has no blocks for some prefetches, and evicts others' prompts."""
+    rng = Random(47)
+    scheduler = GatedScheduler if role == "kv_producer" else GatedAsyncScheduler
+    outcomes: Counter[str] = Counter()
+    for _ in range(12):
+        engine = engine_with_prompt(model, scheduler, blocks=rng.choice([16, 24, 60]), role=role)
+        begun, ended, asked, loading = set[str](), set[str](), list[str](), list[str]()
+        for number in range(60):
+            kind, name = rng.randrange(8), f"r{number}"
+            if kind < 2:
+                begun.add(name)
+                engine.add(
+                    name, prompt(TOKENS, rng.choice([1, 1, 2])), ahead(most=rng.choice([50, 128, 999]))
+                )
+            elif kind == 2:
+                engine.add(f"user {number}", prompt(TOKENS + 20, rng.randrange(1, 9)), max_tokens=9)
+            elif kind == 3 and (live := sorted(begun - ended)):
+                engine.abort(gone := rng.choice(live))
+                ended.add(gone)
+            elif kind == 4 and rng.randrange(4) == 0:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            output, metadata = engine.schedule()
+            assert not begun.intersection(output.num_scheduled_tokens), "a prefetch computes nothing"
+            answers = {one: rng.choice([0, LENT, 5 * BLOCK]) for one in asked if rng.randrange(2)}
+            received = [one for one in loading if rng.randrange(2)]
+            failed = [one for one in received if rng.randrange(4) == 0]
+            engine.update(output, answers=answers, received=received, discarded=failed)
+            asked = [one for one in asked if one not in answers]
+            loading = [one for one in loading if one not in received]
+            for command in metadata.commands:
+                if isinstance(command, PrefixRequest):
+                    asked.append(command.transfer_id)
+                elif isinstance(command, DecodeRequest):
+                    loading.append(command.transfer_id)
+                elif isinstance(command, WithdrawPrefix) and command.transfer_id in asked:
+                    asked.remove(command.transfer_id)
+        for _ in range(200):
+            output, metadata = engine.schedule()
+            loads = [one.transfer_id for one in metadata.commands if isinstance(one, DecodeRequest)]
+            asked += [one.transfer_id for one in metadata.commands if isinstance(one, PrefixRequest)]
+            engine.update(output, answers=dict.fromkeys(asked, 0), received=loading)
+            asked, loading = [], loads
+        engine.assert_idle()
+        told = [output for output in engine.outputs if output.request_id in begun]
+        names = [output.request_id for output in told]
+        assert len(names) == len({*names}), "each ends once"
+        assert {*names} >= begun - ended
+        for output in told:
+            loaded = (output.kv_transfer_params or {})["prefetched_tokens"]
+            outcomes["loaded" if loaded else "declined"] += 1
+    assert outcomes["loaded"] > 5
+    assert outcomes["declined"] > 5
