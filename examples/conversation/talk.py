@@ -57,7 +57,8 @@ def counters(router: str) -> list[int]:
     with urllib.request.urlopen(f"{router}/metrics", timeout=10) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     samples = [sample for family in families for sample in family.samples]
-    return [round(sum(one.value for one in samples if one.name == name)) for name in (HITS, LOADED)]
+    prefill = [one for one in samples if one.labels.get("side", "prefill") == "prefill"]
+    return [round(sum(one.value for one in prefill if one.name == name)) for name in (HITS, LOADED)]
 
 
 if __name__ == "__main__":
