@@ -60,7 +60,7 @@ SUITES = (
     Suite("topologies", "make test-topologies", 16),
     Suite("wheels", "make wheels && make test-wheels", 20),
     Suite("sglang", "make test-sglang", 20),
-    Suite("conversations", "make test-conversations", 25),
+    Suite("conversations", "make test-conversations", 10),
     Suite("faults", "make test-faults MINUTES=10", 25),
     Suite("campaign", "make campaign SEEDS=20000", 20),
     Suite("interleavings", "make interleavings", 4),
