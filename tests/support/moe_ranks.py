@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ PATIENCE = 60.0
 
 def open_files() -> int:
     """Returns the number of this process's descriptors."""
+    gc.collect()  # otherwise objects of earlier tests may close theirs between two calls
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
