@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ DTYPES = (
 )
 
 Named = tuple[str, torch.Tensor]
+_T = TypeVar("_T")
 
 
 def config(
@@ -130,9 +131,7 @@ class Update:
 def receive(
     own: StreamConfig, address: Address, key: ClusterKey, rank: int, each: Callable[[str], None] | None = None
 ) -> list[Named]:
-    receiver, sockets = StreamReceiver(own), sockets_of(key)
-
-    async def collect() -> list[Named]:
+    async def collect(receiver: StreamReceiver) -> list[Named]:
         found = []
         async for name, tensor in receiver.receive():
             found.append((name, tensor.clone()))
@@ -140,9 +139,21 @@ def receive(
                 each(name)
         return found
 
+    return run_receiver(own, address, key, rank, collect)
+
+
+def run_receiver(
+    own: StreamConfig,
+    address: Address,
+    key: ClusterKey,
+    rank: int,
+    consume: Callable[[StreamReceiver], Coroutine[Any, Any, _T]],
+) -> _T:
+    """Connects a receiver, runs its consumer in the calling thread, and closes it."""
+    receiver, sockets = StreamReceiver(own), sockets_of(key)
     try:
         receiver.connect(sockets, address, "trainer rank 0", rank)
-        return asyncio.run(collect())
+        return asyncio.run(consume(receiver))
     finally:
         receiver.close()
         sockets.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -457,9 +458,7 @@ def test_report_of_a_decode_engine_that_lost_prefixes_makes_its_cache_smaller() 
     fleet.caches.sent("t", request.decode)
     fleet.caches.received("t", 1930, 0)
     request.answer()
-    cache = fleet.workload("d0").cache
-    held = [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
-    assert held == [False, True, True, True]
+    assert mostly_cached(fleet, "d0", texts) == [False, True, True, True]
 
 
 def test_reports_that_are_awaited_for_too_long_are_forgotten(
@@ -549,8 +548,7 @@ def test_prefill_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight() -
     texts = [f"{number} {LONG}" for number in range(5)]
 
     def held() -> list[bool]:
-        cache = fleet.workload("p0").cache
-        return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+        return mostly_cached(fleet, "p0", texts)
 
     fleet.workload("p0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
     for text in texts[:4]:
@@ -568,8 +566,7 @@ def test_decode_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight(arri
     texts = [f"{number} {LONG}" for number in range(5)]
 
     def held() -> list[bool]:
-        cache = fleet.workload("d0").cache
-        return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
+        return mostly_cached(fleet, "d0", texts)
 
     fleet.workload("d0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
     for text in texts[:4]:
@@ -595,6 +592,12 @@ def test_prompt_that_is_too_long_for_the_decode_engine_costs_its_cache_nothing()
     before = workload.cache.cached(request_prompt(fleet, LONG))
     fleet.begin(user("x" + 3 * LONG)).refuse()
     assert workload.cache.cached(request_prompt(fleet, LONG)) == before > len(LONG) / 2
+
+
+def mostly_cached(fleet: Fleet, engine: str, texts: Sequence[str]) -> list[bool]:
+    """Returns whether the index expects most of each text in the engine's cache."""
+    cache = fleet.workload(engine).cache
+    return [cache.cached(request_prompt(fleet, text)) > len(text) / 2 for text in texts]
 
 
 def request_prompt(fleet: Fleet, text: str) -> Prompt:

@@ -22,6 +22,7 @@ from weight_streams import (
     config,
     drawn,
     receive_in_process,
+    run_receiver,
     same,
     send_in_process,
 )
@@ -59,14 +60,7 @@ def test_small_tensors_are_views_of_the_buffer_and_large_ones_own_their_memory()
         async for name, tensor in receiver.receive():
             views[name] = tensor._base is not None
 
-    def receive() -> None:
-        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(update.key)
-        receiver.connect(sockets, update.address, "trainer rank 0", 0)
-        asyncio.run(look(receiver))
-        receiver.close()
-        sockets.close()
-
-    running = InThread(receive)
+    running = InThread(lambda: run_receiver(config("rollout worker 0"), update.address, update.key, 0, look))
     update.send([("small", small), ("large", large)])
     running.result()
     assert views == {"small": True, "large": False}
@@ -176,14 +170,7 @@ def test_a_consumer_that_fails_ends_the_update() -> None:
                 await weights.aclose()
                 return
 
-    def receive() -> None:
-        receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(update.key)
-        receiver.connect(sockets, update.address, "trainer rank 0", 0)
-        asyncio.run(fail(receiver))
-        receiver.close()
-        sockets.close()
-
-    running = InThread(receive)
+    running = InThread(lambda: run_receiver(config("rollout worker 0"), update.address, update.key, 0, fail))
     with pytest.raises(StreamError, match="rollout worker 0 ended the update: the consumer ended before"):
         update.send(drawn(1))
     running.result()
