@@ -342,8 +342,11 @@ def _option(param: Any) -> Sequence[str]:
         default = f"`{param.show_default}`"
     if param.required:
         default = "required"
+    if param.secondary_opts:  # `--x, --no-x`
+        default = f"`{(param.opts if param.default else param.secondary_opts)[0]}`"
+    names = ", ".join([*param.opts, *param.secondary_opts])
     words = [param.help or "", _range(param)]
-    return f"`{', '.join(param.opts)}{value}`", default, _cell(" ".join(filter(None, words)))
+    return f"`{names}{value}`", default, _cell(" ".join(filter(None, words)))
 
 
 def _value(param: Any) -> str:

@@ -274,7 +274,7 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
             name = f"{system}-prefill" if role == "kv_producer" else f"{system}-decode"
             engines.append(server(name, gpu, port, *more, transfer=transfer, control_port=control))
         options = ["--registration", f"{HOST}:{registration}"]
-        options += ["--prefetch-answers"] if system == "ours" else []
+        options += ["--no-prefetch-answers"] if system == "no-prefetch" else []
         router = Router(f"router-{system}", next(ports), options, plan.work)
         made[system] = System(system, engines, router, steady=True)
 

@@ -7,8 +7,8 @@ times do. The load is that of `kv-connector bench conversations`, with equal con
 - plain: an engine on each GPU. All turns of a conversation go to the same engine, without a router's hop.
 - ours: a prefill and a decode engine behind our router, which proposes prefixes. The prefill engine has
   --no-async-scheduling, which a kv_producer needs in order to load prefixes. It loads each answer in the
-  pause before the next turn (--prefetch-answers).
-- no-prefetch: the same without --prefetch-answers
+  pause before the next turn.
+- no-prefetch: the same with --no-prefetch-answers
 - nixl: NixlConnector as it comes, behind our router with --serial.
 - bidirectional: NixlConnector with bidirectional_kv_xfer. vLLM 0.32 returns the decode engine's blocks only
   in answers that are not streams. So the client here sends each turn to both engines, without a router. TTFT

@@ -242,11 +242,10 @@ def router(
     prefetch_answers: Annotated[
         bool,
         typer.Option(
-            "--prefetch-answers",
             help="After an answer of a chat or a session, let the prefill engine load its KV from the decode "
             "engine. The next turn does not compute it.",
         ),
-    ] = False,
+    ] = True,
     rebalance: Annotated[
         bool,
         typer.Option(

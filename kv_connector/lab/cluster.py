@@ -186,12 +186,11 @@ class LocalCluster(ProcessGroup):
         registration: int | None = None,
         port: int | None = None,
         host: str = HOST,
-        prefetch_answers: bool = False,
     ) -> str:
         """Starts a router over these engines and returns its URL at once.
 
         `registration`: the port at which further engines register. `port`: its HTTP port, to restart a router
-        at its old address. `prefetch_answers`: as the option of this name.
+        at its old address.
         """
         port = port or free_ports(1)[0]
         command = [
@@ -210,8 +209,6 @@ class LocalCluster(ProcessGroup):
             command += ["--decode", engine.url]
         if dispatch == "serial":
             command.append("--serial")
-        if prefetch_answers:
-            command.append("--prefetch-answers")
         command += self._tracing()
         if registration is not None:
             command += ["--registration", f"{host}:{registration}"]

@@ -82,7 +82,7 @@ class Fleet:
     def start(self) -> None:
         """Starts the engines and the router, and waits until all serve."""
         (registration,) = free_ports(1)
-        self.router = self.cluster.start_router("router", registration=registration, prefetch_answers=True)
+        self.router = self.cluster.start_router("router", registration=registration)
         for name in NAMES:
             prefill = name.startswith("p")
             self.engines[name] = self.cluster.start_engine(

@@ -100,7 +100,7 @@ def _start(
         decode=decode,
         concurrent=cluster.start_router("router-concurrent", **engines),
         serial=cluster.start_router("router-serial", **engines, dispatch="serial"),
-        early=cluster.start_router("router-early", registration=registration, prefetch_answers=True),
+        early=cluster.start_router("router-early", registration=registration),
         listener=Address(HOST, listener),
         spans=spans,
         events=events,

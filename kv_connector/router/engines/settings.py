@@ -101,7 +101,7 @@ class Settings:
     """Policy that chooses engines; None: goodput with objectives, else cache_aware."""
     objectives: Objectives | None = None
     """Objectives by which requests are placed; None: a prefill engine computes every prompt."""
-    prefetch_answers: bool = False
+    prefetch_answers: bool = True
     """Whether prefill engines load the answers of conversations from decode engines before the next turn."""
     rebalance: bool = False
     """Whether running streams move from decode engines with far more streams to decode engines with far

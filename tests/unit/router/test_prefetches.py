@@ -107,7 +107,6 @@ async def site(
             "decode": (Endpoint.parse(d.url),),
             "registration": address,
             "policy": PolicyName.CACHE_AWARE,
-            "prefetch_answers": True,
             "patience": PATIENCE,
         }
         async with serve(create_app(Settings(**{**listed, **settings}))) as url, client_of(url) as client:
