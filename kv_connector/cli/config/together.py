@@ -188,28 +188,32 @@ def _routed(router: CheckedRouter, checked: CheckedEngine) -> Iterator[Finding]:
 
 def _listed(router: CheckedRouter, engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
     """Compares the router's lists with the ports of engines that do not register."""
+    lists = {"--prefill": router.prefill, "--decode": router.decode}
     for checked in engines:
         engine = checked.engine
         if engine.framework != "vLLM" or engine.api_port is None or checked.settings.routers:
             continue
-        sides = {"prefill": [router.prefill], "decode": [router.decode], None: []}.get(
-            engine.role, [router.prefill, router.decode]
-        )
-        for endpoints in sides:
-            found = [one for one in endpoints if urlsplit(one.url).port == engine.api_port]
-            if not found:
-                option = "--prefill" if endpoints is router.prefill else "--decode"
-                words = f"no {option} has port {engine.api_port}, at which this engine's API server listens"
+        if engine.role is None:
+            continue
+        # An engine of both roles may serve in one of them. Configurations of NixlConnector often have kv_both
+        # on both sides.
+        options = list(lists) if engine.role == "both" else [f"--{engine.role}"]
+        found = {
+            option: [one for one in lists[option] if urlsplit(one.url).port == engine.api_port]
+            for option in options
+        }
+        if not any(found.values()):
+            names = " or ".join(options)
+            words = f"no {names} has port {engine.api_port}, at which this engine's API server listens"
+            yield _fail(router, checked, words)
+        for one in found.get("--prefill", ()):
+            if checked.control_ports and one.control_port not in checked.control_ports:
+                words = (
+                    "--prefill has the control socket at "
+                    f"{one.control_host}:{one.control_port}, but the engine's "
+                    f"control_port is {checked.settings.control_port}"
+                )
                 yield _fail(router, checked, words)
-            elif endpoints is router.prefill and checked.control_ports:
-                for one in found:
-                    if one.control_port not in checked.control_ports:
-                        words = (
-                            "--prefill has the control socket at "
-                            f"{one.control_host}:{one.control_port}, but the engine's "
-                            f"control_port is {checked.settings.control_port}"
-                        )
-                        yield _fail(router, checked, words)
 
 
 def _fail(

@@ -361,6 +361,10 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
         (P + D + ROUTER.replace("5600", "5601"), "--prefill has the control socket at 127.0.0.1:5601"),
         (P + D + ROUTER.replace("8200", "8201"), "no --decode has port 8200"),
         (
+            vllm("kv_both", 8100, control_port=5600) + D + ROUTER.replace("8100", "8101"),
+            "no --prefill or --decode has port 8100",
+        ),
+        (
             vllm("kv_both", 8100, routers=["127.0.0.1:8500"], api_url="http://127.0.0.1:8100")
             + "kv-connector router --registration 127.0.0.1:8501",
             "the engine registers at 127.0.0.1:8500, but the router listens at 127.0.0.1:8501",
@@ -390,6 +394,11 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
 def test_what_does_not_go_together(check: Check, script: str, words: str) -> None:
     found = check(start_sh=script)
     assert [one for one in found if words in one], found
+
+
+def test_engines_of_both_roles_may_be_listed_for_one_of_them(check: Check) -> None:
+    both = P.replace("kv_producer", "kv_both") + D.replace("kv_consumer", "kv_both")
+    assert check(start_sh=both + ROUTER) == []
 
 
 def test_p_and_d_may_be_two_files(check: Check) -> None:
