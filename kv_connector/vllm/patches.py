@@ -9,7 +9,7 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
                                                                   cost no look. Until a hook schedules.
     forced_token        SamplingParams.extra_args (force)         D samples the prefill engine's token. Until
                                                                   a request can begin with one.
-    scheduler           KVConnectorOutput.finished_recving and    vLLM knows no load without pages, and no
+    scheduler_side      KVConnectorOutput.finished_recving and    vLLM knows no load without pages, and no
                         finished_sending                          prefix that is lent. Until it lets such
                         (SchedulerSide.reported)                  requests wait.
     kv_blocks           references of blocks (hold_windows, hold, A window's blocks stay until they are sent,
