@@ -1,5 +1,6 @@
 """kv-connector: the command line's entry point."""
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -29,6 +30,22 @@ app.command()(verify)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(weights.app, name="weights")
+
+
+def _join_lines(commands: typer.Typer) -> None:
+    """Joins the lines of each paragraph of the commands' help.
+
+    Typer keeps the line breaks of the source, and a narrow terminal adds its own.
+    """
+    for command in commands.registered_commands:
+        paragraphs = inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs.split("\n\n"))
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
+
+
+_join_lines(app)
 
 
 def _version(asked: bool) -> None:

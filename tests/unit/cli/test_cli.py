@@ -33,6 +33,18 @@ def test_help_names_the_commands() -> None:
         assert command in output
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("verify", "a prompt with two answers is not counted"),
+        ("weights plan", "`seed` and `verify` do not work until the next push"),
+    ],
+)
+def test_help_wraps_paragraphs_at_the_width_of_the_terminal(command: str, words: str) -> None:
+    _, output = run(*command.split(), "--help")
+    assert any(words in line for line in output.splitlines()), output
+
+
 _WITHOUT_ROUTER = """
 import sys
 for name in ("aiohttp", "httptools", "starlette", "uvicorn", "uvloop"):
