@@ -197,7 +197,8 @@ def lanes(required: Sequence[str]) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("engine", Verdict.FAIL, f"the native engine does not load: {error}")
         return
-    found = providers()
+    # Without the providers for tests: an operator would look for a lane of that name in the documents.
+    found = [lane for lane in providers() if lane[0] not in _TOYS or lane[0] in required]
     # bounce opens without a GPU, because it also moves host memory. For GPU memory it needs what nvlink needs
     # to open: a driver, and GPU kernels in this build.
     no_gpu = next((reason for name, works, reason in found if name == "nvlink" and not works), "")

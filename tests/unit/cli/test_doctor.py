@@ -114,6 +114,13 @@ def test_it_is_not_content_where_only_the_toy_works(monkeypatch: pytest.MonkeyPa
     assert "no engine can start here" in output
 
 
+def test_doctor_lists_no_lane_of_tests_unless_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_lanes(monkeypatch, [("tcp", True, ""), ("sim", True, ""), ("shuffle", True, "")])
+    assert [found.subject for found in doctor.lanes(())] == ["lane tcp"]
+    assert [found.subject for found in doctor.lanes(("sim",))] == ["lane tcp", "lane sim"]
+    assert "Choose one of tcp" in [*doctor.lanes(("pigeon",))][-1].words
+
+
 def test_a_required_lane_that_is_unknown_fails_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     set_lanes(monkeypatch, [("tcp", True, "")])
     status, output = run("doctor", "--require", "pigeon")
