@@ -38,6 +38,8 @@ logger = logging.getLogger("kv_connector")
 # connection is made anew.
 _SOONER = 4
 _REDIAL = 8
+# Seconds without a connection after which the log names the router. A router that restarts is back sooner.
+_UNREACHED_S = 10.0
 # Failed loads that are still to be reported: as many as the requests of a large engine at a time.
 _FAILURES = 1024
 # Hits that are still to be reported: more than an engine has in a second. A lost hit corrects nothing.
@@ -52,6 +54,8 @@ class _Router:
     address: Address
     link: Source
     missed: int = 0  # failed attempts in a row
+    missed_since: float = 0.0  # the first of them
+    reported: bool = False  # whether the log has them
 
 
 class Registrar:
@@ -178,9 +182,13 @@ class Registrar:
         for router in self._routers:
             if self._sockets.send(router.link, now):
                 router.missed = 0
+                if router.reported:
+                    router.reported = False
+                    logger.info("ROUTER BACK: connected to %s", router.address)
                 for one in news:
                     self._sockets.send(router.link, one)
                 continue
+            _report_miss(router)
             router.missed += 1
             if router.missed % _REDIAL == 0:
                 # If only one side has a key, ZMQ abandons the connection for good. The other side may have a
@@ -205,3 +213,18 @@ class Registrar:
                 )
                 self._registration = msgspec.structs.replace(self._registration, draining=draining)
                 return  # a change is reported at once
+
+
+def _report_miss(router: _Router) -> None:
+    """Logs one line for an outage. ZMQ does not report whether a key, an address or a firewall causes it."""
+    now = time.monotonic()
+    if not router.missed:
+        router.missed_since = now
+    if not router.reported and now - router.missed_since >= _UNREACHED_S:
+        router.reported = True
+        logger.warning(
+            "NO ROUTER: no connection to %s for %.0f s. Check that a router registers engines there, that no "
+            "firewall is between, and that both have the same cluster key.",
+            router.address,
+            now - router.missed_since,
+        )
