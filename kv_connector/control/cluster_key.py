@@ -46,7 +46,8 @@ class ClusterKey:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The key in a file that ``write`` made. Raises KeyFileError."""
-        advice = f"Make one with: kv-connector keygen {path}"
+        # The copy first: a key that is made anew on the second host connects to nothing.
+        advice = f"Copy the cluster's key there. Make the first one with: kv-connector keygen {path}"
         text = read_private(path, _LONGEST_FILE, advice)
         try:
             secret = binascii.unhexlify(text.strip())

@@ -211,7 +211,7 @@ def test_a_key_survives_its_file(tmp_path: Path, key: ClusterKey) -> None:
         (b"\xff\xfe" * 32, 0o600, "64 hex digits"),
         (b"ab" * 32, 0o644, "chmod 600"),
         (b"ab" * 32, 0o620, "chmod 600"),
-        (None, 0o600, "kv-connector keygen"),
+        (None, 0o600, "Copy the cluster's key there. Make the first one with: kv-connector keygen"),
     ],
 )
 def test_what_is_no_key_is_named(tmp_path: Path, content: bytes | None, mode: int, problem: str) -> None:
@@ -255,6 +255,9 @@ def test_keygen(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["keygen", str(path)])
     assert again.exit_code == 2
     assert ClusterKey.read(path) == made
+    elsewhere = CliRunner().invoke(app, ["keygen", str(tmp_path / "none" / "key")])
+    assert elsewhere.exit_code == 2
+    assert "does not exist. Create it" in " ".join(elsewhere.output.replace("│", " ").split())
 
 
 # --- Addresses
