@@ -17,5 +17,7 @@ class ExitStatus(IntEnum):
 
     The command did nothing, and standard error says what to change.
     """
+    STARTUP = 3
+    """`router` could not start, for example because an address is in use. Its log names the cause."""
     INTERRUPTED = 130
     """Ctrl-C ended the command (`router` ends with 0 then). Another signal: 128 plus its number."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from typer.core import TyperCommand
 
+from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router_file import RouterFileError, read_router_file
 from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
@@ -367,7 +368,7 @@ def router(
         from kv_connector.router.engines.client import AuthorityError
         from kv_connector.router.front.app import create_app
         from kv_connector.router.front.certificate import CertificateError
-        from kv_connector.router.front.server import STARTUP_FAILURE, RouterServer, ServerConfig
+        from kv_connector.router.front.server import RouterServer, ServerConfig
         from kv_connector.router.observe.access_log import AccessLogError
         from kv_connector.router.observe.line_writer import STANDARD_ERROR, QueuedHandler
         from kv_connector.router.observe.spans import SpansError
@@ -416,7 +417,7 @@ def router(
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
-        raise typer.Exit(STARTUP_FAILURE)
+        raise typer.Exit(ExitStatus.STARTUP)
 
 
 class RouterCommand(TyperCommand):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,18 @@ def test_the_router_refuses_a_wrong_address_and_shows_how_one_looks() -> None:
     status, output = run("router", "--prefill", "127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
     assert status == 2
     assert "http://host:port" in output
+
+
+def test_router_ends_with_its_own_status_when_the_port_is_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        words = [sys.executable, "-m", "kv_connector.cli.main", "router", "--port", port]
+        engines = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+        ended = subprocess.run([*words, *engines], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == ExitStatus.STARTUP, ended.stderr
+    assert "address already in use" in ended.stderr
 
 
 def test_the_router_needs_both_sides() -> None:
