@@ -147,10 +147,10 @@ def examine(roots: Roots, control_port: int, required: Sequence[str]) -> list[Fi
         *sglang(),
         *lanes(required),
         ptrace(roots),
-        *gpus(roots, machine),
+        *gpus(roots, machine, required),
         experts(visible_gpus()),
         *nics(roots, machine),
-        memlock(roots, machine),
+        memlock(roots, machine, required),
         _port(control_port),
         _cores(),
         _core(machine),
@@ -241,7 +241,7 @@ def ptrace(roots: Roots) -> Finding:
     )
 
 
-def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
+def gpus(roots: Roots, machine: Machine, required: Sequence[str] = ()) -> Iterator[Finding]:
     if not machine.gpus:
         yield Finding("GPUs", Verdict.OK, "no GPU on the PCI bus: KV caches are in CPU memory")
         return
@@ -270,7 +270,9 @@ def gpus(roots: Roots, machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding(
             "GPUDirect RDMA",
-            Verdict.NOTE,
+            # The lane opens without it, and an engine then fails when it registers its KV cache. The needs of
+            # EFA are not examined.
+            Verdict.FAIL if "verbs" in required else Verdict.NOTE,
             "NICs cannot reach GPU memory. Run modprobe nvidia-peermem, or install the driver's open kernel "
             f"modules on Linux {'.'.join(map(str, _MINIMUM_DMABUF_KERNEL))} or later (DMA-BUF)",
         )
@@ -305,7 +307,8 @@ def nics(roots: Roots, machine: Machine) -> Iterator[Finding]:
         if missing:
             yield Finding("NICs", Verdict.NOTE, "; ".join(missing))
         else:
-            yield Finding("NICs", Verdict.OK, "no RDMA device: transfers to other machines use tcp")
+            lane = "bounce" if machine.gpus else "tcp"
+            yield Finding("NICs", Verdict.OK, f"no RDMA device: transfers to other machines use {lane}")
     for nic in machine.nics:
         problem = _nic_problem(roots, nic)
         speed = f"{nic.gbit_per_second:g} Gb/s, {nic.driver or 'software'}"
@@ -366,7 +369,7 @@ def _without_module(roots: Roots, machine: Machine) -> Iterator[str]:
             )
 
 
-def memlock(roots: Roots, machine: Machine) -> Finding:
+def memlock(roots: Roots, machine: Machine, required: Sequence[str] = ()) -> Finding:
     """Checks the limit of locked memory, against which memory registered with a NIC counts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
@@ -377,9 +380,11 @@ def memlock(roots: Roots, machine: Machine) -> Finding:
         return Finding("memlock", Verdict.OK, words)
     if _capable(roots, _CAP_IPC_LOCK):
         return Finding("memlock", Verdict.OK, f"{words}, and this process may exceed it (CAP_IPC_LOCK)")
+    kinds = {nic.kind for nic in machine.nics if nic.active}
+    needed = any(NIC_PROVIDERS.get(lane) in kinds for lane in required)
     return Finding(
         "memlock",
-        Verdict.NOTE,
+        Verdict.FAIL if needed else Verdict.NOTE,
         f"{words}: a KV cache will not fit. Set `ulimit -l unlimited` (docker run --ulimit memlock=-1, "
         "systemd LimitMEMLOCK=infinity), or give CAP_IPC_LOCK",
     )

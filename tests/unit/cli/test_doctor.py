@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import machines
+import msgspec
 import pytest
 from command_line import invoke
 
@@ -99,11 +100,15 @@ def test_a_machine_with_software_nics(
         (roots.dev / f"infiniband/uverbs{i}").touch()
     monkeypatch.setattr(doctor, "ROOTS", roots)
     set_lanes(monkeypatch, [("verbs", True, ""), ("tcp", True, "")])
-    status, output = run("doctor", "--require", "verbs")
+    status, output = run("doctor")
     assert status == 0, output
     assert "2.5 Gb/s, software, for verbs" in output
     assert "iWARP has no writes with immediates" in output
     assert "ulimit -l unlimited" in output
+    assert run("doctor", "--require", "tcp")[0] == 0
+    assert run("doctor", "--require", "verbs")[0] == 1, "a KV cache cannot be locked in memory"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run("doctor", "--require", "verbs")[0] == 0
 
 
 def test_it_is_not_content_where_only_the_toy_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +348,17 @@ def test_how_nics_reach_gpu_memory(
         (roots.sys / "module" / module).mkdir(parents=True)
     found = list(doctor.gpus(roots, machine))
     assert found[-1].verdict is verdict
+    if found[-1].subject == "GPUDirect RDMA":
+        required = list(doctor.gpus(roots, machine, ("verbs",)))[-1].verdict
+        assert required is (Verdict.OK if verdict is Verdict.OK else Verdict.FAIL)
     assert words in found[-1].words
     assert "8 x 10de:2335" in found[0].words
+
+
+def test_doctor_names_a_lane_that_carries_pages_of_gpus_without_a_nic(roots: Roots) -> None:
+    machine = msgspec.structs.replace(machines.dgx(roots.sys / "dgx").machine(), nics=())
+    (found,) = doctor.nics(roots, machine)
+    assert "other machines use bounce" in found.words
 
 
 def test_an_old_kernel_has_no_dma_buf(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +374,8 @@ def test_the_memlock_limit_matters_where_a_nic_is(roots: Roots, usual_limit: Non
     nic = machines.two_sockets_one_nic(roots.sys / "nic").machine()
     assert doctor.memlock(roots, nothing).verdict is Verdict.OK
     assert doctor.memlock(roots, nic).verdict is Verdict.NOTE
+    assert doctor.memlock(roots, nic, ("verbs",)).verdict is Verdict.FAIL
+    assert doctor.memlock(roots, nic, ("libfabric",)).verdict is Verdict.NOTE, "the NIC is not of that lane"
     (roots.proc / "self/status").write_text(PRIVILEGED)
     assert doctor.memlock(roots, nic).verdict is Verdict.OK
 
