@@ -69,6 +69,13 @@ def test_an_alert_leads_to_its_chapter(alert: str) -> None:
     assert alert in headings
 
 
+def test_monitoring_page_lists_the_critical_alerts() -> None:
+    page = (ROOT / "docs/operate/monitoring.md").read_text()
+    listed = page.partition("`severity` is `critical`")[2].partition("`warning`")[0]
+    critical = {name for name, rule in ALERTS.items() if rule["labels"]["severity"] == "critical"}
+    assert set(re.findall(r"`(Kv\w+)`", listed)) == critical
+
+
 @pytest.mark.parametrize("alert", ALERTS)
 def test_an_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(alert: str) -> None:
     cases = yaml.safe_load((FILES / "rules_test.yaml").read_text())["tests"]
