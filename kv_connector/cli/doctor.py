@@ -282,7 +282,7 @@ def experts(gpus: Gpus | None) -> Finding:
     """Checks whether ranks on this machine's GPUs can exchange rows of experts (KV_CONNECTOR_MOE=1)."""
     if gpus is None or gpus.count < 2:
         count = "no GPU" if gpus is None or not gpus.count else "1 GPU"
-        return Finding("experts", Verdict.OK, f"{count} is usable: ranks on 2 or more GPUs exchange rows")
+        return Finding("experts", Verdict.OK, f"{count} is usable. KV_CONNECTOR_MOE=1 needs 2 or more")
     problems = []
     if gpus.apart:
         pairs = ", ".join(f"{one} to {two}" for one, two in gpus.apart[:_NAMED_PAIRS])
@@ -419,15 +419,21 @@ def _core(machine: Machine) -> Finding:
     On CPUs it depends on the engine's threads.
     """
     if not machine.gpus:
-        return Finding("worker", Verdict.OK, "pinned only if the engine's threads leave a core free")
+        return Finding(
+            "transfer thread", Verdict.OK, "pinned to a core only if the engine's threads leave one free"
+        )
     node = machine.gpus[0].location.numa_node
     choice = choose_core(machine, cores_in_use(), numa_node=node, engine_threads=1)
     if choice.cores:
         return Finding(
-            "worker", Verdict.OK, f"core {choice.cores[0]} for {machine.gpus[0].address}: {choice.reason}"
+            "transfer thread",
+            Verdict.OK,
+            f"core {choice.cores[0]} for {machine.gpus[0].address}: {choice.reason}",
         )
     return Finding(
-        "worker", Verdict.NOTE, f"{choice.reason}; choose a core with worker_cpu, or leave it unpinned"
+        "transfer thread",
+        Verdict.NOTE,
+        f"{choice.reason}; choose a core with worker_cpu, or leave it unpinned",
     )
 
 

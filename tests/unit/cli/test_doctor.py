@@ -59,7 +59,7 @@ def nic_words(roots: Roots, machine: machines.FakeSys) -> dict[str, tuple[Verdic
 def test_on_this_machine_it_lists_the_lanes_and_is_content() -> None:
     status, output = run("doctor", "--control-port", "5699")
     assert status == 0, output
-    for subject in ("lane host", "lane tcp", "experts", "port 5699", "memlock", "NICs", "worker"):
+    for subject in ("lane host", "lane tcp", "experts", "port 5699", "memlock", "NICs", "transfer"):
         assert subject in output
 
 
@@ -187,7 +187,7 @@ class FakeDriver:
     [
         (None, Verdict.OK, "no GPU is usable"),
         (Gpus(0, (), ()), Verdict.OK, "no GPU is usable"),
-        (Gpus(1, (), ()), Verdict.OK, "1 GPU is usable: ranks on 2 or more GPUs exchange rows"),
+        (Gpus(1, (), ()), Verdict.OK, "1 GPU is usable. KV_CONNECTOR_MOE=1 needs 2 or more"),
         (Gpus(4, (), ()), Verdict.OK, "4 GPUs reach each other's memory"),
         (Gpus(2, ((0, 1),), ()), Verdict.NOTE, "no peer access from GPU 0 to 1 (nvidia-smi topo -p2p r):"),
         (
