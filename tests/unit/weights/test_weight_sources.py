@@ -86,7 +86,7 @@ def test_module_source_renames_the_parameters_of_wrapped_modules() -> None:
     def rename(name: str) -> str:
         return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
-    source = module_source(torch.compile(wrapped), rename=rename)  # type: ignore[arg-type]
+    source = module_source(torch.compile(wrapped), rename=rename)
     assert [tensor.name for tensor in source.tensors()] == [f"layer.{name}" for name, _ in drawn(1)]
 
 
