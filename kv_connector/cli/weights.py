@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from kv_connector.weights.verify import Verified
 
 app = typer.Typer(
-    name="weights", no_args_is_help=True, help="Push new weights into engines while they serve."
+    name="weights",
+    no_args_is_help=True,
+    help="Push new weights into engines while they serve: a checkpoint here, a trainer's by WeightPusher in "
+    "Python.",
 )
 
 Checkpoint = Annotated[
