@@ -159,7 +159,7 @@ board: setup ## writes integration/observability/board.json anew
 	@scripts/setup prometheus
 	@$(PYTHON_ENV)/python integration/observability/board.py >integration/observability/board.json
 
-test-examples: setup ## each example's command as a reader would run it; SGLang's where .venv-sglang is
+test-examples: setup ## each example's command, and the recipe for two hosts, as a reader would run them; SGLang's where .venv-sglang is
 	@KVC_EXAMPLES=1 $(PYTHON_ENV)/python -m pytest --durations=0 --durations-min=1 tests/examples
 
 test-compose: setup ## examples/compose: images, containers, an engine killed; agents in containers; BASE= names a base image of this machine
