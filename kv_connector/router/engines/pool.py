@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -60,6 +60,8 @@ class Member:
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
+    chosen_by: tuple[bool, bool, str, frozenset[str] | None] | None = None
+    """The properties by which requests chose it, as of the latest set_usable()."""
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of what waits for the engine, to be ended when it is lost."""
 
@@ -211,6 +213,11 @@ class Pool:
         # Kept in the order of last use: min() takes the first of equals, so equals take turns.
         self._members = {one: Member(one, Workload(), usable=True) for one in endpoints}
         self._changed: asyncio.Event = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Has ``changed`` called when the engines that can be chosen change."""
+        self._watchers.append(changed)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -294,6 +301,7 @@ class Pool:
         ``borrows``, ``prefetches``: as of Member.
         """
         member = self._members.get(endpoint)
+        before = None if member is None else member.chosen_by
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
             self._members[endpoint] = member
@@ -303,15 +311,20 @@ class Pool:
         if not member.takes:
             # Its recent work halves while its peers work. When it comes back, it gets no more than its part.
             member.recent = None
+        member.chosen_by = (member.takes, reserve, weights, models)
         self._changed.set()
+        if member.chosen_by != before:
+            self._notify()
 
     def remove(self, endpoint: Endpoint, *, lost: bool) -> None:
         """Removes the engine. ``lost``: its requests fail; else they end by themselves."""
         member = self._members.pop(endpoint, None)
-        if member is None or not lost:
+        if member is None:
             return
-        member.lost = True
-        member.end_waits()
+        if lost:
+            member.lost = True
+            member.end_waits()
+        self._notify()
 
     def end_waits(self, endpoint: Endpoint) -> None:
         """Ends what waits for the engine as if it were lost; the engine stays."""
@@ -392,6 +405,10 @@ class Pool:
                     await self._changed.wait()
         except TimeoutError:
             pass
+
+    def _notify(self) -> None:
+        for changed in self._watchers:
+            changed()
 
     def _usable(self, model: str | None) -> list[Member]:
         return [member for member in self._members.values() if member.usable and member.serves(model)]

@@ -151,7 +151,7 @@ class Metrics:
         )
         self.waiting_streams = Gauge(
             "kv_connector_router_waiting_streams",
-            "Streams whose decode engine has failed, and which wait until streams before them have continued",
+            "Requests and streams whose engine has failed, and which wait until those before them have begun anew",
             registry=self.registry,
         )
         self.engines = Gauge(

@@ -49,6 +49,10 @@ async def _nobody_waits() -> None:
     pass
 
 
+def _nothing_to_end() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Call:
     """The parts of a request that both engines get beside its body."""
@@ -67,6 +71,8 @@ class Call:
     have begun a stream. A later error is reported within the stream."""
     resumes: bool = False
     """Whether it continues a stream whose decode engine has failed."""
+    prompt_computed: Callable[[], None] = _nothing_to_end
+    """To be called when the prompt is computed, or when nothing will show that it is."""
 
 
 class EngineFailure(Failure):
@@ -135,6 +141,7 @@ class Calls:
         except UNREADABLE as error:
             raise self._broken(Side.PREFILL, endpoint, call, error) from error
         call.exchange.computed(computed.tokens, computed.cached)
+        call.prompt_computed()
         return computed
 
     async def prefill_early(

@@ -75,8 +75,8 @@ class Dispatcher:
         self._transcripts = Budget()
         continuing = Continuing(self.parts.pools, self._forward)
         self.moves = Moves(self.parts.pools, self.parts.members, continuing, metrics, self._pair)
-        turns = Turns(self.parts.pools, metrics.waiting_streams)
-        self._resumption = Resumption(continuing, turns, metrics, self._resume)
+        self._turns = Turns(self.parts.pools, metrics.waiting_streams)
+        self._resumption = Resumption(continuing, self._turns, metrics, self._resume)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
@@ -117,7 +117,7 @@ class Dispatcher:
         return await self._forward(method, call, body)
 
     async def _forward(self, method: str, call: Call, body: Content) -> Reply:
-        async def attempt(avoid: Collection[Endpoint], _: int) -> Reply:
+        async def attempt(avoid: Collection[Endpoint], _: int, __: EngineFailure | None) -> Reply:
             with ExitStack() as stack:
                 lease = await self._decoder(stack, call, avoid)
                 return await self.parts.calls.whole(Side.DECODE, lease, method, body, call)
@@ -146,37 +146,64 @@ class Dispatcher:
         await self.parts.holds.close()
 
     async def _try(
-        self, completion: Completion, call: Call, avoided: Collection[Endpoint] = (), first: int = 1
-    ) -> tuple[AsyncExitStack, Answer]:
-        """Makes attempts until one succeeds. ``avoided``, ``first``: as in _retried()."""
-
-        async def attempt(avoid: Collection[Endpoint], number: int) -> tuple[AsyncExitStack, Answer]:
-            async with AsyncExitStack() as stack:
-                answer = await self._attempt(completion, call, stack, avoid, number)
-                return stack.pop_all(), answer
-
-        return await self._retried(attempt, call, avoided, first)
-
-    async def _retried(
         self,
-        attempt: Callable[[Collection[Endpoint], int], Awaitable[T]],
+        completion: Completion,
         call: Call,
         avoided: Collection[Endpoint] = (),
         first: int = 1,
+        failed: EngineFailure | None = None,
+    ) -> tuple[AsyncExitStack, Answer]:
+        """Makes attempts until one succeeds. ``avoided``, ``first``, ``failed``: as in _retried()."""
+
+        async def attempt(
+            avoid: Collection[Endpoint], number: int, failed: EngineFailure | None
+        ) -> tuple[AsyncExitStack, Answer]:
+            async with self._turn(completion, call, failed) as its_call, AsyncExitStack() as stack:
+                answer = await self._attempt(completion, its_call, stack, avoid, number)
+                return stack.pop_all(), answer
+
+        return await self._retried(attempt, call, avoided, first, failed)
+
+    async def _retried(
+        self,
+        attempt: Callable[[Collection[Endpoint], int, EngineFailure | None], Awaitable[T]],
+        call: Call,
+        avoided: Collection[Endpoint] = (),
+        first: int = 1,
+        failed: EngineFailure | None = None,
     ) -> T:
         """Makes attempts until one succeeds, and raises the last failure.
 
-        ``attempt`` gets the engines to avoid, and its number. ``avoided``: engines that failed in earlier
-        attempts. ``first``: number of the first attempt here.
+        ``attempt`` gets the engines to avoid, its number, and the failure of the attempt before. ``avoided``:
+        engines that failed in earlier attempts. ``first``: number of the first attempt here. ``failed``: the
+        failure before it.
         """
         avoid = {*avoided}
         for number in itertools.count(first):
             try:
-                return await attempt(avoid, number)
+                return await attempt(avoid, number, failed)
             except EngineFailure as error:
                 avoid = self._avoid_next(error, avoid, number, call)
+                failed = error
                 logger.warning("request %s: retried on other engines: %s", call.request_id, error)
         raise AssertionError
+
+    @asynccontextmanager
+    async def _turn(
+        self, completion: Completion, call: Call, failed: EngineFailure | None
+    ) -> AsyncIterator[Call]:
+        """Waits until a request whose engine has failed may begin anew, and yields its call. A stream's turn
+        ends with the block, which ends when the answer begins.
+
+        An answer that is not streamed begins with its end. So its turn ends when its prompt is computed. A
+        resumed stream has its turn already.
+        """
+        if failed is None or call.resumes:
+            yield call
+            return
+        engine = next(iter(failed.blamed.values()))
+        async with self._turns.turn(engine, call.model) as end:
+            yield call if completion.streamed else replace(call, prompt_computed=end)
 
     def _avoid_next(
         self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int, call: Call
@@ -330,6 +357,7 @@ class Dispatcher:
         self.parts.metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: the decode engine computes the prompt: %s", call.request_id, reason)
         ids = self.parts.calls.begin(call, decode)
+        call.prompt_computed()  # decode engines do not report that
         return await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
 
     async def _concurrent(
@@ -377,7 +405,7 @@ class Dispatcher:
         logger.warning(
             "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
-        return await self._try(completion.behind_its_token(), call, avoid, first=number + 1)
+        return await self._try(completion.behind_its_token(), call, avoid, number + 1, error)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Turns: broken streams begin anew in order of arrival, a few at a time, as their engine had many."""
+"""Turns: requests of a failed engine begin anew in order of arrival, a few at a time, as it had many."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from prometheus_client import Gauge
@@ -15,9 +15,9 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import NoEngine, Pool
 
-# Most streams that begin anew at a time, for each engine of the side that has fewer engines. A prefill engine
-# computes one or two prompts in a step, and one transfer fills the lane: eight streams keep both busy. A new
-# request then waits for eight streams, and not for all streams of the dead engine. Moves have the same bound.
+# Most requests that begin anew at a time, for each engine of the side that has fewer engines. A prefill engine
+# computes one or two prompts in a step, and one transfer fills the lane: eight requests keep both busy. A new
+# request then waits for eight requests, and not for all of the dead engine. Moves have the same bound.
 MOST_AT_ENGINE = 8
 
 _Place = tuple[Side, Endpoint]
@@ -26,7 +26,7 @@ _Kind = tuple[Endpoint, str | None]
 
 
 class _Turn:
-    """A broken stream that waits, or begins anew."""
+    """A request that waits, or begins anew."""
 
     def __init__(self, kind: _Kind, number: int) -> None:
         self.kind = kind
@@ -37,45 +37,52 @@ class _Turn:
 
 
 class Turns:
-    """Counts the streams that begin anew. Used from the event loop's thread only."""
+    """Counts the requests that begin anew. Used from the event loop's thread only."""
 
     def __init__(self, pools: Mapping[Side, Pool], waiting: Gauge) -> None:
-        """``waiting``: gets the number of streams that wait."""
+        """``waiting``: gets the number of requests that wait."""
         self._pools = pools
         self._gauge = waiting
         self._taken: Counter[_Place] = Counter()
         self._numbers = itertools.count()
-        # In order of arrival. Hosts with many engines die with thousands of streams: no change looks at all.
+        # In order of arrival. Hosts with many engines die with thousands of requests: no change looks at all.
         self._waiting: dict[_Kind, OrderedDict[int, _Turn]] = {}
+        for pool in pools.values():
+            pool.watch(self._grant)  # an engine that joins has free places
 
     @asynccontextmanager
-    async def turn(self, engine: Endpoint, model: str | None) -> AsyncIterator[None]:
-        """Waits until a stream of this failed engine may begin anew, which it does within the block.
+    async def turn(self, engine: Endpoint, model: str | None) -> AsyncIterator[Callable[[], None]]:
+        """Waits until a request of this failed engine may begin anew, which it does within the block.
 
         A turn takes a place at an engine of each side. Placement may choose other engines, so the bound holds
-        for the average of the engines.
+        for the average of the engines. The yielded function ends the turn before the end of the block. A
+        second call does nothing.
         """
         turn = _Turn((engine, model), next(self._numbers))
         self._waiting.setdefault(turn.kind, OrderedDict())[turn.number] = turn
         try:
             self._grant()
             await turn.granted.wait()
-            yield
+            yield lambda: self._end(turn)
         finally:
             if not turn.granted.is_set():
                 self._remove(turn)
-            self._taken -= Counter(turn.places)  # keeps no engine without streams
-            self._grant()
+            self._end(turn)
+
+    def _end(self, turn: _Turn) -> None:
+        self._taken -= Counter(turn.places)  # keeps no engine without requests
+        turn.places = []
+        self._grant()
 
     def _remove(self, turn: _Turn) -> None:
-        """Removes a stream that waits no longer."""
+        """Removes a request that waits no longer."""
         queue = self._waiting[turn.kind]
         del queue[turn.number]
         if not queue:
             del self._waiting[turn.kind]
 
     def _grant(self) -> None:
-        """Gives free places to the streams that wait, in order of arrival. Streams of a kind without a free
+        """Gives free places to the requests that wait, in order of arrival. Requests of a kind without a free
         place are passed over."""
         heads = [(next(iter(queue)), kind) for kind, queue in self._waiting.items()]
         heapq.heapify(heads)

@@ -365,6 +365,69 @@ async def test_streams_of_a_dead_engine_begin_anew_a_few_at_a_time() -> None:
         await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
 
 
+async def test_requests_without_a_token_are_retried_a_few_at_a_time() -> None:
+    requests, most = 20, turns.MOST_AT_ENGINE
+    async with fleet() as f:
+        for one in f.decode:
+            one.limits = (0, LENGTH)
+        readings = [Reading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * requests)]
+        async with asyncio.timeout(PATIENCE):
+            while [len(one.bodies) for one in f.decode] != [requests, requests]:
+                await asyncio.sleep(0.01)
+        f.decode[0].killed.set()
+        await until_metric(f.client, "kv_connector_router_waiting_streams", requests - most)
+        async with asyncio.timeout(PATIENCE):
+            while len(f.decode[1].bodies) < requests + most:
+                await asyncio.sleep(0.01)
+        # A new request does not wait behind them.
+        new = Reading(f.client, COMPLETION, BODY, "new")
+        async with asyncio.timeout(PATIENCE):
+            while len(f.decode[1].bodies) < requests + most + 1:
+                await asyncio.sleep(0.01)
+        assert f.decode[1].headers[-1]["x-request-id"] == "new"
+        f.decode[1].go.set()
+        expected = said(await new.end())
+        for reading in readings:
+            assert said(await reading.end()) == expected
+        await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
+        await until_metric(f.client, "kv_connector_router_in_flight", 0)
+
+
+async def test_request_behind_its_first_token_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Members, "early_tokens", lambda *_: True)
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)
+    async with fleet() as f:
+        f.decode[0].limits = (0, LENGTH)
+        reading = await f.begin(BODY | {"temperature": 0}, events=1)
+        f.decode[0].killed.set()
+        await until_metric(f.client, "kv_connector_router_waiting_streams", 1)
+        reading.leave()
+        await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}])
+async def test_whole_answers_wait_for_prompts_and_not_for_other_answers(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """An answer that is not streamed begins with its end, which may take minutes. With ``more``, decode
+    engines compute the prompts."""
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    async with fleet() as f:
+        for one in f.decode:
+            one.limits = (0, LENGTH)
+        body = BODY | {"model": "m"} | more
+        asking = [asyncio.create_task(f.client.post(COMPLETION, json=body)) for _ in range(6)]
+        async with asyncio.timeout(PATIENCE):
+            while [len(one.bodies) for one in f.decode] != [3, 3]:
+                await asyncio.sleep(0.01)
+            f.decode[0].killed.set()
+            while len(f.decode[1].bodies) < 6:
+                await asyncio.sleep(0.01)
+        f.decode[1].go.set()
+        for one in asking:
+            assert (await within(one)).status_code == 200
+
+
 async def test_stream_that_waits_too_long_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumption, "MAX_PAUSE_S", 0.2)
     monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)

@@ -1,14 +1,16 @@
-"""The order in which broken streams begin anew."""
+"""The order in which requests of a failed engine begin anew."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from router_setup import within
 
+from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool
@@ -73,6 +75,76 @@ async def test_turns_are_bounded_by_the_side_with_fewer_engines(monkeypatch: pyt
         assert not third.done()
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)
+
+
+def _join(pool: Pool) -> None:
+    pool.set_usable(OTHER, True, models=frozenset({"m"}))
+
+
+def _learn(pool: Pool) -> None:
+    pool.set_usable(OTHER, True, models=frozenset({"n"}))
+    pool.set_usable(OTHER, True, models=frozenset({"n", "m"}))
+
+
+def _recover(pool: Pool) -> None:
+    breaker = Breaker()
+    pool.set_usable(OTHER, True, breaker=breaker, models=frozenset({"m"}))
+    while not breaker.open:
+        breaker.failed(0.0)
+    pool.set_usable(OTHER, True, models=frozenset({"m"}))
+    breaker.close()
+    pool.set_usable(OTHER, True, models=frozenset({"m"}))
+
+
+OTHER = Endpoint.parse("http://10.0.0.9:8000")
+
+
+@pytest.mark.parametrize("change", [_join, _learn, _recover])
+async def test_turn_is_granted_when_an_engine_comes(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Pool], None]
+) -> None:
+    """No other request ends meanwhile."""
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in (1, 2)]
+    decode = Pool(engines)
+    queue = Turns({Side.PREFILL: Pool(), Side.DECODE: decode}, Metrics().waiting_streams)
+    async with contextlib.AsyncExitStack() as stack:
+        await within(stack.enter_async_context(queue.turn(engines[0], "m")))
+        second = asyncio.ensure_future(stack.enter_async_context(queue.turn(engines[0], "m")))
+        await asyncio.sleep(0)
+        assert not second.done()
+        change(decode)
+        await within(second)
+
+
+async def test_turn_is_granted_when_the_full_side_has_no_engine_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode engines compute the prompts from then on."""
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in (1, 2, 3, 4)]
+    prefill = Pool(engines[:1])
+    queue = Turns({Side.PREFILL: prefill, Side.DECODE: Pool(engines[1:])}, Metrics().waiting_streams)
+    async with contextlib.AsyncExitStack() as stack:
+        await within(stack.enter_async_context(queue.turn(engines[1], None)))
+        second = asyncio.ensure_future(stack.enter_async_context(queue.turn(engines[1], None)))
+        await asyncio.sleep(0)
+        assert not second.done()
+        prefill.remove(engines[0], lost=False)
+        await within(second)
+
+
+async def test_turn_may_end_before_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in (1, 2)]
+    queue = Turns({Side.PREFILL: Pool(), Side.DECODE: Pool(engines)}, Metrics().waiting_streams)
+    async with contextlib.AsyncExitStack() as stack:
+        end = await within(stack.enter_async_context(queue.turn(engines[0], None)))
+        second = asyncio.ensure_future(stack.enter_async_context(queue.turn(engines[0], None)))
+        await asyncio.sleep(0)
+        assert not second.done()
+        end()
+        await within(second)
+        end()  # ends no other turn
+        assert sum(queue._taken.values()) == 1
 
 
 async def test_a_crowd_of_streams_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
