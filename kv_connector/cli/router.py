@@ -457,24 +457,18 @@ class Reloads:
         self._running = dict(context.params)
 
     async def reload(self) -> None:
-        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes,
-        except that a certificate may be written while it is read."""
+        """Applies what can change, and logs what needs a restart. If there is an error, nothing changes."""
         try:
             used, settings, fixed = await asyncio.to_thread(self._read)
-            if self._certificate is not None:
-                self._certificate.read()
+            latest = None if self._certificate is None else self._certificate.read()
             self._app.change(settings)
         except (UsageError, ValueError) as error:  # a ValueError is an error of a file
             logger.error("reload failed: %s. The router keeps its settings", message_of(error))
             return
+        if self._certificate is not None and latest is not None:
+            self._certificate.present(latest)
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
-        try:
-            if self._certificate is not None:
-                self._certificate.reload()
-        except ValueError as error:  # the files have changed since they were read above
-            words = "reload failed for the certificate alone: %s, and send SIGHUP once its files are complete"
-            logger.error(words, error)
 
     def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
         """Returns the parameters to use, their settings, and the parameters that need a restart."""

@@ -17,20 +17,13 @@ class Certificate:
         """Raises CertificateError. ``key``: file of the private key; None: it is in the other file."""
         self._certificate, self._key = certificate, key
         self.context = self.read()
-        """For the server's sockets. After reload() it presents the new certificate in new connections."""
+        """For the server's sockets. After present() it presents the new certificate in new connections."""
+        self._latest = self.context
+        self.context.sni_callback = self._choose
 
     def read(self) -> ssl.SSLContext:
         """Returns what the files hold now. Raises CertificateError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 and newer
-        self._load(context)
-        return context
-
-    def reload(self) -> None:
-        """Reads the files again. Raises CertificateError, and nothing changes."""
-        self.read()  # a failure in the middle would leave the context with a key that does not fit
-        self._load(self.context)
-
-    def _load(self, context: ssl.SSLContext) -> None:
         try:
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -39,6 +32,19 @@ class Certificate:
                 f"cannot read a certificate and its private key from {files}: {error}. Change --ssl-certfile "
                 "or --ssl-keyfile"
             ) from None
+        return context
+
+    def present(self, latest: ssl.SSLContext) -> None:
+        """Has new connections present what read() has returned.
+
+        No context that is in use reads a file. If the files were replaced between the reading of the
+        certificate and of the key, it would be left without a key.
+        """
+        self._latest = latest
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Has a new connection use the latest certificate. Called for each, with or without a name."""
+        connection.context = self._latest
 
 
 def _no_password() -> str:

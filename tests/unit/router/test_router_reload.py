@@ -333,28 +333,34 @@ async def test_reload_presents_the_certificate_that_the_file_has_now(
         assert await peer_certificate(server) == certificate_of("other.pem")
 
 
-async def test_reload_names_the_certificate_alone_if_its_file_changes_meanwhile(
+@pytest.mark.parametrize("replaced", ["before", "behind"])
+async def test_reload_of_a_certificate_that_is_being_replaced(
     tmp_path: Path,
     started: list[RouterServer],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    replaced: str,
 ) -> None:
-    """The configuration is in use by then: a line that the router keeps its settings would be wrong."""
+    """The key is still that of the certificate before, or has been replaced since both files were read."""
     caplog.set_level(logging.INFO)
-    path, certificate = tmp_path / "router.yaml", tmp_path / "server.pem"
-    certificate.write_bytes((CERTIFICATES / "server.pem").read_bytes())
-    text = f"{ENGINES}ssl-certfile: {certificate}\nshutdown-timeout: 1\n"
-    path.write_text(text)
-    reread = Certificate.reload
+    path, certificate, key = (tmp_path / name for name in ("router.yaml", "server.pem", "key.pem"))
+    for file in (certificate, key):
+        file.write_bytes((CERTIFICATES / "server.pem").read_bytes())
+    path.write_text(f"{ENGINES}ssl-certfile: {certificate}\nssl-keyfile: {key}\nshutdown-timeout: 1\n")
+    read = Certificate.read
 
-    def half_written(self: Certificate) -> None:
-        certificate.write_text("nonsense")
-        reread(self)
+    def read_while_replaced(self: Certificate) -> ssl.SSLContext:
+        latest = read(self)
+        certificate.write_bytes((CERTIFICATES / "server.pem").read_bytes())
+        return latest
 
-    monkeypatch.setattr(Certificate, "reload", half_written)
     async with running(path, started) as (_, server):
-        path.write_text(f"{text}max-requests: 1\n")
-        await reload(caplog, "reload failed for the certificate alone: cannot read a certificate")
-        assert "the router uses the new configuration" in caplog.text
-        assert "keeps its settings" not in caplog.text
-        assert await peer_certificate(server) == certificate_of("server.pem")
+        certificate.write_bytes((CERTIFICATES / "other.pem").read_bytes())
+        if replaced == "before":
+            await reload(caplog, "reload failed: cannot read a certificate")
+            assert "KEY_VALUES_MISMATCH" in caplog.text
+            assert await peer_certificate(server) == certificate_of("server.pem")
+        key.write_bytes((CERTIFICATES / "other.pem").read_bytes())
+        monkeypatch.setattr(Certificate, "read", read_while_replaced)
+        await reload(caplog, "the router uses the new configuration")
+        assert await peer_certificate(server) == certificate_of("other.pem")
