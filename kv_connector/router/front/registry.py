@@ -164,10 +164,12 @@ class Registry:
                     case Leave():
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
-                        self._reasons.reported(transfer_id, reason)
+                        if self._sent_by(self._reasons.awaited(transfer_id), received.source):
+                            self._reasons.reported(transfer_id, reason)
                     case PromptHits(hits):
                         for transfer_id, (tokens, cached) in hits.items():
-                            self._caches.received(transfer_id, tokens, cached)
+                            if self._sent_by(self._caches.awaited(transfer_id), received.source):
+                                self._caches.received(transfer_id, tokens, cached)
                     case Drain():
                         self._drain(received.source, message)
                     case Undrain(url):
@@ -179,6 +181,11 @@ class Registry:
                 self._sockets.distrust(received.source)
             except Exception:
                 logger.exception("the message %s was not processed", type(message).__name__)
+
+    def _sent_by(self, engine: Endpoint | None, source: Source) -> bool:
+        """Returns whether this engine has registered over this connection. Another engine's report about a
+        transfer is not accepted: it would spoil what the router knows of this engine."""
+        return engine is not None and self._engines.get(engine.place) == source
 
     def _refuse(self, source: Source, reason: str) -> None:
         """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""

@@ -70,6 +70,11 @@ class CacheRecords:
         while self._awaited_prefixes > _AWAITED:
             self._no_longer_awaited(next(iter(self._awaited)))
 
+    def awaited(self, transfer_id: str) -> Endpoint | None:
+        """Returns the decode engine that is to report its hits of this transfer; None: no engine is."""
+        lease = self._awaited.get(transfer_id)
+        return None if lease is None else lease.endpoint
+
     def received(self, transfer_id: str, tokens: int, cached: int) -> None:
         """Takes a decode engine's report on a prompt of so many tokens. ``cached``: those that were in its
         own prefix cache. Ignores prompts of other routers, and a second report."""

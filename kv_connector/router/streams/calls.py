@@ -203,7 +203,7 @@ class Calls:
         """
         call.exchange.decoding(lease.endpoint)
         call.exchange.transfer_id = transfer_id
-        with self.reasons.expected(transfer_id) as reason:
+        with self.reasons.expected(transfer_id, lease.endpoint) as reason:
             try:
                 answer = await self._ask(lease, body, call, stack, accepted)
             except EngineError as error:

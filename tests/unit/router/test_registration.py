@@ -781,6 +781,18 @@ async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, strea
     d.registrar.load_failed("t", why)  # its loads also fail when it ends, and no process receives the reason
 
 
+async def test_reason_that_another_engine_reports_for_a_transfer_is_ignored(cluster: Cluster) -> None:
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        other.registrar.load_failed(body["kv_transfer_params"]["transfer_id"], "a reason of another engine")
+        return await refuse(500, "of vLLM's own")(request, body)
+
+    other = await cluster.engine(Role.PREFILL)
+    await cluster.engine(Role.DECODE, decode)
+    client = await cluster.router()
+    answer = await within(ask(client))
+    assert (answer.status_code, answer.json()) == (500, {"error": {"message": "of vLLM's own"}})
+
+
 async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))

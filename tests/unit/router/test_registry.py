@@ -16,9 +16,10 @@ from router_setup import answer_ok, cluster, until_metric
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.control.membership import PromptHits
+from kv_connector.control.membership import PromptHits, Register
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Source
+from kv_connector.protocol.messages import Role
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -186,11 +187,21 @@ async def test_hits_that_a_decode_engine_reports_are_counted(
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
         hits = {"of another router": (9, 3), body["kv_transfer_params"]["transfer_id"]: (1250, 64)}
+        # Another registered engine reports the same transfer before.
+        others = {name: (tokens, tokens) for name, (tokens, _) in hits.items()}
         reports.append(Received(Source(b"d"), PromptHits(hits)))
+        reports.append(Received(Source(b"other"), PromptHits(others)))
         return await answer_ok(request, body)
 
     monkeypatch.setattr(Registry, "open", open_stand_in)
-    async with cluster(prefill, decode, dispatch=dispatch) as (_, _, client):
+    async with cluster(prefill, decode, dispatch=dispatch) as (_, d, client):
+        for url, source in (("http://127.0.0.1:1", b"other"), (d.url, b"d")):
+            port = 1 + len(source)
+            register = Register(url, "1", Role.DECODE, url, "127.0.0.1", port)
+            reports.append(Received(Source(source), register))
+        async with asyncio.timeout(PATIENCE):
+            while reports:
+                await asyncio.sleep(0.005)  # polled: there is no event to wait for
         answer = await client.post("/v1/completions", json={"prompt": "x" * 5000})
         assert answer.status_code == 200
         await until_metric(client, 'kv_connector_router_actual_hit_tokens_total{side="decode"}', 64)
