@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 import uuid
@@ -43,6 +44,8 @@ from kv_connector.protocol.requests import (
 )
 from kv_connector.protocol.sessions import Identity
 
+logger = logging.getLogger("kv_connector")
+
 
 class Agent:
     """Moves KV pages between this worker and others. start() it once, close() it once."""
@@ -58,7 +61,7 @@ class Agent:
         self._config = config
         self._engine = engine if engine is not None else open_engine(config)
         try:
-            self._memory = KvMemory(self._engine, memory, config.engine_id, config.timeouts.drain)
+            self._memory = KvMemory(self._engine, memory, config.engine_id, config.timeouts)
             descriptors = self._memory.descriptors()
             self.signal: LayerSignal = (
                 self._engine.create_stream_signal() if config.on_gpu else self._engine.create_signal()
@@ -512,12 +515,19 @@ class Agent:
         return self._effects.phases()
 
     def close(self) -> None:
-        """Ends all transfers, reports the end to the peers and frees the memory. BLOCKS for about
-        ``timeouts.drain`` at most when peers do not answer. A second call does nothing."""
+        """Ends all transfers, reports the end to the peers and frees the memory. A second call does nothing.
+
+        BLOCKS for about ``timeouts.drain`` at most when peers do not answer. If a GPU hangs while it sums
+        pages, BLOCKS for ``timeouts.check`` more."""
         with self._closing:
             if self._thread.closed:
                 return
             self._thread.end()
             self._control.close()
-            self._summer.close()
+            try:
+                self._summer.close(self._config.timeouts.check)
+            except TransferError as error:
+                logger.error(
+                    "%s: closed with a thread that still reads pages: %s", self._config.engine_id, error
+                )
             close_or_log(self._engine, self._config.engine_id)

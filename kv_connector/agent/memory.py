@@ -12,6 +12,7 @@ from kv_connector.agent.page_summer import PageSummer
 from kv_connector.agent.thread import AgentThread
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
+from kv_connector.protocol.timeouts import Timeouts
 
 
 class KvMemory:
@@ -19,13 +20,13 @@ class KvMemory:
     register()."""
 
     def __init__(
-        self, engine: TransferEngine, memory: Sequence[MemoryRange], engine_id: str, drain_s: float
+        self, engine: TransferEngine, memory: Sequence[MemoryRange], engine_id: str, timeouts: Timeouts
     ) -> None:
         """Registers all of it, or none; raises TransferError."""
         self._engine = engine
         self._memory = tuple(memory)
         self._engine_id = engine_id
-        self._drain_s = drain_s
+        self._timeouts = timeouts
         self.regions: list[int] = []
         """The transfer engine's ids of the registered memory. Empty while the memory is not registered."""
         self.regions = self._register_all()
@@ -41,9 +42,9 @@ class KvMemory:
         future: Future[None] = Future()
         thread.ask(lambda now: _fall_asleep(now, effects, future), future)
         thread.insist(future, "sleep")
-        summer.drain()  # no transfer is left that could begin another job
         try:
-            self._engine.deregister_memory(self.regions, self._drain_s)
+            summer.drain(self._timeouts.check)  # no transfer is left that could begin another job
+            self._engine.deregister_memory(self.regions, self._timeouts.drain)
         except TransferError as error:
             self._wake_up(effects, thread, self.descriptors())
             raise AgentError(f"{self._engine_id}: the KV cache must stay mapped: {error}") from error
@@ -68,7 +69,7 @@ class KvMemory:
                 regions.append(self._engine.register_memory(part.address, part.nbytes))
         except TransferError:
             if regions:  # all or none
-                self._engine.deregister_memory(regions, self._drain_s)
+                self._engine.deregister_memory(regions, self._timeouts.drain)
             raise
         return regions
 

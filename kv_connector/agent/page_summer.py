@@ -24,6 +24,11 @@ def _always() -> bool:
     return True
 
 
+def _hangs(timeout: float) -> TransferError:
+    text = f"pages are still being summed after {timeout:g} s, the GPU may hang: restart this engine"
+    return TransferError(ErrorCode.TIMEOUT, "", "", "sum_pages", text)
+
+
 class PageSummer:
     """Sums pages one job after the other. The thread starts with the first job."""
 
@@ -49,20 +54,29 @@ class PageSummer:
             self._thread.start()
         self._jobs.put((pages, summed, wanted))
 
-    def drain(self) -> None:
-        """BLOCKS until all jobs before this call are done, so that nothing reads the memory for them."""
+    def drain(self, timeout: float) -> None:
+        """BLOCKS until all jobs before this call are done, so that nothing reads the memory for them.
+
+        Raises TransferError after ``timeout`` seconds: a GPU may hang.
+        """
         if self._thread is None:
             return
         done = threading.Event()
         self.sum((), lambda sums, problem: done.set())
-        done.wait()
+        if not done.wait(timeout):
+            raise _hangs(timeout)
 
-    def close(self) -> None:
-        """Ends the thread after the job that it works on. The other jobs are dropped. BLOCKS."""
+    def close(self, timeout: float) -> None:
+        """Ends the thread after the job that it works on. The other jobs are dropped. BLOCKS.
+
+        Raises TransferError after ``timeout`` seconds. The thread ends with its job, or with the process.
+        """
         if self._thread is not None:
             self._closing = True
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise _hangs(timeout)
 
     def _main(self) -> None:
         while (job := self._jobs.get()) is not None and not self._closing:

@@ -31,7 +31,8 @@ class Timeouts:
     """The decode engine gives up a transfer that is not complete by then."""
     check: float = 30.0
     """The decode engine waits this long for the sums of pages that have all arrived (`verify_pages`). One
-    thread sums 50 GB of CPU memory in that time (1.7 GB/s, AMD EPYC, busy, 2026-11-30)."""
+    thread sums 50 GB of CPU memory in that time (1.7 GB/s, AMD EPYC, busy, 2026-11-30). An engine that sleeps
+    or ends waits as long for sums that have begun."""
     cancel: float = 5.0
     """The decode engine waits this long for the prefill engine's report that a cancelled transfer has no
     pages in flight. After that time it fences the prefill engine."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -13,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 from agent_pairs import SOURCE, TARGET, every_lane, transfer, transfer_again
-from agent_setup import PATIENCE, Side, Stage, acquaint, until
+from agent_setup import PATIENCE, TIMES, Side, Stage, acquaint, until
 from protocol_setup import BLOCK, PAGE, layout
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import AgentError, MemoryRange
 from kv_connector.agent.ledger import CheckStats
 from kv_connector.agent.page_summer import PageSummer, Summed
 from kv_connector.protocol.actions import Outcome, SummedPages
@@ -194,7 +195,7 @@ def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Rol
     decode.wait(received=["d-one"])
     prefill.idle()
     decode.idle()
-    side.agent._summer.drain()
+    side.agent._summer.drain(PATIENCE)
     assert decode.failed == []
     assert calls == ["summed"]
 
@@ -329,7 +330,7 @@ def test_pages_outside_their_own_region_are_not_summed() -> None:
         pages = SummedPages(layers, (0,), PAGE, (0,), PAGE)
         summer.sum((pages,), lambda sums, problem: results.put((sums, problem)))
     whole, first, second = (results.get(timeout=PATIENCE) for _ in range(3))
-    summer.close()
+    summer.close(PATIENCE)
     assert (len(whole[0]), whole[1]) == (2 * SUM_BYTES, "")
     assert first == (b"", "OUT_OF_RANGE in sum_pages: a page lies outside memory region 0")
     assert second == (b"", "OUT_OF_RANGE in sum_pages: a page lies outside memory region 1")
@@ -368,9 +369,30 @@ def test_close_drops_the_sums_that_are_still_to_be_computed() -> None:
     summer.sum((), first)
     summer.sum((), lambda sums, problem: done.append("second"))
     assert begun.wait(PATIENCE)
-    closing = threading.Thread(target=summer.close)
+    closing = threading.Thread(target=summer.close, args=(PATIENCE,))
     closing.start()
     until(lambda: summer._closing)
     go.set()
     closing.join()
     assert done == ["first"]
+
+
+@pytest.mark.parametrize("end", ["sleep", "close"])
+def test_gpu_that_hangs_while_it_sums_does_not_hang_the_engine(
+    sim: Stage, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, check=0.05))
+    calls: list[str] = []
+    go = hold_sums(prefill, calls)
+    prefill.agent._summer.sum((PAGES_OF_BLOCK_0,), lambda sums, problem: None)
+    until(lambda: bool(calls))
+    if end == "sleep":
+        with pytest.raises(
+            AgentError, match=r"must stay mapped: TIMEOUT in sum_pages: .*restart this engine"
+        ):
+            prefill.agent.unregister_memory()
+        assert prefill.agent._memory.regions, "it is awake"
+    else:
+        prefill.agent.close()
+        assert "TIMEOUT in sum_pages" in caplog.text
+    go.set()
