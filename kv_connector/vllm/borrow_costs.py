@@ -24,6 +24,8 @@ class _Lender:
     """Tokens a second of a load, from its reservation to its last page."""
     late: bool = False
     """Whether a load took longer than computing its tokens, or ended without its pages as late."""
+    late_prefetch: bool = False
+    """The same, for a prefetch."""
     measured_at: float = 0.0
 
 
@@ -56,9 +58,15 @@ class BorrowCosts:
         if wire_s > 0:
             measured.rates.append(tokens / wire_s)
 
-    def late(self, lender: Address) -> None:
-        """Notes a load that was given up because of its duration. How long it would have taken is unknown."""
-        self._of(lender).late = True
+    def late(self, lender: Address, *, prefetch: bool) -> None:
+        """Notes a load that was given up because of its duration. How long it would have taken is unknown.
+
+        A late prefetch keeps off only prefetches. No client waits for a prefetch, and it may have been one of
+        several that shared the wire.
+        """
+        measured = self._of(lender)
+        measured.late = measured.late or not prefetch
+        measured.late_prefetch = measured.late_prefetch or prefetch
 
     def pays(self, lender: Address, first: int, end: int, ahead: int, *, asked: bool = False) -> bool:
         """Returns whether the tokens [``first``, ``end``) are here sooner if they are loaded.
@@ -75,9 +83,15 @@ class BorrowCosts:
         return loaded < computed
 
     def was_late(self, lender: Address) -> bool:
-        """Returns whether a load from this lender was given up lately because of its duration."""
+        """Returns whether a load from this lender, no prefetch, was given up lately because of its
+        duration."""
         measured = self._measured(lender)
         return measured is not None and measured.late
+
+    def was_late_for_prefetch(self, lender: Address) -> bool:
+        """Does the same as was_late(), for loads and prefetches."""
+        measured = self._measured(lender)
+        return measured is not None and (measured.late or measured.late_prefetch)
 
     def _measured(self, lender: Address) -> _Lender | None:
         measured = self._lenders.get(lender)

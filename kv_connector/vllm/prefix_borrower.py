@@ -280,7 +280,7 @@ class PrefixBorrower:
             and blocks <= self.blocks.unused // 2
             and prefetches < MOST_PREFETCHES
             and not self._too_many(prefix, held)
-            and not self.costs.was_late(prefix.lender)
+            and not self.costs.was_late_for_prefetch(prefix.lender)
         )
 
     def _too_many(self, prefix: _Prefix, held: list[int]) -> bool:
@@ -457,7 +457,7 @@ class PrefixBorrower:
             if prefix.discarded or transfer_id in failed:
                 prefix.enter(PrefixPhase.OVER)
                 if taken >= self._ask_s:
-                    self.costs.late(prefix.lender)
+                    self.costs.late(prefix.lender, prefetch=prefix.prefetch is not None)
                 self._begin_anew(request)
                 loaded = 0
             else:

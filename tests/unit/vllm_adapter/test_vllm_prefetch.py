@@ -188,11 +188,28 @@ def test_prefetch_is_not_requested_for_what_the_engine_has(model: Path) -> None:
     assert_not_requested(engine)
 
 
-def test_prefetch_is_not_requested_from_a_lender_that_was_late(model: Path) -> None:
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_prefetch_is_not_requested_from_a_lender_that_was_late(model: Path, prefetch: bool) -> None:
     engine = engine_with_prompt(model)
-    engine.side._borrower.costs.late(LENDER)
+    engine.side._borrower.costs.late(LENDER, prefetch=prefetch)
     engine.add("ahead", prompt(TOKENS), ahead())
     assert_not_requested(engine)
+
+
+def test_late_prefetch_keeps_no_prompt_from_its_lender(model: Path) -> None:
+    engine = engine_with_prompt(model)
+    transfer_id = begin_load(engine)
+    costs, begin = engine.side._borrower.costs, engine.side._borrower._prefixes["ahead"].since
+    engine.side._borrower.clock = lambda: begin + 2
+    assert Cancel(transfer_id) in engine.step().commands
+    engine.step(received=[transfer_id], discarded=[transfer_id])
+    assert end(engine) == 0
+    assert costs.was_late_for_prefetch(LENDER)
+    costs.compute_seconds = lambda before, tokens: 60.0
+    params = ahead()
+    del params["prefix_from"]["prefetch"]
+    engine.add("next turn", prompt(TOKENS), params)
+    assert question(engine).lender == LENDER
 
 
 @pytest.mark.parametrize("prefetches", [False, True])
