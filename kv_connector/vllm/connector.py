@@ -44,6 +44,7 @@ from kv_connector.vllm.metrics import PromMetrics, TransferStats
 from kv_connector.vllm.model_facts import (
     block_tokens,
     hashed_block_tokens,
+    hit_tokens,
     kv_cache_tokens,
     rank_fingerprint,
 )
@@ -135,7 +136,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if self._settings.routers or not no_prefixes:
             caching = vllm_config.cache_config.enable_prefix_caching
             tokens = kv_cache_tokens(vllm_config, kv_cache_config) if caching else 0
-            block = hashed_block_tokens(vllm_config, kv_cache_config) if caching else 0
+            block = hit_tokens(vllm_config, kv_cache_config) if caching else 0
             self._idle = idle_load(vllm_config.scheduler_config, tokens, block)
         block_sizes = tuple(block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         # With recurrent states, P leaves the prompt's last token to D and samples no first token.

@@ -84,7 +84,11 @@ from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, resolve_kv_cache_block_sizes  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    get_kv_cache_capacity,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.request_queue import RequestQueue  # noqa: E402
@@ -176,6 +180,7 @@ __all__ = [
     "release",
     "release_of",
     "reload",
+    "resolve_cache_hit_alignment_tokens",
     "resolve_kv_cache_block_sizes",
     "set_current_vllm_config",
     "shm_broadcast",

@@ -20,6 +20,7 @@ from kv_connector.vllm.internals import (
     get_tp_group,
     is_quantized_kv_cache,
     iter_layer_specs,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 
@@ -48,6 +49,16 @@ def block_tokens(kv_cache_spec: Any) -> int:
 def hashed_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     """Returns the tokens of a block that vLLM hashes."""
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def hit_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Returns the tokens in whose multiples vLLM finds prompts in its prefix cache.
+
+    If groups have blocks of several sizes, this is mostly the least common multiple of the sizes. Hashes are
+    of blocks as large as their greatest common divisor, so that they fit each group.
+    """
+    sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(resolve_cache_hit_alignment_tokens(kv_cache_config, vllm_config, *sizes))
 
 
 def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -440,6 +440,24 @@ def test_what_the_engine_can_hold_and_does_in_a_step(stage: MakeStage) -> None:
     assert load.prompt is load.decode_ns is None
     of_two = costs_of(stage("kv_both", FULL, SLIDING, extra=ROUTERS)).load()
     assert 50 * BLOCK < of_two.cache_tokens < 100 * BLOCK, "a window takes little of the pool"
+
+
+@pytest.mark.parametrize("other", [FULL, SLIDING, replace(SLIDING, block_size=2 * BLOCK, head_size=32)])
+def test_reported_block_is_the_unit_of_prefix_hits(stage: MakeStage, other: Any) -> None:
+    """Groups with blocks of two sizes hit in blocks of both, and hash the smaller ones."""
+    engine = stage("kv_both", FULL, other, extra=ROUTERS)
+    block = costs_of(engine).load().block_tokens
+    assert block == max(FULL.block_size, other.block_size)
+    hits = set()
+    for seed, shared in enumerate(range(BLOCK, 8 * BLOCK, BLOCK // 2)):
+        first = prompt(shared, seed)
+        for name, tokens in (("first", first), ("next", [*first, *[299] * 10])):
+            request = engine.add(f"{name} {seed}", tokens)
+            while engine.scheduler.has_requests():
+                engine.step()
+        assert request.num_cached_tokens == shared // block * block
+        hits.add(request.num_cached_tokens)
+    assert hits == {*range(0, 8 * BLOCK, block)} - ({0} if block == BLOCK else set())
 
 
 def test_a_threshold_for_long_prompts_is_said(stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
