@@ -339,12 +339,15 @@ class Pool:
         Engines of ``avoid`` are left out if others remain, then failing engines, then engines in reserve.
         ``weights``, ``model``: only engines that serve this version, this model.
         """
-        usable = [member for member in self._usable(model) if weights in (None, member.weights)]
+        usable = self._usable(model)
+        if weights is not None:
+            usable = [member for member in usable if member.weights == weights]
         if not usable:
             raise NoEngine(self, model)
         if avoid:
             usable = [member for member in usable if member.endpoint not in avoid] or usable
-        usable = [member for member in usable if not member.failing] or usable
+        if any(member.breaker.open for member in usable):
+            usable = [member for member in usable if not member.failing] or usable
         return [member for member in usable if not member.reserve] or usable
 
     def fewest(
@@ -411,7 +414,8 @@ class Pool:
             changed()
 
     def _usable(self, model: str | None) -> list[Member]:
-        return [member for member in self._members.values() if member.usable and member.serves(model)]
+        usable = [member for member in self._members.values() if member.usable]
+        return usable if model is None else [member for member in usable if member.serves(model)]
 
 
 def least(members: Sequence[Member]) -> Member:

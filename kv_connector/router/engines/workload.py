@@ -90,7 +90,8 @@ class Workload:
     def queued(self) -> int:
         """Returns the tokens that the engine has still to compute, by this router's forecast and the engine's
         latest report."""
-        return self.backlog.uncached + self._others_tokens(self.cost)
+        own = self.backlog.uncached
+        return own + self._others_tokens(self.cost) if self._others else own
 
     def in_a_step(self, cost: Cost, chunk: int) -> int:
         """Returns the tokens of the engine's prompts in a step that takes at most ``chunk`` tokens of each.

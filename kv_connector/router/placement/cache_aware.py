@@ -124,15 +124,22 @@ class CacheAware:
         """Returns the cheapest prefill engine, and the prefix that it may load from another engine."""
         hinted, _ = self._sessions.engines(wanted.session)
         recent = excess(engines, self._clock())
-        costs = []
+        hits = [wanted.cached(one) for one in engines]
+        costs = [
+            wanted.tokens - cached + _QUEUED * one.workload.queued() + _RECENT * more
+            for one, cached, more in zip(engines, hits, recent, strict=True)
+        ]
         prefixes = {}
-        for one, more in zip(engines, recent, strict=True):
-            cached = wanted.cached(one)
-            cost = wanted.tokens - cached + _QUEUED * one.workload.queued() + _RECENT * more
+        # A search for a lender takes longer than the rest. So it is left out for engines that would still be
+        # too expensive if they could load all that any engine has.
+        most = wanted.matches[0][1] if wanted.matches else 0
+        limit = min(costs) + _TIE
+        for number, (one, cached) in enumerate(zip(engines, hits, strict=True)):
+            if costs[number] - (1 - _BORROWED) * (most - cached) > limit:
+                continue
             if (prefix := lenders.propose(one, cached)) is not None:
                 prefixes[one] = prefix
-                cost -= (1 - _BORROWED) * (prefix.tokens - cached)
-            costs.append(cost)
+                costs[number] -= (1 - _BORROWED) * (prefix.tokens - cached)
         chosen = _cheapest(engines, costs, hinted)
         return chosen, prefixes.get(chosen)
 
@@ -186,8 +193,9 @@ class _Wanted:
     def cached(self, engine: Member) -> int:
         """Returns the tokens of the prompt that the engine has cached."""
         workload = engine.workload
+        bit = workload.cache.bit
         for mask, tokens in self.matches:
-            if mask & workload.cache.bit:
+            if mask & bit:
                 return workload.hit(tokens)
         return 0
 

@@ -120,7 +120,13 @@ def choices(pools: Mapping[Side, Pool], request: PlacementRequest) -> tuple[list
 
 def forecast_tokens(sizes: TokenSizes, prompt: Prompt, engines: Sequence[Member]) -> int:
     """Returns the forecast tokens of a prompt, at most as many as one of these engines accepts."""
-    return min(sizes.tokens(prompt), max(one.workload.longest or _LONGEST for one in engines))
+    tokens = sizes.tokens(prompt)
+    longest = 0
+    for one in engines:
+        longest = max(longest, one.workload.longest or _LONGEST)
+        if longest >= tokens:
+            return tokens
+    return longest
 
 
 def shared_weights(prefills: Iterable[Member], decodes: Iterable[Member]) -> set[str]:

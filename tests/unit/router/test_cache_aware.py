@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -23,8 +24,9 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement import records
+from kv_connector.router.placement import cache_aware, records
 from kv_connector.router.placement.cache_aware import CacheAware, excess
+from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.placement.sessions import Sessions, session_of
@@ -824,3 +826,35 @@ def test_proposal_is_counted_by_what_the_prefill_engine_reports(
     expected = [(Side.PREFILL, had, min(cached or 0, had))] if own else []
     assert fleet.hits == expected
     assert (use.predicted, use.actual) == (expected[0][1:] if expected else (0, 0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3000)), min_size=8, max_size=8))
+def test_engines_whose_lenders_are_not_looked_for_would_not_be_chosen(
+    state: list[tuple[int, int]],
+) -> None:
+    """Each engine has so many messages of the prompt, and so many tokens in its queue."""
+    fleet, turns = lending(4, 4), [user(f"{number}{TEXT * 12}") for number in range(8)]
+    for name, (count, queued) in zip(("p0", "p1", "p2", "p3", "d0", "d1", "d2", "d3"), state, strict=True):
+        raw = json.dumps({"model": "m", "messages": turns[:count]}).encode()
+        fleet.workload(name).cache.prompt_computed(Completion.decode(raw).prompt(CHAT))
+        fleet.workload(name).backlog.add(Work(queued, 1.0))
+    with patch.object(cache_aware, "_TIE", float("inf")):
+        expected = fleet.place(*turns)
+    placed = fleet.place(*turns)
+    assert names(placed) == names(expected)
+    assert placed.prefix == expected.prefix
+
+
+def test_lenders_are_looked_for_only_where_a_loan_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, asked = lending(3, 3), Counter[str]()
+    first = fleet.serve(user(LONG))
+    propose = Lenders.propose
+
+    def counted(self: Lenders, prefill: Member, own: int) -> Prefix | None:
+        asked[prefill.endpoint.control_host] += 1
+        return propose(self, prefill, own)
+
+    monkeypatch.setattr(Lenders, "propose", counted)
+    assert first.prefill is not None
+    fleet.place(user(LONG), assistant("Because."), user("So?"))
+    assert asked == {first.prefill.control_host: 1}
