@@ -151,7 +151,7 @@ class Metrics:
         )
         self.waiting_streams = Gauge(
             "kv_connector_router_waiting_streams",
-            "Requests and streams whose engine has failed, and which wait until those before them have begun anew",
+            "Requests whose engine has failed, and which wait until requests before them have begun anew",
             registry=self.registry,
         )
         self.engines = Gauge(

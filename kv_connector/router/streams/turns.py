@@ -15,9 +15,10 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import NoEngine, Pool
 
-# Most requests that begin anew at a time, for each engine of the side that has fewer engines. A prefill engine
-# computes one or two prompts in a step, and one transfer fills the lane: eight requests keep both busy. A new
-# request then waits for eight requests, and not for all of the dead engine. Moves have the same bound.
+# Most requests that begin anew at a time, for each engine of the side that has fewer engines. A prefill
+# engine computes one or two prompts in a step, and one transfer fills the lane: eight requests keep both
+# busy. A new request then waits for eight requests, and not for all of the dead engine. Moves have the same
+# bound.
 MOST_AT_ENGINE = 8
 
 _Place = tuple[Side, Endpoint]
