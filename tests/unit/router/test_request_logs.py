@@ -22,7 +22,7 @@ def test_router_log_lines_about_a_request_begin_with_its_id(path: Path) -> None:
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         texts = {
-            target.id: node.value.value
+            target.id: str(node.value.value)
             for node in ast.walk(function)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
             for target in node.targets
@@ -35,5 +35,5 @@ def test_router_log_lines_about_a_request_begin_with_its_id(path: Path) -> None:
                 continue
             assert call.func.attr in _LEVELS
             first = call.args[0]
-            text = texts[first.id] if isinstance(first, ast.Name) else ast.literal_eval(first)
-            assert str(text).startswith(("request %s: ", *_OTHERS)), f"{path.name}:{call.lineno}: {text}"
+            text = str(texts[first.id] if isinstance(first, ast.Name) else ast.literal_eval(first))
+            assert text.startswith(("request %s: ", *_OTHERS)), f"{path.name}:{call.lineno}: {text}"

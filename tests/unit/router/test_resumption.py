@@ -424,8 +424,8 @@ async def test_whole_answers_wait_for_prompts_and_not_for_other_answers(
             while len(f.decode[1].bodies) < 6:
                 await asyncio.sleep(0.01)
         f.decode[1].go.set()
-        for one in asking:
-            assert (await within(one)).status_code == 200
+        for answer in asking:
+            assert (await within(answer)).status_code == 200
 
 
 async def test_stream_that_waits_too_long_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
