@@ -80,6 +80,8 @@ class Workshape:
     at_once: int
     think: float
     """Seconds between an answer and the next turn."""
+    rewritten: bool = False
+    """Whether the next turn has other tokens for the same answer."""
 
 
 class Held:
@@ -291,6 +293,7 @@ class Fleet:
         self.moved = self.lent = 0
         self._reported = -1.0
         self.firsts: list[float] = []
+        self._rewritten = False
         for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
             for number in range(count):
                 endpoint = Endpoint.parse(f"http://{side.value}{number}:1")
@@ -372,7 +375,10 @@ class Fleet:
             text = one.say("assistant", answer)
             self.generated[d] += answer
             # The last token of the answer is not computed.
-            at_decode.computed(held[d], one.tokens()[: -BEHIND - 1])
+            generated = one.tokens()[: -BEHIND - 1]
+            if self._rewritten:
+                generated[1 - answer :] = map(str.upper, generated[1 - answer :])
+            at_decode.computed(held[d], generated)
             at_decode.give_back(held[d])
             short, self._short[d] = self._short[d], []
             for again in short:
@@ -407,6 +413,7 @@ class Fleet:
 
     def run(self, shape: Workshape, seed: int) -> int:
         """Serves all conversations; returns their new tokens."""
+        self._rewritten = shape.rewritten
         rng = random.Random(seed)
         system = Conversation(-1, rng).say("system", shape.shared) if shape.shared else ""
         waiting = iter(
@@ -524,6 +531,9 @@ def main() -> None:
     parser.add_argument(
         "--think", type=float, default=0.0, help="seconds between an answer and the next turn"
     )
+    parser.add_argument(
+        "--rewritten", action="store_true", help="the next turn has other tokens for the same answer"
+    )
     parser.add_argument("--prefill", type=int, default=2, help="prefill engines")
     parser.add_argument("--decode", type=int, default=2, help="decode engines")
     parser.add_argument("--room", type=int, default=1 << 20, help="tokens that a prefix cache has room for")
@@ -560,6 +570,7 @@ def main() -> None:
         plan.answer,
         plan.at_once,
         plan.think,
+        plan.rewritten,
     )
     print(table([line(name, shape, plan) for name in plan.policies]))
 

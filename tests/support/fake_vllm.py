@@ -81,6 +81,8 @@ class FakeVllm(FakeEngine):
         """Whether it reports its death within the stream, as a server does whose engine core dies."""
         self.marks = False
         """Whether texts are those of MarkDetokenizer."""
+        self.hides = False
+        """Whether it hides the token ids of answers, as vLLM does with the reasoning."""
         self.disowned = 0
         """Requests that asked this engine to disown a transfer at P."""
         self.said = 0
@@ -143,11 +145,17 @@ class FakeVllm(FakeEngine):
             await self._until(self.go)
         if self.killed.is_set():
             raise Died
+        prompt = len(ids)
         while left:
             left -= 1
             ids.append(next_token(ids))
             said += text.text(ids[-1], last=not left)
-        return JSONResponse({"choices": [{"index": 0, "text": said, "finish_reason": "length"}]})
+        wants, chat = body.get("return_token_ids"), self.is_chat(request)
+        message = {"role": "assistant", "content": said}
+        choice = {"index": 0, **({"message": message} if chat else {"text": said})}
+        choice |= {"finish_reason": "length", "token_ids": ids[prompt:] if wants and not self.hides else None}
+        asked = {"prompt_token_ids": ids[:prompt] if wants else None}
+        return JSONResponse({"choices": [choice | ({} if chat else asked)], **(asked if chat else {})})
 
     def ids(self, request: Request, body: dict[str, Any]) -> list[int]:
         return list(ids_of(body["messages"] if self.is_chat(request) else body["prompt"]))
@@ -184,6 +192,7 @@ class FakeVllm(FakeEngine):
         left, done = self.left(request, body, ids), False
         text = MarkDetokenizer() if self.marks else Detokenizer()
         asked = list(ids) if wants else None
+        logprobs: dict[str, Any] | None = {"content": []} if body.get("logprobs") else None
         try:
             if chat:
                 choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
@@ -199,9 +208,15 @@ class FakeVllm(FakeEngine):
                     self.said += 1
                     said += text.text(ids[-1], last=not left)
                 finish = None if left else "length"
-                token = ids[begin:] if wants else None
+                token = ids[begin:] if wants and not self.hides else None
                 if chat:
-                    choice = {"index": 0, "delta": {"content": said}, "logprobs": None}
+                    delta: dict[str, Any] = {"content": said}
+                    if body.get("tools"):
+                        call = {"index": 0, "function": {"name": None, "arguments": said}}
+                        delta = {"tool_calls": [call]} if said else {}
+                    if not (delta or wants or logprobs or not left):
+                        continue
+                    choice = {"index": 0, "delta": delta, "logprobs": logprobs}
                     choice |= {"finish_reason": finish, **({} if left else {"stop_reason": None})}
                     choice |= {"token_ids": token}
                 else:

@@ -283,14 +283,15 @@ class Prompt:
         """Returns the beginning of the next turn's prompt, which repeats this prompt and its answer.
 
         ``answer``: a message for a chat, text behind a text, a list of token ids, as JSON without brackets,
-        behind token ids. If the answer does not fit the prompt, the result is the prompt itself.
+        behind token ids. If the answer does not fit the prompt, the result is the prompt itself. A template
+        strips the thinking of an answer that thinks aloud, so no later prompt has that answer.
         """
         last, rest, form = self.tail
         chain = _Chain(last, self.size, before=len(self.prefixes), ids=self.tokens is not None)
         chain.rest = rest
         tokens = None
         match answer:
-            case Message() if form == "messages" and not answer.thinks_aloud:
+            case Message() if form == "messages":
                 chain.message([answer.encode()])
             case str() if form == "text":
                 chain.add(answer.encode(errors="replace"))
@@ -301,7 +302,7 @@ class Prompt:
                 tokens = self.tokens + answer.count(b",") + 1
             case _:
                 return self
-        return replace(
+        continued = replace(
             self,
             size=chain.size,
             tokens=tokens,
@@ -310,6 +311,14 @@ class Prompt:
             counts=self._counts_with(chain.counts),
             tail=Tail(chain.last, chain.rest, form),
         )
+        hidden = isinstance(answer, Message) and answer.thinks_aloud
+        return continued.hidden_behind(self) if hidden else continued
+
+    def hidden_behind(self, beginning: Prompt) -> Prompt:
+        """Returns this prompt so that later prompts have only the prefixes of its beginning. The rest takes
+        room in a cache."""
+        before = len(beginning.prefixes)
+        return replace(self, prefixes=(*self.prefixes[:before], *(~one for one in self.prefixes[before:])))
 
     def _counts_with(self, more: list[int]) -> tuple[int, ...]:
         if self.tokens is None or len(self.counts) != len(self.ends):

@@ -96,7 +96,8 @@ class Metrics:
         self.prefetches = Counter(
             "kv_connector_router_answer_prefetches",
             "Answers that a prefill engine could load before the next turn, by outcome. loaded. declined: by "
-            "an engine. busy: too many at once. failed: no result. unknown: its token ids are not known.",
+            "an engine. busy: too many at once. failed: no result. unknown: its token ids are not known. "
+            "rewritten: next turns have other token ids.",
             ["outcome"],
             registry=self.registry,
         )

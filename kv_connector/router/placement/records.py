@@ -8,6 +8,7 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.workload import Workload
+from kv_connector.router.placement.answer_repeats import AnswerRepeats, Kind
 from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.placement.policy import Placement
 from kv_connector.router.placement.sessions import Sessions
@@ -54,6 +55,7 @@ class CacheRecords:
     ) -> None:
         self.sizes = sizes or TokenSizes()
         self.sessions = Sessions() if sessions is None else sessions
+        self._repeats = AnswerRepeats()
         self._count = count
         self._proposed = proposed
         self._awaited: OrderedDict[str, Lease] = OrderedDict()
@@ -111,6 +113,8 @@ class CacheRecords:
     def answered(self, lease: Lease, said: Said, *, moved: Lease | None, local: bool) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
 
+        If the next turn is expected to have other token ids, the answer only takes room there.
+
         ``moved``: lease of the engine where the answer ended, if the stream has moved. ``local``: the decode
         engine has computed the prompt. Of a prompt that came from a prefill engine, it counts all tokens as
         cached.
@@ -121,7 +125,15 @@ class CacheRecords:
         if local:
             self._reported(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens)
         if (continued := continued_by(prompt, said)) is not None:
-            _computed((moved or lease).workload, continued)
+            engine, kind = moved or lease, Kind.of(prompt, said)
+            self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
+            if not self._repeats.expected(kind):
+                continued = continued.hidden_behind(prompt)
+            _computed(engine.workload, continued)
+
+    def repeats(self, prompt: Prompt, said: Said) -> bool:
+        """Returns whether the next turn is expected to have the token ids of this answer."""
+        return self._repeats.expected(Kind.of(prompt, said))
 
     def prefetched(self, lease: Lease, lender: Endpoint, tokens: int) -> None:
         """Notes that a prefill engine has loaded the end of the lease's prompt, so many tokens."""
@@ -165,6 +177,8 @@ class CacheRecords:
         computed = tokens - borrowed - (predicted if cached is None else cached)
         lease.counted(tokens if side is Side.DECODE else max(1, computed))
         if cached is not None and prompt.measurable:
+            if side is Side.DECODE:
+                self._repeats.reported(lease, tokens, cached)
             lease.workload.cache.corrected(prompt, cached, tokens, lease.expected)
             lease.workload.use.predicted += predicted
             lease.workload.use.actual += cached

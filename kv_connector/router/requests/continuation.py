@@ -115,9 +115,24 @@ def stay_reason(path: str, completion: Completion) -> str | None:
     counts = (body.get(key) for key in _COUNTED)
     if not _KNOWN.issuperset(body) or not all(isinstance(count, int | None) for count in counts):
         return "other_key"
-    if not isinstance(body.get("return_token_ids"), bool | None):
-        return "other_key"  # vLLM takes 1 and "yes", too: whether the client gets ids is not known here
-    return None
+    return None if has_ids(path, completion) else "other_key"
+
+
+def has_ids(path: str, completion: Completion) -> bool:
+    """Returns whether an engine can report the token ids of prompt and answer, if the router wants them.
+
+    Other APIs have no field for ids. Of several answers the router does not know which the client keeps. An
+    echo repeats the prompt in the answer.
+    """
+    body = completion.body
+    return (
+        path in PATHS
+        and completion.local_reason() is None
+        and all(body.get(key) in (None, 1) for key in ("n", "best_of"))
+        and not body.get("echo")
+        # vLLM takes 1 and "yes", too: whether the client gets ids is not known here.
+        and isinstance(body.get("return_token_ids"), bool | None)
+    )
 
 
 def tokens_left(path: str, completion: Completion, said: int) -> int | None:

@@ -116,5 +116,11 @@ class Attempt:
         prefix = None if proposed is None else prefix_params(proposed.lender, proposed.tokens)
         return self.completion.prefill_body(self.transfer_id, serial=serial, early=early, prefix=prefix)
 
+    def begin_decode(self, parts: Components, decode: Lease) -> bool:
+        """Does the same as Calls.begin(), for an answer that may be prefetched."""
+        engines = self.prefill, decode.endpoint
+        prefetches = parts.prefetches is not None and parts.prefetches.able(*engines)
+        return parts.calls.begin(self.call, decode, prefetches=prefetches)
+
     def hold(self, holds: PrefillHolds, prefill: Lease) -> PrefillHold:
         return PrefillHold(holds, self.transfer_id, prefill, self.call)

@@ -106,11 +106,11 @@ class Calls:
         self._spans = spans
         self.reasons = Reasons()
 
-    def begin(self, call: Call, decode: Lease) -> bool:
-        """Notes that the decode engine gets the request next. Returns whether it shall report token ids, so
-        that another engine can continue the stream."""
+    def begin(self, call: Call, decode: Lease, *, prefetches: bool = False) -> bool:
+        """Notes that the decode engine gets the request next. Returns whether it shall report token ids.
+        ``prefetches``: as of Running.begin()."""
         call.running.lease = decode
-        return call.running.begin(decode.endpoint)
+        return call.running.begin(decode.endpoint, prefetches=prefetches)
 
     async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
         """Sends a request that is not a completion, and returns the whole answer."""
@@ -268,7 +268,10 @@ class Calls:
                     refusal = await _refusal(response)
                     raise self._failure(Side.DECODE, endpoint, call, refusal)
                 if not kind.startswith("text/event-stream"):
-                    return Answer(response.status, kind, _one(await response.read()))
+                    body = await response.read()
+                    if call.running.wants_ids:
+                        body = call.running.read_whole(body)
+                    return Answer(response.status, kind, _one(body))
                 if accepted is not None:
                     accepted.set_result(None)
                 events = EventStream(response.content.iter_any())
@@ -283,7 +286,7 @@ class Calls:
         chunks = self._relay(opening, events, lease, call)
         # If the router has requested token ids, they are recorded, and removed if the client did not request
         # them.
-        return Answer(response.status, kind, call.running.note(chunks) if call.running.may_move else chunks)
+        return Answer(response.status, kind, call.running.note(chunks) if call.running.wants_ids else chunks)
 
     async def _relay(
         self, opening: bytes, events: EventStream, lease: Lease, call: Call

@@ -108,7 +108,7 @@ class ConcurrentAttempt:
     def start_decode(self) -> None:
         attempt, decode = self._attempt, self._decode
         self._parts.caches.sent(attempt.transfer_id, decode)
-        ids = self._parts.calls.begin(self._call, decode)
+        ids = attempt.begin_decode(self._parts, decode)
         params = decode_params(attempt.transfer_id, attempt.prefill, early=self._late is None)
         body = self._completion.decode_body(params, ids=ids)
         load = self._parts.calls.load(

@@ -88,7 +88,8 @@ class Dispatcher:
         both.
         """
         async with AsyncExitStack() as ours:
-            request = ours.enter_context(self.moves.follow(completion, call))
+            prefetches = self.parts.prefetches is not None
+            request = ours.enter_context(self.moves.follow(completion, call, prefetches=prefetches))
             stack, answer = await self._try(completion, request.call)
             stream = Stream(self.moves, self._resumption, request, stack, answer)
             ours.push_async_exit(stream.end)

@@ -82,9 +82,10 @@ class Moves:
         self._emptying: dict[str, _Emptying] = {}  # by URL
 
     @contextmanager
-    def follow(self, completion: Completion, call: Call) -> Iterator[Request]:
-        """Registers the request for the length of a block, in which it is in flight."""
-        request = Request(completion, call, self.ids)
+    def follow(self, completion: Completion, call: Call, *, prefetches: bool = False) -> Iterator[Request]:
+        """Registers the request for the length of a block, in which it is in flight. ``prefetches``: as of
+        Request."""
+        request = Request(completion, call, self.ids, prefetches=prefetches)
         self._requests[request] = None
         try:
             yield request

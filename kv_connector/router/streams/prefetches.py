@@ -27,11 +27,9 @@ from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, Failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.placement.records import CacheRecords, continued_by
-from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.completion import PREFETCH_PATH, prefetch_body
-from kv_connector.router.requests.continuation import CHAT
 from kv_connector.router.requests.transcript import Said
-from kv_connector.router.streams.request import Request
+from kv_connector.router.streams.request import Request, may_go_on
 from kv_connector.router.streams.running import Running
 
 logger = logging.getLogger(__name__)
@@ -78,18 +76,25 @@ class Prefetches:
         placement = ended.placement or began.placement
         if placement is None or placement.prefill is None or began.lease is None or ended.lease is None:
             return
-        if call.path != CHAT and session_of(call.headers, request.completion.body) is None:
+        if not may_go_on(call, request.completion):
             return
-        if not self._able(placement.prefill, ended.lease.endpoint) or _thinks(said):
+        if not self.able(placement.prefill, ended.lease.endpoint) or _thinks(said):
             return
         tokens = ended.prompt + ended.said
         answer = tokens - began.prompt
         prompt = began.lease.prompt
         continued = None if prompt is None else continued_by(prompt, said)
-        if request.stays is not None or not began.prompt or not ended.ids or continued is None:
+        if (
+            not (began.prompt and ended.ids and answer)
+            or not request.completion.only_text()
+            or prompt is None
+            or continued is None
+        ):
             self._count("unknown")
         elif answer < LEAST_TOKENS:
             return
+        elif not self._caches.repeats(prompt, said):
+            self._count("rewritten")
         elif self._at_once[placement.prefill] >= MOST_AT_ONCE:
             self._count("busy")
         else:
@@ -100,7 +105,7 @@ class Prefetches:
             headers = {**call.headers, "x-request-id": name}
             self._start(_Prefetch(name, placement.prefill, lender, continued, body, headers))
 
-    def _able(self, prefill: Endpoint, decode: Endpoint) -> bool:
+    def able(self, prefill: Endpoint, decode: Endpoint) -> bool:
         """Returns whether both engines take requests, and exchange prefixes.
 
         A stream may have moved to its own prefill engine, which has the answer then.

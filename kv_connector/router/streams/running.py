@@ -18,14 +18,17 @@ _CONTENT = b'"content":"'
 _GOES_ON = b'"finish_reason":null'
 _QUOTE = ord('"')
 _NO_DELTA = b'"delta":{}'
+_LOGPROBS = b'"logprobs":{'
 _ENDED = b'"finish_reason":"'
 # Events without text. In a string the quotes would be escaped.
 _SILENT = re.compile(rb'"choices":\[\]|"text":""|"delta":\{(?:"role":"\w+",?)?(?:"content":"")?\}')
 _THINKING = re.compile(rb'"reasoning(?:_content)?":"[^"]')
 
-# Bytes of the token ids of all streams: 22 million tokens of 6 bytes, or 1,000 streams of 22,000 tokens. With
-# the router's other limits they fit into 1 GiB.
+# Bytes of the token ids of all requests: 22 million tokens of 6 bytes, or 1,000 requests of 22,000 tokens.
+# With the router's other limits they fit into 1 GiB.
 MOST_IDS = 128 << 20
+# Bytes of them that prefetches leave to streams that can move: without ids, these end with their engine.
+SPARE = MOST_IDS // 2
 
 
 class Shown(enum.Enum):
@@ -39,6 +42,10 @@ class Shown(enum.Enum):
 class Running:
     """The state of a request on one decode engine.
 
+    vLLM 0.32 reports the id of each token, whatever text it makes of the tokens, so ids are known with tools,
+    formats and log probabilities as well. With a stop string, the ids end with that string. Without the
+    reasoning (``include_reasoning``), vLLM reports none.
+
     Token ids are kept as they came, as JSON, and go to the next engine in this form. To read an event takes
     2.5 us, or 6 us if it has no text (AMD EPYC, 2026-11-29). The first event of a prompt of 32,000 tokens
     takes 0.2 ms. To make objects of it, and JSON of these objects, would take 3 ms (AMD EPYC, both cores
@@ -46,13 +53,21 @@ class Running:
     """
 
     def __init__(
-        self, *, may_move: bool = False, shows_ids: bool = False, budget: Budget | None = None
+        self,
+        *,
+        may_move: bool = False,
+        prefetches: bool = False,
+        shows_ids: bool = False,
+        budget: Budget | None = None,
     ) -> None:
-        """``may_move``: another engine can continue the stream, so token ids are wanted. ``shows_ids``: the
-        client wants them, too. ``budget``: bytes that the ids of all streams may still take."""
+        """``may_move``: another engine can continue the stream, so token ids are wanted. ``prefetches``: a
+        prefetch of the answer needs them. ``shows_ids``: the client wants them, too. ``budget``: bytes that
+        the ids of all requests may still take."""
         self.shows_ids = shows_ids
-        self.may_move = may_move
+        self._may_move = may_move
+        self._prefetches = prefetches
         self._budget = budget or Budget(MOST_IDS)
+        self._spare = 0 if may_move else SPARE
         self.ids = bytearray()
         """Token ids of prompt and answer, as in a JSON list."""
         self.engine: Endpoint | None = None
@@ -63,10 +78,12 @@ class Running:
         """The placement of the latest attempt; None: there is none, or the prompt was not placed."""
         self.begin(None)
 
-    def begin(self, engine: Endpoint | None) -> bool:
+    def begin(self, engine: Endpoint | None, *, prefetches: bool = False) -> bool:
         """Notes that an engine gets the request, from the beginning. Returns whether the engine shall report
-        token ids."""
+        token ids. ``prefetches``: its answer may be prefetched."""
         self.close()
+        self.wants_ids = self._may_move or (prefetches and self._prefetches)
+        """Whether the engine reports token ids."""
         self.engine = engine
         self.full = False
         """Whether the ids of all streams take too much memory. Those of this stream are dropped."""
@@ -91,7 +108,7 @@ class Running:
         held back behind the text."""
         self.cached: int | None = None
         """Tokens of the prompt that the prefill engine had in its prefix cache; None: not reported."""
-        return self.may_move
+        return self.wants_ids
 
     def close(self) -> None:
         """Drops the ids, and gives back their part of the budget."""
@@ -129,14 +146,26 @@ class Running:
         else:
             self._look_back(raw)
         self._budget.left -= len(self.ids) - before
-        if self.full or self._budget.left < 0:
-            self._drop()
+        self._keep_budget()
         if _NO_DELTA not in events or self.shows_ids:
             return events
         # A parser had no text for this event: it has come only for its ids.
         parts = events.split(END)
-        told = (one for one in parts if one and not (_NO_DELTA in one and _GOES_ON in one))
-        return b"".join(event + END for event in told)
+        return b"".join(event + END for event in parts if event and not _is_for_ids(event))
+
+    def read_whole(self, body: bytes) -> bytes:
+        """Records the ids of a whole answer that is no stream; returns the answer that the client gets."""
+        prompt, body = self._cut(body, _PROMPT_IDS)
+        answer, body = self._cut(body, _IDS)
+        self.ids[:] = b",".join((*prompt, *answer))
+        self.prompt, self.said = _count(prompt), _count(answer)
+        self._budget.left -= len(self.ids)
+        self._keep_budget()
+        return body
+
+    def _keep_budget(self) -> None:
+        if self.full or self._budget.left < self._spare:
+            self._drop()
 
     def _look_back(self, events: bytes) -> None:
         """Finds the latest place in these events where nothing was held back."""
@@ -185,6 +214,12 @@ def _ids_of_text(event: bytes) -> bytes:
         return b""
     text = event.partition(_TEXT)[2] or event.partition(_CONTENT)[2]
     return ids[: ids.find(b"]")] if text and text[0] != _QUOTE else b""
+
+
+def _is_for_ids(event: bytes) -> bool:
+    """Returns whether an engine has sent this event only for its token ids. Log probabilities go to the
+    client in events without text, too."""
+    return _NO_DELTA in event and _GOES_ON in event and _LOGPROBS not in event
 
 
 def _shown(event: bytes) -> Shown:

@@ -43,7 +43,7 @@ async def answer_serially(
         if computed.tokens is not None:
             decode.counted(computed.tokens)
         parts.caches.sent(transfer_id, decode)
-        ids = parts.calls.begin(call, decode)
+        ids = attempt.begin_decode(parts, decode)
         body = completion.decode_body(params, ids=ids)
         answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
         parts.caches.began(decode, placement)

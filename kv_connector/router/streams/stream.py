@@ -46,7 +46,7 @@ class Stream:
         self._source = _Source(answer.chunks)
         self._chunks: AsyncGenerator[bytes] | None = None
         self._why: NotResumedError | None = None  # why it ends with the failure of its engine
-        if request.noted and answer.streaming:
+        if request.may_move and answer.streaming:
             self._chunks = self._read()
             answer = replace(answer, chunks=self._chunks)
         self.answer = answer

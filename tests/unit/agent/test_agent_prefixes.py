@@ -9,6 +9,7 @@ from agent_pairs import SOURCE, TARGET, every_lane, sim
 from agent_setup import TIMES, Side, Stage, content, until
 from protocol_setup import BLOCK, layout
 
+from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.layout import GroupTarget
@@ -170,6 +171,22 @@ def test_address_without_an_engine_costs_one_question_and_a_connection_for_a_tim
     ]
     until(lambda: borrower.agent.live().peers == 0, "the end of the connection")
     borrower.idle()
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["no key", "another key"])
+def test_prefix_is_lent_to_no_engine_without_the_cluster_key(sim: Stage, has_key: bool) -> None:
+    """The answer to a question would show what another tenant has sent."""
+    key = ClusterKey.generate()
+    quick = replace(PATIENT, ask=0.5, handshake=0.1, connect=0.5)
+    pages = layout(num_blocks=32)
+    lender = sim.side(Role.DECODE, "lender", pages=pages, timeouts=PATIENT, key=key)
+    wrong = ClusterKey.generate() if has_key else None
+    stranger = sim.side(Role.PREFILL, "stranger", pages=pages, timeouts=quick, key=wrong)
+    stranger.agent.request_prefix(PrefixRequest("x", prefixes(lender), KEY, 0, BLOCK))
+    assert answer(stranger) == {"x": 0}
+    borrower = sim.side(Role.PREFILL, "borrower", pages=pages, timeouts=PATIENT, key=key)
+    ask(borrower, lender, "y")  # the lender has read the stranger's messages by now, if it reads them
+    assert not lender.agent.stats().prefixes.lend
 
 
 def test_only_the_first_rank_asks(sim: Stage) -> None:

@@ -762,6 +762,17 @@ def test_prefill_engine_may_load_the_answer_from_the_decode_engine_that_gave_it(
     assert second.work.cached == second.prefix.tokens
 
 
+@pytest.mark.parametrize("tenant", [{}, {"cache_salt": "another"}])
+def test_prefix_of_another_tenant_is_not_proposed(tenant: dict[str, Any]) -> None:
+    fleet = lending()
+    request = fleet.begin(user(LONG), cache_salt="one")
+    request.prefilled(Computed())
+    request.answer(text=ANSWER)
+    turns = user(LONG), assistant(ANSWER), user("Why?")
+    assert fleet.place(*turns, cache_salt="one").prefix is not None
+    assert fleet.place(*turns, **tenant).prefix is None
+
+
 def test_engines_that_do_not_lend_get_no_proposal(fleet: Fleet) -> None:
     answered(fleet, user(LONG))
     second = fleet.place(user(LONG), assistant(ANSWER), user("Why?"))

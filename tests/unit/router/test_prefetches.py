@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE, Prefetches
+from kv_connector.router.streams.running import SPARE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unwatched")]
 
@@ -197,13 +199,122 @@ async def test_answer_is_loaded_if_it_is_long_and_a_conversation_may_go_on(
         assert await s.outcomes() == ({"loaded": 1} if prefetched else {})
 
 
-@pytest.mark.parametrize(
-    "more", [{"stop": ["x"]}, {"n": 1, "logprobs": True}, {"response_format": {"type": "json_object"}}]
-)
-async def test_answer_without_known_token_ids_is_counted(more: dict[str, Any]) -> None:
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+WITH_IDS = [
+    {"stop": ["x"]},
+    {"tools": [TOOL]},
+    {"logprobs": True, "top_logprobs": 2},
+    {"tools": [TOOL], "logprobs": True},
+    {"response_format": {"type": "json_object"}},
+    {"seed": 7, "presence_penalty": 0.5},
+    {"a_field_that_the_router_does_not_know": 1},
+]
+
+
+@pytest.mark.parametrize("more", WITH_IDS)
+async def test_answer_of_a_stream_that_cannot_move_is_loaded(more: dict[str, Any]) -> None:
+    """The client gets the events that it gets without prefetches."""
+    body = {"messages": [USER], "max_tokens": ANSWER, **more}
+    raw = []
+    for prefetches in (False, True):
+        async with site(prefetch_answers=prefetches) as s:
+            reading = Reading(s.client, CHAT, body)
+            await reading.end()
+            raw.append(reading.raw)
+            if prefetches:
+                await s.until(loaded=1)
+                (sent,) = s.p.prefetches
+                prompt = ids_of([USER])
+                assert sent["prompt"][: len(prompt)] == prompt
+                assert len(sent["prompt"]) == len(prompt) + ANSWER
+    assert raw[0] == raw[1]
+    assert b'"token_ids":[' not in raw[1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_answer_that_is_no_stream_is_loaded(path: str, own: bool) -> None:
+    prompt = {"messages": [USER]} if path == CHAT else {"prompt": [5, 6, 7]}
+    body = {**prompt, "model": "m", "user": "someone", "max_tokens": ANSWER, "return_token_ids": own}
+    answers = []
+    for prefetches in (False, True):
+        async with site(prefetch_answers=prefetches) as s:
+            answers.append((await within(s.client.post(path, json=body))).json())
+            if prefetches and (own or path == CHAT):
+                await s.until(loaded=1)
+                (sent,) = s.p.prefetches
+                ids = ids_of(body.get("messages") or body["prompt"])
+                assert sent["prompt"][: len(ids)] == ids
+                assert len(sent["prompt"]) == len(ids) + ANSWER
+    assert answers[0] == answers[1]
+    assert (answers[1]["choices"][0]["token_ids"] is not None) is own
+
+
+async def test_answer_to_a_picture_is_not_loaded() -> None:
+    """The token ids of all pictures are alike."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
     async with site() as s:
-        await s.stream(CHAT, {"messages": [USER], **more})
+        await s.stream(CHAT, {"messages": [{"role": "user", "content": [picture]}]})
         assert await s.outcomes() == {"unknown": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{"n": 2}, {"return_token_ids": "yes"}])
+async def test_engine_is_asked_for_no_token_ids_that_the_router_cannot_use(
+    more: dict[str, Any], stream: bool
+) -> None:
+    async with site() as s:
+        body = {"messages": [USER], "model": "m", "max_tokens": ANSWER, "stream": stream, **more}
+        await within(s.client.post(CHAT, json=body))
+        await s.rest()
+        assert s.d.bodies[-1].get("return_token_ids") == more.get("return_token_ids")
+        assert await s.outcomes() == {"unknown": 1}
+
+
+async def test_answer_whose_token_ids_the_engine_hides_is_counted() -> None:
+    """vLLM hides them if the client wants no reasoning."""
+    async with site() as s:
+        s.d.hides = True
+        for stream in (False, True):
+            body = {"messages": [USER], "model": "m", "max_tokens": ANSWER, "stream": stream}
+            await within(s.client.post(CHAT, json=body))
+        await s.until(unknown=2)
+
+
+async def test_request_of_no_conversation_has_no_token_ids() -> None:
+    async with site() as s:
+        await within(s.client.post(COMPLETION, json={"prompt": "Why?", "model": "m", "max_tokens": ANSWER}))
+        assert "return_token_ids" not in s.d.bodies[-1]
+
+
+async def test_token_ids_for_prefetches_leave_room_for_streams_that_can_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    length = len(json.dumps(ids_of([USER])))
+    monkeypatch.setattr("kv_connector.router.streams.moves.MOST_IDS", SPARE + length)
+    async with site() as s:
+        await s.stream(CHAT, {"messages": [USER], "stop": ["x"]})
+        await s.until(unknown=1)
+        await s.stream(CHAT, {"messages": [USER]})
+        await s.until(unknown=1, loaded=1)
+
+
+async def test_answers_that_next_turns_write_otherwise_are_not_loaded() -> None:
+    async with site() as s:
+        hits = {}
+        for number in range(7):
+            messages = [{"role": "user", "content": f"{number}"}]
+            had = len(ids_of(messages))
+            answer = await s.stream(CHAT, {"messages": messages, "max_tokens": LEAST_TOKENS})
+            messages += [{"role": "assistant", "content": answer}, USER]
+            await s.stream(CHAT, {"messages": messages, "max_tokens": 1})
+            transfer_id = s.d.bodies[-1]["kv_transfer_params"]["transfer_id"]
+            hits[transfer_id] = len(ids_of(messages)), had
+        assert "rewritten" not in await s.outcomes()
+        s.registered[Role.DECODE].add_hits(hits)
+        async with asyncio.timeout(PATIENCE):
+            while "rewritten" not in await s.outcomes():
+                await s.stream(CHAT, {"messages": [USER]})
 
 
 async def test_answer_that_thinks_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +340,8 @@ async def test_engines_that_exchange_no_prefixes_get_no_prefetch(p_facts: Facts,
     async with site(p_facts, d_facts) as s:
         await s.stream(CHAT, {"messages": [USER]})
         assert await s.outcomes() == {}
+        await s.stream(CHAT, {"messages": [USER], "stop": ["x"]})
+        assert "return_token_ids" not in s.d.bodies[-1], "the router does not use them"
 
 
 async def test_engine_does_not_load_from_itself() -> None:
@@ -240,8 +353,8 @@ async def test_engine_does_not_load_from_itself() -> None:
             pool.set_usable(one, True, prefixes="key", prefetches=True)
     absent: Any = None
     prefetches = Prefetches(pools, absent, absent, absent, PATIENCE)
-    assert prefetches._able(*engines)
-    assert not prefetches._able(engines[0], engines[0])
+    assert prefetches.able(*engines)
+    assert not prefetches.able(engines[0], engines[0])
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

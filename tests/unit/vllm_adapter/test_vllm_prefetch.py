@@ -106,6 +106,41 @@ def test_prefetch_loads_the_answer_and_computes_nothing(
     assert lacking(engine) == TOKENS + 50 - LENT
 
 
+@pytest.mark.parametrize(
+    ("same", "had"),
+    [
+        pytest.param(FIRST + BLOCK + 3, 5 * BLOCK, id="other answer, as of a tool call"),
+        pytest.param(FIRST - 3, 4 * BLOCK, id="other end of the prompt, as of an empty thinking part"),
+        pytest.param(2 * BLOCK + 1, 2 * BLOCK, id="other question, in the middle of the prompt"),
+    ],
+)
+def test_next_turn_has_the_loaded_tokens_up_to_its_first_other_token(
+    model: Path, same: int, had: int
+) -> None:
+    """The router guesses the next turn. A wrong guess costs a load, and the engine computes the rest."""
+    engine = engine_with_prompt(model)
+    transfer_id = begin_load(engine)
+    engine.step(received=[transfer_id])
+    assert end(engine) == LACKS
+    other = [*prompt(TOKENS)[:same], *prompt(TOKENS + 50 - same, seed=9)]
+    assert other[same] != prompt(TOKENS)[same]
+    engine.add("next turn", other, {**PARAMS_OF_P, "transfer_id": "next"})
+    output, _ = engine.schedule()
+    engine.update(output)
+    assert output.num_scheduled_tokens["next turn"] == TOKENS + 50 - had
+
+
+def test_prefetch_of_one_tenant_serves_no_other(model: Path) -> None:
+    engine = engine_with_prompt(model)
+    transfer_id = begin_load(engine)
+    engine.step(received=[transfer_id])
+    assert end(engine) == LACKS
+    engine.add("next turn", prompt(TOKENS), {**PARAMS_OF_P, "transfer_id": "next"}, cache_salt="tenant")
+    output, _ = engine.schedule()
+    engine.update(output)
+    assert output.num_scheduled_tokens["next turn"] == TOKENS
+
+
 def test_next_turn_during_the_load_computes_the_answer(model: Path) -> None:
     engine = engine_with_prompt(model)
     transfer_id = begin_load(engine)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.interface import PauseState
 from vllm_stage import BLOCK, FULL, SLIDING, WINDOW, MakeStage, Stage, model, prompt, stage
 
@@ -147,6 +149,43 @@ def test_prefix_of_another_tenant_is_not_lent(stage: MakeStage) -> None:
         assert refused(lender, key(request)) == "0 of its tokens are cached"
     request = borrower.add("same", prompt(TOKENS + 5), cache_salt="tenant")
     assert ask(lender, key(request)).after_pages[-1] == AnswerPrefix("x", TOKENS)
+
+
+def test_prefix_of_another_adapter_is_not_lent(stage: MakeStage) -> None:
+    lender, borrower = stage("kv_consumer"), stage("kv_producer")
+    french, german = (LoRARequest(name, number, f"/{name}") for number, name in enumerate("fg", 1))
+    run(lender, lora_request=french)
+    for number, adapter in enumerate((None, german)):
+        request = borrower.add(f"b{number}", prompt(TOKENS + 5), lora_request=adapter)
+        assert refused(lender, key(request)) == "0 of its tokens are cached"
+    request = borrower.add("same", prompt(TOKENS + 5), lora_request=french)
+    assert ask(lender, key(request)).after_pages[-1] == AnswerPrefix("x", TOKENS)
+
+
+def test_prefix_with_another_picture_is_lent_up_to_the_picture(stage: MakeStage) -> None:
+    """The token ids of all pictures are alike."""
+    lender, borrower = stage("kv_consumer"), stage("kv_producer")
+    run(lender)
+    place = PlaceholderRange(offset=3 * BLOCK + 1, length=BLOCK)
+    picture = MultiModalFeatureSpec(data=None, modality="image", identifier="a", mm_position=place)
+    request = borrower.add("b", prompt(TOKENS + 5), mm_features=[picture])
+    assert ask(lender, key(request)).after_pages[-1] == AnswerPrefix("x", 3 * BLOCK)
+
+
+def test_lender_that_has_evicted_the_answer_lends_what_is_left(stage: MakeStage) -> None:
+    """The lender answers by what it has at the question, whatever a router has proposed."""
+    lent = []
+    for others in range(5):
+        lender = stage("kv_consumer", blocks=30)
+        content = key(run(lender))
+        for seed in range(2, 2 + others):
+            run(lender, f"r{seed}", 8 * BLOCK, seed)
+        answer = ask(lender, content).after_pages[-1]
+        assert isinstance(answer, AnswerPrefix)
+        lent.append(answer.tokens // BLOCK)
+    assert (lent[0], lent[-1]) == (6, 0)
+    assert lent == sorted(lent, reverse=True)
+    assert any(0 < blocks < 6 for blocks in lent), "a part is evicted, and the rest is lent"
 
 
 def test_lender_names_the_reason_of_a_refusal(stage: MakeStage) -> None:
