@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple, Self
 
-from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.engines.prompt import Prompt
@@ -42,10 +41,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Prompt, said: Said) -> Self:
-        answer = said.answer
-        if not isinstance(answer, Message):
-            return cls(prompt.model, prompt.tail.form, False, False)
-        return cls(prompt.model, prompt.tail.form, bool(answer.tool_calls), bool(answer.reasoning))
+        return cls(prompt.model, prompt.tail.form, said.calls, said.thinks)
 
 
 class _Answer(NamedTuple):

@@ -37,6 +37,16 @@ class Said:
     cached_tokens: int | None = None
     """Tokens of the prompt that the engine reports as cached."""
 
+    @property
+    def calls(self) -> bool:
+        """Whether the answer is a message that calls tools."""
+        return isinstance(self.answer, Message) and bool(self.answer.tool_calls)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the answer is a message with a thinking part."""
+        return isinstance(self.answer, Message) and bool(self.answer.reasoning)
+
 
 class Budget:
     """The characters that all answers in flight may still keep."""
