@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.control.sockets import MessageSockets, Received
-from kv_connector.weights.messages import CODEC, WeightMessage
+from kv_connector.control.sockets import Codec, MessageSockets, Received
+from kv_connector.weights.messages import CODEC
 
 logger = logging.getLogger("kv_connector")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Handler(Protocol):
     """The handler of a loop's events. All methods are called on the loop's thread."""
 
-    def received(self, now: float, received: Received[WeightMessage]) -> None: ...
+    def received(self, now: float, received: Received[Any]) -> None: ...
 
     def readable(self, now: float) -> None:
         """A watched descriptor may be readable."""
@@ -38,8 +38,9 @@ class Loop:
     Other threads may call only call() and stop().
     """
 
-    def __init__(self, name: str, key: ClusterKey | None) -> None:
-        self.sockets: MessageSockets[WeightMessage] = MessageSockets(CODEC, key)
+    def __init__(self, name: str, key: ClusterKey | None, codec: Codec[Any] = CODEC) -> None:
+        self.sockets: MessageSockets[Any] = MessageSockets(codec, key)
+        self._name = name
         self._handler: Handler
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -88,7 +89,9 @@ class Loop:
                     _carry_out(*self._commands.popleft())
                 pause = self._handler.tick(time.monotonic())
             except Exception:
-                logger.exception("weights: the control thread goes on after an error that it did not expect")
+                logger.exception(
+                    "%s: the control thread goes on after an error that it did not expect", self._name
+                )
                 pause = 0.01  # the error may repeat at once
         for future, _ in self._commands:
             future.cancel()
