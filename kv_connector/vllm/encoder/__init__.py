@@ -1,0 +1,1 @@
+"""Encoder disaggregation: one engine encodes pictures, and prefill engines receive the embeddings."""

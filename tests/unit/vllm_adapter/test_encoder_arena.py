@@ -1,0 +1,93 @@
+"""The arena of embeddings: places never overlap, pins hold, the least recently used embedding goes first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from kv_connector.vllm.encoder import arena as arena_module
+from kv_connector.vllm.encoder.arena import HEADER_BYTES, Arena, Place, store_stamp
+
+SLOT = HEADER_BYTES + 256
+
+
+def complete(arena: Arena, key: str, nbytes: int = 256) -> Place:
+    place = arena.reserve(key, nbytes)
+    assert place is not None
+    arena.complete(place)
+    arena.unpin(place)
+    return place
+
+
+def test_arena_evicts_the_least_recently_used() -> None:
+    arena = Arena("a", 3 * SLOT)
+    for key in "abc":
+        complete(arena, key)
+    assert arena.find("a") is not None
+    complete(arena, "d")
+    assert [key for key in "abcd" if arena.find(key)] == ["a", "c", "d"]
+
+
+def test_arena_keeps_pinned_and_incomplete_places() -> None:
+    arena = Arena("a", 3 * SLOT)
+    complete(arena, "a")
+    pinned = arena.find_and_pin("a")
+    assert pinned is not None
+    incomplete = arena.reserve("b", 256)
+    assert incomplete is not None
+    complete(arena, "c")
+    assert arena.reserve("d", 2 * SLOT - HEADER_BYTES) is None
+    assert arena.unpin(incomplete)
+    assert arena.find("b") is None
+    assert not arena.unpin(pinned)
+    assert arena.reserve("d", 3 * SLOT - HEADER_BYTES) is not None
+
+
+def test_arena_refuses_what_never_fits_without_evicting() -> None:
+    arena = Arena("a", 2 * SLOT)
+    complete(arena, "a")
+    assert arena.reserve("b", 2 * SLOT) is None
+    assert arena.find("a") is not None
+
+
+def test_arena_bounds_the_number_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "MAX_EMBEDDINGS", 2)
+    arena = Arena("a", 10 * SLOT)
+    for key in "abc":
+        complete(arena, key)
+    assert [key for key in "abc" if arena.find(key)] == ["b", "c"]
+
+
+def test_arena_stamp_of_an_earlier_place_does_not_count() -> None:
+    arena = Arena("a", SLOT)
+    first = complete(arena, "a")
+    store_stamp(memoryview(arena.memory), first.offset, first.stamp)
+    assert arena.saved(first)
+    second = complete(arena, "b")
+    assert second.offset == first.offset
+    assert not arena.saved(second)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_arena_places_never_overlap(seed: int) -> None:
+    chance = random.Random(seed)
+    arena = Arena("a", 40 * SLOT)
+    live: dict[str, Place] = {}
+    pinned: list[Place] = []
+    for number in range(400):
+        if pinned and chance.random() < 0.5:
+            arena.unpin(pinned.pop(chance.randrange(len(pinned))))
+            continue
+        place = arena.reserve(f"k{number}", chance.randint(1, 12 * 256))
+        if place is not None:
+            if chance.random() < 0.7:
+                arena.complete(place)
+            live[place.key] = place
+            pinned.append(place)
+        live = {key: kept for key, kept in live.items() if arena.find(key) is kept}
+        assert all(kept.key in live for kept in pinned)
+        spans = sorted((kept.offset, kept.end) for kept in live.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert not spans or spans[-1][1] <= arena.nbytes
