@@ -150,11 +150,15 @@ def test_session_after_the_encoder_engine_restarted(stack: ExitStack) -> None:
 
 
 class Silent(EmbeddingSender):
-    """Keeps each FETCH instead of writing."""
+    """Keeps each FETCH instead of writing, and does not read LEAVE."""
 
     def __init__(self, config: LinkConfig, arena: Arena) -> None:
         super().__init__(config, arena)
         self.kept: list[Callable[[], str | None]] = []
+
+    def received(self, now: float, received: Received[object]) -> None:
+        if not isinstance(received.message, Leave):
+            super().received(now, received)
 
     def _write(self, now: float, session: sender_module._Session, fetch: FetchMessage) -> str | None:
         write = super()._write
