@@ -1,6 +1,7 @@
-"""Internals: the check of vLLM's release, and all imports of vLLM outside plugin.py and forced_token.py.
+"""Internals: the check of vLLM's release, and all imports of vLLM outside plugin.py, forced_token.py and
+encoder/internals.py.
 
-These two modules give the reasons for their imports. patches.py has this project's changes to vLLM.
+These modules give the reasons for their imports. patches.py has this project's changes to vLLM.
 
 vLLM calls its connector API experimental and changes it between minor releases. A release against which these
 files were not checked is therefore refused. Differences between the supported releases are in release_0_32.py
