@@ -47,6 +47,20 @@ class WorkerProbe:
         few are cached."""
         return {"inputs": len(self.model_runner.encoder_cache)}  # type: ignore[attr-defined]
 
+    def probe_encoder_runs(self) -> dict[str, int]:
+        """Returns the number of runs of the picture encoder since the first call."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        encode = runner.model.embed_multimodal
+        if not hasattr(runner, "probed_runs"):
+            runner.probed_runs = 0
+
+            def counted(**inputs: Any) -> Any:
+                runner.probed_runs += 1
+                return encode(**inputs)
+
+            runner.model.embed_multimodal = counted
+        return {"runs": runner.probed_runs}
+
     def probe_process(self) -> dict[str, int]:
         """Returns the process group of the engine, which a test may stop."""
         return {"group": os.getpgid(0)}

@@ -100,14 +100,14 @@ class CaseCluster:
     def start(self, *, with_alone: bool) -> Site:
         """Starts the engines in parallel, and waits until all serve."""
         case = self._case
-        prefill = self._start("prefill", case.prefill, "kv_producer")
-        decode = self._start("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
-        single = self._start("alone", alone(case), None) if with_alone else None
+        prefill = self.start_engine("prefill", case.prefill, "kv_producer")
+        decode = self.start_engine("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
+        single = self.start_engine("alone", alone(case), None) if with_alone else None
         router = self._cluster.start_router("router", prefill=[prefill], decode=[decode])
         self._cluster.wait_ready()
         return Site(prefill, decode, router, single)
 
-    def _start(self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY) -> Engine:
+    def start_engine(self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY) -> Engine:
         role = role and (side.role or role)
         extra: dict[str, Any] = {"timeouts": TIMEOUTS}
         (port,) = free_ports(1)

@@ -65,9 +65,9 @@ def picture(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-async def chat(client: Client, url: str, message: Message) -> tuple[list[int], int]:
+async def chat(client: Client, url: str, message: Message, **fields: Any) -> tuple[list[int], int]:
     """Returns the answer's tokens, and the number of the prompt's tokens."""
-    answer = await client.post(f"{url}/v1/chat/completions", message.body())
+    answer = await client.post(f"{url}/v1/chat/completions", message.body() | fields)
     return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens"]
 
 
