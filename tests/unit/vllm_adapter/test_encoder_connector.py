@@ -68,7 +68,7 @@ class Half:
         self.cache: dict[str, torch.Tensor] = {}
 
     def step(self, new: list[Any], encodes: dict[str, torch.Tensor]) -> None:
-        """What vLLM does in a step, in its order."""
+        """Makes the calls of one step, in the order of vLLM."""
         meta = self.scheduler.build_connector_meta(SimpleNamespace(scheduled_new_reqs=new))
         self.worker.bind_connector_metadata(meta)
         if self.worker.is_producer:
