@@ -35,7 +35,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     answer: Blob  # to the offer
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
+class FetchRequest(Message, frozen=True, tag="fetch"):
     """From a prefill engine: requests one embedding. One write answers, or MISSING."""
 
     fetch: Natural  # counts the session's fetches
@@ -58,6 +58,6 @@ class Leave(Message, frozen=True, tag="leave"):
     reason: Text
 
 
-EncoderMessage = Hello | Welcome | Fetch | Missing | Leave
+EncoderMessage = Hello | Welcome | FetchRequest | Missing | Leave
 
 CODEC: Codec[EncoderMessage] = codec_of(EncoderMessage, _MAX_BYTES)

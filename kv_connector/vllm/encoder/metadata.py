@@ -23,7 +23,7 @@ class Copy:
 
 
 @dataclass
-class EncoderMetadata(ECConnectorMetadata):
+class EncoderMetadata(ECConnectorMetadata):  # type: ignore[misc]
     path: str
     """The file of the arena."""
     nbytes: int
@@ -34,7 +34,7 @@ class EncoderMetadata(ECConnectorMetadata):
 
 
 @dataclass
-class Loaded(ECConnectorWorkerMetadata):
+class Loaded(ECConnectorWorkerMetadata):  # type: ignore[misc]
     """Finished loads by number, and how many workers have finished each."""
 
     workers: Counter[int]

@@ -14,8 +14,7 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.messages import clip
 from kv_connector.vllm.encoder.arena import Arena, Place
 from kv_connector.vllm.encoder.link import Fences, LinkConfig, open_engine
-from kv_connector.vllm.encoder.messages import CODEC, Hello, Leave, Missing, Welcome
-from kv_connector.vllm.encoder.messages import Fetch as FetchMessage
+from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.weights.loop import Loop
 
 logger = logging.getLogger("kv_connector")
@@ -38,7 +37,7 @@ class Fetch:
 
 
 @dataclass(eq=False)
-class _Session:
+class _EncoderSession:
     address: Address
     source: Source
     peer: int
@@ -64,9 +63,9 @@ class EmbeddingReceiver:
         self._region = self._engine.register_ranges([arena.range])[0]
         self._descriptor = self._engine.region_descriptor(self._region)
         self._fences = Fences(self._engine)
-        self._sessions: dict[Address, _Session] = {}
-        self._sources: dict[Source, _Session] = {}
-        self._counters: dict[int, tuple[_Session, int]] = {}
+        self._sessions: dict[Address, _EncoderSession] = {}
+        self._sources: dict[Source, _EncoderSession] = {}
+        self._counters: dict[int, tuple[_EncoderSession, int]] = {}
         self._fenced: list[tuple[int, list[Place]]] = []
         """Places whose pins end once the peer's fence is complete."""
         self._loop = Loop("kvc-encoder", config.key, CODEC)
@@ -146,7 +145,7 @@ class EmbeddingReceiver:
         session.queued.append(fetch)
         self._send_queued(session)
 
-    def _dial(self, address: Address) -> _Session:
+    def _dial(self, address: Address) -> _EncoderSession:
         if len(self._sessions) >= MAX_SESSIONS:
             idle = [s for s in self._sessions.values() if not s.fetches()]
             if not idle:
@@ -158,13 +157,13 @@ class EmbeddingReceiver:
         except Exception:
             self._fences.fence(offer.peer)
             raise
-        session = _Session(address, source, offer.peer, time.monotonic())
+        session = _EncoderSession(address, source, offer.peer, time.monotonic())
         self._sessions[address] = self._sources[source] = session
         hello = Hello(self._config.name, self._config.fingerprint, offer.data, self._descriptor)
         self._loop.sockets.send(source, hello)
         return session
 
-    def _welcomed(self, session: _Session, welcome: Welcome) -> None:
+    def _welcomed(self, session: _EncoderSession, welcome: Welcome) -> None:
         try:
             self._engine.complete(session.peer, welcome.answer)
         except TransferError as error:
@@ -175,7 +174,7 @@ class EmbeddingReceiver:
         logger.info("encoder: encoder engine %s sends embeddings over %s", session.address, lane)
         self._send_queued(session)
 
-    def _send_queued(self, session: _Session) -> None:
+    def _send_queued(self, session: _EncoderSession) -> None:
         while session.open and session.queued and len(session.moving) < MAX_FETCHES:
             fetch, number = session.queued[0], next(session.numbers)
             try:
@@ -188,10 +187,10 @@ class EmbeddingReceiver:
             session.moving[number] = fetch, counters.id
             self._counters[counters.id] = session, number
             place = fetch.place
-            message = FetchMessage(number, place.key, place.nbytes, place.payload, counters.immediates[0])
+            message = FetchRequest(number, place.key, place.nbytes, place.payload, counters.immediates[0])
             self._loop.sockets.send(session.source, message)
 
-    def _end(self, session: _Session, reason: str, *, say: bool = True) -> None:
+    def _end(self, session: _EncoderSession, reason: str, *, say: bool = True) -> None:
         """Fails the session's fetches at once. Their places are free once the peer is fenced."""
         if say:
             self._loop.sockets.send(session.source, Leave(clip(reason)))

@@ -15,7 +15,7 @@ from kv_connector.protocol.messages import clip
 from kv_connector.protocol.mismatch import mismatch
 from kv_connector.vllm.encoder.arena import Arena, Place
 from kv_connector.vllm.encoder.link import ADVICE, Fences, LinkConfig, open_engine
-from kv_connector.vllm.encoder.messages import CODEC, PROTOCOL, Fetch, Hello, Leave, Missing, Welcome
+from kv_connector.vllm.encoder.messages import CODEC, PROTOCOL, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.weights.loop import Loop
 
 logger = logging.getLogger("kv_connector")
@@ -28,7 +28,7 @@ MAX_WRITES = 1024
 
 
 @dataclass(eq=False)
-class _Session:
+class _PrefillSession:
     name: str
     source: Source
     peer: int
@@ -40,7 +40,7 @@ class _Session:
 
 @dataclass(frozen=True, eq=False)
 class _Write:
-    session: _Session
+    session: _PrefillSession
     place: Place
     deadline: float
 
@@ -56,7 +56,7 @@ class EmbeddingSender:
         self._region = self._engine.register_ranges([arena.range])[0]
         self._loop = Loop("kvc-encoder", config.key, CODEC)
         self._fences = Fences(self._engine)
-        self._sessions: dict[Source, _Session] = {}
+        self._sessions: dict[Source, _PrefillSession] = {}
         self._writes: dict[int, _Write] = {}
 
     def start(self, address: Address) -> Address:
@@ -83,12 +83,12 @@ class EmbeddingSender:
         match message:
             case Hello():
                 self._greet(now, source, message)
-            case Fetch() if session is None:
-                self._loop.sockets.send(source, Leave("no session: send HELLO first"))
-            case Fetch():
+            case FetchRequest() if session is not None:
                 session.last_used = now
                 if (reason := self._write(now, session, message)) is not None:
                     self._loop.sockets.send(source, Missing(message.fetch, clip(reason)))
+            case FetchRequest():
+                self._loop.sockets.send(source, Leave("no session: send HELLO first"))
             case Leave() | None if session is not None:
                 self._end(session, "" if message is None else message.reason)
             case _:
@@ -148,13 +148,13 @@ class EmbeddingSender:
         except (TransferError, ValueError) as error:
             self._fences.fence(shaken.peer)
             return str(error)
-        self._sessions[source] = _Session(hello.name, source, shaken.peer, target, now)
+        self._sessions[source] = _PrefillSession(hello.name, source, shaken.peer, target, now)
         lane = self._engine.lane(shaken.peer)
         logger.info("encoder: prefill engine %s receives embeddings over %s", hello.name, lane)
         self._loop.sockets.send(source, Welcome(shaken.data))
         return None
 
-    def _end(self, session: _Session, reason: str) -> None:
+    def _end(self, session: _PrefillSession, reason: str) -> None:
         """The writes of the session end with their own events, at the latest once the peer is fenced."""
         del self._sessions[session.source]
         self._loop.sockets.send(session.source, Leave(clip(reason)))
@@ -163,7 +163,7 @@ class EmbeddingSender:
 
     # --- Writes
 
-    def _write(self, now: float, session: _Session, fetch: Fetch) -> str | None:
+    def _write(self, now: float, session: _PrefillSession, fetch: FetchRequest) -> str | None:
         """Writes the embedding, or returns why not."""
         if len(session.writes) >= MAX_WRITES:
             return f"{MAX_WRITES} embeddings are in flight to this prefill engine"

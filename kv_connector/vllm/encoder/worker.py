@@ -89,4 +89,5 @@ class EncoderWorker:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    size: int = tensor.numel() * tensor.element_size()
+    return size

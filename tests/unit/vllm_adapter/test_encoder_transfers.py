@@ -20,8 +20,7 @@ from kv_connector.vllm.encoder import receiver as receiver_module
 from kv_connector.vllm.encoder import sender as sender_module
 from kv_connector.vllm.encoder.arena import Arena, Place
 from kv_connector.vllm.encoder.link import LinkConfig
-from kv_connector.vllm.encoder.messages import CODEC, Hello, Leave, Missing, Welcome
-from kv_connector.vllm.encoder.messages import Fetch as FetchMessage
+from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.vllm.encoder.receiver import EmbeddingReceiver, Fetch
 from kv_connector.vllm.encoder.sender import EmbeddingSender
 from kv_connector.weights.loop import Loop
@@ -160,7 +159,7 @@ class Silent(EmbeddingSender):
         if not isinstance(received.message, Leave):
             super().received(now, received)
 
-    def _write(self, now: float, session: sender_module._Session, fetch: FetchMessage) -> str | None:
+    def _write(self, now: float, session: sender_module._PrefillSession, fetch: FetchRequest) -> str | None:
         write = super()._write
         self.kept.append(lambda: write(now, session, fetch))
         return None
@@ -318,7 +317,7 @@ def test_encoder_engine_answers_wrong_messages_with_a_reason(stack: ExitStack) -
     e = encoder(stack)
     e.encode("picture", 100)
     stranger = Stranger(stack, e.address)
-    fetch = FetchMessage(0, "picture", 100, ARENA - 50, 0)
+    fetch = FetchRequest(0, "picture", 100, ARENA - 50, 0)
     assert isinstance(stranger.ask(fetch), Leave)
     hello = stranger.greet()
     bad = stranger.ask(msgspec.structs.replace(hello, protocol=2))
