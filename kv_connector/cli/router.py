@@ -131,6 +131,15 @@ def router(
             help="Decode engine. Repeat for each engine, and for each data-parallel rank.",
         ),
     ] = None,
+    encoder: Annotated[
+        list[Endpoint] | None,
+        typer.Option(
+            parser=endpoint,
+            metavar="URL",
+            help="Encoder engine (experimental). It gets requests with pictures first, and the prefill "
+            "engine fetches their embeddings. Repeat for each engine.",
+        ),
+    ] = None,
     registration: Annotated[
         Address | None,
         typer.Option(
@@ -238,6 +247,14 @@ def router(
             "--require-prefill",
             help="Answer 503 while no prefill engine takes requests. Default: decode engines compute the "
             "prompts meanwhile.",
+        ),
+    ] = False,
+    require_encoder: Annotated[
+        bool,
+        typer.Option(
+            "--require-encoder",
+            help="Answer requests with pictures with 503 while no encoder engine takes requests. Default: "
+            "prefill engines encode the pictures meanwhile.",
         ),
     ] = False,
     prefetch_answers: Annotated[
@@ -382,13 +399,14 @@ def router(
     requests = requests_for(raise_descriptor_limit())
     settings = settings_of(context.params, cluster_key(key_file), requests)
     logger.info(
-        "router: listens on %s://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s",
+        "router: listens on %s://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s%s",
         "http" if ssl_certfile is None else "https",
         host,
         port,
         settings.dispatch,
         ", ".join(f"{e.url} (control {e.control_host}:{e.control_port})" for e in settings.prefill) or "-",
         ", ".join(engine.url for engine in settings.decode) or "-",
+        f", encoder engines {', '.join(e.url for e in settings.encoders)}" if settings.encoders else "",
         f", and registration at {settings.registration}" if settings.registration else "",
     )
     try:
@@ -518,7 +536,9 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
             dispatch="serial" if given["serial"] else "concurrent",
             registration=registration,
             key=key,
+            encoders=tuple(given["encoder"] or ()),
             require_prefill=given["require_prefill"],
+            require_encoder=given["require_encoder"],
             policy=PolicyName(given["policy"]) if given["policy"] else None,
             objectives=objectives(given["ttft_ms"], given["tbt_ms"]),
             prefetch_answers=given["prefetch_answers"],

@@ -182,6 +182,7 @@ class LocalCluster(ProcessGroup):
         *,
         prefill: Iterable[Engine] = (),
         decode: Iterable[Engine] = (),
+        encoders: Iterable[Engine] = (),
         dispatch: Dispatch = "concurrent",
         registration: int | None = None,
         port: int | None = None,
@@ -207,6 +208,8 @@ class LocalCluster(ProcessGroup):
             command += ["--prefill", engine.endpoint]
         for engine in decode:
             command += ["--decode", engine.url]
+        for engine in encoders:
+            command += ["--encoder", engine.url]
         if dispatch == "serial":
             command.append("--serial")
         command += self._tracing()

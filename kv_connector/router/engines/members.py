@@ -51,6 +51,7 @@ class RefusedError(Exception):
 class Side(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODER = "encoder"  # for pictures: listed only, and on no other side
 
 
 _SIDES = {
@@ -187,11 +188,11 @@ class Members:
             self._list(_Engine(endpoint, sides, listed=True, answers=True, name=str(endpoint), joined=True))
 
     def states(self) -> dict[Side, dict[str, State]]:
-        """Returns {side: {endpoint as text: state}}."""
-        found: dict[Side, dict[str, State]] = {side: {} for side in Side}
+        """Returns {side: {endpoint as text: state}}. A router without encoder engines has two sides."""
+        found: dict[Side, dict[str, State]] = {Side.PREFILL: {}, Side.DECODE: {}}
         for engine in self._engines.values():
             for side in engine.sides:
-                found[side][str(engine.endpoint)] = engine.state
+                found.setdefault(side, {})[str(engine.endpoint)] = engine.state
         return found
 
     def engines(self, now: float) -> Iterator[EngineInfo]:
@@ -238,7 +239,7 @@ class Members:
     def of_both_sides(self, endpoint: Endpoint) -> bool:
         """Returns whether the engine can be the prefill engine for streams that it has as a decode engine."""
         engine = self._engines.get(endpoint.place)
-        return engine is not None and engine.endpoint == endpoint and len(engine.sides) == len(Side)
+        return engine is not None and engine.endpoint == endpoint and len(engine.sides) > 1
 
     def outstanding(self, url: str) -> int | None:
         """Returns this router's requests at the API server's engines, including those whose pages are still
@@ -543,7 +544,7 @@ class Members:
         # An engine of both roles prefills for others only if no other engine does. It has streams, and each
         # decode engine that gets such a prompt requests pages from it.
         for side in engine.sides:
-            reserve = side is Side.PREFILL and len(engine.sides) == len(Side)
+            reserve = side is Side.PREFILL and len(engine.sides) > 1
             self._pools[side].set_usable(
                 engine.endpoint,
                 engine.state in TAKES_REQUESTS,

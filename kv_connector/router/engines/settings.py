@@ -62,6 +62,8 @@ class Timeouts:
 class Settings:
     prefill: tuple[Endpoint, ...]
     decode: tuple[Endpoint, ...]
+    encoders: tuple[Endpoint, ...] = ()
+    """Engines that encode the pictures of a request before its prefill engine gets it."""
     dispatch: Literal["concurrent", "serial"] = "concurrent"
     """concurrent: both engines get the request at once. serial: the decode engine gets it with the prefill
     engine's answer (NIXL's flow)."""
@@ -97,6 +99,9 @@ class Settings:
     require_prefill: bool = False
     """Requests get 503 while no prefill engine takes requests. Otherwise decode engines compute the prompts
     meanwhile."""
+    require_encoder: bool = False
+    """Requests with pictures get 503 while no encoder engine takes requests. Otherwise prefill engines encode
+    the pictures meanwhile."""
     policy: PolicyName | None = None
     """Policy that chooses engines; None: goodput with objectives, else cache_aware."""
     objectives: Objectives | None = None
@@ -140,6 +145,13 @@ class Settings:
                 "a prefill engine is listed twice with one control address. Data-parallel ranks share the "
                 "URL, but each needs its own control address (--prefill URL@HOST:PORT)"
             )
+        if others := {e.url for e in self.encoders} & {e.url for e in (*self.prefill, *self.decode)}:
+            raise ValueError(
+                f"{min(others)} is listed as an encoder engine and as another engine. An encoder engine "
+                "computes no tokens: give --encoder its own engines"
+            )
+        if self.require_encoder and not self.encoders:
+            raise ValueError("--require-encoder needs encoder engines. Give at least one --encoder")
         if self.objectives is not None and self.registration is None:
             raise ValueError(
                 "--ttft-ms and --tbt-ms need engines that register. Set --registration HOST:PORT"

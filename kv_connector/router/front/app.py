@@ -258,7 +258,7 @@ def create_app(settings: Settings) -> RouterApp:
         if keys is not None and new.api_key_file is not None:
             keys.replace(ApiKeys.read(Path(new.api_key_file)))
         client.change(*access)
-        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode})
+        members.relist({Side.PREFILL: new.prefill, Side.DECODE: new.decode, Side.ENCODER: new.encoders})
         limits.change(new.requests, new.body_budget, new.requests_per_key)
         current.settings = new
 

@@ -42,6 +42,14 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.encodes = Counter(
+            "kv_connector_router_encodes",
+            "Requests with pictures for an encoder engine, by outcome. encoded: the prefill engine receives "
+            "the embeddings. no_engine, failed, nothing: it encodes the pictures. failed: no answer. "
+            "nothing: no embedding.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._placements = Counter(
             "kv_connector_router_placements",
             "Attempts of requests that two engines can share, by the side that computes the prompt "
@@ -192,7 +200,7 @@ class Metrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
-        for side in Side:
+        for side in (Side.PREFILL, Side.DECODE):
             self._work.labels(side.value)  # shown from the start
         self.first_bytes = FirstBytes()
         self._gone: dict[str, float] = {}  # removed engines with failures -> when they were first missing

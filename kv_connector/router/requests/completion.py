@@ -38,6 +38,12 @@ _DECIDING = frozenset(
     )
 )
 
+# Fields on which the embeddings of a chat's pictures depend, and the fields by which the engine finds them.
+_OF_PICTURES = (
+    *("model", "messages", "mm_processor_kwargs", "media_io_kwargs", "chat_template", "chat_template_kwargs"),
+    *("cache_salt", "priority"),
+)
+
 # Only the router sets parameters of a transfer, never a client. vLLM also reads them in vllm_xargs.
 _OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
@@ -54,6 +60,7 @@ class Completion:
         self._shapes = shapes or Shapes()
         self._prompts: dict[str, Prompt] = {}
         self._begun = False
+        self._embeddings: Body | None = None
 
     @classmethod
     def decode(cls, raw: bytes) -> Self:
@@ -91,6 +98,25 @@ class Completion:
         messages = self.body.get("messages")
         return messages is None or self._shapes.only_text(messages)
 
+    def encoder_body(self) -> Content:
+        """Returns the body for an encoder engine, which reads the pictures and computes no token."""
+        body = {key: self.body[key] for key in _OF_PICTURES if key in self.body}
+        return encode({**body, "max_tokens": 1})
+
+    def with_embeddings(self, announced: Body) -> Self:
+        """Returns the same request, whose prefill engine fetches the pictures' embeddings.
+
+        ``announced``: the encoder engine's `ec_transfer_params`.
+        """
+        again = self._again()
+        again._embeddings = announced
+        return again
+
+    def _again(self) -> Self:
+        again = type(self)(self.body, self._shapes)
+        again._prompts, again._begun, again._embeddings = self._prompts, self._begun, self._embeddings
+        return again
+
     @property
     def model(self) -> str | None:
         name = self.body.get("model")
@@ -102,8 +128,7 @@ class Completion:
 
     def behind_its_token(self) -> Self:
         """Returns the same request, for a client that already has its first token."""
-        again = type(self)(self.body, self._shapes)
-        again._prompts = self._prompts
+        again = self._again()
         again._begun = True
         return again
 
@@ -204,6 +229,8 @@ class Completion:
             "serial": serial,
             **({} if prefix is None else {"prefix_from": prefix}),
         }
+        if self._embeddings is not None:
+            body["ec_transfer_params"] = self._embeddings
         return encode(body)
 
     def _one_token(self) -> Body:

@@ -64,11 +64,19 @@ class Components:
         index, sizes, sessions = PrefixIndex(), TokenSizes(), Sessions()
         members = Members(
             pools,
-            {Side.PREFILL: settings.prefill, Side.DECODE: settings.decode},
+            {
+                Side.PREFILL: settings.prefill,
+                Side.DECODE: settings.decode,
+                Side.ENCODER: settings.encoders,
+            },
             incidents,
             suspect=settings.suspect,
             dead=settings.dead,
-            needed=tuple(Side) if settings.require_prefill else (Side.DECODE,),
+            needed=(
+                Side.DECODE,
+                *([Side.PREFILL] if settings.require_prefill else []),
+                *([Side.ENCODER] if settings.require_encoder else []),
+            ),
             index=index,
         )
         policy: Policy

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -37,6 +37,8 @@ from kv_connector.router.requests.token_counts import prompt_tokens, written_tok
 from kv_connector.router.streams.running import Running
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Errors after which no packets arrive from the engine's host any more.
 _VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -125,24 +127,34 @@ class Calls:
 
     async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
         """Sends the prefill engine its part of the request, and returns its report."""
-        endpoint = lease.endpoint
-        call.exchange.prefilling(endpoint)
-        try:
-            async with lease.alive():
-                with self._spans.client(Side.PREFILL, endpoint, endpoint.headers(call.headers)) as headers:
-                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
-        except (*HttpError, EngineLost) as error:
-            raise self._broken(Side.PREFILL, endpoint, call, error) from error
-        if reply.status >= 400:
-            refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
-            raise self._failed_prefill(endpoint, call, refusal)
-        try:
-            computed = msgspec.json.decode(reply.body, type=_PrefillAnswer).computed()
-        except UNREADABLE as error:
-            raise self._broken(Side.PREFILL, endpoint, call, error) from error
+        call.exchange.prefilling(lease.endpoint)
+        computed = (await self._part(Side.PREFILL, lease, body, call, _PrefillAnswer)).computed()
         call.exchange.computed(computed.tokens, computed.cached)
         call.prompt_computed()
         return computed
+
+    async def encode(self, lease: Lease, body: Content, call: Call) -> dict[str, Any]:
+        """Sends the encoder engine the request's pictures. Returns its announcements of their embeddings."""
+        answer = await self._part(Side.ENCODER, lease, body, call, _EncoderAnswer)
+        self._members.served(time.monotonic(), lease.endpoint)
+        return answer.ec_transfer_params or {}
+
+    async def _part(self, side: Side, lease: Lease, body: Content, call: Call, kind: type[T]) -> T:
+        """Sends an engine its part of the request, and returns its whole answer."""
+        endpoint = lease.endpoint
+        try:
+            async with lease.alive():
+                with self._spans.client(side, endpoint, endpoint.headers(call.headers)) as headers:
+                    reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
+        except (*HttpError, EngineLost) as error:
+            raise self._broken(side, endpoint, call, error) from error
+        if reply.status >= 400:
+            refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
+            raise self._failed_part(side, endpoint, call, refusal)
+        try:
+            return msgspec.json.decode(reply.body, type=kind)
+        except UNREADABLE as error:
+            raise self._broken(side, endpoint, call, error) from error
 
     async def prefill_early(
         self,
@@ -167,14 +179,14 @@ class Calls:
                     async with request as response:
                         if response.status >= 400:
                             refusal = await _refusal(response)
-                            raise self._failed_prefill(endpoint, call, refusal)
+                            raise self._failed_part(Side.PREFILL, endpoint, call, refusal)
                         accepted.set_result(None)
                         events = EventStream(response.content.iter_any())
                         while said := await events.read():
                             try:
                                 token = stream.feed(said)
                             except Failure as problem:
-                                raise self._failed_prefill(endpoint, call, problem) from None
+                                raise self._failed_part(Side.PREFILL, endpoint, call, problem) from None
                             if token is not None and not early.done():
                                 early.set_result(token)
         except (*HttpError, EngineLost) as error:
@@ -312,8 +324,8 @@ class Calls:
         except (*HttpError, EngineLost, CutOffError) as error:
             raise self._broken(Side.DECODE, lease.endpoint, call, error, begun=True) from error
 
-    def _failed_prefill(self, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
-        reported = self._failure(Side.PREFILL, endpoint, call, answer)
+    def _failed_part(self, side: Side, endpoint: Endpoint, call: Call, answer: Failure) -> Failure:
+        reported = self._failure(side, endpoint, call, answer)
         if isinstance(reported, EngineError):
             self._erred(endpoint, reported)
         return reported
@@ -421,6 +433,10 @@ def _message(answer: Failure) -> str:
         return msgspec.json.decode(answer.body, type=_Refusal).error.message
     except UNREADABLE:
         return ""
+
+
+class _EncoderAnswer(msgspec.Struct):
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -30,13 +30,13 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
 from kv_connector.router.engines.settings import Settings
-from kv_connector.router.failure import failure
+from kv_connector.router.failure import Failure, failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.policy import NO_PREFILL, Placement, PlacementRequest
 from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.answers import Answer
-from kv_connector.router.requests.completion import Completion
+from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.transcript import Budget, Transcript
 from kv_connector.router.streams.attempt import Attempt, Components
 from kv_connector.router.streams.calls import Call, EngineFailure
@@ -87,6 +87,7 @@ class Dispatcher:
         being cancelled before, closes the connections to both engines. That makes vLLM abort the request on
         both.
         """
+        completion = await self._encoded(completion, call)
         async with AsyncExitStack() as ours:
             prefetches = self.parts.prefetches is not None
             request = ours.enter_context(self.moves.follow(completion, call, prefetches=prefetches))
@@ -263,6 +264,39 @@ class Dispatcher:
             return await answer_serially(self.parts, attempt, stack, partner)
         return await self._concurrent(attempt, stack, avoid, number)
 
+    async def _encoded(self, completion: Completion, call: Call) -> Completion:
+        """Has an encoder engine encode the request's pictures. Returns the request with their embeddings.
+
+        If no encoder engine can, the request returns as it is, and its prefill engine encodes the pictures.
+        Failure if the router requires an encoder engine.
+        """
+        pool = self.parts.pools[Side.ENCODER]
+        if not self._settings.encoders or completion.only_text() or completion.local_reason() is not None:
+            return completion
+
+        async def attempt(avoid: Collection[Endpoint], _: int) -> Body:
+            engine = await self._wait_for_choice(lambda: pool.fewest(avoid, model=self._known(call)))
+            with pool.lease(engine) as lease:
+                return await self.parts.calls.encode(lease, completion.encoder_body(), call)
+
+        required, announced = self._settings.require_encoder, Body()
+        if not required and pool.failing(self._known(call)):
+            self._note_lack(Side.ENCODER)
+            outcome = "no_engine"
+        else:
+            try:
+                announced = await self._retried(attempt, call)
+                outcome = "encoded" if announced else "nothing"
+            except Failure as error:
+                if required:
+                    raise
+                logger.warning(
+                    "request %s: a prefill engine encodes its pictures: %s", call.request_id, error
+                )
+                outcome = "failed"
+        self.parts.metrics.encodes.labels(outcome).inc()
+        return completion.with_embeddings(announced) if announced else completion
+
     async def _place(self, completion: Completion, call: Call, avoid: Collection[Endpoint]) -> Placement:
         left = self._joined_by - time.monotonic()
         if left > 0 and not self._settings.require_prefill:
@@ -292,7 +326,7 @@ class Dispatcher:
 
     def _note_lack(self, side: Side) -> str:
         """Notes for the status page that no engine of this side takes requests. Returns their states."""
-        states = self.parts.members.states()[side]
+        states = self.parts.members.states().get(side, {})
         known = ", ".join(f"{name} is {state.value}" for name, state in states.items()) or "none is known"
         self.parts.incidents.note("", f"no {side.value} engine takes requests", known)
         return known

@@ -105,9 +105,9 @@ class Turns:
         """Returns a free place of each side that has engines; None: a side is full."""
         places = []
         known = self._pools[Side.DECODE].known(model)
-        for side, pool in self._pools.items():
+        for side in (Side.PREFILL, Side.DECODE):  # a stream with pictures does not begin anew
             try:
-                members = pool.choices((engine,), model=known)
+                members = self._pools[side].choices((engine,), model=known)
             except NoEngine:
                 continue  # decode engines compute the prompt; without decode engines the stream ends at once
             place = min(((side, one.endpoint) for one in members), key=self._taken.__getitem__)
