@@ -45,6 +45,7 @@ from kv_connector.cli.main import app
 from kv_connector.moe.metrics import MoeMetrics
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.router.observe.metrics import Metrics
+from kv_connector.vllm.encoder.exposition import EmbeddingExposition
 from kv_connector.weights.metrics import WeightMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -277,7 +278,9 @@ def engine_metrics() -> Iterator[Metric]:
             return self
 
     kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
-    Exposition({kind: Recorded(name) for kind, name in kinds.items()}, (), {0: ()})
+    recorded = {kind: Recorded(name) for kind, name in kinds.items()}
+    Exposition(recorded, (), {0: ()})
+    EmbeddingExposition(recorded, (), {0: ()})
     yield from made
 
 

@@ -10,6 +10,7 @@ request before it reports the request. The step that carries a report therefore 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -67,18 +68,18 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _unregister_ours()
+        unregister(NAMES)
         self._exposition = Exposition(metric_types, labelnames, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._exposition.observe(TransferStats(transfer_stats_data).interval, engine_idx)
 
 
-def _unregister_ours() -> None:
-    """Removes the metrics of an earlier engine, as vLLM does with its own metrics.
+def unregister(names: Collection[str]) -> None:
+    """Removes metrics of an earlier engine, as vLLM does with its own metrics.
 
     An API server that is made anew in the same process registers the same names again.
     """
     for collector in list(REGISTRY._collector_to_names):
-        if getattr(collector, "_name", "") in NAMES:
+        if getattr(collector, "_name", "") in names:
             REGISTRY.unregister(collector)

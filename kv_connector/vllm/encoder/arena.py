@@ -65,6 +65,8 @@ class Arena:
         self._lock = threading.Lock()
         self._places: OrderedDict[str, Place] = OrderedDict()  # least recently used first
         self._stamps = 0
+        self.pinned = 0
+        """Embeddings that are kept because of a pin."""
 
     def find(self, key: str) -> Place | None:
         """The place of an embedding, which becomes the most recently used."""
@@ -79,6 +81,7 @@ class Arena:
             place = self._places.get(key)
             if place is not None:
                 self._places.move_to_end(key)
+                self.pinned += not place.pins
                 place.pins += 1
             return place
 
@@ -100,12 +103,14 @@ class Arena:
             self._stamps += 1
             place.offset, place.stamp, place.pins = offset, self._stamps, 1
             self._places[key] = place
+            self.pinned += 1
             return place
 
     def unpin(self, place: Place) -> bool:
         """Ends one user's interest. Returns whether that removed the place, because it is not complete."""
         with self._lock:
             place.pins -= 1
+            self.pinned -= not place.pins
             if place.pins or place.ready or self._places.get(place.key) is not place:
                 return False
             del self._places[place.key]

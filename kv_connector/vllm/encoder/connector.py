@@ -27,6 +27,7 @@ from kv_connector.vllm.encoder.internals import (
     get_encoder_output_width,
 )
 from kv_connector.vllm.encoder.metadata import EncoderMetadata, Loaded
+from kv_connector.vllm.encoder.metrics import EmbeddingMetrics, EmbeddingReporter, EmbeddingStats
 from kv_connector.vllm.encoder.producer import ProducerScheduler
 from kv_connector.vllm.encoder.receiver import EmbeddingReceiver
 from kv_connector.vllm.encoder.sender import EmbeddingSender
@@ -48,6 +49,7 @@ class WriteImmEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         self._worker: EncoderWorker | None = None
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
+        self._reporter: EmbeddingReporter | None = None
         self._ends: EmbeddingSender | EmbeddingReceiver | None = None
         if role is ECConnectorRole.SCHEDULER:
             self._start_scheduler(vllm_config)
@@ -93,6 +95,8 @@ class WriteImmEncoderConnector(ECConnectorBase):  # type: ignore[misc]
                 has_input=lambda feature: _has_input(feature, resolver),
             )
 
+        self._reporter = EmbeddingReporter(arena, self._ends.counts)
+
     def shutdown(self) -> None:
         if self._ends is not None:
             self._ends.close()
@@ -126,6 +130,25 @@ class WriteImmEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, EncoderMetadata)
         return metadata
+
+    # --- Metrics
+
+    def get_ec_connector_stats(self) -> EmbeddingStats | None:
+        return None if self._reporter is None else self._reporter.take()
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EmbeddingStats:
+        return EmbeddingStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> EmbeddingMetrics:
+        return EmbeddingMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- Scheduler side
 

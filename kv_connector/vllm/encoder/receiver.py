@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_connector.control.sockets import Received
@@ -68,6 +69,8 @@ class EmbeddingReceiver:
         self._counters: dict[int, tuple[_EncoderSession, int]] = {}
         self._fenced: list[tuple[int, list[Place]]] = []
         """Places whose pins end once the peer's fence is complete."""
+        self.counts: Counter[str] = Counter()
+        """Numbers since the start, by keys of EMBEDDING_COUNTERS."""
         self._loop = Loop("kvc-encoder", config.key, CODEC)
         self._loop.sockets.watch(self._engine.event_fd())
         self._loop.start(self)
@@ -114,6 +117,7 @@ class EmbeddingReceiver:
                 fetch, counter = session.moving.pop(number)
                 self._release(counter)
                 session.last_used = now
+                self.counts["embeddings_received"] += 1
                 self._arena.complete(fetch.place)
                 self._arena.unpin(fetch.place)
                 self._send_queued(session)
@@ -218,6 +222,6 @@ class EmbeddingReceiver:
         del self._counters[counter]
         self._engine.release_counters(counter)
 
-    @staticmethod
-    def _fail(fetch: Fetch, reason: str) -> None:
+    def _fail(self, fetch: Fetch, reason: str) -> None:
+        self.counts["embedding_fetches_failed"] += 1
         fetch.failure = clip(reason)

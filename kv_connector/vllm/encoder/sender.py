@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 
 import zmq
@@ -58,6 +59,8 @@ class EmbeddingSender:
         self._fences = Fences(self._engine)
         self._sessions: dict[Source, _PrefillSession] = {}
         self._writes: dict[int, _Write] = {}
+        self.counts: Counter[str] = Counter()
+        """Numbers since the start, by keys of EMBEDDING_COUNTERS."""
 
     def start(self, address: Address) -> Address:
         """Binds the control socket and starts the thread. Raises zmq.ZMQError."""
@@ -201,6 +204,8 @@ class EmbeddingSender:
             return
         del write.session.writes[event.id]
         self._arena.unpin(write.place)
-        if event.kind is not EventKind.TRANSFER_DONE and write.session.source in self._sessions:
+        if event.kind is EventKind.TRANSFER_DONE:
+            self.counts["embeddings_sent"] += 1
+        elif write.session.source in self._sessions:
             # The receiver's counter may or may not be raised, so MISSING would be wrong.
             self._end(write.session, f"a write failed: {event.error}")

@@ -88,6 +88,7 @@ def test_arena_places_never_overlap(seed: int) -> None:
             pinned.append(place)
         live = {key: kept for key, kept in live.items() if arena.find(key) is kept}
         assert all(kept.key in live for kept in pinned)
+        assert arena.pinned == len(pinned)
         spans = sorted((kept.offset, kept.end) for kept in live.values())
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert not spans or spans[-1][1] <= arena.nbytes

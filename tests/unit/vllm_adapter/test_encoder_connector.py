@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
@@ -18,6 +20,9 @@ from kv_connector.agent.settings import SettingsError
 from kv_connector.vllm.configuration import UnsupportedConfiguration
 from kv_connector.vllm.encoder import connector as connector_module
 from kv_connector.vllm.encoder.connector import WriteImmEncoderConnector, check_encoder_configuration
+from kv_connector.vllm.encoder.exposition import EMBEDDING_NAMES
+from kv_connector.vllm.encoder.metrics import EmbeddingStats
+from kv_connector.vllm.metrics import unregister
 
 WIDTH = 8
 
@@ -90,6 +95,17 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield stack
 
 
+def numbers(half: Half, awaited: str) -> dict[str, int]:
+    """Returns the numbers that an engine has shown once it shows the awaited one, without the zeros."""
+    total = EmbeddingStats()
+    deadline = time.monotonic() + 60.0
+    while awaited not in total.data:
+        assert time.monotonic() < deadline
+        if (stats := half.scheduler.get_ec_connector_stats()) is not None:
+            total.aggregate(stats)
+    return {name: number for name, number in total.data.items() if number}
+
+
 def request(params: Any) -> Any:
     position = SimpleNamespace(offset=0, length=4, get_num_embeds=lambda: 4)
     feature = SimpleNamespace(identifier="a", mm_position=position, modality="image", data=None)
@@ -113,6 +129,35 @@ def test_vllm_moves_an_embedding_through_the_connector(stack: ExitStack) -> None
     assert torch.equal(prefill.cache["a"], embedding)
     assert prefill.scheduler.request_finished(received) == (False, None)
     assert not encoder.scheduler.has_cache_item("a")
+    assert numbers(encoder, "embeddings_sent") == {"embeddings_stored": 1, "embeddings_sent": 1}
+    found = {"embeddings_stored": 1, "embeddings_received": 1}
+    assert numbers(prefill, "embeddings_received") == found
+    assert prefill.worker.get_ec_connector_stats() is None
+
+
+def test_unused_encoder_connector_reports_no_numbers(stack: ExitStack) -> None:
+    assert Half(stack, config("ec_consumer")).scheduler.get_ec_connector_stats() is None
+
+
+def test_numbers_of_intervals_become_metrics() -> None:
+    connector = WriteImmEncoderConnector
+    for _ in range(2):  # an API server may start a second engine
+        shown = connector.build_prom_metrics(
+            config("ec_consumer"),
+            {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
+            ["engine"],
+            {3: ["3"]},
+        )
+    total = connector.build_ec_connector_stats({"embeddings_sent": 2, "embeddings_in_use": 4})
+    total.aggregate(EmbeddingStats({"embeddings_sent": 1, "embeddings_in_use": 1}))
+    assert total.reduce() == {"embeddings_sent": 3, "embeddings_in_use": 1}
+    shown.observe(total.data, 3)
+    shown.observe({"embeddings_sent": 4, "embeddings_in_use": 0}, 3)
+    text = generate_latest().decode()
+    unregister(EMBEDDING_NAMES)
+    assert 'kv_connector_embeddings_sent_total{engine="3"} 7.0' in text
+    assert 'kv_connector_embeddings_in_use{engine="3"} 0.0' in text
+    assert 'kv_connector_embedding_fetches_failed_total{engine="3"} 0.0' in text
 
 
 @pytest.mark.parametrize(
