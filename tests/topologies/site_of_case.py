@@ -97,13 +97,13 @@ class CaseCluster:
         self._path = no_torchvision.install(cluster.directory / "plugin") if case.torchvision else ""
         cluster.environment = dict(case.environment)
 
-    def start(self, *, with_alone: bool) -> Site:
+    def start(self, *, with_alone: bool, encoders: Iterable[Engine] = ()) -> Site:
         """Starts the engines in parallel, and waits until all serve."""
         case = self._case
         prefill = self.start_engine("prefill", case.prefill, "kv_producer")
         decode = self.start_engine("decode", case.decode, "kv_consumer", blocks=case.pool or PLENTY)
         single = self.start_engine("alone", alone(case), None) if with_alone else None
-        router = self._cluster.start_router("router", prefill=[prefill], decode=[decode])
+        router = self._cluster.start_router("router", prefill=[prefill], decode=[decode], encoders=encoders)
         self._cluster.wait_ready()
         return Site(prefill, decode, router, single)
 

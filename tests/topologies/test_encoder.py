@@ -1,15 +1,18 @@
-"""Encoder, prefill and decode engine answer as one engine does, also after the encoder engine has died."""
+"""Encoder, prefill and decode engine answer as one engine does, also when the encoder engine dies."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import Client, assert_quiescent, decode_params, prefill_params
+from deployment import Client, assert_quiescent, decode_params, prefill_params, wait_until
 from site_of_case import CaseCluster, Models, Site
 from test_requests import MESSAGES, PICTURES, Message, chat
 
@@ -17,6 +20,12 @@ from kv_connector.lab.cluster import Engine, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 
 pytestmark = pytest.mark.anyio
+
+TEXT = Message(9, ())
+SENT = "kv_connector_embeddings_sent_total"
+RECEIVED = "kv_connector_embeddings_received_total"
+FAILED = "kv_connector_embedding_fetches_failed_total"
+IN_USE = "kv_connector_embeddings_in_use"
 
 
 def encoder_flags(role: str, port: int) -> str:
@@ -27,14 +36,16 @@ def encoder_flags(role: str, port: int) -> str:
         "ec_role": role,
         "ec_port": port,
         "ec_buffer_size": 1 << 20,
+        # Only the death of the encoder engine ends a fetch here.
+        "ec_connector_extra_config": {"fetch_timeout": 600},
     }
     return "--ec-transfer-config " + json.dumps(transfer, separators=(",", ":"))
 
 
-async def encode(client: Client, url: str, message: Message) -> dict[str, Any]:
+async def encode(client: Client, engine: Engine, message: Message) -> dict[str, Any]:
     """Has the pictures of a message encoded, and returns their announcements."""
     body = {**message.body(), "max_tokens": 1}
-    answer = await client.post(f"{url}/v1/chat/completions", body)
+    answer = await client.post(f"{engine.url}/v1/chat/completions", body)
     return answer["ec_transfer_params"] or {}
 
 
@@ -51,6 +62,31 @@ async def past_the_router(
     return await chat(client, site.decode.url, message, kv_transfer_params=params)
 
 
+async def runs(client: Client, *engines: Engine) -> list[int]:
+    """Returns how often each engine ran its picture encoder since the first call."""
+    return [(await client.probe(engine, "probe_encoder_runs"))["runs"] for engine in engines]
+
+
+async def assert_metric(engine: Engine, name: str, value: float) -> None:
+    """Waits until a metric has this value. An engine shows it after its next step."""
+
+    async def differs() -> str:
+        found = await asyncio.to_thread(engine.metric, name)
+        return "" if found == value else f"{name} of {engine.name} is {found}, not {value}; see {engine.log}"
+
+    await wait_until(differs)
+
+
+async def wait_for_request(client: Client, router: str, engine: Engine) -> None:
+    """Waits until the router has a request at this engine."""
+    line = f'kv_connector_router_engine_requests{{engine="{engine.url}"}} 1.0'
+
+    async def missing() -> str:
+        return "" if line in await client.get(f"{router}/metrics") else f"{engine.name} has no request"
+
+    await wait_until(missing)
+
+
 async def test_encoder_prefill_and_decode_engine_answer_as_one_engine(
     models: Models, interpreter: tuple[str, ...], client: Client, tmp_path: Path
 ) -> None:
@@ -61,28 +97,41 @@ async def test_encoder_prefill_and_decode_engine_answer_as_one_engine(
         cluster.interpreter = interpreter
         starter = CaseCluster(cluster, case, models)
         encoder = starter.start_engine("encoder", replace(PICTURES.prefill, flags=sends), None)
-        site = starter.start(with_alone=True)
+        site = starter.start(with_alone=True, encoders=[encoder])
         assert site.alone is not None
-        for engine in (site.prefill, site.decode):
-            await client.probe(engine, "probe_encoder_runs")
+        computing = (encoder, site.prefill, site.decode)
+        assert await runs(client, *computing) == [0, 0, 0]
+        ask = partial(chat, client, site.router)
         right = [await chat(client, site.alone.url, message) for message in MESSAGES]
         for message, answer in zip(MESSAGES, right, strict=True):
-            announced = await encode(client, encoder.url, message)
-            assert len(announced) == len(message.pictures)
-            got = await past_the_router(client, site, message, announced)
-            assert got == answer, message
+            assert await ask(message) == answer, message
             await assert_quiescent(client, site.prefill, site.decode)
-        assert await runs(client, site.prefill, site.decode) == [0, 0]
-        last = Message(5, (2,))
-        announced = await encode(client, encoder.url, last)
+        assert await asyncio.gather(*map(ask, MESSAGES)) == right
+        # Each of the two pictures is encoded once and sent once, however often it is in a prompt.
+        assert await runs(client, *computing) == [2, 0, 0]
+        await assert_metric(site.prefill, RECEIVED, 2)
+        await assert_metric(site.prefill, IN_USE, 0)
+        await assert_metric(encoder, SENT, 2)
+        await assert_metric(encoder, IN_USE, 0)
+
+        # It dies while a prefill engine waits for an embedding, and while the router waits for its answer.
+        fetching, encoding = Message(5, (2,)), Message(5, (3,))
+        right = [await chat(client, site.alone.url, message) for message in (fetching, encoding, TEXT)]
+        announced = await encode(client, encoder, fetching)
         assert announced
+        encoder.signal(signal.SIGSTOP)
+        fetched = asyncio.create_task(past_the_router(client, site, fetching, announced))
+        encoded = asyncio.create_task(ask(encoding))
+        await wait_for_request(client, site.router, encoder)
+        await assert_metric(site.prefill, IN_USE, 1)
+        assert await ask(TEXT) == right[2]  # other requests go on
+        assert not fetched.done()
+        assert not encoded.done()
         encoder.kill()
-        right_last = await chat(client, site.alone.url, last)
-        assert await past_the_router(client, site, last, announced) == right_last
-        assert await runs(client, site.prefill, site.decode) == [1, 0]
+        assert await asyncio.gather(fetched, encoded) == right[:2]
+        assert await ask(TEXT) == right[2]
+        assert await ask(encoding) == right[1]
+        await assert_metric(site.prefill, FAILED, 1)
+        await assert_metric(site.prefill, IN_USE, 0)
+        assert await runs(client, site.prefill, site.decode) == [2, 0]
         await assert_quiescent(client, site.prefill, site.decode)
-
-
-async def runs(client: Client, *engines: Engine) -> list[int]:
-    """Returns how often each engine ran its picture encoder."""
-    return [(await client.probe(engine, "probe_encoder_runs"))["runs"] for engine in engines]
