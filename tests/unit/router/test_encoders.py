@@ -73,7 +73,8 @@ async def site(
         e = [await stack.enter_async_context(serve_engine(handler)) for handler in encoders]
         (p,), (d,), engines = await stack.enter_async_context(serve_engines([prefill], [answer_ok]))
         listed = tuple(Endpoint.parse(url) for url in (*urls, *(engine.url for engine in e)))
-        chosen = Settings(**{"encoders": listed, "dispatch": "serial", "patience": 0.05} | engines | settings)
+        default: dict[str, Any] = {"encoders": listed, "dispatch": "serial", "patience": 0.05}
+        chosen = Settings(**{**default, **engines, **settings})
         url = await stack.enter_async_context(serve(create_app(chosen)))
         yield Site(e, p, d, await stack.enter_async_context(client_of(url)))
 

@@ -255,6 +255,7 @@ def test_loaded_place_is_kept_until_all_workers_have_it(workers: int) -> None:
         assert worker.take_loaded() is None
         scheduler.loaded(loaded)
     assert consumer.pins() == 0
+    assert loaded is not None
     scheduler.loaded(loaded)  # a repeated report changes nothing
     memoryview(consumer.arena.memory)[:] = bytes(consumer.arena.nbytes)
     assert cache["a"].sum() > 0  # a copy
