@@ -274,7 +274,7 @@ class Dispatcher:
         if not self._settings.encoders or completion.only_text() or completion.local_reason() is not None:
             return completion
 
-        async def attempt(avoid: Collection[Endpoint], _: int) -> Body:
+        async def attempt(avoid: Collection[Endpoint], *_: object) -> Body:
             engine = await self._wait_for_choice(lambda: pool.fewest(avoid, model=self._known(call)))
             with pool.lease(engine) as lease:
                 return await self.parts.calls.encode(lease, completion.encoder_body(), call)
