@@ -11,7 +11,8 @@ owner's process has ended, no store of the owner may land in the survivor's segm
 
 The owner is idle, has a kernel that waits, or stores into the survivor's segment when it is killed. Prints a
 JSON line for each case and exits with 1 if one is not harmless. Needs GPUs and the extension `_native` with
-kernels. torch is not needed. A case takes about 10 seconds (estimated).
+kernels. torch is not needed. The log of a run is in
+docs/benchmarks/2026-11-29-experts.md.
 """
 
 from __future__ import annotations
