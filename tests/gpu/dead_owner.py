@@ -122,7 +122,8 @@ class Rank:
         self.group.attach(1 - rank, theirs)
         self.peer_bytes = self.cuda.rounded(self.group.segment_bytes)
         self.peer = self.cuda.map(theirs, self.peer_bytes)
-        os.close(own), os.close(theirs)
+        os.close(own)
+        os.close(theirs)
         self.rows_at, self.results_at = self.group.dispatch_offset(0), self.group.combine_offset(0)
         self.source, self.out = self.cuda.allocate(ROWS), self.cuda.allocate(ROWS)
         self.launches = 0
@@ -217,7 +218,7 @@ def survive(gpu: int, link: socket.socket) -> None:
         fault = rank.group.fault()
         expect(f"{moment}: fault {fault}", fault is None)
 
-    counts = {}
+    counts: dict[str, float] = {}
     try:
         rank.burst()
         check("before", first)
@@ -318,7 +319,8 @@ def run_case(gpus: tuple[int, int], kind: str, fill_mib: int) -> dict[str, Any]:
     one, other = socket.socketpair()
     children = [Child("survive", gpus[0], one), Child("own", gpus[1], other, "--owner", kind)]
     survivor, owner = children
-    one.close(), other.close()
+    one.close()
+    other.close()
     try:
         survivor.wait_for("ready")
         owner.wait_for("ready")
