@@ -35,6 +35,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from kv_connector import _native
+from kv_connector.engine import TransferError
 
 HIDDEN, TOKENS = 7168, 128
 ROW = 2 * HIDDEN
@@ -254,7 +255,7 @@ def survive(gpu: int, link: socket.socket) -> None:
         cuda.write(fresh, second)
         expect("memory after the group", cuda.read(fresh, ROWS) == second)
         cuda("cuCtxSynchronize")
-    except (RuntimeError, _native.TransferError) as error:
+    except (RuntimeError, TransferError) as error:
         problems.append(str(error))
     report(state="done", problems=problems, **counts)
 
@@ -354,8 +355,8 @@ def main() -> int:
     parser.add_argument("--owner", choices=("idle", "waits", "stores"), help="default: all")
     parser.add_argument("--fill-mib", type=int, default=0, help="0: 9/10 of the free memory")
     parser.add_argument("--out", help="file to append the lines to")
-    for hidden, kind in (("--role", str), ("--gpu", int), ("--link", int)):
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    for hidden, type_ in (("--role", str), ("--gpu", int), ("--link", int)):
+        parser.add_argument(hidden, type=type_, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "fill":
         fill(options.gpu, options.fill_mib << 20)
