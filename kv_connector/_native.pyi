@@ -131,9 +131,10 @@ class MoeGroup:
         experts: int,
         slots: int,
         timeout: float,
+        survive: bool = False,
     ) -> None:
         """`device`: the GPU's ordinal, -1 for host memory. Bytes are of one slot. `timeout`: seconds that a
-        launch waits for another rank."""
+        launch waits for another rank. `survive`: launches go on without a rank that is lost or late."""
 
     @property
     def segment_bytes(self) -> int: ...
@@ -162,9 +163,10 @@ class MoeGroup:
         top_k: int,
         columns: Sequence[tuple[int, int, int, bool]],
         phases: int = 3,
+        ids_column: int | None = None,
     ) -> None:
         """`columns`: address, bytes of a row, offset in the dispatch area, whether every rank gets it.
-        `phases`: 1 sends, 2 receives."""
+        `phases`: 1 sends, 2 receives. `ids_column`: the column in which rows of masked ranks become -1."""
 
     def combine(
         self,
@@ -178,10 +180,18 @@ class MoeGroup:
     ) -> None: ...
     def lose(self, rank: int, left: bool = False) -> None:
         """Ends all waits, because the rank ended. The first such rank is named. `left`: it closed its group;
-        ends the waits for it. `rank` may be this rank, if the others continue without it."""
+        ends the waits for it. `rank` may be this rank, if the others continue without it. In a group that
+        survives, waits for another rank that ended go on without it."""
+
+    def fence(self, rank: int) -> None:
+        """Reports that the process of a lost rank has ended. A group that survives goes on only then."""
+
+    def masked(self) -> int:
+        """The ranks that launches went on without, one bit for each."""
 
     def fault(self) -> tuple[int, int] | None:
-        """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited."""
+        """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited. 4: that rank
+        goes on without this rank."""
 
     def close(self, timeout: float) -> None:
         """TransferError TIMEOUT where the GPU does not come to rest; nothing is freed then."""

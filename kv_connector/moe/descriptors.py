@@ -49,6 +49,8 @@ class Connection:
     pidfds: list[int]
     """Each is readable once the process, or a sentinel of it, has ended. Empty: this kernel or sandbox has no
     pidfds."""
+    process: int | None = None
+    """The one of ``pidfds`` that is readable once the whole process has ended, with its use of the GPU."""
 
     def send(self, message: bytes) -> None:
         """Sends LEAVE or GIVE_UP. Does not block. A rank that has ended gets nothing."""
@@ -268,11 +270,12 @@ class _Passing:
         self._selector.unregister(connection)
         self._missing.discard(other)
         segment, *pidfds = descriptors
-        if (pidfd := self._pidfds.pop(other, None)) is not None:
-            self._selector.unregister(pidfd)
-            pidfds.append(pidfd)
+        if (process := self._pidfds.pop(other, None)) is not None:
+            self._selector.unregister(process)
+            pidfds.append(process)
         self._passed.descriptors[other] = segment
-        self._passed.connections[other] = Connection(other, self._hellos[other].pid, connection, pidfds)
+        pid = self._hellos[other].pid
+        self._passed.connections[other] = Connection(other, pid, connection, pidfds, process)
 
     def _read(self, connection: socket.socket, descriptors: list[int]) -> int:
         """The rank that introduces itself. All its descriptors are put into ``descriptors``."""

@@ -10,9 +10,9 @@ TIMEOUTS = {
 }
 LOST = "LOST"
 GIVEN_UP = "GIVEN_UP"
-# The native codes, by number. Another rank reports GIVEN_UP.
-NATIVE_CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: LOST}
-CODES = (*NATIVE_CODES.values(), GIVEN_UP)
+# The native codes, by number. Another rank reports GIVEN_UP, by a message or by a flag of a surviving group.
+NATIVE_CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: LOST, 4: GIVEN_UP}
+CODES = tuple(NATIVE_CODES.values())
 
 
 class GroupError(RuntimeError):

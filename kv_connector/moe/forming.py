@@ -103,6 +103,7 @@ class _Part:
                 settings.experts,
                 settings.slots,
                 settings.timeout,
+                settings.survive,
             )
             self._descriptor = self._native.descriptor()
             self._meeting = Meeting()

@@ -33,7 +33,8 @@ _kept: list[_native.MoeGroup] = []
 class Dispatched:
     """The rows of all ranks, in rank order. Views of the segment: valid until the slot's next dispatch.
 
-    ``x`` and ``scales`` have old bytes in the rows of tokens without an expert on this rank.
+    ``x`` and ``scales`` have old bytes in the rows of tokens without an expert on this rank. The rows of a
+    masked rank have old bytes in every column but ``ids``, which are -1.
     """
 
     x: torch.Tensor
@@ -68,6 +69,8 @@ class Group:
         """Code, rank and sentence of the first rank that ended, or that another rank gave up."""
         self._left = ""
         """Sentence about the first rank that left in good order, or ""."""
+        self._masked: frozenset[int] = frozenset()
+        """Ranks that steps go on without, as far as they were logged."""
         self._reported = False
         """A fault was counted, and the other ranks know which rank this rank gave up."""
         rows = settings.ranks * settings.max_tokens
@@ -152,6 +155,7 @@ class Group:
                 (tensor.data_ptr(), _row_bytes(tensor), offset, index >= masked)
                 for index, (tensor, offset) in enumerate(zip(sent, offsets, strict=False))
             ],
+            ids_column=masked,
         )
         self._check_host()
         area, rows = self._dispatch_areas[slot], sum(sizes)
@@ -200,15 +204,29 @@ class Group:
         if (found := self._native.fault()) is None:
             return None
         code, rank = NATIVE_CODES.get(found[0], str(found[0])), found[1]
+        if code == GIVEN_UP:  # by that rank
+            own = self.settings.rank
+            self._first_gone = GIVEN_UP, own, f"{self._name(rank)} goes on without {self._name(own)}"
+            return Fault(GIVEN_UP, own)
         if code == LOST and gone is not None and gone[1] == rank:
             code = gone[0]
         return Fault(code, rank)
+
+    def masked(self) -> frozenset[int]:
+        """The ranks that steps of this rank go on without. Only in a group that survives.
+
+        On a GPU a step that is still in flight has masked no rank yet.
+        """
+        bits = 0 if self._closed else self._native.masked()
+        return frozenset(rank for rank in range(self.settings.ranks) if bits >> rank & 1)
 
     def raise_fault(self) -> None:
         """Raises GroupError with the rank's name, if a step was void.
 
         The first call after a timeout reports the rank to all others, whose steps then end as well.
         """
+        if self.settings.survive:
+            self._report_masked()
         if (fault := self.fault()) is None:
             return
         if not self._reported:
@@ -255,6 +273,10 @@ class Group:
             self._first_gone = LOST, rank, f"{self._name(rank)} has ended"
         self._native.lose(rank, left)  # last, as it ends a step that then reads the reason
 
+    def ended(self, rank: int) -> None:
+        """A report of the watcher."""
+        self._native.fence(rank)
+
     def given_up(self, rank: int, by: int) -> None:
         """A report of the watcher."""
         if rank >= self.settings.ranks:
@@ -263,6 +285,18 @@ class Group:
             sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} gave it up"
             self._first_gone = GIVEN_UP, rank, sentence
         self._native.lose(rank)
+
+    def _report_masked(self) -> None:
+        """Logs ranks that a step went on without. The other ranks then go on without a late rank, too."""
+        masked = self.masked()
+        for rank in sorted(masked - self._masked):
+            logger.warning(
+                "moe: rank %d goes on without rank %d (process %d)",
+                self.settings.rank, rank, self._processes[rank],
+            )  # fmt: skip
+            if self._first_gone is None or self._first_gone[:2] != (LOST, rank):
+                self._watcher.give_up(rank)
+        self._masked = masked
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (process {self._processes.get(rank) or os.getpid()})"

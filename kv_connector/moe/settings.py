@@ -17,6 +17,8 @@ MAX_ROW_BYTES = 1 << 21
 MAX_TIMEOUT = 3600.0
 # A kernel adds vectors of 16 bytes, which are 8 elements of bf16.
 HIDDEN_UNIT = 8
+# In a group that survives, one block of threads combines a whole row.
+MAX_SURVIVING_HIDDEN = 8192
 # More is a mistake on every machine of today. The native class has the same limit.
 MAX_AREA_BYTES = 1 << 40
 
@@ -48,6 +50,8 @@ class GroupSettings:
     """CUDA ordinal of this rank's GPU. None: host memory."""
     timeout: float = 30.0
     """Seconds that forming takes at most, and that a step waits for another rank."""
+    survive: bool = False
+    """Steps go on without a rank that ends or is late. ``hidden`` is 8,192 at most."""
 
     def __post_init__(self) -> None:
         _check("ranks", self.ranks, 1, MAX_RANKS)
@@ -55,6 +59,8 @@ class GroupSettings:
         _check("hidden", self.hidden, HIDDEN_UNIT, MAX_HIDDEN)
         if self.hidden % HIDDEN_UNIT:
             raise ValueError(f"hidden is {self.hidden}. It must be a multiple of {HIDDEN_UNIT}.")
+        if self.survive and self.hidden > MAX_SURVIVING_HIDDEN:
+            raise ValueError(f"hidden is {self.hidden}. With survive it is {MAX_SURVIVING_HIDDEN} at most.")
         _check("experts", self.experts, 1, MAX_EXPERTS)
         _check("top_k", self.top_k, 1, MAX_TOP_K)
         _check("max_tokens", self.max_tokens, 1, MAX_TOKENS)

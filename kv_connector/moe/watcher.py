@@ -25,6 +25,10 @@ class Reports(Protocol):
     def lost(self, rank: int, left: bool) -> None:
         """The process of ``rank`` has ended. ``left``: it left the group in good order before."""
 
+    def ended(self, rank: int) -> None:
+        """The process of ``rank`` has ended as a whole, some time after lost(). Nothing that it, or a GPU for
+        it, stores can land any more."""
+
     def given_up(self, rank: int, by: int) -> None:
         """Rank ``by`` waited for ``rank`` until the deadline. ``rank`` may be the rank of this process."""
 
@@ -70,13 +74,19 @@ class Watcher:
                     selector.register(descriptor, selectors.EVENT_READ, connection)
             while True:
                 for key, _ in selector.select():
+                    if selector.get_map().get(key.fd) != key:
+                        continue  # an event of the same batch has reported the rank
                     connection = key.data
                     if connection is None:
                         return
-                    # An event of the same batch may have reported the rank.
-                    if key.fd in selector.get_map() and self._read(connection):
+                    if isinstance(connection, int):
+                        selector.unregister(key.fd)
+                        self._reports.ended(connection)
+                    elif self._read(connection):
                         for descriptor in (connection.socket.fileno(), *connection.pidfds):
                             selector.unregister(descriptor)
+                        if connection.process is not None:
+                            selector.register(connection.process, selectors.EVENT_READ, connection.rank)
 
     def _read(self, connection: Connection) -> bool:
         """Reports what has come over the connection. Returns whether its rank has ended or left."""

@@ -41,6 +41,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_bytes: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_ROW_BYTES)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_SLOTS)]
     timeout: Annotated[float, msgspec.Meta(gt=0, le=limits.MAX_TIMEOUT)]
+    survive: bool
     memory: Annotated[str, msgspec.Meta(max_length=16)]
     """"gpu" or "host"."""
 

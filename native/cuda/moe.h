@@ -25,6 +25,7 @@ enum class Fault : uint32_t {
   kDispatchTimeout = 1,  // the rows of a rank did not arrive in time
   kCombineTimeout = 2,   // the results of a rank did not arrive in time
   kLost = 3,             // the host had reported that the rank is gone
+  kEvicted = 4,          // the rank goes on without this rank
 };
 
 // State of a slot that kernels keep between launches, in local memory. Replays of a graph find it here.
@@ -32,7 +33,7 @@ struct Control {
   uint32_t epoch;        // epoch of the last dispatch that was sent
   uint32_t faulted;      // not 0: a wait was given up, and launches do nothing any more
   uint32_t blocks_done;  // 0 before and after each launch
-  uint32_t padding;
+  uint32_t masked;       // one bit for each rank that launches go on without; set once, never cleared
 };
 
 // Words that the host and the kernels exchange, in pinned memory.
@@ -44,6 +45,10 @@ struct HostWords {
   uint32_t left;
   // Written by the first kernel that gave up: a Fault in the upper 16 bits, the rank in the lower 16 bits.
   uint32_t fault;
+  // The other words are used by groups that survive.
+  uint32_t dead;               // written by the host: bits of ranks that launches no longer wait for
+  uint32_t fenced;             // written by the host: bits of ranks whose stores cannot land any more
+  uint32_t masked[kMaxRanks];  // written by kernels: not 0 if a launch went on without the rank
 };
 
 // An array that is sent with the rows.
@@ -53,7 +58,7 @@ struct Column {
   uint32_t row_bytes;
   uint32_t unit;    // 16, 4 or 1: bytes that one load moves; all addresses and row_bytes are multiples of it
   uint32_t to_all;  // not 0: every rank gets the row, whether or not it has an expert of the token
-  uint32_t padding;
+  uint32_t blank;   // not 0: the rows of a masked rank are filled with ones, which is the id -1
 };
 
 struct DispatchLaunch {
@@ -65,6 +70,7 @@ struct DispatchLaunch {
   Control* control;
   HostWords* host;
   uint64_t arrived;  // offset of the slot's flags in every segment, one flag for each source
+  uint64_t evicted;  // offset in every segment, one flag for each rank that goes on without the segment's owner
   uint64_t timeout_ns;
   uint32_t ranks;
   uint32_t rank;
@@ -75,7 +81,8 @@ struct DispatchLaunch {
   uint32_t experts;
   uint32_t experts_per_rank;  // 0 without owners: every row goes to every rank
   uint32_t phases;
-  uint32_t padding;
+  uint32_t survive;           // not 0: goes on without ranks that are gone
+  uint32_t sizes[kMaxRanks];  // tokens of each rank
 };
 
 struct CombineLaunch {
@@ -85,7 +92,8 @@ struct CombineLaunch {
   Control* control;
   HostWords* host;
   uint64_t ready;  // offset of the slot's flags in every segment, one flag for each rank
-  uint64_t rows;   // offset of the results for this rank's first row in every segment
+  uint64_t evicted;
+  uint64_t rows;  // offset of the results for this rank's first row in every segment
   uint64_t timeout_ns;
   uint32_t ranks;
   uint32_t rank;
@@ -94,7 +102,7 @@ struct CombineLaunch {
   uint32_t parts;    // number of blocks that share a row
   uint32_t accumulate;
   uint32_t phases;
-  uint32_t padding;
+  uint32_t survive;  // `parts` is 1: one block decides whether a rank's result is in a row
 };
 
 }  // namespace kvc::moe

@@ -62,23 +62,108 @@ __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fa
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
 }
 
-// Returns whether the flag reached the epoch. The host's word lies across PCIe, and reading the timer takes time. Both
-// are read at every 1,024th poll only, about once a millisecond.
-__device__ __forceinline__ bool wait_for_flag(const uint32_t* flag, uint32_t epoch, uint32_t rank, Fault timeout,
-                                              uint64_t timeout_ns, Control* control, HostWords* host) {
+// Returns whether a wait for `rank` is over, and records the fault then. A rank that ended comes before a rank that
+// left: others leave because of its end.
+__device__ __noinline__ bool gives_up(Control* control, HostWords* host, uint32_t rank, Fault timeout, bool late) {
+  uint32_t gone = load_relaxed(&host->lost);
+  if (gone == 0) gone = load_relaxed(&host->left) & 1U << rank;
+  const bool other = load_relaxed(&host->fault) != 0;
+  if (gone == 0 && !other && !late) return false;
+  give_up(control, host, gone != 0 ? Fault::kLost : timeout, gone != 0 ? __ffs(static_cast<int>(gone)) - 1 : rank);
+  return true;
+}
+
+// The following functions are for groups that survive (`launch.survive`).
+
+// Returns whether another rank goes on without this rank, and records the fault then. `flags`: in the own segment.
+__device__ __noinline__ bool is_evicted(unsigned char* segment, uint64_t flags, uint32_t ranks, Control* control,
+                                        HostWords* host) {
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    if (load_acquire(flag_of(segment, flags, rank)) == 0) continue;
+    give_up(control, host, Fault::kEvicted, rank);
+    return true;
+  }
+  return false;
+}
+
+// Goes on without the rank in this launch and in all later launches of the slot. Its own launches end. `evicted`: the
+// flag of this rank in that rank's segment.
+__device__ __noinline__ void mask_rank(uint32_t rank, uint32_t* evicted, Control* control, HostWords* host) {
+  store_relaxed(evicted, 1);
+  atomicOr(&control->masked, 1U << rank);
+  store_relaxed(&host->masked[rank], 1);
+}
+
+enum class Wait : uint32_t { kArrived, kMasked, kFaulted };
+
+// Waits until the flag reaches the epoch. The host's words lie across PCIe, and reading the timer takes time. Both are
+// read at every 1,024th poll only, about once a millisecond.
+template <typename Launch>
+__device__ __forceinline__ Wait wait_for_flag(const Launch& launch, uint64_t flags, uint32_t epoch, uint32_t rank,
+                                              Fault timeout) {
+  unsigned char* segment = launch.segments[launch.rank];
+  const uint32_t* flag = flag_of(segment, flags, rank);
   uint32_t polls = 0;
   uint64_t begin = 0;
   while (static_cast<int32_t>(load_acquire(flag) - epoch) < 0) {
     if ((++polls & 1023U) != 0) continue;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
-    const uint32_t gone = load_relaxed(&host->lost) | (load_relaxed(&host->left) & 1U << rank);
-    const bool other = load_relaxed(&host->fault) != 0;
-    if (gone == 0 && !other && now - begin <= timeout_ns) continue;
-    give_up(control, host, gone != 0 ? Fault::kLost : timeout, gone != 0 ? __ffs(static_cast<int>(gone)) - 1 : rank);
-    return false;
+    const bool late = now - begin > launch.timeout_ns;
+    if (launch.survive != 0) {
+      if (is_evicted(segment, launch.evicted, launch.ranks, launch.control, launch.host)) return Wait::kFaulted;
+      const bool gone =
+          (load_relaxed(&launch.host->dead) >> rank & 1U) != 0 || load_relaxed(&launch.host->masked[rank]) != 0;
+      if (load_relaxed(&launch.host->lost) == 0 && (late || gone)) {
+        mask_rank(rank, flag_of(launch.segments[rank], launch.evicted, launch.rank), launch.control, launch.host);
+        return Wait::kMasked;
+      }
+    }
+    if (gives_up(launch.control, launch.host, rank, timeout, late)) return Wait::kFaulted;
   }
-  return true;
+  return Wait::kArrived;
+}
+
+// Stores of a rank that is gone may still land where this step has other rows. So the step begins after the end of its
+// process. Returns the ranks that this step goes on without, or all bits if it gave up waiting. For one thread of each
+// block.
+__device__ __noinline__ uint32_t wait_for_fences(const DispatchLaunch& launch) {
+  Control* control = launch.control;
+  HostWords* host = launch.host;
+  if (is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, control, host)) return ~0U;
+  uint32_t masked = load_relaxed(&control->masked);
+  const uint32_t dead = load_relaxed(&host->dead);
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if ((masked >> rank & 1U) != 0) continue;
+    if ((dead >> rank & 1U) == 0 && load_relaxed(&host->masked[rank]) == 0) continue;
+    mask_rank(rank, flag_of(launch.segments[rank], launch.evicted, launch.rank), control, host);
+    masked |= 1U << rank;
+  }
+  const uint64_t begin = now_ns();
+  for (;;) {
+    const uint32_t living = masked & ~load_relaxed(&host->fenced);
+    if (living == 0) return masked;
+    if (is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, control, host)) return ~0U;
+    const uint32_t rank = __ffs(static_cast<int>(living)) - 1;
+    if (gives_up(control, host, rank, Fault::kDispatchTimeout, now_ns() - begin > launch.timeout_ns)) return ~0U;
+    __nanosleep(1000);
+  }
+}
+
+// The rows of masked ranks have old bytes. Without ids they belong to no expert. For a whole block.
+__device__ __noinline__ void blank_masked(const DispatchLaunch& launch, uint32_t masked) {
+  uint64_t own = 0;  // rows before the own ones
+  for (uint32_t rank = 0; rank < launch.rank; ++rank) own += launch.sizes[rank];
+  for (uint32_t i = 0; i < launch.column_count; ++i) {
+    const Column& column = launch.columns[i];
+    if (column.blank == 0) continue;
+    unsigned char* rows = launch.segments[launch.rank] + column.target - own * column.row_bytes;
+    for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+      const uint64_t bytes = static_cast<uint64_t>(launch.sizes[rank]) * column.row_bytes;
+      for (uint64_t k = threadIdx.x; (masked >> rank & 1U) != 0 && k < bytes; k += blockDim.x) rows[k] = 0xFF;
+      rows += bytes;
+    }
+  }
 }
 
 // The ranks that own an expert of the token, equal in every lane. Whole warps must call it.
@@ -154,12 +239,21 @@ __device__ __forceinline__ void send_token(const DispatchLaunch& launch, uint32_
   }
 }
 
-// Waits for the flags of all sources, with one thread per flag.
-__device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint32_t epoch) {
-  if (threadIdx.x < launch.ranks) {
-    wait_for_flag(flag_of(launch.segments[launch.rank], launch.arrived, threadIdx.x), epoch, threadIdx.x,
-                  Fault::kDispatchTimeout, launch.timeout_ns, launch.control, launch.host);
+// Waits for the flags of all sources, with one thread per flag. Whole blocks must call it. `masked`: ranks that this
+// launch goes on without.
+__device__ __forceinline__ void receive_rows(const DispatchLaunch& launch, uint32_t epoch, uint32_t masked) {
+  __shared__ uint32_t gone;
+  if (launch.survive != 0) {
+    if (threadIdx.x == 0) gone = masked;
+    __syncthreads();
   }
+  if (threadIdx.x < launch.ranks && (masked >> threadIdx.x & 1U) == 0 &&
+      wait_for_flag(launch, launch.arrived, epoch, threadIdx.x, Fault::kDispatchTimeout) == Wait::kMasked) {
+    atomicOr(&gone, 1U << threadIdx.x);
+  }
+  if (launch.survive == 0) return;
+  __syncthreads();
+  if (gone != 0) blank_masked(launch, gone);
 }
 
 struct Sums {
@@ -225,6 +319,7 @@ __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   wait_for_predecessor();
   __shared__ uint32_t epoch;
   __shared__ bool faulted;
+  __shared__ uint32_t gone;  // ranks that this block goes on without
   const uint32_t units = launch.tokens * launch.parts;
   // Loaded before the wait: it is local, and takes as long as the flight of a flag.
   uint32_t mask = blockIdx.x < units ? launch.masks[blockIdx.x / launch.parts] : 0;
@@ -234,25 +329,33 @@ __device__ __forceinline__ void combine(const CombineLaunch& launch) {
   if (threadIdx.x == 32) {
     epoch = launch.control->epoch;
     faulted = launch.control->faulted != 0;
+    gone = launch.survive != 0 ? launch.control->masked : 0;
+    if (launch.survive != 0 &&
+        is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, launch.control, launch.host)) {
+      faulted = true;
+    }
   }
   __syncthreads();
   if (faulted) return;
-  if (raises) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
+  const bool waits = threadIdx.x < launch.ranks && (gone >> threadIdx.x & 1U) == 0;
+  if (raises && waits) store_relaxed(flag_of(launch.segments[threadIdx.x], launch.ready, launch.rank), epoch);
   if ((launch.phases & kReceive) == 0) return;
-  if (threadIdx.x < launch.ranks &&
-      !wait_for_flag(flag_of(launch.segments[launch.rank], launch.ready, threadIdx.x), epoch, threadIdx.x,
-                     Fault::kCombineTimeout, launch.timeout_ns, launch.control, launch.host)) {
-    faulted = true;
+  if (launch.survive != 0) __syncthreads();  // all threads have read `gone`
+  if (waits) {
+    const Wait found = wait_for_flag(launch, launch.ready, epoch, threadIdx.x, Fault::kCombineTimeout);
+    if (found == Wait::kFaulted) faulted = true;
+    if (found == Wait::kMasked) atomicOr(&gone, 1U << threadIdx.x);
   }
   __syncthreads();
   if (faulted) return;
   let_successor_begin();
+  const uint32_t present = ~gone;
   for (uint32_t unit = blockIdx.x; unit < units;) {
     const uint32_t token = unit / launch.parts;
     const uint32_t first = unit % launch.parts * kVectors * blockDim.x + threadIdx.x;
     unit += gridDim.x;
     const uint32_t next = unit < units ? launch.masks[unit / launch.parts] : 0;
-    combine_part<kVectors, kRanks>(launch, token, first, mask);
+    combine_part<kVectors, kRanks>(launch, token, first, mask & present);
     mask = next;
   }
 }
@@ -264,14 +367,30 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     kvc_moe_dispatch(const __grid_constant__ DispatchLaunch launch) {
   wait_for_predecessor();
   __shared__ bool last;
+  __shared__ uint32_t gone;  // ranks that this launch goes on without; all bits: it does nothing
   Control* control = launch.control;
-  const bool faulted = control->faulted != 0;
+  bool faulted = control->faulted != 0;
   const uint32_t before = control->epoch;
+  uint32_t masked = 0;
   if ((launch.phases & kSend) == 0) {
-    if (!faulted && blockIdx.x == 0) receive_rows(launch, before);
+    if (launch.survive != 0) {
+      masked = control->masked;
+      if (threadIdx.x == 0) {
+        last = is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, control, launch.host);
+      }
+      __syncthreads();
+      faulted = faulted || last;
+    }
+    if (!faulted && blockIdx.x == 0) receive_rows(launch, before, masked);
     return;
   }
-  const uint32_t all = faulted ? 0 : (1U << launch.ranks) - 1;
+  if (launch.survive != 0) {
+    if (threadIdx.x == 0) gone = faulted ? ~0U : wait_for_fences(launch);
+    __syncthreads();
+    masked = gone;
+    faulted = gone == ~0U;
+  }
+  const uint32_t all = faulted ? 0 : ((1U << launch.ranks) - 1) & ~masked;
   for (uint32_t token = blockIdx.x; token < launch.tokens; token += gridDim.x) send_token(launch, token, all);
   let_successor_begin();
   __syncthreads();
@@ -283,13 +402,14 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     }
   }
   __syncthreads();
-  if (!last || faulted) return;
+  // Another block may have given up, and sent nothing.
+  if (!last || faulted || (launch.survive != 0 && load_relaxed(&control->faulted) != 0)) return;
   const uint32_t epoch = before + 1;
-  if (threadIdx.x < launch.ranks) {
+  if (threadIdx.x < launch.ranks && (masked >> threadIdx.x & 1U) == 0) {
     fence_system();
     store_relaxed(flag_of(launch.segments[threadIdx.x], launch.arrived, launch.rank), epoch);
   }
-  if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch);
+  if ((launch.phases & kReceive) != 0) receive_rows(launch, epoch, masked);
 }
 
 // Combine for up to R ranks, with V vectors of a row per thread.

@@ -366,6 +366,8 @@ Launch Group::launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t
   launch.rank = config_.rank;
   launch.tokens = tokens;
   launch.phases = phases;
+  launch.evicted = Layout::evicted();
+  launch.survive = config_.survive ? 1 : 0;
   return launch;
 }
 
@@ -418,8 +420,10 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
     column.row_bytes = spec.row_bytes;
     column.unit = places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : 1;
     column.to_all = spec.to_all ? 1 : 0;
+    column.blank = spec.blank ? 1 : 0;
   }
   const Local local = local_of(config_);
+  std::copy(sizes.begin(), sizes.end(), launch.sizes);
   launch.ids = ids;
   if (memory.has_owners) {
     launch.owners = reinterpret_cast<const uint8_t*>(memory.local + local.slot_bytes * config_.slots);
@@ -454,6 +458,10 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   const auto refuse = [&](std::string message) { return invalid(std::string(kOperation), std::move(message)); };
   if (hidden == 0 || hidden % 8 != 0)
     return refuse("a hidden size of " + std::to_string(hidden) + ": it must be a multiple of 8, and not 0");
+  if (config_.survive && hidden > kMaxSurvivingHidden) {
+    return refuse("a hidden size of " + std::to_string(hidden) + ": groups that survive have up to " +
+                  std::to_string(kMaxSurvivingHidden));
+  }
   const uint64_t row_bytes = uint64_t{hidden} * 2;
   if (all * row_bytes > config_.combine_bytes) {
     return refuse("results of " + std::to_string(all * row_bytes) + " bytes do not fit into the combine area of " +
@@ -472,8 +480,10 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
     reference::combine(launch);
     return {};
   }
-  // One vector per thread as long as all blocks are resident at once, otherwise two vectors of every rank.
-  const bool few = launch.tokens <= memory.processors / 2;
+  // One vector per thread as long as all blocks are resident at once, otherwise two vectors of every rank. In a group
+  // that survives, one block has the whole row, so that a rank's result is in all of it or in none.
+  const bool whole = config_.survive && launch.vectors > kMaxThreads;
+  const bool few = launch.tokens <= memory.processors / 2 && !whole;
   const uint32_t per_thread = few ? 1 : 2;
   launch.parts = (launch.vectors + per_thread * kMaxThreads - 1) / (per_thread * kMaxThreads);
   const uint32_t share = (launch.vectors + launch.parts - 1) / launch.parts;
@@ -510,14 +520,31 @@ void Group::lose(uint32_t rank, bool left) {
   HostWords& words = *memory_->words();
   const std::atomic_ref lost(words.lost);
   const std::atomic_ref gone_in_order(words.left);
-  // Other ranks end because of the first death, so a fault must not name them.
+  if (config_.survive && !left && rank != config_.rank) {
+    std::atomic_ref(words.dead).fetch_or(1U << rank);
+    return;
+  }
+  // Other ranks end because of the first death, so a fault must not name them. Launches look at `lost` first.
   if (lost.load() != 0) return;
   if (left) {
     gone_in_order.fetch_or(1U << rank);
   } else {
     lost.store(1U << rank);
-    gone_in_order.store(0);
   }
+}
+
+void Group::fence(uint32_t rank) {
+  const std::lock_guard lock(mutex_);
+  if (memory_ && rank < config_.ranks) std::atomic_ref(memory_->words()->fenced).fetch_or(1U << rank);
+}
+
+uint32_t Group::masked() const {
+  const std::lock_guard lock(mutex_);
+  uint32_t bits = 0;
+  for (uint32_t rank = 0; memory_ && rank < config_.ranks; ++rank) {
+    if (std::atomic_ref(memory_->words()->masked[rank]).load() != 0) bits |= 1U << rank;
+  }
+  return bits;
 }
 
 std::optional<std::pair<Fault, uint32_t>> Group::fault() const {

@@ -36,10 +36,15 @@ struct GroupConfig {
   uint32_t experts = 0;
   uint32_t slots = 1;
   uint64_t timeout_ns = 0;  // longest wait of a launch for another rank
+  // Launches go on without a rank that lose() names or that does not send within the timeout. Its results count as
+  // zero, and its tokens belong to no expert. A row of more than kMaxSurvivingHidden elements is refused.
+  bool survive = false;
   // The epoch before the first dispatch, the same on all ranks. Only tests set it, to start shortly before it wraps
   // around.
   uint32_t first_epoch = 0;
 };
+
+inline constexpr uint32_t kMaxSurvivingHidden = 2 * kMaxThreads * 8;
 
 // The caller's description of a column. The other values follow from the sizes.
 struct ColumnSpec {
@@ -47,6 +52,7 @@ struct ColumnSpec {
   uint32_t row_bytes = 0;
   uint64_t offset = 0;  // offset of the column in the dispatch area, a multiple of kColumnAlignment
   bool to_all = false;
+  bool blank = false;  // the rows of a masked rank become ones: the column of ids
 };
 
 // Any thread may call lose(), fault() and close() at any time. Different threads may launch different slots, but one
@@ -85,7 +91,14 @@ class Group {
   // Reports that `rank` ended: all waiting launches end, whichever rank they wait for, and name it. Later reports change
   // nothing. `rank` may be this rank, if the others continue without it. `left`: the rank closed its group in good
   // order, so only launches that wait for it end.
+  // A group that survives: launches that wait for another rank go on without it. Its own launches, and those after it
+  // left in good order, end as in every group.
   void lose(uint32_t rank, bool left = false);
+  // For groups that survive: reports that the process of `rank` has ended, with its use of the GPU. Before that, no
+  // dispatch begins after a launch went on without the rank. Stores of the rank could land in the step's rows.
+  void fence(uint32_t rank);
+  // The ranks that a launch went on without, one bit for each.
+  uint32_t masked() const;
   // The reason why the first launch gave up, and the rank that it waited for. After a fault, launches of the same slot
   // do nothing, and launches of the other slot stop waiting.
   std::optional<std::pair<Fault, uint32_t>> fault() const;

@@ -24,7 +24,9 @@ struct Layout {
   // The flags that ranks set when their rows or their results are complete.
   static constexpr uint64_t arrived(uint32_t slot) noexcept { return (2ULL * slot) * kMaxRanks * kFlagBytes; }
   static constexpr uint64_t ready(uint32_t slot) noexcept { return (2ULL * slot + 1) * kMaxRanks * kFlagBytes; }
-  static constexpr uint64_t flag_bytes() noexcept { return align(2ULL * kMaxSlots * kMaxRanks * kFlagBytes); }
+  // The flags that other ranks set when they go on without the owner of the segment.
+  static constexpr uint64_t evicted() noexcept { return 2ULL * kMaxSlots * kMaxRanks * kFlagBytes; }
+  static constexpr uint64_t flag_bytes() noexcept { return align(evicted() + uint64_t{kMaxRanks} * kFlagBytes); }
 
   constexpr uint64_t dispatch(uint32_t slot) const noexcept {
     return flag_bytes() + slot * (align(dispatch_bytes) + align(combine_bytes));

@@ -21,37 +21,136 @@ inline std::atomic_ref<uint32_t> flag_of(unsigned char* segment, uint64_t flags,
   return word(*reinterpret_cast<uint32_t*>(segment + flags + uint64_t{rank} * kFlagBytes));
 }
 
-// Returns false if it gave up waiting, and records the fault. The fault names a rank that is gone, or one whose flag is
-// not set.
+using Clock = std::chrono::steady_clock;
+
+// Records the first fault. Later launches of the slot do nothing.
+template <typename Launch>
+void give_up(const Launch& launch, Fault fault, uint32_t rank) {
+  uint32_t none = 0;
+  word(launch.host->fault).compare_exchange_strong(none, static_cast<uint32_t>(fault) << 16 | rank);
+  word(launch.control->faulted).store(1);
+}
+
+template <typename Launch>
+bool is_late(const Launch& launch, Clock::time_point begin) {
+  const std::chrono::nanoseconds waited = Clock::now() - begin;
+  return static_cast<uint64_t>(waited.count()) > launch.timeout_ns;
+}
+
+// Returns whether the wait for `missing` is over, and records the fault then. The fault names a rank that is gone, or
+// one of `missing`.
+template <typename Launch>
+bool gives_up(const Launch& launch, uint32_t missing, Clock::time_point begin, Fault timeout) {
+  // A rank that ended comes first: others leave because of its end.
+  uint32_t lost = word(launch.host->lost).load();
+  if (lost == 0) lost = word(launch.host->left).load() & missing;
+  const bool other = word(launch.host->fault).load() != 0;  // the other slot's fault
+  if (lost == 0 && !other && !is_late(launch, begin)) return false;
+  give_up(launch, lost != 0 ? Fault::kLost : timeout,
+          static_cast<uint32_t>(std::countr_zero(lost != 0 ? lost : missing)));
+  return true;
+}
+
+// In a group that survives: returns whether another rank goes on without this rank, and records the fault then.
+template <typename Launch>
+bool is_evicted(const Launch& launch) {
+  if (launch.survive == 0) return false;
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if (flag_of(launch.segments[launch.rank], launch.evicted, rank).load(std::memory_order_acquire) == 0) continue;
+    give_up(launch, Fault::kEvicted, rank);
+    return true;
+  }
+  return false;
+}
+
+// The ranks that a launch of either slot need not wait for.
+template <typename Launch>
+uint32_t gone_ranks(const Launch& launch) {
+  uint32_t gone = word(launch.host->dead).load();
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if (word(launch.host->masked[rank]).load() != 0) gone |= 1U << rank;
+  }
+  return gone;
+}
+
+// Goes on without `ranks` in this launch and in all later launches of the slot. Their own launches end.
+template <typename Launch>
+void mask(const Launch& launch, uint32_t ranks) {
+  ranks &= ~word(launch.control->masked).load();
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if ((ranks >> rank & 1U) == 0) continue;
+    flag_of(launch.segments[rank], launch.evicted, launch.rank).store(1, std::memory_order_release);
+    word(launch.host->masked[rank]).store(1);
+  }
+  word(launch.control->masked).fetch_or(ranks);
+}
+
+// Stores of a rank that is gone may still land where this step has other rows. So the step begins after the end of its
+// process. Returns false if it gave up waiting.
+template <typename Launch>
+bool wait_for_fences(const Launch& launch) {
+  if (launch.survive == 0) return true;
+  mask(launch, gone_ranks(launch));
+  const auto begin = Clock::now();
+  for (;;) {
+    const uint32_t living = word(launch.control->masked).load() & ~word(launch.host->fenced).load();
+    if (living == 0) return true;
+    if (is_evicted(launch) || gives_up(launch, living, begin, Fault::kDispatchTimeout)) return false;
+    std::this_thread::yield();
+  }
+}
+
+// Returns false if it gave up waiting. A group that survives goes on without ranks that are dead or late.
 template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   for (;;) {
+    const uint32_t masked = word(launch.control->masked).load();
     uint32_t missing = 0;
     for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+      if ((masked >> rank & 1U) != 0) continue;
       const uint32_t flag = flag_of(launch.segments[launch.rank], flags, rank).load(std::memory_order_acquire);
       if (static_cast<int32_t>(flag - epoch) < 0) missing |= 1U << rank;
     }
     if (missing == 0) return true;
-    const uint32_t lost = word(launch.host->lost).load() | (word(launch.host->left).load() & missing);
-    const bool other = word(launch.host->fault).load() != 0;  // the other slot's fault
-    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
-    if (lost != 0 || other || static_cast<uint64_t>(waited.count()) > launch.timeout_ns) {
-      const auto rank = static_cast<uint32_t>(std::countr_zero(lost != 0 ? lost : missing));
-      uint32_t none = 0;  // only the first fault is recorded
-      word(launch.host->fault)
-          .compare_exchange_strong(none, static_cast<uint32_t>(lost != 0 ? Fault::kLost : timeout) << 16 | rank);
-      word(launch.control->faulted).store(1);
-      return false;
+    if (is_evicted(launch)) return false;
+    if (launch.survive != 0 && word(launch.host->lost).load() == 0) {
+      uint32_t gone = missing & gone_ranks(launch);
+      if (gone == 0 && is_late(launch, begin)) gone = missing;
+      if (gone != 0) {
+        mask(launch, gone);
+        continue;
+      }
     }
+    if (gives_up(launch, missing, begin, timeout)) return false;
     std::this_thread::yield();
   }
 }
 
 template <typename Launch>
 void raise_flags(const Launch& launch, uint64_t flags, uint32_t epoch) {
+  const uint32_t masked = word(launch.control->masked).load();
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if ((masked >> rank & 1U) != 0) continue;
     flag_of(launch.segments[rank], flags, launch.rank).store(epoch, std::memory_order_release);
+  }
+}
+
+// The rows of masked ranks have old bytes. Without ids they belong to no expert.
+inline void blank_masked(const DispatchLaunch& launch) {
+  const uint32_t masked = word(launch.control->masked).load();
+  if (masked == 0) return;
+  uint64_t own = 0;  // rows before the own ones
+  for (uint32_t rank = 0; rank < launch.rank; ++rank) own += launch.sizes[rank];
+  for (uint32_t i = 0; i < launch.column_count; ++i) {
+    const Column& column = launch.columns[i];
+    if (column.blank == 0) continue;
+    unsigned char* rows = launch.segments[launch.rank] + column.target - own * column.row_bytes;
+    for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+      const uint64_t bytes = uint64_t{launch.sizes[rank]} * column.row_bytes;
+      if ((masked >> rank & 1U) != 0) std::memset(rows, 0xFF, bytes);
+      rows += bytes;
+    }
   }
 }
 
@@ -70,11 +169,12 @@ inline uint32_t ranks_of(const DispatchLaunch& launch, uint32_t token) noexcept 
 }
 
 inline void dispatch(const DispatchLaunch& launch) {
-  if (word(launch.control->faulted).load() != 0) return;
+  if (word(launch.control->faulted).load() != 0 || is_evicted(launch)) return;
   if ((launch.phases & kSend) != 0) {
-    const uint32_t all = (1U << launch.ranks) - 1;
+    if (!wait_for_fences(launch)) return;
+    const uint32_t all = ((1U << launch.ranks) - 1) & ~word(launch.control->masked).load();
     for (uint32_t token = 0; token < launch.tokens; ++token) {
-      const uint32_t mask = launch.masks[token] = ranks_of(launch, token);
+      const uint32_t mask = launch.masks[token] = ranks_of(launch, token) & all;
       for (uint32_t i = 0; i < launch.column_count; ++i) {
         const Column& column = launch.columns[i];
         const uint64_t row = uint64_t{token} * column.row_bytes;
@@ -86,8 +186,9 @@ inline void dispatch(const DispatchLaunch& launch) {
     }
     raise_flags(launch, launch.arrived, ++launch.control->epoch);
   }
-  if ((launch.phases & kReceive) != 0) {
-    wait_for_flags(launch, launch.arrived, launch.control->epoch, Fault::kDispatchTimeout);
+  if ((launch.phases & kReceive) != 0 &&
+      wait_for_flags(launch, launch.arrived, launch.control->epoch, Fault::kDispatchTimeout)) {
+    blank_masked(launch);
   }
 }
 
@@ -100,14 +201,15 @@ inline uint16_t to_bf16(float value) noexcept {
 }
 
 inline void combine(const CombineLaunch& launch) {
-  if (word(launch.control->faulted).load() != 0) return;
+  if (word(launch.control->faulted).load() != 0 || is_evicted(launch)) return;
   const uint32_t epoch = launch.control->epoch;
   if ((launch.phases & kSend) != 0) raise_flags(launch, launch.ready, epoch);
   if ((launch.phases & kReceive) == 0) return;
   if (!wait_for_flags(launch, launch.ready, epoch, Fault::kCombineTimeout)) return;
   const uint32_t columns = launch.vectors * 8;
+  const uint32_t masked = word(launch.control->masked).load();
   for (uint32_t token = 0; token < launch.tokens; ++token) {
-    const uint32_t mask = launch.masks[token];
+    const uint32_t mask = launch.masks[token] & ~masked;
     const uint64_t row = uint64_t{token} * columns * sizeof(uint16_t);
     auto* out = reinterpret_cast<uint16_t*>(launch.out + row);
     for (uint32_t i = 0; i < columns; ++i) {

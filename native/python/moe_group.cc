@@ -36,10 +36,10 @@ uint64_t nanoseconds(double seconds) {
 class PythonMoeGroup {
  public:
   PythonMoeGroup(uint32_t rank, uint32_t ranks, int device, uint64_t dispatch_bytes, uint64_t combine_bytes,
-                 uint32_t max_tokens, uint32_t experts, uint32_t slots, double timeout)
+                 uint32_t max_tokens, uint32_t experts, uint32_t slots, double timeout, bool survive)
       : slots_(slots) {
-    const moe::GroupConfig config{rank,       ranks,   device, dispatch_bytes,      combine_bytes,
-                                  max_tokens, experts, slots,  nanoseconds(timeout)};
+    const moe::GroupConfig config{rank,       ranks,   device, dispatch_bytes,       combine_bytes,
+                                  max_tokens, experts, slots,  nanoseconds(timeout), survive};
     group_ = unwrap(without_gil([&] { return moe::Group::create(config); }));
   }
   PythonMoeGroup(const PythonMoeGroup&) = delete;
@@ -63,12 +63,13 @@ class PythonMoeGroup {
     return fd;
   }
   void dispatch(uintptr_t stream, uint32_t slot, const Sizes& sizes, uintptr_t ids, uint32_t ids_bytes, uint32_t top_k,
-                const std::vector<ColumnTuple>& columns, uint32_t phases) {
+                const std::vector<ColumnTuple>& columns, uint32_t phases, std::optional<size_t> ids_column) {
     std::vector<moe::ColumnSpec> specs;
     specs.reserve(columns.size());
     for (const auto& [source, row_bytes, offset, to_all] : columns) {
       specs.push_back({reinterpret_cast<const void*>(source), row_bytes, offset, to_all});
     }
+    if (ids_column && *ids_column < specs.size()) specs[*ids_column].blank = true;
     unwrap(without_gil([&] {
       return group_->dispatch(reinterpret_cast<cuda::Stream>(stream), slot, sizes, reinterpret_cast<const void*>(ids),
                               ids_bytes, top_k, specs, phases);
@@ -105,9 +106,9 @@ void bind_moe_group(py::module_& module) {
   module.attr("MOE_MAX_TOP_K") = moe::kMaxTopK;
   module.attr("MOE_COLUMN_ALIGNMENT") = moe::kColumnAlignment;
   py::class_<G>(module, "MoeGroup", py::is_final())
-      .def(py::init<uint32_t, uint32_t, int, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t, double>(),
+      .def(py::init<uint32_t, uint32_t, int, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t, double, bool>(),
            py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("dispatch_bytes"), py::arg("combine_bytes"),
-           py::arg("max_tokens"), py::arg("experts"), py::arg("slots"), py::arg("timeout"))
+           py::arg("max_tokens"), py::arg("experts"), py::arg("slots"), py::arg("timeout"), py::arg("survive") = false)
       .def_property_readonly("segment_bytes", [](G& self) { return self.group().segment_bytes(); })
       .def_property_readonly("base", [](G& self) { return reinterpret_cast<uintptr_t>(self.group().base()); })
       .def(
@@ -126,13 +127,17 @@ void bind_moe_group(py::module_& module) {
           },
           py::arg("owners"))
       .def("dispatch", &G::dispatch, py::arg("stream"), py::arg("slot"), py::arg("sizes"), py::arg("ids"),
-           py::arg("ids_bytes"), py::arg("top_k"), py::arg("columns"), py::arg("phases") = 3)
+           py::arg("ids_bytes"), py::arg("top_k"), py::arg("columns"), py::arg("phases") = 3,
+           py::arg("ids_column") = py::none())
       .def("combine", &G::combine, py::arg("stream"), py::arg("slot"), py::arg("sizes"), py::arg("out"),
            py::arg("hidden"), py::arg("accumulate") = false, py::arg("phases") = 3)
       .def(
           "lose", [](G& self, uint32_t rank, bool left) { self.group().lose(rank, left); }, py::arg("rank"),
           py::arg("left") = false)
       .def("fault", &G::fault)
+      .def(
+          "fence", [](G& self, uint32_t rank) { self.group().fence(rank); }, py::arg("rank"))
+      .def("masked", [](G& self) { return self.group().masked(); })
       .def("close", &G::close, py::arg("timeout"));
 }
 

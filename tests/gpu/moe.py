@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks dispatch and combine of experts on a machine with GPUs, one process per rank.
 
-    tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [times]
+    tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [survive] [times]
 
-Without a name it runs all four. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
+Without a name it runs all five. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
 if a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints microseconds
 of dispatch + combine in CUDA graphs, beside NCCL's all-gather and reduce-scatter: 20 pairs a graph, four
 routings in turn, 100 replays, the slowest rank of each.
@@ -61,10 +61,13 @@ class Rank:
         torch.cuda.synchronize()
         self.gather(None)
 
-    def form(self, hidden: int, tokens: int, *, timeout: float = 20.0, slots: int = 1) -> Group:
+    def form(
+        self, hidden: int, tokens: int, *, timeout: float = 20.0, slots: int = 1, survive: bool = False
+    ) -> Group:
         settings = GroupSettings(
             rank=self.rank, ranks=self.ranks, hidden=hidden, top_k=TOP_K, experts=EXPERTS, max_tokens=tokens,
             row_bytes=2 * hidden + hidden // 32 + 256, slots=slots, device=self.device.index, timeout=timeout,
+            survive=survive,
         )  # fmt: skip
         group = Group.form(settings, self.exchange)
         group.place([expert * self.ranks // EXPERTS for expert in range(EXPERTS)])
@@ -102,11 +105,15 @@ def results_of(of: Rank, rank: int, rows: int, hidden: int, seed: int) -> torch.
     return torch.randn(rows, hidden, generator=generator, device=of.device).to(torch.bfloat16)
 
 
-def expected_sum(of: Rank, step: Step, rows: int, hidden: int, seed: int, first: int) -> torch.Tensor:
-    """Returns the sum by its definition: in rank order, in fp32, rounded once."""
+def expected_sum(
+    of: Rank, step: Step, rows: int, hidden: int, seed: int, first: int, absent: int = -1
+) -> torch.Tensor:
+    """Returns the sum by its definition: in rank order, in fp32, rounded once. ``absent``: left out."""
     tokens = step.ids.shape[0]
     total = torch.zeros(tokens, hidden, device=of.device)
     for rank in range(of.ranks):
+        if rank == absent:
+            continue
         part = results_of(of, rank, rows, hidden, seed)[first : first + tokens].float()
         wants = (step.ids.long() * of.ranks // EXPERTS == rank).any(1)
         total += torch.where(wants[:, None], part, torch.zeros_like(part))
@@ -237,6 +244,42 @@ def check_kill(of: Rank) -> None:
     group.close()
 
 
+def check_survive(of: Rank) -> None:
+    """Kills the last rank while the kernels of the others wait for it. Their steps go on without it."""
+    hidden, tokens, victim = 7168, 32, of.ranks - 1
+    group = of.form(hidden, tokens, survive=True)
+    sizes, rows, first = [tokens] * of.ranks, tokens * of.ranks, tokens * of.rank
+
+    def right_step(seed: int, absent: int) -> None:
+        steps = [Step(of, hidden, tokens, rank, seed, fp8=True) for rank in range(of.ranks)]
+        got = steps[of.rank].dispatch(group, sizes)
+        group.combine_buffer(sizes).copy_(results_of(of, of.rank, rows, hidden, seed))
+        out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=of.device)
+        group.combine(out, sizes)
+        torch.cuda.synchronize()
+        group.raise_fault()
+        ids = torch.cat([step.ids for step in steps])
+        if absent >= 0:
+            ids[absent * tokens : (absent + 1) * tokens] = -1
+        assert same(got.ids, ids), f"ids of step {seed}"
+        assert same(out, expected_sum(of, steps[of.rank], rows, hidden, seed, first, absent)), f"step {seed}"
+
+    for seed in range(3):
+        right_step(seed, -1)
+    of.sync()
+    if of.rank == victim:
+        time.sleep(1.0)  # the kernels of the others are waiting by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    times = [time.monotonic()]
+    for seed in range(3, 3 + STEPS):
+        right_step(seed, victim)
+        times.append(time.monotonic())
+    assert group.masked() == {victim}
+    first_s, next_s = (round(times[step + 1] - times[step], 3) for step in range(2))
+    of.tell(check="survive", ranks=of.ranks, after_s=round(first_s - 1.0, 3), next_step_s=next_s, steps=STEPS)
+    group.close()
+
+
 def capture(of: Rank, call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -322,7 +365,13 @@ def check_times(of: Rank) -> None:
     dist.destroy_process_group()
 
 
-CHECKS = {"bytes": check_bytes, "replays": check_replays, "kill": check_kill, "times": check_times}
+CHECKS = {
+    "bytes": check_bytes,
+    "replays": check_replays,
+    "kill": check_kill,
+    "survive": check_survive,
+    "times": check_times,
+}
 
 
 def run(rank: int, ranks: int, port: int, out: str | None, name: str) -> None:
@@ -349,7 +398,7 @@ def main() -> None:
             process.start()
         for rank, process in enumerate(processes):
             process.join(240)
-            killed = name == "kill" and rank == arguments.ranks - 1
+            killed = name in ("kill", "survive") and rank == arguments.ranks - 1
             if process.exitcode != (-signal.SIGKILL if killed else 0):
                 failed = True
                 sys.stderr.write(f"{name}: rank {rank} ended with {process.exitcode}\n")

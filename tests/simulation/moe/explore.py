@@ -7,6 +7,7 @@ store is checked to follow the stores of earlier rounds to its cell.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,14 +25,15 @@ class _Move(NamedTuple):
     rank: int
     enabled: tuple[_Test, ...]
     """One of these must hold. This is the part that steps of other ranks and events decide."""
-    check: _Test
+    checks: tuple[_Test, ...]
+    """One of these must hold when the move is taken."""
     complaint: str
     urgent: bool
     """The move stays enabled, and neither disables nor endangers another. It is taken at once."""
 
 
 def _event(bit: int, rank: int, what: str) -> _Move:
-    return _Move(bit, f"rank {rank} {what}", rank, ((0, 0),), (0, 0), "", False)
+    return _Move(bit, f"rank {rank} {what}", rank, ((0, 0),), ((0, 0),), "", False)
 
 
 @dataclass
@@ -53,7 +55,8 @@ class Exploration:
     each at any later moment. With `deadlines` any wait may run out, because no rank can distinguish a stuck
     peer from a slow peer. `stuck` is a rank that is slower than the deadline: any wait for it may run out.
     All ranks, the stuck rank as well, then learn at any later moment that it was given up. `reduced` takes
-    urgent moves alone: the same violations in fewer states.
+    urgent moves alone: the same violations in fewer states. With `survive` a rank that waits for the victim
+    masks it and goes on. Its process ends at any moment after its death, and no store of it lands later.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Exploration:
         deadlines: bool = False,
         stuck: int | None = None,
         reduced: bool = False,
+        survive: bool = False,
     ) -> None:
         self._rules = rules or Rules()
         self._sizes = sizes
@@ -89,6 +93,9 @@ class Exploration:
         if victim is not None:
             self._stopped[victim] = self._died
         self._given_up = 0 if stuck is None else sum(self._stopped)
+        self._survive = survive
+        self._masked = [2 << count + 2 * self._ranks + rank for rank in range(self._ranks)]
+        self._fenced = 2 << count + 3 * self._ranks
         self._moves = [self._move(number) for number in range(count)]
         self._before = [
             sum(1 << self._first[step.rank] + place for place in step.before) for step in self._steps
@@ -112,8 +119,7 @@ class Exploration:
                 if following in came:
                     continue
                 came[following] = move
-                mask, value = move.check
-                if state & mask != value:
+                if not any(state & mask == value for mask, value in move.checks):
                     return self._report(found, came, following, move.complaint)
                 stack.append(following)
         found.states = len(came)
@@ -135,7 +141,8 @@ class Exploration:
 
     def _candidates_of(self, rank: int, state: int) -> tuple[_Move, ...]:
         """Moves of the rank whose order in its own program allows them."""
-        key = state & (self._local[rank] | self._died | self._lost[rank] | self._stopped[rank])
+        events = self._lost[rank] | self._stopped[rank] | self._masked[rank]
+        key = state & (self._local[rank] | self._died | self._fenced | events)
         if state & self._given_up:
             key |= self._given_up ^ self._stopped[rank]
         known = self._candidates[rank].get(key)
@@ -145,6 +152,8 @@ class Exploration:
 
     def _candidate_moves(self, rank: int, state: int) -> list[_Move]:
         stopped = bool(state & self._stopped[rank])
+        if stopped and state & self._fenced:
+            return []
         moves = []
         awaited = set()
         first = self._first[rank]
@@ -173,6 +182,8 @@ class Exploration:
         events = []
         if state & self._died and not lost:
             events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
+        if self._survive:
+            return events + self._survivals(rank, state, awaited)
         if state & self._given_up and not lost and self._rules.given_up_is_reported:
             events.append(_event(self._lost[rank], rank, f"learns that rank {self._stuck} was given up"))
         ended = lost and self._rules.lost_ends_waits
@@ -183,37 +194,71 @@ class Exploration:
             events.append(_event(self._stopped[rank], rank, "ends its wait with a fault"))
         return events
 
+    def _survivals(self, rank: int, state: int, awaited: set[int]) -> list[_Move]:
+        """Returns the events of a rank that goes on without the victim."""
+        if not state & self._lost[rank]:
+            return []
+        events = []
+        if self._victim in awaited and not state & self._masked[rank] and self._rules.lost_ends_waits:
+            events.append(_event(self._masked[rank], rank, f"masks rank {self._victim}"))
+        if not state & self._fenced:
+            events.append(_event(self._fenced, rank, f"learns that the process of {self._victim} has ended"))
+        return events
+
+    def _of_victim(self, numbers: Iterable[int]) -> int:
+        """The bits of those steps that belong to a victim whose group survives."""
+        return sum(1 << n for n in numbers if self._survive and self._steps[n].rank == self._victim)
+
     def _move(self, number: int) -> _Move:
         step = self._steps[number]
         stores = self._stores(step)
         enabled: tuple[_Test, ...] = ((0, 0),)
-        check, complaint, urgent = (0, 0), "", False
+        checks, complaint, urgent = [(0, 0)], "", False
+        masked = self._masked[step.rank]
         if step.kind is Kind.WAIT:
             enabled, lasting = self._wait(step, stores)
             urgent = lasting
+            if (
+                self._survive
+                and step.cell[2] == self._victim
+                and (step.cell[0] == "arrived" or self._rules.mask_stays)
+            ):
+                enabled = (*enabled, (masked, masked))
         elif step.cell[0] in ("row", "out"):
             newer = sum(1 << other for other in stores if self._steps[other].round > step.round)
             if step.kind is Kind.READ:
-                wanted = sum(1 << other for other in stores if self._steps[other].round == step.round)
-                check, complaint = (wanted | newer, wanted), f"{step}: the row is not of this round"
+                current = [other for other in stores if self._steps[other].round == step.round]
+                wanted = sum(1 << other for other in current)
+                checks, complaint = [(wanted | newer, wanted)], f"{step}: the row is not of this round"
                 if not wanted:
                     raise ValueError(f"no store for {step}")
+                if self._of_victim(current) and self._rules.masked_is_left_out:
+                    checks.append((masked, masked))
             else:
-                readers = sum(
-                    1 << other
+                readers = [
+                    other
                     for other, reader in enumerate(self._steps)
                     if reader.cell == step.cell and reader.kind is Kind.READ and reader.round < step.round
-                )
-                older = sum(1 << other for other in stores if self._steps[other].round < step.round)
-                check = (newer | readers | older, readers | older)
+                ]
+                older = [other for other in stores if self._steps[other].round < step.round]
+                needed = sum(1 << other for other in (*readers, *older))
+                checks = [(newer | needed, needed)]
                 complaint = f"{step}: before the last reader of an earlier round, or over a newer row"
+                # What a dead rank has not read or stored, it never will.
+                for event, gone in ((self._died, readers), (self._fenced, (*readers, *older))):
+                    if left := self._of_victim(gone):
+                        rest = needed & ~left | event
+                        checks.append((newer | rest, rest))
+                if self._survive and step.cell[0] == "row" and self._rules.fence_after_mask:
+                    enabled = ((masked, 0), (self._fenced, self._fenced))
         else:
             urgent = all(
                 self._wait(wait, stores)[1]
                 for wait in self._steps
                 if wait.cell == step.cell and wait.kind is Kind.WAIT
             )
-        return _Move(1 << number, str(step), step.rank, enabled, check, complaint, urgent and self._reduced)
+        urgent = urgent and self._reduced
+        return _Move(1 << number, str(step), step.rank, enabled, tuple(checks), complaint, urgent)
 
     def _stores(self, step: Step) -> list[int]:
         """Stores to the cell of a step, in the order of the rounds."""

@@ -8,6 +8,8 @@ from typing import Any
 from .program import Rules, Sizes
 
 FULL: Sizes = ((1, 1, 1), (1, 1, 1))
+# The second rank's row of the second round has the place of the first rank's row of the first round.
+SHIFTED: Sizes = ((1, 1, 1), (0, 1, 1))
 SPARSE: Sizes = ((1, 0, 1), (0, 1, 1))
 
 STALE, OVERWRITTEN, DEADLOCK = "the row is not of this round", "before the last reader", "deadlock"
@@ -86,5 +88,33 @@ MISTAKES = (
     ),
     Mistake(
         "combine ready of a rank that gave up", Rules(fault_is_silent=False), STALE, options={"stuck": 0}
+    ),
+    Mistake(
+        "rows of a masked rank are read",
+        Rules(masked_is_left_out=False),
+        STALE,
+        SHIFTED,
+        {"victim": 0, "survive": True},
+    ),
+    Mistake(
+        "mask ends no wait in combine",
+        Rules(mask_stays=False),
+        DEADLOCK,
+        SHIFTED,
+        {"victim": 0, "survive": True},
+    ),
+    Mistake(
+        "a rank that is gone is never masked",
+        Rules(lost_ends_waits=False),
+        DEADLOCK,
+        SHIFTED,
+        {"victim": 0, "survive": True},
+    ),
+    Mistake(
+        "dispatch before the masked rank is fenced",
+        Rules(fence_after_mask=False),
+        OVERWRITTEN,
+        SHIFTED,
+        {"victim": 0, "survive": True},
     ),
 )

@@ -57,6 +57,12 @@ class Rules:
     """A rank whose wait runs out reports to all others which rank it gave up."""
     fault_is_silent: bool = True
     """A rank with a fault raises no combine_ready any more."""
+    masked_is_left_out: bool = True
+    """In a group that survives: the rows and results of a masked rank are not read."""
+    mask_stays: bool = True
+    """A masked rank is not awaited in later phases."""
+    fence_after_mask: bool = True
+    """After a mask no rank begins a dispatch before the process of the masked rank has ended."""
 
 
 class Kind(Enum):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .explore import Exploration, Found
-from .planted import FULL, MISTAKES, SPARSE, Mistake
+from .planted import FULL, MISTAKES, SHIFTED, SPARSE, Mistake
 from .program import Sizes
 
 # A rank with two tokens moves the rows of the ranks behind it: other sources write them in the next round.
@@ -74,6 +74,16 @@ def test_no_torn_round_is_delivered_when_a_rank_dies(victim: int) -> None:
     # No survivor is more than one round ahead of another.
     one, other = survivors
     assert {ends[one] - ends[other] for ends in found.ends} == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_survivors_complete_every_round_without_a_dead_rank(victim: int) -> None:
+    """Each row that a survivor reads is of its round, whenever the victim dies and its stores land."""
+    found = Exploration(SHIFTED, victim=victim, survive=True).run()
+    assert not found.violation, found.trace
+    for rank in range(3):
+        if rank != victim:
+            assert {ends[rank] for ends in found.ends} == {len(SHIFTED)}
 
 
 def test_no_torn_round_is_delivered_when_waits_run_out() -> None:

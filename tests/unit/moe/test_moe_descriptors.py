@@ -202,11 +202,17 @@ class Lost:
     def __init__(self) -> None:
         self.ranks: list[tuple[int, bool]] = []
         self.accusations: list[tuple[int, int]] = []
+        self.processes: list[int] = []
         self.event = threading.Event()
+        self.process_event = threading.Event()
 
     def lost(self, rank: int, left: bool) -> None:
         self.ranks.append((rank, left))
         self.event.set()
+
+    def ended(self, rank: int) -> None:
+        self.processes.append(rank)
+        self.process_event.set()
 
     def given_up(self, rank: int, by: int) -> None:
         self.accusations.append((rank, by))
@@ -253,6 +259,26 @@ def test_watcher_reports_a_rank_when_a_sentinel_ends() -> None:
         sentinels.close()
     watcher.close()
     theirs.close()
+
+
+def test_watcher_reports_the_end_of_a_process_after_that_of_a_sentinel() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lost = Lost()
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as sentinel,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+    ):
+        process = os.pidfd_open(other.pid)
+        pidfds = [os.pidfd_open(sentinel.pid), process]
+        watcher = Watcher([Connection(3, other.pid, ours, pidfds, process)], lost)
+        sentinel.kill()
+        assert lost.event.wait(PATIENCE)
+        assert not lost.processes
+        other.kill()
+        assert lost.process_event.wait(PATIENCE)
+    watcher.close()
+    theirs.close()
+    assert (lost.ranks, lost.processes) == ([(3, False)], [3])
 
 
 def test_watcher_reports_a_rank_as_left_although_its_sentinels_end() -> None:

@@ -167,7 +167,7 @@ def step_without_one(side: Side, victim: int, phase: str, timeout: float, wakes:
     with pytest.MonkeyPatch.context() as patch:
         # Steps have the timeout of the test. Forming has more, because processes begin at different times.
         real = _native.MoeGroup
-        patch.setattr(_native, "MoeGroup", lambda *arguments: real(*(*arguments[:-1], timeout)))
+        patch.setattr(_native, "MoeGroup", lambda *given: real(*(*given[:-2], timeout, given[-1])))
         group = Group.form(settings_of(side.rank, RANKS), side.exchange)
     sizes = (2,) * RANKS
     tokens = tokens_of(0, Step(sizes, torch.bfloat16, torch.int64, 0, 0, 0, None, False), side.rank)

@@ -1,0 +1,391 @@
+// Expert groups that survive: after the end of a rank the other ranks finish their step without it, and go on.
+#include <pthread.h>
+
+#include <map>
+
+#include "moe/reference.h"
+#include "tests/moe_test_support.h"
+
+namespace kvc::moe {
+namespace {
+
+constexpr uint32_t kSlot = 0;
+constexpr uint32_t kAbsent = 1;  // the rank that is stopped or killed, where it is always the same
+constexpr size_t kIds = 1;       // the column whose rows are blank if their rank is masked
+
+GroupConfig surviving() {
+  GroupConfig config = Stepper::config();
+  config.survive = true;
+  return config;
+}
+
+// Sizes differ from step to step, so that stores of an older step would land in other ranks' rows.
+Step random_step(uint64_t seed, uint32_t ranks) {
+  Step step;
+  step.seed = seed;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  for (uint32_t rank = 0; rank < ranks; ++rank) step.sizes.push_back(random() % 9);
+  step.owners = equal_blocks(ranks);
+  step.top_k = 1 + seed % 4;
+  step.shapes = {{16U * (1 + static_cast<uint32_t>(random() % 20)), false}, {16, true}};
+  step.hidden = 8 * (1 + static_cast<uint32_t>(random() % 20));
+  step.accumulate = seed % 3 == 0;
+  return step;
+}
+
+// Runs steps of a rank in a group that survives, and checks the rows of all present ranks.
+class Survivor {
+ public:
+  explicit Survivor(Rank& rank, const GroupConfig& config = surviving())
+      : rank_(rank),
+        group_(rank.form(config)),
+        sources_(rank.context, Stepper::kDispatchBytes),
+        ids_(rank.context, size_t{Stepper::kMaxTokens} * 32 * 8),
+        out_(rank.context, Stepper::kCombineBytes) {
+    rank.barrier();
+  }
+
+  // The ranks that steps of this rank go on without, once the enqueued launches have ended.
+  uint32_t masked() const {
+    rank_.finish();
+    return group_.masked();
+  }
+  void prepare(const Step& step) {
+    if (step.owners != owners_) must(group_.place(owners_ = step.owners));
+    const std::vector<int64_t> ids = step.ids(rank_.rank);
+    std::vector<int32_t> narrow(ids.begin(), ids.end());
+    put(rank_.context, ids_.data(), narrow.data(), narrow.size() * 4);
+    columns_.clear();
+    size_t at = 0;
+    for (size_t i = 0; i < step.shapes.size(); ++i) {
+      const std::vector<std::byte> data = step.column(rank_.rank, i);
+      put(rank_.context, sources_.data() + at, data.data(), data.size());
+      columns_.push_back(
+          {sources_.data() + at, step.shapes[i].row_bytes, step.offset(i), step.shapes[i].to_all, i == kIds});
+      at += (data.size() + 63) / 64 * 64;
+    }
+    const std::vector<uint16_t> out = step.out_before(rank_.rank);
+    put(rank_.context, out_.data(), out.data(), out.size() * 2);
+  }
+  void dispatch(const Step& step, uint32_t phases) {
+    must(group_.dispatch(rank_.stream(), kSlot, step.sizes, ids_.data(), 4, step.top_k, columns_, phases));
+  }
+  void combine(const Step& step, uint32_t phases) {
+    must(group_.combine(rank_.stream(), kSlot, step.sizes, out_.data(), step.hidden, step.accumulate, phases));
+  }
+  // Checks the rows that dispatch brought, and writes the experts' results.
+  void experts(const Step& step) {
+    const uint32_t gone = masked();
+    const std::vector<unsigned char> area = get(rank_.context, dispatch_area(), Stepper::kDispatchBytes);
+    std::vector<unsigned char> wanted = area;
+    step.dispatch(wanted, rank_.rank);
+    for (uint32_t source = 0; source < step.ranks(); ++source) {
+      for (size_t i = 0; i < step.shapes.size(); ++i) {
+        const uint64_t bytes = uint64_t{step.sizes[source]} * step.shapes[i].row_bytes;
+        unsigned char* const rows = wanted.data() + step.offset(i) + step.before(source) * step.shapes[i].row_bytes;
+        if ((gone >> source & 1U) == 0) continue;
+        if (i == kIds) {
+          std::memset(rows, 0xFF, bytes);
+        } else {
+          std::memcpy(rows, area.data() + (rows - wanted.data()), bytes);  // of no meaning
+        }
+      }
+    }
+    ASSERT_EQ(area, wanted) << "step " << step.seed << ", rank " << rank_.rank << ", masked " << gone;
+    std::vector<unsigned char> results(Stepper::kCombineBytes, 0xEE);
+    for (uint32_t row = 0; row < step.rows(); ++row) {
+      const std::vector<uint16_t> values = step.result(rank_.rank, row);
+      std::memcpy(results.data() + size_t{row} * step.hidden * 2, values.data(), values.size() * 2);
+    }
+    put(rank_.context, group_.base() + group_.layout().combine(kSlot), results.data(), results.size());
+  }
+  // Each row is the sum over all present ranks. A rank that is masked during combine may be in a row or not, as a whole.
+  void check(const Step& step, uint32_t masked_before) {
+    const uint32_t gone = masked();
+    EXPECT_FALSE(group_.fault().has_value()) << "step " << step.seed;
+    const auto bytes = get(rank_.context, out_.data(), size_t{step.sizes[rank_.rank]} * step.hidden * 2);
+    for (uint32_t token = 0; token < step.sizes[rank_.rank]; ++token) {
+      std::vector<uint16_t> row(step.hidden);
+      std::memcpy(row.data(), bytes.data() + size_t{token} * step.hidden * 2, row.size() * 2);
+      const auto is = [&](uint32_t absent) {
+        const std::vector<uint16_t> sum = sum_of(step, token, absent);
+        return std::equal(row.begin(), row.end(), sum.begin(), Step::same);
+      };
+      EXPECT_TRUE(is(gone) || (gone != masked_before && is(masked_before)))
+          << "step " << step.seed << ", rank " << rank_.rank << ", token " << token << ", masked " << gone;
+    }
+  }
+  void run(const Step& step) {
+    prepare(step);
+    dispatch(step, kSend | kReceive);
+    experts(step);
+    const uint32_t before = masked();
+    combine(step, kSend | kReceive);
+    check(step, before);
+  }
+  unsigned char* dispatch_area() const { return group_.base() + group_.layout().dispatch(kSlot); }
+
+ private:
+  // By the definition of a sum: in rank order, in fp32, rounded once.
+  std::vector<uint16_t> sum_of(const Step& step, uint32_t token, uint32_t absent) const {
+    const std::vector<uint16_t> before = step.out_before(rank_.rank);
+    const std::vector<int64_t> chosen = step.ids(rank_.rank);
+    std::vector<uint16_t> sum(step.hidden);
+    for (uint32_t i = 0; i < step.hidden; ++i) {
+      float total = 0;
+      for (uint32_t rank = 0; rank < step.ranks(); ++rank) {
+        if ((absent >> rank & 1U) != 0 || !step.wanted(chosen, token, rank)) continue;
+        const uint32_t row = step.before(rank_.rank) + token;
+        if (!results_.contains({step.seed, rank, row})) results_[{step.seed, rank, row}] = step.result(rank, row);
+        total += std::bit_cast<float>(uint32_t{results_[{step.seed, rank, row}][i]} << 16);
+      }
+      if (step.accumulate) total += std::bit_cast<float>(uint32_t{before[size_t{token} * step.hidden + i]} << 16);
+      sum[i] = Step::nearest(total);
+    }
+    return sum;
+  }
+
+  Rank& rank_;
+  Group& group_;
+  Place sources_;
+  Place ids_;
+  Place out_;
+  std::vector<ColumnSpec> columns_;
+  std::vector<uint32_t> owners_;
+  mutable std::map<std::tuple<uint64_t, uint32_t, uint32_t>, std::vector<uint16_t>> results_;
+};
+
+uint64_t now_us() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+// Waits until the process has ended. run_ranks() still collects it.
+void wait_for_end(const RankProcess& process) {
+  siginfo_t info{};
+  ASSERT_EQ(waitid(P_PID, static_cast<id_t>(process.pid), &info, WEXITED | WNOWAIT), 0);
+}
+
+// A thread of the group's rank that passes on the parent's report of an end.
+class Fence {
+ public:
+  Fence(Rank& rank, uint32_t victim)
+      : thread_([&rank, victim] {
+          if (rank.parent().receive()) rank.group->fence(victim);
+        }) {}
+  Fence(const Fence&) = delete;
+  Fence& operator=(const Fence&) = delete;
+  ~Fence() { thread_.join(); }
+
+ private:
+  std::thread thread_;
+};
+
+class MoeSurvival : public testing::TestWithParam<std::tuple<uint32_t, bool>> {
+ protected:
+  static uint32_t ranks() { return std::get<0>(GetParam()); }
+  static bool gpu() { return std::get<1>(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(Moe, MoeSurvival, testing::Combine(testing::Values(3U, 4U), testing::Bool()),
+                         [](const auto& parameter) {
+                           return std::to_string(std::get<0>(parameter.param)) +
+                                  (std::get<1>(parameter.param) ? "Gpu" : "Host");
+                         });
+
+// KVC_TEST_MOE_DEATHS sets the number of deaths in each case.
+TEST_P(MoeSurvival, AKilledRankCostsNoOtherRowAndNoLaterStep) {
+  const char* text = std::getenv("KVC_TEST_MOE_DEATHS");
+  const uint32_t deaths = text != nullptr ? static_cast<uint32_t>(std::atoi(text)) : 3;
+  uint64_t slowest = 0;
+  for (uint32_t death = 0; death < deaths && !testing::Test::HasFailure(); ++death) {
+    std::mt19937 random(1000 * ranks() + death);
+    const uint32_t victim = random() % ranks();
+    const uint32_t last = 1 + random() % 6;  // the victim's last whole step, if it gets that far
+    const uint32_t delay = random() % 3000;  // us
+    run_ranks(
+        ranks(), gpu(),
+        [&](Rank& rank) {
+          Survivor survivor(rank);
+          std::optional<Fence> fence;
+          if (rank.rank != victim) fence.emplace(rank, victim);
+          uint64_t masked_at = 0;
+          for (uint32_t number = 1; number <= last + 8 && !testing::Test::HasFailure(); ++number) {
+            if (rank.rank == victim && number == last) {
+              std::thread([&rank, delay] {
+                std::this_thread::sleep_for(std::chrono::microseconds(delay));
+                rank.parent().send(now_us());
+                kill(getpid(), SIGKILL);
+              }).detach();
+            }
+            if (rank.rank == victim && number == last + 2) pause();
+            const Step step = random_step(100 * death + number, ranks());
+            survivor.prepare(step);
+            survivor.dispatch(step, kSend | kReceive);
+            survivor.experts(step);
+            const uint32_t before = survivor.masked();
+            if (before != 0 && masked_at == 0) masked_at = now_us();
+            survivor.combine(step, kSend | kReceive);
+            survivor.check(step, before);
+            if (survivor.masked() != 0 && masked_at == 0) masked_at = now_us();
+          }
+          EXPECT_EQ(survivor.masked(), 1U << victim);
+          fence.reset();
+          rank.parent().send(masked_at);
+          must(rank.group->close(10'000'000'000));
+        },
+        [&](RankProcesses& processes) {
+          const uint64_t died = processes[victim].told();
+          wait_for_end(processes[victim]);
+          for (uint32_t rank = 0; rank < ranks(); ++rank) {
+            if (rank != victim) processes[rank].go();
+          }
+          for (uint32_t rank = 0; rank < ranks(); ++rank) {
+            if (rank != victim) slowest = std::max(slowest, processes[rank].told() - died);
+          }
+        },
+        {victim});
+  }
+  EXPECT_LT(slowest, 25'000'000U) << "us: the deadline of 30 s ended a wait, and not the report of the death";
+  if (text != nullptr) std::printf("%u deaths: the last survivor went on after %.1f ms\n", deaths, slowest / 1e3);
+}
+
+// Runs the parts of a step one by one. Before each wait all present ranks have sent, so only absent ranks are waited for.
+void run_in_parts(Survivor& survivor, const Step& step, const std::function<void()>& meet) {
+  survivor.prepare(step);
+  survivor.dispatch(step, kSend);
+  survivor.masked();
+  meet();
+  survivor.dispatch(step, kReceive);
+  survivor.experts(step);
+  survivor.combine(step, kSend);
+  const uint32_t before = survivor.masked();
+  meet();
+  survivor.combine(step, kReceive);
+  survivor.check(step, before);
+  meet();
+}
+
+TEST_P(MoeSurvival, AStoppedRankIsMaskedAtTheDeadlineAndEndsWhenItContinues) {
+  run_ranks(
+      ranks(), gpu(),
+      [](Rank& rank) {
+        GroupConfig config = surviving();
+        config.timeout_ns = 100'000'000;
+        Survivor survivor(rank, config);
+        const auto meet = [&rank] { rank.report(0); };
+        if (rank.rank == kAbsent) {
+          rank.report(0);
+          const Step step = random_step(1, ranks());
+          survivor.prepare(step);
+          survivor.dispatch(step, kSend | kReceive);
+          rank.finish();
+          const auto fault = rank.group->fault();
+          ASSERT_TRUE(fault.has_value());
+          EXPECT_EQ(fault->first, Fault::kEvicted);
+          EXPECT_NE(fault->second, kAbsent);
+          return;
+        }
+        rank.report(0);
+        run_in_parts(survivor, random_step(1, ranks()), meet);
+        EXPECT_EQ(survivor.masked(), 1U << kAbsent);
+        meet();  // the victim has continued, and has ended
+        rank.group->fence(kAbsent);
+        meet();
+        run_in_parts(survivor, random_step(2, ranks()), meet);
+      },
+      [](RankProcesses& processes) {
+        const auto all_meet = [&processes] {
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].told();
+          }
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].go();
+          }
+        };
+        processes[kAbsent].told();
+        processes[kAbsent].stop();
+        for (int meeting = 0; meeting < 4; ++meeting) all_meet();
+        for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+          if (rank != kAbsent) processes[rank].told();
+        }
+        processes[kAbsent].go();
+        ::kill(processes[kAbsent].pid, SIGCONT);
+        wait_for_end(processes[kAbsent]);
+        for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+          if (rank != kAbsent) processes[rank].go();
+        }
+        for (int meeting = 0; meeting < 4; ++meeting) all_meet();
+      });
+}
+
+TEST_P(MoeSurvival, NoStepBeginsBeforeAMaskedRankIsFenced) {
+  run_ranks(
+      ranks(), gpu(),
+      [](Rank& rank) {
+        GroupConfig config = surviving();
+        config.timeout_ns = 100'000'000;
+        Survivor survivor(rank, config);
+        rank.report(0);
+        if (rank.rank == kAbsent) return;
+        const auto meet = [&rank] { rank.report(0); };
+        run_in_parts(survivor, random_step(1, ranks()), meet);
+        const auto area = get(rank.context, survivor.dispatch_area(), Stepper::kDispatchBytes);
+        const Step step = random_step(2, ranks());
+        survivor.prepare(step);
+        survivor.dispatch(step, kSend);
+        rank.finish();
+        const auto fault = rank.group->fault();
+        ASSERT_TRUE(fault.has_value());
+        EXPECT_EQ(fault->first, Fault::kDispatchTimeout);
+        EXPECT_EQ(fault->second, kAbsent);
+        meet();
+        EXPECT_EQ(get(rank.context, survivor.dispatch_area(), Stepper::kDispatchBytes), area);
+      },
+      [](RankProcesses& processes) {
+        for (RankProcess& process : processes) process.told();
+        for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+          if (rank != kAbsent) processes[rank].go();
+        }
+        for (int meeting = 0; meeting < 4; ++meeting) {
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].told();
+          }
+          if (meeting == 0) processes[kAbsent].kill();  // all have begun the step
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].go();
+          }
+        }
+      },
+      {kAbsent});
+}
+
+// The host writes one word after the other, so a launch can see the end of a rank beside an earlier leave.
+TEST(MoeFaultNames, ARankThatEndedComesBeforeARankThatLeft) {
+  Control control{};
+  HostWords host{};
+  alignas(128) std::array<unsigned char, Layout::flag_bytes()> segment{};
+  host.left = 1U << 1;
+  host.lost = 1U << 2;
+  CombineLaunch launch{};
+  launch.segments[0] = launch.segments[1] = launch.segments[2] = segment.data();
+  launch.control = &control;
+  launch.host = &host;
+  launch.ranks = 3;
+  launch.timeout_ns = 1;
+  EXPECT_FALSE(reference::wait_for_flags(launch, Layout::ready(0), 1, Fault::kCombineTimeout));
+  EXPECT_EQ(host.fault, static_cast<uint32_t>(Fault::kLost) << 16 | 2U);
+}
+
+TEST(MoeSurvivalLimits, RowsThatSeveralBlocksWouldShareAreRefused) {
+  GroupConfig config = surviving();
+  auto group = must(Group::create(config));
+  const std::array<uint32_t, 1> sizes = {0};
+  EXPECT_TRUE(group->combine(nullptr, 0, sizes, nullptr, kMaxSurvivingHidden, false, kSend));
+  const Status status = group->combine(nullptr, 0, sizes, nullptr, kMaxSurvivingHidden + 8, false, kSend);
+  ASSERT_FALSE(status);
+  EXPECT_EQ(status.error().code, ErrorCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace kvc::moe

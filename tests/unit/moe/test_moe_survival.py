@@ -1,0 +1,121 @@
+"""Groups that survive: steps go on without a killed rank, and a rank that others mask ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+from moe_ranks import Ended, Kill, Side, form_in_threads, run_ranks, settings_of
+
+from kv_connector.moe import oracle
+from kv_connector.moe.group import Fault, Group, GroupError
+from kv_connector.moe.settings import GroupSettings
+
+RANKS = 3
+HIDDEN, TOP_K, EXPERTS = 64, 4, 8
+OWNERS = tuple(expert * RANKS // EXPERTS for expert in range(EXPERTS))
+STEPS, LAST_OF_VICTIM = 30, 20
+
+
+def tokens_of(number: int, rank: int) -> oracle.Tokens:
+    """Inputs of a rank in a step. Sizes change, so late rows of an older step would land among other rows."""
+    draw = torch.Generator().manual_seed(1000 * number + rank)
+    size = random.Random(1000 * number + rank).randrange(8)
+    return oracle.Tokens(
+        torch.randn((size, HIDDEN), generator=draw).to(torch.bfloat16),
+        torch.randint(0, EXPERTS, (size, TOP_K), generator=draw),
+        torch.rand((size, TOP_K), generator=draw),
+    )
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def checked_step(group: Group, number: int) -> None:
+    """Compares rows and sums with the oracle, without the rows and results of masked ranks."""
+    rank = group.settings.rank
+    inputs = [tokens_of(number, other) for other in range(RANKS)]
+    sizes = [one.ids.shape[0] for one in inputs]
+    own = inputs[rank]
+    got = group.dispatch(own.x, own.ids, own.weights, sizes=sizes)
+    expected, wanted = oracle.dispatch(inputs, OWNERS, rank)
+    sources = torch.repeat_interleave(torch.arange(RANKS), torch.tensor(sizes))
+    masked = torch.isin(sources, torch.tensor(sorted(group.masked()), dtype=torch.int64))
+    assert (got.ids[masked] == -1).all()
+    assert same(got.ids[~masked], expected.ids[~masked])
+    assert same(got.weights[~masked], expected.weights[~masked])
+    assert same(got.x[wanted & ~masked], expected.x[wanted & ~masked])
+    draw = torch.Generator().manual_seed(number)
+    results = [torch.randn((sum(sizes), HIDDEN), generator=draw).to(torch.bfloat16) for _ in range(RANKS)]
+    group.combine_buffer(sizes).copy_(results[rank])
+    out = torch.zeros((sizes[rank], HIDDEN), dtype=torch.bfloat16)
+    group.combine(out, sizes)
+    for other in group.masked():
+        results[other].zero_()
+    assert same(out, oracle.combine(results, [one.ids for one in inputs], OWNERS, rank))
+
+
+def steps_with_a_death(side: Side, victim: int) -> tuple[frozenset[int], Fault | None, str]:
+    group = Group.form(settings_of(side.rank, RANKS, survive=True), side.exchange)
+    group.place(OWNERS)
+    side.note("begins")
+    for number in range(STEPS):
+        if side.rank == victim and number == LAST_OF_VICTIM:
+            threading.Event().wait()
+        checked_step(group, number)
+    result = group.masked(), group.fault(), group.explanation()
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("turn", range(int(os.environ.get("KVC_TEST_MOE_DEATHS", "4"))))
+def test_steps_go_on_without_a_killed_rank(turn: int) -> None:
+    """The timeout is 30 s, and its end would be a fault."""
+    draw = random.Random(turn)
+    victim, moment = draw.randrange(RANKS), draw.uniform(0.0, 0.02)
+
+    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
+        if len(notes) == RANKS:
+            time.sleep(moment)  # chooses the place where the rank dies
+            kill(victim)
+
+    results = run_ranks(RANKS, steps_with_a_death, victim, noted=noted)
+    assert results.pop(victim) == Ended(-9)
+    for masked, fault, explanation in results:
+        assert masked == {victim}
+        assert fault is None
+        assert explanation.startswith(f"rank {victim} (process ")
+
+
+def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no message, only the flag in its memory."""
+    first, second = form_in_threads([settings_of(rank, 2, survive=True) for rank in range(2)])
+    assert isinstance(first, Group)
+    assert isinstance(second, Group)
+    monkeypatch.setattr(first._watcher, "give_up", lambda rank: None)
+    inputs = [tokens_of(3, rank) for rank in range(2)]
+    sizes = [one.ids.shape[0] for one in inputs]
+    first.lost(1, left=False)
+    first.ended(1)
+    own = inputs[0]
+    got = first.dispatch(own.x, own.ids, own.weights, sizes=sizes)
+    assert first.masked() == {1}
+    assert same(got.ids[: sizes[0]], own.ids)
+    assert (got.ids[sizes[0] :] == -1).all()
+    with pytest.raises(GroupError, match=r"rank 0 \(process \d+\) goes on without rank 1 .*\(GIVEN_UP\)"):
+        second.dispatch(inputs[1].x, inputs[1].ids, inputs[1].weights, sizes=sizes)
+    assert second.fault() == Fault("GIVEN_UP", 1)
+    first.close()
+    second.close()
+
+
+def test_settings_refuse_rows_that_a_surviving_group_cannot_combine() -> None:
+    given = {"rank": 0, "ranks": 2, "top_k": 1, "experts": 2, "row_bytes": 64}
+    assert GroupSettings(**given, hidden=8192, survive=True).survive
+    with pytest.raises(ValueError, match="8192 at most"):
+        GroupSettings(**given, hidden=8200, survive=True)
