@@ -45,6 +45,7 @@ release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__versio
 
 from vllm.config import get_current_vllm_config, set_current_vllm_config  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.distributed.kv_events import AllBlocksCleared  # noqa: E402
 from vllm.distributed.kv_transfer import (  # noqa: E402
     get_kv_transfer_group,
     has_kv_transfer_group,
@@ -117,6 +118,7 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 __all__ = [
     "SUPPORTED_VERSIONS",
     "VLLM_VERSION",
+    "AllBlocksCleared",
     "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "CacheHitSource",

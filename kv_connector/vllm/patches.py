@@ -16,6 +16,9 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
                         free)                                     as those of lent prefixes do, and a
                                                                   discarded load begins again. Until vLLM
                                                                   keeps them itself.
+    kept_cache          block hashes and preemption of requests   New requests find no KV of earlier weights,
+                        (keep)                                    which running ones keep. Until vLLM's block
+                                                                  hashes contain the version of the weights.
     metrics             prometheus_client.REGISTRY: metrics of    An engine that is made anew registers the
                         an earlier engine are removed             same names. Until vLLM removes them.
     plugin              KV_CONNECTOR_PROTOCOLS of Dynamo's        Dynamo refuses connectors that it does not
@@ -320,3 +323,32 @@ def around_reset(
         return succeeded
 
     kv_cache_manager.reset_prefix_cache = reset_around_loads
+
+
+def keep_cache_over_updates(
+    utility: str, keep: Callable[[Any, str], None], admit: Callable[[Any, Request], None]
+) -> None:
+    """Has vLLM's engine core call ``keep(core, version)`` for this utility, which a client requests.
+
+    It also calls ``admit(core, request)`` with each new request, before the scheduler gets it. A second call
+    of this function changes nothing.
+
+    Replaces: ``EngineCore.add_request``, for the whole process. Adds the method ``utility`` to the class.
+    Why: without ``clear_cache`` a pause leaves KV of the previous weights where new requests find it.
+    Until: vLLM's block hashes contain the version of the weights. In 0.32 and 0.33 they do not.
+    """
+    core = engine_core_module().EngineCore
+    if hasattr(core, utility):
+        return
+    add_request = core.add_request
+
+    @functools.wraps(add_request)
+    def admit_and_add(engine: Any, request: Request, *wave: int) -> None:
+        admit(engine, request)
+        add_request(engine, request, *wave)
+
+    def keep_cache(engine: Any, version: str) -> None:
+        keep(engine, version)
+
+    core.add_request = admit_and_add
+    setattr(core, utility, keep_cache)

@@ -7,6 +7,8 @@ import sys
 
 CONNECTOR = "WriteImmConnector"
 WEIGHTS = "write_imm"
+KEEP_CACHE = "kv_connector_keep_cache"
+"""The utility of vLLM's engine core that keeps its KV cache over an update (kept_cache.py)."""
 
 
 def register() -> None:
@@ -26,6 +28,7 @@ def register() -> None:
             WEIGHTS, "kv_connector.vllm.weights.backend", "WriteImmWeightTransferEngine"
         )
     _replace_expert_exchange()
+    _keep_cache_over_updates()
     _register_with_dynamo()
 
 
@@ -35,6 +38,14 @@ def _replace_expert_exchange() -> None:
         from kv_connector.vllm.experts.manager import replace_exchange
 
         replace_exchange()
+
+
+def _keep_cache_over_updates() -> None:
+    """Imports nothing if the setting is not given, for the same reason."""
+    if '"clear_cache"' in os.environ.get("KV_CONNECTOR_WEIGHTS", ""):
+        from kv_connector.vllm.kept_cache import install
+
+        install()
 
 
 def _register_with_dynamo() -> None:

@@ -288,6 +288,11 @@ class PrefillScheduler:
                 self._give_back(prompt)
                 self._leave(prompt)
 
+    def computes(self, request_id: str) -> bool:
+        """Returns whether the request is a prompt for a decode engine that is not finished."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and not prompt.finished
+
     def before_reset(self) -> None:
         """Frees what vLLM needs before it empties its prefix cache: all blocks of a preempted prompt."""
         for prompt in self._prompts.values():

@@ -46,13 +46,15 @@ def gather_from_workers(value: Any) -> list[Any]:
     return values
 
 
-async def pause_keeping_requests(client: Any) -> None:
-    """Pauses as ``client.pause_generation(mode="keep")`` does, without the sleep of 20 ms at the end.
+async def pause_keeping_requests(client: Any, *, clear_cache: bool) -> None:
+    """Pauses as ``client.pause_generation(mode="keep", clear_cache=...)`` does, without the sleep of 20 ms
+    at the end.
 
     The sleep lets the caller see outputs in their order. All clients wait for these.
     """
-    await client.renderer.clear_mm_cache_async()
-    await getattr(client.engine_core, release.PAUSE)(mode="keep", clear_cache=True)
+    if clear_cache:
+        await client.renderer.clear_mm_cache_async()
+    await getattr(client.engine_core, release.PAUSE)(mode="keep", clear_cache=clear_cache)
 
 
 def adopt_vllm_logging() -> None:

@@ -139,6 +139,19 @@ class SchedulerSide:
         prefill, decode = self._prefill.reset(), self._decode.reset()
         return prefill and decode and not self._borrower.leaving and not len(self._lender)
 
+    def cross_update(self) -> None:
+        """Ends transfers as an emptied prefix cache does, for an update over which vLLM keeps that cache.
+
+        Call it when vLLM has preempted the requests for which sends() is true.
+        """
+        self._before_reset()
+        self._after_reset()
+        self.reset()
+
+    def sends(self, request_id: str) -> bool:
+        """Returns whether the request's prompt goes to a decode engine, and is not finished."""
+        return self._prefill.computes(request_id)
+
     def on_new_request(self, request: Request) -> None:
         said = in_our_words(request.kv_transfer_params or {}, request.request_id)
         self._note_prefix(request, said)

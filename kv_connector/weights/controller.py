@@ -59,13 +59,13 @@ class Engine(Protocol):
     """The operations of the engine that the controller needs. They may raise any exception."""
 
     async def pause(self) -> None:
-        """Pauses the engine until resume(). It computes no step, and does not use earlier results again."""
+        """Pauses the engine until resume(). It computes no step. New requests use no earlier results."""
 
     async def update(self, version: str) -> None:
         """Has all workers try to apply the version. Their states report the result."""
 
     async def label(self, version: str) -> None:
-        """Reports this version as the one that the engine serves."""
+        """Makes this version the one that the engine serves: for new requests, and in its answers."""
 
     async def resume(self) -> None: ...
 
@@ -178,7 +178,7 @@ class Controller:
         """
         self._served = version
         try:
-            await self._engine.label(shown(version))
+            await self._engine.label(version)
         except Exception as error:
             logger.exception("weights: the engine cannot report version %s", shown(version))
             return (

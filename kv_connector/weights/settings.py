@@ -37,6 +37,8 @@ class WeightSettings:
     agent: Settings
     streaming: bool
     """Whether versions land round by round in a pause, instead of beside the weights in use."""
+    clear_cache: bool
+    """Whether an update drops the KV of all requests and the prefix cache."""
     seed_from: tuple[Address, ...]
     """Engines that are requested, in this order, to write their version to this engine when it starts."""
 
@@ -55,9 +57,12 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
     mode = given.pop("mode", _MODES[0])
     if mode not in _MODES:
         raise SettingsError(f"{SETTINGS_VARIABLE}: mode is {mode!r}. Valid: {', '.join(_MODES)}.")
+    clear_cache = given.pop("clear_cache", True)
+    if not isinstance(clear_cache, bool):
+        raise SettingsError(f"{SETTINGS_VARIABLE}: clear_cache is {clear_cache!r}. Valid: true, false.")
     seed_from = _addresses(given.pop("seed_from", []))
     if unused := sorted(given.keys() - set(_USED)):
-        valid = ", ".join(("mode", "seed_from", *_USED))
+        valid = ", ".join(("mode", "clear_cache", "seed_from", *_USED))
         raise SettingsError(
             f"{SETTINGS_VARIABLE}: {', '.join(unused)} cannot be set for weights. Valid: {valid}."
         )
@@ -65,7 +70,7 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
         agent = parse_settings(given).for_device(device_type)
     except SettingsError as error:
         raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
-    return WeightSettings(agent, mode == "streaming", seed_from)
+    return WeightSettings(agent, mode == "streaming", clear_cache, seed_from)
 
 
 def _addresses(given: Any) -> tuple[Address, ...]:

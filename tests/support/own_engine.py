@@ -17,6 +17,7 @@ from typing import Any
 from deployment import prompt
 
 PROMPTS = [(number, tokens) for number, tokens in enumerate((1, 7, 33, 400))]
+STREAMED = PROMPTS[-1]
 TOKENS = 16
 LONG = 1500  # tokens of the stream that goes on over the update
 PATIENCE_S = 240.0
@@ -90,13 +91,12 @@ async def online(model: str, tell: Any) -> None:
 
     tell(before=await answers("before"))
     # The test pushes now, while this stream runs.
-    version, at, streamed = "", 0, 0
-    async for found in stream("long", prompt("long", 40), LONG):
-        streamed = len(found)
+    version, at, said = "", 0, list[int]()
+    async for said in stream("long", prompt(*STREAMED), LONG):
         if not version and (label := await engine.get_weight_version()) != "default":
-            version, at = label, streamed
+            version, at = label, len(said)
     label = await engine.get_weight_version()
-    tell(version=version, label=label, after=await answers("after"), at=at, of=streamed)
+    tell(version=version, label=label, after=await answers("after"), at=at, said=said)
     controller.close()
     engine.shutdown()
 

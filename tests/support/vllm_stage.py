@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.vllm.connector import WriteImmConnector
+from kv_connector.vllm.kept_cache import keep
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.scheduler_side import SchedulerSide
 
@@ -141,7 +143,7 @@ class Stage:
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self._hasher: Any = get_request_block_hasher(hash_block_size, hash_function)
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._free = self._pool.get_num_free_blocks()
 
@@ -166,6 +168,16 @@ class Stage:
         )
         self.scheduler.add_request(request)
         return request
+
+    def keep_cache(self, version: str) -> None:
+        """Does what the engine core does after an update that keeps the KV cache."""
+        core = SimpleNamespace(
+            scheduler=self.scheduler,
+            request_block_hasher=self._hasher,
+            reset_encoder_cache=self.scheduler.reset_encoder_cache,
+        )
+        keep(core, version)
+        self._hasher = core.request_block_hasher
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

@@ -130,7 +130,7 @@ class Model:
     async def label(self, version: str) -> None:
         if self.no_label:
             raise RuntimeError(self.no_label)
-        self.labels.append(version)
+        self.labels.append(shown(version))
 
     async def resume(self) -> None:
         self.paused = False

@@ -32,7 +32,7 @@ import zmq
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.version import shown
 from kv_connector.vllm.internals import WeightTransferUpdateRequest
-from kv_connector.vllm.plugin import WEIGHTS
+from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE, WEIGHTS
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pause_keeping_requests
 from kv_connector.weights.controller import Controller, Engine, Outcome
 from kv_connector.weights.metrics import WeightMetrics
@@ -83,6 +83,8 @@ async def start_controller(
             "host. Run all ranks on one host, without --data-parallel-rank and "
             "--data-parallel-hybrid-lb, or start several engines"
         )
+    if not given.clear_cache:
+        _check_connector(config.kv_transfer_config)
     firsts = [
         Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
         for index in range(parallel.data_parallel_size)
@@ -116,15 +118,28 @@ def _check(config: Any) -> None:
         )
 
 
+def _check_connector(transfer: Any) -> None:
+    """Refuses other connectors: they may keep KV under hashes that they read before an update."""
+    if transfer is not None and transfer.kv_connector not in (None, CONNECTOR):
+        raise ValueError(
+            f"{SETTINGS_VARIABLE}: clear_cache: false keeps no cache of the KV connector "
+            f"{transfer.kv_connector}. Leave the setting out, or start the engine with {CONNECTOR} alone"
+        )
+
+
 class AsyncEngine:
     """vLLM's engine client, with the operations that the controller needs."""
 
     def __init__(self, client: Any) -> None:
+        """Reads the setting ``clear_cache``. Raises SettingsError."""
         self._client = client
+        device_type = client.vllm_config.device_config.device_type
+        self._clear_cache = weight_settings(os.environ, device_type).clear_cache
 
     async def pause(self) -> None:
-        # Frozen requests are computed anew with the new weights, and so are cached prefixes.
-        await pause_keeping_requests(self._client)
+        # If the cache is cleared, frozen requests are computed anew with the new weights, and so are cached
+        # prefixes.
+        await pause_keeping_requests(self._client, clear_cache=self._clear_cache)
 
     async def update(self, version: str) -> None:
         await self._client.start_weight_update()
@@ -134,7 +149,10 @@ class AsyncEngine:
             await self._client.finish_weight_update()
 
     async def label(self, version: str) -> None:
-        await self._client.update_weight_version(version)
+        if not self._clear_cache:
+            # After the update: if no worker has taken the version, all KV stays valid.
+            await self._client.engine_core.call_utility_async(KEEP_CACHE, version)
+        await self._client.update_weight_version(shown(version))
 
     async def resume(self) -> None:
         await self._client.resume_generation()
@@ -264,7 +282,7 @@ class WeightTaker:
         await self._by_owner(update)
 
     async def label(self, version: str) -> None:
-        await self._by_owner(lambda: self._llm.update_weight_version(version))
+        await self._by_owner(lambda: self._llm.update_weight_version(shown(version)))
 
     async def resume(self) -> None:
         """Does nothing: the LLM computes nothing outside generate()."""

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from kv_connector.protocol.version import identity
+from kv_connector.vllm.internals import release
+from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE
 from kv_connector.vllm.weights import serving
 from kv_connector.vllm.weights.serving import NotTaken, WeightTaker, serve_weights
 from kv_connector.weights.controller import Outcome
@@ -181,3 +184,45 @@ def test_a_start_that_fails_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TimeoutError, match="no worker answers"):
         WeightTaker(Llm())
     assert threading.active_count() == before
+
+
+class Client:
+    """vLLM's engine client. It notes the calls that it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.renderer = self.engine_core = self
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*words: object, **arguments: object) -> None:
+            self.calls.append(" ".join(map(str, (name, *words, *arguments.values()))))
+
+        return call
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_engine_that_keeps_its_cache_separates_versions_before_it_reports_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, clear_cache: bool
+) -> None:
+    monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", f'{{"clear_cache": {str(clear_cache).lower()}}}')
+    client, version = Client(), identity("7", "content")
+
+    async def update() -> None:
+        engine = serving.AsyncEngine(client)
+        await engine.pause()
+        await engine.label(version)
+
+    asyncio.run(update())
+    pause, *rest = [call for call in client.calls if call != "clear_mm_cache_async"]
+    assert pause == f"{release.PAUSE} keep {clear_cache}"
+    kept = [] if clear_cache else [f"call_utility_async {KEEP_CACHE} {version}"]
+    assert rest == [*kept, "update_weight_version 7"]
+
+
+def test_cache_of_another_connector_is_not_kept() -> None:
+    for name in (None, CONNECTOR):
+        serving._check_connector(SimpleNamespace(kv_connector=name))
+    serving._check_connector(None)
+    with pytest.raises(ValueError, match=r"clear_cache: false keeps no cache of the KV connector MultiConne"):
+        serving._check_connector(SimpleNamespace(kv_connector="MultiConnector"))

@@ -19,6 +19,7 @@ from kv_connector.weights.settings import CONTROL_PORT, SETTINGS_VARIABLE, weigh
 def test_defaults() -> None:
     settings = weight_settings({}, "cuda")
     assert not settings.streaming
+    assert settings.clear_cache
     assert settings.seed_from == ()
     assert settings.agent.control_port == CONTROL_PORT
     assert settings.agent.providers == ("nvlink",)
@@ -36,8 +37,9 @@ def test_defaults() -> None:
         ("[]", f"{SETTINGS_VARIABLE} must be a JSON object"),
         (
             '{"routers": []}',
-            f"{SETTINGS_VARIABLE}: routers cannot be set for weights. Valid: mode, seed_from, control_host",
+            f"{SETTINGS_VARIABLE}: routers cannot be set for weights. Valid: mode, clear_cache, seed_from",
         ),
+        ('{"clear_cache": "no"}', f"{SETTINGS_VARIABLE}: clear_cache is 'no'. Valid: true, false."),
         ('{"mode": "in place"}', f"{SETTINGS_VARIABLE}: mode is 'in place'. Valid: shadow, streaming."),
         (
             '{"seed_from": "10.0.0.5:5800"}',
