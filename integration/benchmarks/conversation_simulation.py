@@ -36,7 +36,7 @@ from msgspec.structs import replace
 from kv_connector.control.membership import HEARTBEAT_S
 from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
@@ -205,7 +205,7 @@ class Thresholds:
 
     def place(self, request: PlacementRequest) -> Placement:
         text = bytes(request.completion.body["messages"]).decode()
-        prefill, decode = (self._choose(side, text) for side in (Side.PREFILL, Side.DECODE))
+        prefill, decode = (self._choose(side, text) for side in TEXT_SIDES)
         return Placement(prefill, decode, "thresholds")
 
     def _choose(self, side: Side, text: str) -> Endpoint:
@@ -279,9 +279,9 @@ class Fleet:
         """``lends``: whether engines lend prefixes to prefill engines."""
         self.clock = Clock()
         self._room = room
-        self.pools = {side: Pool() for side in Side}
+        self.pools = {side: Pool() for side in TEXT_SIDES}
         self.index = PrefixIndex()
-        self.forecasts = {side: Forecast() for side in Side}
+        self.forecasts = {side: Forecast() for side in TEXT_SIDES}
         self.caches = CacheRecords(count=self._count)
         self.engines: dict[Endpoint, Engine] = {}
         self.kept: dict[Endpoint, Blocks] = {}

@@ -24,7 +24,7 @@ from goodput_load import WORKLOADS, Answer, Objectives, report, summary, trace
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.settings import Objectives as RouterObjectives
@@ -196,7 +196,7 @@ class Pair:
         self.name = f"{objectives} {threshold}/{step_tokens}"
         self.reasons: Counter[str] = Counter()
         self._clock = clock
-        self.pools = {side: Pool() for side in Side}
+        self.pools = {side: Pool() for side in TEXT_SIDES}
         self._caches = CacheRecords()
         self._policy = Goodput(
             RouterObjectives(objectives.ttft * 1e-3, objectives.between * 1e-3),
@@ -205,10 +205,10 @@ class Pair:
             self._caches.sizes,
         )
         self.engines = {Side.PREFILL: Engine(clock), Side.DECODE: Engine(clock, step_tokens, threshold)}
-        self._places = {side: Endpoint.parse(f"http://{side.value}:1") for side in Side}
+        self._places = {side: Endpoint.parse(f"http://{side.value}:1") for side in TEXT_SIDES}
         self._numbers = itertools.count(1)
         self._told_at = -_SAY_S
-        for side in Side:
+        for side in TEXT_SIDES:
             self.pools[side].set_usable(self._places[side], True, Workload(clock))
 
     def send(self, request: Request) -> None:

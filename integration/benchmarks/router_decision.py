@@ -21,7 +21,7 @@ from functools import partial
 from kv_connector.router.bodies.body_parser import LONG
 from kv_connector.router.bodies.fields import parse
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     plan = parser.parse_args()
     rng = random.Random(1)
-    pools = {side: Pool() for side in Side}
+    pools = {side: Pool() for side in TEXT_SIDES}
     index, caches = PrefixIndex(), CacheRecords()
     policy = CacheAware(pools, index, caches.sizes)
-    engines: dict[Side, list[Workload]] = {side: [] for side in Side}
+    engines: dict[Side, list[Workload]] = {side: [] for side in TEXT_SIDES}
     for number in range(plan.engines):
-        side = list(Side)[number % 2]
+        side = TEXT_SIDES[number % 2]
         endpoint, workload = Endpoint.parse(f"http://{side.value}{number}:1"), Workload()
         pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=True)
         index.add(workload.cache)
@@ -88,7 +88,7 @@ def main() -> None:
     tracemalloc.start()
     for number in range(count):
         seen = prompt(number)
-        for side in Side:
+        for side in TEXT_SIDES:
             rng.choice(engines[side]).cache.prompt_computed(seen, ROOM)
     gc.collect()
     nbytes = tracemalloc.get_traced_memory()[0]

@@ -24,7 +24,7 @@ from goodput_simulation import LANDING_S, Clock, Engine, Request
 from kv_connector.bench.records import percentile
 from kv_connector.control.membership import PromptCost
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
@@ -139,12 +139,12 @@ class System:
 
     def __init__(self, clock: Clock, minutes: int, most: int) -> None:
         self._clock = clock
-        self._pools = {side: Pool() for side in Side}
+        self._pools = {side: Pool() for side in TEXT_SIDES}
         index = PrefixIndex()
         self._caches = CacheRecords()
         self._policy = CacheAware(self._pools, index, self._caches.sizes, clock=clock)
-        self.fleets = {side: Fleet(side, clock, self._pools[side], index) for side in Side}
-        self._scalers = {side: Autoscaler(most) for side in Side}
+        self.fleets = {side: Fleet(side, clock, self._pools[side], index) for side in TEXT_SIDES}
+        self._scalers = {side: Autoscaler(most) for side in TEXT_SIDES}
         self._numbers = itertools.count(1)
         self._work = 0.0  # kv_connector_router_prompt_work_seconds_total{side="prefill"}
         self._scrapes: deque[tuple[float, float, float]] = deque()

@@ -54,11 +54,9 @@ class Side(enum.Enum):
     ENCODER = "encoder"  # for pictures: listed only, and on no other side
 
 
-_SIDES = {
-    Role.PREFILL: (Side.PREFILL,),
-    Role.DECODE: (Side.DECODE,),
-    Role.BOTH: (Side.PREFILL, Side.DECODE),
-}
+# The sides that every request needs.
+TEXT_SIDES = (Side.PREFILL, Side.DECODE)
+_SIDES = {Role.PREFILL: (Side.PREFILL,), Role.DECODE: (Side.DECODE,), Role.BOTH: TEXT_SIDES}
 
 
 class State(enum.Enum):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kv_connector.router.engines.members import EngineInfo, Side, State
+from kv_connector.router.engines.members import TEXT_SIDES, EngineInfo, Side, State
 from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
@@ -200,7 +200,7 @@ class Metrics:
             buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
-        for side in (Side.PREFILL, Side.DECODE):
+        for side in TEXT_SIDES:
             self._work.labels(side.value)  # shown from the start
         self.first_bytes = FirstBytes()
         self._gone: dict[str, float] = {}  # removed engines with failures -> when they were first missing

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from prometheus_client import Gauge
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import NoEngine, Pool
 
 # Most requests that begin anew at a time, for each engine of the side that has fewer engines. A prefill
@@ -105,7 +105,7 @@ class Turns:
         """Returns a free place of each side that has engines; None: a side is full."""
         places = []
         known = self._pools[Side.DECODE].known(model)
-        for side in (Side.PREFILL, Side.DECODE):  # a stream with pictures does not begin anew
+        for side in TEXT_SIDES:  # a stream with pictures does not begin anew
             try:
                 members = self._pools[side].choices((engine,), model=known)
             except NoEngine:

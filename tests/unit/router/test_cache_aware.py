@@ -18,7 +18,7 @@ from kv_connector.router.bodies.messages import Message
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
@@ -52,7 +52,7 @@ class Fleet:
 
     def __init__(self, prefills: int = 2, decodes: int = 2) -> None:
         self.now = 0.0
-        self.pools = {side: Pool() for side in Side}
+        self.pools = {side: Pool() for side in TEXT_SIDES}
         self.index = PrefixIndex()
         self.hits: list[tuple[Side, int, int]] = []
         self.caches = CacheRecords(count=lambda *hit: self.hits.append(hit))
@@ -256,7 +256,7 @@ def test_refused_request_leaves_recent_work_and_index_as_they_were(fleet: Fleet)
         fleet.serve(user(f"{number} {LONG}"))
 
     def state() -> list[float]:
-        members = [fleet.pools[side].choices() for side in Side]
+        members = [fleet.pools[side].choices() for side in TEXT_SIDES]
         fleet.now += 1.0
         now = [one.recent.tokens(0.0) for each in members for one in each if one.recent]
         return sorted([len(fleet.index), *now])
@@ -278,7 +278,7 @@ def test_request_with_many_pictures_idles_no_engine(fleet: Fleet) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     flood = user("")
     flood["content"] = [picture] * 10_000  # type: ignore[assignment]
-    for side in Side:
+    for side in TEXT_SIDES:
         for member in fleet.pools[side].choices():
             member.workload.longest = 8192
     request = fleet.begin(flood)
@@ -286,7 +286,7 @@ def test_request_with_many_pictures_idles_no_engine(fleet: Fleet) -> None:
     request.prefilled(Computed(tokens=600, cached=0))
     request.decode.counted(600)
     request.answer()
-    prefill, decode = (fleet.pools[side].choices() for side in Side)
+    prefill, decode = (fleet.pools[side].choices() for side in TEXT_SIDES)
     for members in (prefill, decode):
         assert sum(excess(members, fleet.now)) == pytest.approx(600, abs=1), "by the engine's own count"
 
@@ -334,7 +334,7 @@ def test_session_decides_between_equal_engines(fleet: Fleet) -> None:
 def test_session_never_overrides_load(fleet: Fleet) -> None:
     first = fleet.serve(user("Hello"), session=1)
     assert first.prefill is not None
-    prefills, decodes = (fleet.pools[side] for side in (Side.PREFILL, Side.DECODE))
+    prefills, decodes = (fleet.pools[side] for side in TEXT_SIDES)
     with prefills.lease(first.prefill, Work(2000, 0.0)), decodes.lease(first.decode, context=8000):
         again = fleet.place(user("Something else"), session=1)
     assert set(names(again)) & set(names(first)) == set()
@@ -364,7 +364,7 @@ def test_engine_of_both_roles_never_prefills_for_itself() -> None:
     for number in range(2):
         endpoint = fleet.engine(f"b{number}")
         workload = Workload()
-        for side in Side:
+        for side in TEXT_SIDES:
             fleet.pools[side].set_usable(endpoint, True, workload)
         fleet.index.add(workload.cache)
         if number == 0:

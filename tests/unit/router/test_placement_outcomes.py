@@ -15,7 +15,7 @@ from test_dispatch import dispatching, outstanding
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import Side
+from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.settings import Objectives, PolicyName
 from kv_connector.router.failure import Failure
 from kv_connector.router.placement.cache_aware import CacheAware
@@ -140,7 +140,7 @@ async def test_cancelled_prompt_leaves_no_trace(dispatch: str) -> None:
         await dispatcher.close()
         assert outstanding(dispatcher) == 0
         assert has(dispatcher) == set()
-        for side in Side:
+        for side in TEXT_SIDES:
             assert recent(dispatcher, side) == about(0)
 
 
@@ -149,7 +149,7 @@ async def test_engines_own_count_of_a_prompt_replaces_the_forecast(dispatch: str
     async with dispatching([counted], [counted], dispatch=dispatch, **AWARE) as (dispatcher, p, d):
         await ask(dispatcher)
         assert has(dispatcher) == {p[0].url, d[0].url}
-        for side in Side:
+        for side in TEXT_SIDES:
             assert recent(dispatcher, side) == about(700)
 
 
