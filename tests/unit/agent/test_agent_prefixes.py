@@ -152,6 +152,7 @@ def test_lender_ends_its_lendings_and_refuses_while_its_engine_takes_no_step(sim
     assert lender.agent.take_prefix_requests() == []
     assert borrower.agent.stats().prefixes.borrow[LendOutcome.PAUSED] == 1
     lender.agent.refuse_lending("")
+    lender.idle()  # the question must not overtake the command
     ask(borrower, lender, "z")
 
 

@@ -384,7 +384,8 @@ def test_gpu_that_hangs_while_it_sums_does_not_hang_the_engine(
     prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, check=0.05))
     calls: list[str] = []
     go = hold_sums(prefill, calls)
-    prefill.agent._summer.sum((PAGES_OF_BLOCK_0,), lambda sums, problem: None)
+    summed = threading.Event()
+    prefill.agent._summer.sum((PAGES_OF_BLOCK_0,), lambda sums, problem: summed.set())
     until(lambda: bool(calls))
     if end == "sleep":
         with pytest.raises(
@@ -396,3 +397,4 @@ def test_gpu_that_hangs_while_it_sums_does_not_hang_the_engine(
         prefill.agent.close()
         assert "TIMEOUT in sum_pages" in caplog.text
     go.set()
+    assert summed.wait(PATIENCE), "the thread reads the memory until then"
