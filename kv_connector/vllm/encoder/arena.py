@@ -7,10 +7,14 @@ that saves an embedding stores the place's stamp there once all bytes are in pla
 from __future__ import annotations
 
 import os
+import secrets
 import struct
 import threading
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kv_connector.engine import MemoryRange
 from kv_connector.engine.transfer_engine import SharedMemory
@@ -22,6 +26,7 @@ _ALIGNMENT = 256
 MAX_EMBEDDINGS = 4096
 
 _STAMP = struct.Struct("<Q")
+_offset = attrgetter("offset")
 
 
 @dataclass(eq=False)
@@ -64,7 +69,11 @@ class Arena:
         self._view = memoryview(self.memory)
         self._lock = threading.Lock()
         self._places: OrderedDict[str, Place] = OrderedDict()  # least recently used first
-        self._stamps = 0
+        self._by_offset: list[Place] = []  # the same places
+        # An embedding of an earlier place may be where a header is. It does not look like a random number.
+        self._stamps = secrets.randbits(62)
+        self._refused = self.nbytes + 1
+        """Places of so many bytes have found no room since the last pin ended."""
         self.pinned = 0
         """Embeddings that are kept because of a pin."""
 
@@ -93,16 +102,18 @@ class Arena:
         place = Place(key, 0, nbytes, rows, 0)
         with self._lock:
             assert key not in self._places
-            if place.end > self.nbytes:
+            if place.end >= self._refused:
                 return None
-            while (offset := self._gap(place.end)) is None:
-                victim = next((p for p in self._places.values() if p.ready and not p.pins), None)
-                if victim is None:
-                    return None
-                del self._places[victim.key]
+            offset = self._gap(place.end, self._by_offset)
+            if offset is None:
+                offset = self._evict_for(place.end)
+            if offset is None:
+                self._refused = place.end
+                return None
             self._stamps += 1
             place.offset, place.stamp, place.pins = offset, self._stamps, 1
             self._places[key] = place
+            insort(self._by_offset, place, key=_offset)
             self.pinned += 1
             return place
 
@@ -111,9 +122,11 @@ class Arena:
         with self._lock:
             place.pins -= 1
             self.pinned -= not place.pins
+            if not place.pins:
+                self._refused = self.nbytes + 1
             if place.pins or place.ready or self._places.get(place.key) is not place:
                 return False
-            del self._places[place.key]
+            self._remove(place)
             return True
 
     def complete(self, place: Place) -> None:
@@ -128,16 +141,45 @@ class Arena:
     def __len__(self) -> int:
         return len(self._places)
 
-    def _gap(self, nbytes: int) -> int | None:
-        """The lowest offset with so many free bytes."""
-        if len(self._places) >= MAX_EMBEDDINGS:
+    def _gap(self, nbytes: int, places: Sequence[Place]) -> int | None:
+        """The lowest offset with so many free bytes if the arena has these places, in order."""
+        if len(places) >= MAX_EMBEDDINGS:
             return None
         free = 0
-        for place in sorted(self._places.values(), key=lambda place: place.offset):
+        for place in places:
             if place.offset - free >= nbytes:
                 return free
             free = place.end
         return free if self.nbytes - free >= nbytes else None
+
+    def _evict_for(self, nbytes: int) -> int | None:
+        """Evicts embeddings until so many bytes are free, and returns their offset. Evicts none if that
+        cannot succeed."""
+        kept = [place for place in self._by_offset if place.pins or not place.ready]
+        if self._gap(nbytes, kept) is None:
+            return None
+        full = len(self._by_offset) >= MAX_EMBEDDINGS
+        for place in list(self._places.values()):
+            if place.ready and not place.pins:
+                index = self._remove(place)
+                # Only the bytes around the victim can have become enough. A search of the whole arena for
+                # each victim would take seconds.
+                around = self._by_offset[max(index - 1, 0) : index + 1]
+                start = around[0].end if index else 0
+                end = around[-1].offset if index < len(self._by_offset) else self.nbytes
+                if end - start >= nbytes:
+                    return start
+                if full and (offset := self._gap(nbytes, self._by_offset)) is not None:
+                    return offset
+                full = False
+        return None
+
+    def _remove(self, place: Place) -> int:
+        """Returns the place's former index by offset."""
+        del self._places[place.key]
+        index = bisect_left(self._by_offset, place.offset, key=_offset)
+        del self._by_offset[index]
+        return index
 
 
 def load_stamp(view: memoryview, offset: int) -> int:

@@ -109,12 +109,19 @@ class ConsumerScheduler:
 
         False: a fetch is in flight, or the request has failed. A wait ends after twice the timeout.
         """
+        needed = [
+            feature
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > computed
+        ]
+        # A prompt can have a picture twice. The ticket ends with the last one. If it ended with the first,
+        # each call would make a new ticket, and the wait would never end.
+        keys = {feature.identifier for feature in needed}
+        for key in self._tickets.get(request.request_id, {}).keys() - keys:
+            self._close(request.request_id, key)
         ready = True
-        for feature in request.mm_features:
-            key, position = feature.identifier, feature.mm_position
-            if position.offset + position.length <= computed:
-                self._close(request.request_id, key)
-            elif not self._one_available(request, feature, int(position.get_num_embeds())):
+        for feature in needed:
+            if not self._one_available(request, feature, int(feature.mm_position.get_num_embeds())):
                 ready = False
         return ready
 
@@ -166,13 +173,18 @@ class ConsumerScheduler:
 
     def _one_available(self, request: Any, feature: Any, rows: int) -> bool:
         key = feature.identifier
-        if not rows or len(key) > MAX_KEY:
+        if not rows:
             return True
         ticket = self._tickets.get(request.request_id, {}).get(key)
         if ticket is None:
             ticket = _Ticket(None, self._clock())
             self._tickets.setdefault(request.request_id, {})[key] = ticket
-            announced = (request.ec_transfer_params or {}).get(key)
+            params = request.ec_transfer_params
+            announced = params.get(key) if isinstance(params, Mapping) and len(key) <= MAX_KEY else None
+            if announced is None and params and not self.has(key):
+                # Without its picture the request fails here: a worker that cannot encode it ends the engine.
+                # vLLM refuses requests that have neither their pictures nor parameters.
+                return self._give_up(request, feature, ticket, "no encoder engine has announced it")
             try:
                 ticket.announcement = None if announced is None else self._checked(announced, rows)
             except BadAnnouncement as error:
@@ -217,10 +229,10 @@ class ConsumerScheduler:
                     return (
                         "the arena is full of embeddings in use. Set a larger ec_buffer_size" if late else ""
                     )
-                self._fetches[key] = self._fetcher.fetch(announcement.address, place)
-                place = self._arena.find_and_pin(key)
-                assert place is not None
-            if not place.ready:
+                # Pinned for the ticket, too, before the transfer thread can end the fetch.
+                self._arena.find_and_pin(key)
+                ticket.fetch = self._fetches[key] = self._fetcher.fetch(announcement.address, place)
+            elif not place.ready:
                 fetch = self._fetches.get(key)
                 if fetch is None or fetch.place is not place or fetch.failure:
                     self._arena.unpin(place)  # no pin keeps it for longer than its failed fetch

@@ -41,6 +41,7 @@ class FetchRequest(Message, frozen=True, tag="fetch"):
     fetch: Natural  # counts the session's fetches
     key: Key
     nbytes: Size
+    rows: Size
     offset: Natural  # in the prefill engine's arena
     immediate: UInt32  # of the counter that the write raises by one
 

@@ -191,7 +191,9 @@ class EmbeddingReceiver:
             session.moving[number] = fetch, counters.id
             self._counters[counters.id] = session, number
             place = fetch.place
-            message = FetchRequest(number, place.key, place.nbytes, place.payload, counters.immediates[0])
+            message = FetchRequest(
+                number, place.key, place.nbytes, place.rows, place.payload, counters.immediates[0]
+            )
             self._loop.sockets.send(session.source, message)
 
     def _end(self, session: _EncoderSession, reason: str, *, say: bool = True) -> None:

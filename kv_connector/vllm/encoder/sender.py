@@ -178,6 +178,10 @@ class EmbeddingSender:
             problem = "the embedding is not complete"
         elif place.nbytes != fetch.nbytes:
             problem = f"the embedding has {place.nbytes} bytes, {fetch.nbytes} were requested"
+        elif place.rows != fetch.rows:
+            # A client may have used its own id for another picture. Rows of another width would end the
+            # prefill engine.
+            problem = f"the embedding has {place.rows} rows, {fetch.rows} were requested"
         else:
             try:
                 transfer = self._engine.write_one(

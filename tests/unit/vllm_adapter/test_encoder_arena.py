@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -68,6 +69,49 @@ def test_arena_stamp_of_an_earlier_place_does_not_count() -> None:
     second = complete(arena, "b")
     assert second.offset == first.offset
     assert not arena.saved(second)
+
+
+def test_arena_bytes_of_an_embedding_are_no_stamp() -> None:
+    arena = Arena("a", 8 * SLOT)
+    words = memoryview(arena.memory).cast("B").cast("Q")
+    for number in range(len(words)):
+        words[number] = 1
+    place = arena.reserve("a", 256)
+    assert place is not None
+    assert not arena.saved(place)
+
+
+def test_arena_evicts_none_if_the_rest_is_in_use() -> None:
+    arena = Arena("a", 3 * SLOT)
+    for key in "abc":
+        complete(arena, key)
+    pinned = arena.find_and_pin("b")
+    assert pinned is not None
+    assert arena.reserve("d", 2 * SLOT - HEADER_BYTES) is None
+    assert all(arena.find(key) for key in "abc")
+    arena.unpin(pinned)
+    assert arena.reserve("d", 2 * SLOT - HEADER_BYTES) is not None
+
+
+def test_arena_searches_a_few_times_for_a_place_that_evicts_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    search = Arena._gap
+
+    def counted(arena: Arena, nbytes: int, places: Sequence[Place]) -> int | None:
+        searches.append(nbytes)
+        return search(arena, nbytes, places)
+
+    monkeypatch.setattr(Arena, "_gap", counted)
+    arena = Arena("a", 200 * SLOT)
+    keys = [f"k{number}" for number in range(200)]
+    for key in keys:
+        complete(arena, key)
+    random.Random(1).shuffle(keys)
+    for key in keys:
+        arena.find(key)
+    searches.clear()
+    assert arena.reserve("large", 100 * SLOT) is not None
+    assert len(searches) <= 3
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -143,6 +143,32 @@ def test_failed_fetch_has_the_picture_encoded_here(consumer: Consumer) -> None:
     assert scheduler.take_unavailable() == set()
 
 
+def test_fetch_that_fails_at_once_has_the_picture_encoded_here(
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(address: Address, place: Place) -> Fetch:
+        failed = Fetch(place, deadline=1e9, failure="no route")
+        consumer.arena.unpin(place)
+        return failed
+
+    monkeypatch.setattr(consumer.fetcher, "fetch", fetch)
+    assert consumer.scheduler.available(request("r", feature("a")), 0)
+    assert consumer.arena.find("a") is None
+
+
+def test_failed_fetch_ends_the_wait_for_a_picture_that_is_in_the_prompt_twice(consumer: Consumer) -> None:
+    scheduler, fetcher = consumer.scheduler, consumer.fetcher
+    r = request("r", feature("a"), feature("a", offset=9))
+    assert not scheduler.available(r, 4)  # the first is in the prefix cache
+    fetcher.fail(fetcher.fetches[0])
+    fetcher.fenced(fetcher.fetches[0])
+    scheduler.plan()
+    assert all(scheduler.available(r, 4) for _ in range(3))
+    assert len(fetcher.fetches) == 1
+    assert scheduler.available(r, 13)
+    assert consumer.pins() == 0
+
+
 def test_place_that_is_never_fenced_delays_a_request_once(consumer: Consumer) -> None:
     scheduler, fetcher = consumer.scheduler, consumer.fetcher
     assert not scheduler.available(request("r", feature("a")), 0)
@@ -214,6 +240,25 @@ def test_full_arena_makes_requests_wait_until_the_timeout() -> None:
 def test_unusable_announcement_has_the_picture_encoded_here(consumer: Consumer, wrong: Any) -> None:
     assert consumer.scheduler.available(request("r", feature("a"), params={"a": wrong}), 0)
     assert consumer.fetcher.fetches == []
+
+
+def test_params_that_are_no_object_have_the_picture_encoded_here(consumer: Consumer) -> None:
+    assert consumer.scheduler.available(request("r", feature("a"), params="text"), 0)
+    assert consumer.fetcher.fetches == []
+
+
+@pytest.mark.parametrize("key", ["a", "k" * 513])
+def test_request_with_neither_picture_nor_announcement_fails(consumer: Consumer, key: str) -> None:
+    params = {"b" if len(key) == 1 else key: announced()}
+    assert not consumer.scheduler.available(request("r", feature(key, picture=False), params=params), 0)
+    assert consumer.scheduler.take_unavailable() == {"r"}
+
+
+def test_picture_that_is_not_announced_is_logged(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert consumer.scheduler.available(request("r", feature("a"), params={"b": announced()}), 0)
+    assert "embedding a is encoded here: no encoder engine has announced it" in caplog.text
 
 
 def test_key_beyond_the_limit_is_not_fetched(consumer: Consumer) -> None:

@@ -128,6 +128,14 @@ def test_embedding_of_another_size_is_not_written(stack: ExitStack) -> None:
     assert "100 bytes, 101 were requested" in p.failure(p.fetch(e.address, "picture", 101))
 
 
+def test_embedding_of_other_rows_is_not_written(stack: ExitStack) -> None:
+    e, p = encoder(stack), prefill(stack)
+    e.encode("picture", 100)
+    place = p.arena.reserve("picture", 100, rows=2)
+    assert place is not None
+    assert "1 rows, 2 were requested" in p.failure(p.receiver.fetch(e.address, place))
+
+
 def test_incomplete_embedding_is_not_written(stack: ExitStack) -> None:
     e, p = encoder(stack), prefill(stack)
     place = e.arena.reserve("picture", 100)
@@ -317,7 +325,7 @@ def test_encoder_engine_answers_wrong_messages_with_a_reason(stack: ExitStack) -
     e = encoder(stack)
     e.encode("picture", 100)
     stranger = Stranger(stack, e.address)
-    fetch = FetchRequest(0, "picture", 100, ARENA - 50, 0)
+    fetch = FetchRequest(0, "picture", 100, 1, ARENA - 50, 0)
     assert isinstance(stranger.ask(fetch), Leave)
     hello = stranger.greet()
     bad = stranger.ask(msgspec.structs.replace(hello, protocol=2))
