@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -24,8 +25,8 @@ class _Lender:
     """Tokens a second of a load, from its reservation to its last page."""
     late: bool = False
     """Whether a load took longer than computing its tokens, or ended without its pages as late."""
-    late_prefetch: bool = False
-    """The same, for a prefetch."""
+    prefetch_late_at: float = -math.inf
+    """Time of the last late prefetch. Other loads are measured on, so it expires by itself."""
     measured_at: float = 0.0
 
 
@@ -66,7 +67,8 @@ class BorrowCosts:
         """
         measured = self._of(lender)
         measured.late = measured.late or not prefetch
-        measured.late_prefetch = measured.late_prefetch or prefetch
+        if prefetch:
+            measured.prefetch_late_at = self.clock()
 
     def pays(self, lender: Address, first: int, end: int, ahead: int, *, asked: bool = False) -> bool:
         """Returns whether the tokens [``first``, ``end``) are here sooner if they are loaded.
@@ -91,7 +93,9 @@ class BorrowCosts:
     def was_late_for_prefetch(self, lender: Address) -> bool:
         """Does the same as was_late(), for loads and prefetches."""
         measured = self._measured(lender)
-        return measured is not None and (measured.late or measured.late_prefetch)
+        if measured is None:
+            return False
+        return measured.late or self.clock() - measured.prefetch_late_at < self._remember_s
 
     def _measured(self, lender: Address) -> _Lender | None:
         measured = self._lenders.get(lender)

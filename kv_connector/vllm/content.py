@@ -11,11 +11,16 @@ from kv_connector.vllm.internals import Request, block_hashing
 # One of each kind of fact that vLLM's hash of a block covers beside the tokens.
 _FACTS = (("lora", "adapter", "/path"), ("mm", "picture", 0), ("cache_salt", "salt"))
 
+# The salt of hashes that contain the version of the weights has the form of SaltedHasher's.
+_VERSIONED = ("cache_salt", ("version", ""))
 
-def hash_basis(algorithm: str, block_tokens: int) -> bytes:
+
+def hash_basis(algorithm: str, block_tokens: int, *, versioned: bool = False) -> bytes:
     """Returns what this engine's block hashes depend on, as a digest that peers compare.
 
     ``algorithm``: vLLM's ``--prefix-caching-hash-algo``. ``block_tokens``: tokens of a hashed block.
+    ``versioned``: whether the hashes contain the version of the weights (kept_cache.py). An engine that
+    has kept its KV over an update has earlier KV under hashes without a version.
 
     It is made of the hash of a fixed block. So it differs if the function, its serialization or its seed
     differs. With the xxhash algorithms every process has its own seed, unless PYTHONHASHSEED is set.
@@ -25,7 +30,8 @@ def hash_basis(algorithm: str, block_tokens: int) -> bytes:
     """
     caches, hashing = block_hashing()
     function = hashing.get_hash_fn_by_name(algorithm)
-    block: bytes = caches.hash_block_tokens(function, None, range(block_tokens), _FACTS)
+    facts = (*_FACTS, _VERSIONED) if versioned else _FACTS
+    block: bytes = caches.hash_block_tokens(function, None, range(block_tokens), facts)
     return hashlib.blake2b(block, digest_size=BASIS_BYTES).digest()
 
 

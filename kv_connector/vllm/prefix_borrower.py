@@ -154,6 +154,7 @@ class PrefixBorrower:
         self._hold_s = hold_s
         self._ask_s = ask_s
         self._basis: bytes | None = None
+        self._versioned = False
         self._prefixes: dict[str, _Prefix] = {}
         """Prefixes of live requests, by request id."""
         self._by_transfer: dict[str, _Prefix] = {}
@@ -253,7 +254,7 @@ class PrefixBorrower:
             self._wait(prefix)
             return
         if self._basis is None:
-            self._basis = hash_basis(self._algorithm, hashed)
+            self._basis = hash_basis(self._algorithm, hashed, versioned=self._versioned)
         content = content_key_of(request, self._basis, hashed).up_to(most)
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
@@ -490,6 +491,10 @@ class PrefixBorrower:
     def leaving(self) -> bool:
         """Returns whether pages may still land in the blocks of a finished request."""
         return any(prefix.phase is PrefixPhase.LEAVING for prefix in self._by_transfer.values())
+
+    def note_versions(self) -> None:
+        """Notes that the block hashes contain the version of the weights from now on."""
+        self._versioned, self._basis = True, None
 
     def after_reset(self) -> None:
         """Ends all prefixes after vLLM has emptied its prefix cache.

@@ -54,6 +54,7 @@ class PrefixLender:
         self._commands = commands
         self._algorithm = algorithm
         self._basis: bytes | None = None
+        self._versioned = False
         self._lent: dict[str, list[Any]] = {}
         """The blocks of each lent prefix, by transfer id."""
         self._pages: list[NewPages] = []
@@ -98,7 +99,7 @@ class PrefixLender:
         if has_states(self._block_sizes):
             return LendOutcome.UNLIKE, "the model has recurrent states, which are not lent"
         if self._basis is None:
-            self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens)
+            self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens, versioned=self._versioned)
         if (content.basis, content.tokens) != (self._basis, self.cache.hash_block_tokens):
             return LendOutcome.UNLIKE, self._other_hashes(content.tokens)
         tables, tokens = self.cache.cached_prefix(content.each(), content.covered, request.multiple)
@@ -134,7 +135,8 @@ class PrefixLender:
         else:
             reason = (
                 "the engines compute different block hashes: start both with the same "
-                "--prefix-caching-hash-algo, block size and PYTHONHASHSEED"
+                "--prefix-caching-hash-algo, block size, PYTHONHASHSEED, and clear_cache in "
+                "KV_CONNECTOR_WEIGHTS"
             )
         if self._logged != reason:
             logger.warning("prefixes are not lent to some engine: %s", reason)
@@ -168,6 +170,10 @@ class PrefixLender:
         if self._was_asked and self._refusing != self._paused:
             self._refusing = self._paused
             self._commands.append(RefuseLending(_PAUSED if self._paused else ""))
+
+    def note_versions(self) -> None:
+        """Notes that the block hashes contain the version of the weights from now on."""
+        self._versioned, self._basis = True, None
 
     def after_reset(self) -> None:
         """Ends what is lent after vLLM has emptied its prefix cache."""

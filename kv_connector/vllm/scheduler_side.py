@@ -147,6 +147,8 @@ class SchedulerSide:
         self._before_reset()
         self._after_reset()
         self.reset()
+        self._lender.note_versions()
+        self._borrower.note_versions()
 
     def sends(self, request_id: str) -> bool:
         """Returns whether the request's prompt goes to a decode engine, and is not finished."""

@@ -264,7 +264,8 @@ class WeightTaker:
             # All of these were computed with the weights that go.
             self._llm.llm_engine.reset_mm_cache()
             self._llm.llm_engine.reset_encoder_cache()
-            if not self._llm.reset_prefix_cache():
+            # Without reset_connector, an offloading connector keeps KV of the weights that go.
+            if not self._llm.reset_prefix_cache(reset_connector=True):
                 raise RuntimeError("the prefix cache is in use. Call take() between two calls of generate()")
             # From now on the cache must stay empty until the version is applied.
             self._updating = True

@@ -77,3 +77,13 @@ def test_measurements_are_forgotten_so_that_a_slow_lender_is_tried_again(costs: 
     assert costs.pays(LENDER, 0, 1000, 0)
     costs.answered(OTHER, 1.0)
     assert set(costs._lenders) == {OTHER}
+
+
+def test_late_prefetch_is_forgotten_while_other_loads_are_measured(costs: Made) -> None:
+    costs.late(LENDER, prefetch=True)
+    for _ in range(2):
+        assert costs.was_late_for_prefetch(LENDER)
+        costs.now += REMEMBER / 2
+        costs.loaded(LENDER, 100, 0.02, 0.02)
+    assert not costs.was_late_for_prefetch(LENDER)
+    assert not costs.was_late(LENDER)

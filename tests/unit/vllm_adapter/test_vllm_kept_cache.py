@@ -21,7 +21,11 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.commands import CacheCleared, Cancel
+from kv_connector.agent.commands import AnswerPrefix, CacheCleared, Cancel
+from kv_connector.protocol.actions import PrefixRequested
+from kv_connector.protocol.content_key import ContentKey
+from kv_connector.protocol.messages import LendOutcome
+from kv_connector.protocol.requests import PrefixRequest
 from kv_connector.vllm.kept_cache import install
 from kv_connector.vllm.patches import keep_cache_over_updates
 from kv_connector.vllm.plugin import KEEP_CACHE
@@ -163,6 +167,36 @@ def test_load_in_flight_is_given_up_and_computed_here(stage: MakeStage) -> None:
     assert computed == len(PROMPT) + 1
     assert request.num_output_tokens == 2
     engine.assert_idle()
+
+
+def question(borrower: Stage, name: str) -> ContentKey:
+    """Returns the content key with which an engine asks for PROMPT."""
+    proposed = {"host": "10.0.0.2", "port": 5700, "tokens": FULL_BLOCKS}
+    borrower.add(name, PROMPT, dict(PARAMS_OF_P, transfer_id=name, prefix_from=proposed))
+    (found,) = (one for one in borrower.step().commands if isinstance(one, PrefixRequest))
+    return found.content
+
+
+def answer(lender: Stage, name: str, content: ContentKey) -> AnswerPrefix:
+    output, _ = lender.schedule()
+    lender.update(output, requested=[PrefixRequested(name, content, 0, BLOCK)])
+    found = lender.step().after_pages[-1]
+    assert isinstance(found, AnswerPrefix)
+    return found
+
+
+def test_engine_that_clears_its_cache_borrows_no_kv_of_an_earlier_version(stage: MakeStage) -> None:
+    """Its hashes have no version. They are those of the blocks that the lender has kept."""
+    lender, clears, keeps = stage("kv_consumer"), stage("kv_producer"), stage("kv_producer")
+    keeps.keep_cache("1")
+    hit(lender, "first", PROMPT)
+    assert answer(lender, "a", question(clears, "a")).outcome is LendOutcome.LENT
+    lender.keep_cache("1")
+    lender.step(sent=["a"])
+    assert answer(lender, "b", question(clears, "b")).outcome is LendOutcome.UNLIKE
+    assert answer(lender, "c", question(keeps, "c")).outcome is LendOutcome.NOT_CACHED
+    hit(lender, "second", PROMPT)
+    assert answer(lender, "d", question(keeps, "d")).tokens == FULL_BLOCKS
 
 
 def test_kv_events_say_that_no_earlier_block_is_found(stage: MakeStage) -> None:

@@ -46,8 +46,8 @@ class Llm:
         self.calls.append(call)
         self.threads.add(threading.get_ident())
 
-    def reset_prefix_cache(self) -> bool:
-        self._note("reset_prefix_cache")
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        self._note(f"reset_prefix_cache, connector: {reset_connector}")
         self.paused()
         return not self.cache_in_use
 
@@ -119,7 +119,7 @@ def test_a_version_is_applied_by_the_thread_that_takes_it(controllers: list[Cont
         assert llm.calls == [
             "reset_mm_cache",
             "reset_encoder_cache",
-            "reset_prefix_cache",
+            "reset_prefix_cache, connector: True",
             "start",
             "update 7",
             "finish",
