@@ -318,7 +318,9 @@ class Prompt:
         """Returns this prompt so that later prompts have only the prefixes of its beginning. The rest takes
         room in a cache."""
         before = len(beginning.prefixes)
-        return replace(self, prefixes=(*self.prefixes[:before], *(~one for one in self.prefixes[before:])))
+        # A part that is hidden twice stays hidden: the inverse of the inverse would be the prefix itself.
+        hidden = (hash((one, None)) for one in self.prefixes[before:])
+        return replace(self, prefixes=(*self.prefixes[:before], *hidden))
 
     def _counts_with(self, more: list[int]) -> tuple[int, ...]:
         if self.tokens is None or len(self.counts) != len(self.ends):

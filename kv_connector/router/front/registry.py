@@ -164,7 +164,7 @@ class Registry:
                     case Leave():
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
-                        if self._sent_by(self._reasons.awaited(transfer_id), received.source):
+                        if self._sent_from(self._reasons.awaited(transfer_id), received.source):
                             self._reasons.reported(transfer_id, reason)
                     case PromptHits(hits):
                         for transfer_id, (tokens, cached) in hits.items():
@@ -186,6 +186,13 @@ class Registry:
         """Returns whether this engine has registered over this connection. Another engine's report about a
         transfer is not accepted: it would spoil what the router knows of this engine."""
         return engine is not None and self._engines.get(engine.place) == source
+
+    def _sent_from(self, engine: Endpoint | None, source: Source) -> bool:
+        """Returns whether an engine behind the same API server has registered over this connection. vLLM
+        gives requests to /v1/responses to another rank than the router names."""
+        return engine is not None and any(
+            served_at == engine.url and one == source for (served_at, _), one in self._engines.items()
+        )
 
     def _refuse(self, source: Source, reason: str) -> None:
         """Logs a refused registration. Its sender is not distrusted: another engine may be at fault."""

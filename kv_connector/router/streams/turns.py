@@ -23,7 +23,7 @@ MOST_AT_ENGINE = 8
 
 _Place = tuple[Side, Endpoint]
 _Kind = tuple[Endpoint, str | None]
-"""The engine that has failed, and the model."""
+"""The engine that has failed, and the model; None: any model, or a model that no engine serves."""
 
 
 class _Turn:
@@ -59,7 +59,9 @@ class Turns:
         for the average of the engines. The yielded function ends the turn before the end of the block. A
         second call does nothing.
         """
-        turn = _Turn((engine, model), next(self._numbers))
+        # Clients may name any number of models that do not exist.
+        known = self._pools[Side.DECODE].known(model)
+        turn = _Turn((engine, known), next(self._numbers))
         self._waiting.setdefault(turn.kind, OrderedDict())[turn.number] = turn
         try:
             self._grant()

@@ -167,6 +167,18 @@ def test_answer_that_thinks_aloud_takes_room_in_the_cache(talk: Talk) -> None:
         assert second.decode_cached == pytest.approx(PROMPT, abs=BLOCK)
 
 
+def test_answer_that_thinks_aloud_is_not_expected_if_next_turns_have_other_ids(talk: Talk) -> None:
+    """Both causes together hide the answer, too."""
+    for _ in range(6):
+        talk.turn(PROMPT)
+    first = talk.fleet.begin(user(LONG), model=talk.model)
+    first.prefilled(Computed(tokens=PROMPT, cached=0))
+    text = f"<think>{TEXT}</think>Because."
+    first.answer(text=text)
+    second = talk.fleet.place(user(LONG), assistant(text), user("Why?"), model=talk.model)
+    assert second.decode_cached == pytest.approx(PROMPT, abs=60)
+
+
 def test_models_are_learned_apart(talk: Talk) -> None:
     for _ in range(6):
         talk.turn(PROMPT)

@@ -793,6 +793,22 @@ async def test_reason_that_another_engine_reports_for_a_transfer_is_ignored(clus
     assert (answer.status_code, answer.json()) == (500, {"error": {"message": "of vLLM's own"}})
 
 
+async def test_reason_is_accepted_from_another_rank_of_the_decode_engine(cluster: Cluster) -> None:
+    """vLLM may give a request to another rank than the router names."""
+
+    async def decode(request: Request, body: dict[str, Any]) -> Response:
+        other = ranks[1 - int(request.headers["x-data-parallel-rank"])]
+        other.registrar.load_failed(body["kv_transfer_params"]["transfer_id"], "no pages came")
+        return await refuse(500, "of vLLM's own")(request, body)
+
+    await cluster.engine(Role.PREFILL)
+    ranks = await cluster.ranks(Role.DECODE, decode)
+    client = await cluster.router()
+    answer = await within(ask(client))
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].endswith(": no pages came")
+
+
 async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))

@@ -147,6 +147,31 @@ async def test_turn_may_end_before_its_block(monkeypatch: pytest.MonkeyPatch) ->
         assert sum(queue._taken.values()) == 1
 
 
+async def test_requests_for_models_that_no_engine_serves_wait_in_one_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each arrival and end looks at every queue, and a client may name another model in each request."""
+    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    engines = [Endpoint.parse(f"http://10.0.0.{number}:8000") for number in (1, 2)]
+    decode = Pool()
+    for engine in engines:
+        decode.set_usable(engine, True, models=frozenset({"m"}))
+    queue = Turns({Side.PREFILL: Pool(), Side.DECODE: decode}, Metrics().waiting_streams)
+    begun: list[str] = []
+
+    async def request(model: str) -> None:
+        async with queue.turn(engines[0], model):
+            begun.append(model)
+
+    async with contextlib.AsyncExitStack() as stack:
+        await within(stack.enter_async_context(queue.turn(engines[0], "m")))
+        crowd = [asyncio.ensure_future(request(f"none {number}")) for number in range(10)]
+        await asyncio.sleep(0)
+        assert len(queue._waiting) == 1
+    await within(asyncio.gather(*crowd))
+    assert begun == [f"none {number}" for number in range(10)]
+
+
 async def test_a_crowd_of_streams_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each arrival, end and departure looks at a few streams, and not at all that wait."""
     looks = 0
