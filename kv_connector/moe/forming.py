@@ -136,6 +136,9 @@ class _Part:
                 self._settings.rank, hellos, self._descriptor, deadline, self._sentinels.pidfds
             )
             problems = list(self.passed.problems.values())
+            processes = [one.process for one in self.passed.connections.values()]
+            if self._settings.survive and None in processes:
+                problems.append("it cannot watch processes by pidfds, which survive needs")
             for rank, descriptor in sorted(self.passed.descriptors.items()):
                 try:
                     self._native.attach(rank, descriptor)

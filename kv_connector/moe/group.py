@@ -69,6 +69,9 @@ class Group:
         """Code, rank and sentence of the first rank that ended, or that another rank gave up."""
         self._left = ""
         """Sentence about the first rank that left in good order, or ""."""
+        self._gone: dict[int, tuple[str, str]] = {}
+        """Code and sentence of each rank that ended, left or was given up. Steps without one rank may later
+        fail because of another rank."""
         self._masked: frozenset[int] = frozenset()
         """Ranks that steps go on without, as far as they were logged."""
         self._reported = False
@@ -206,7 +209,7 @@ class Group:
         code, rank = NATIVE_CODES.get(found[0], str(found[0])), found[1]
         if code == GIVEN_UP:  # by that rank
             own = self.settings.rank
-            self._first_gone = GIVEN_UP, own, f"{self._name(rank)} goes on without {self._name(own)}"
+            self._note(own, GIVEN_UP, f"{self._name(rank)} goes on without {self._name(own)}")
             return Fault(GIVEN_UP, own)
         if code == LOST and gone is not None and gone[1] == rank:
             code = gone[0]
@@ -254,8 +257,10 @@ class Group:
                 return
             self._closed = True
         self._dispatch_areas, self._combine_areas = [], []
-        # Comes first, so that ranks that wait for this rank need not wait for its GPU.
-        self._watcher.leave()
+        # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was masked
+        # does not leave in good order: that would end the steps of ranks that have not learned it yet.
+        if not (self.settings.survive and self.fault() == Fault(GIVEN_UP, self.settings.rank)):
+            self._watcher.leave()
         try:
             self._native.close(timeout)
         except Exception as error:
@@ -267,10 +272,14 @@ class Group:
 
     def lost(self, rank: int, left: bool) -> None:
         """A report of the watcher."""
+        if self.settings.survive and (rank in self._gone or rank in self.masked()):
+            left = False  # steps go on without the rank already: its process has to end
         if left:
-            self._left = self._left or f"{self._name(rank)} has left the group"
-        elif self._first_gone is None:
-            self._first_gone = LOST, rank, f"{self._name(rank)} has ended"
+            sentence = f"{self._name(rank)} has left the group"
+            self._left = self._left or sentence
+            self._gone.setdefault(rank, (LOST, sentence))
+        else:
+            self._note(rank, LOST, f"{self._name(rank)} has ended")
         self._native.lose(rank, left)  # last, as it ends a step that then reads the reason
 
     def ended(self, rank: int) -> None:
@@ -281,10 +290,16 @@ class Group:
         """A report of the watcher."""
         if rank >= self.settings.ranks:
             return
-        if self._first_gone is None:
-            sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} gave it up"
-            self._first_gone = GIVEN_UP, rank, sentence
+        sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} gave it up"
+        self._note(rank, GIVEN_UP, sentence)
         self._native.lose(rank)
+
+    def _note(self, rank: int, code: str, sentence: str) -> None:
+        """Keeps the reason why a rank is gone. Its first reason stays."""
+        self._gone.setdefault(rank, (code, sentence))
+        # In a group that survives, other ranks may be gone before this rank is given up.
+        if self._first_gone is None or (self.settings.survive and rank == self.settings.rank):
+            self._first_gone = code, rank, sentence
 
     def _report_masked(self) -> None:
         """Logs ranks that a step went on without. The other ranks then go on without a late rank, too."""
@@ -294,7 +309,7 @@ class Group:
                 "moe: rank %d goes on without rank %d (process %d)",
                 self.settings.rank, rank, self._processes[rank],
             )  # fmt: skip
-            if self._first_gone is None or self._first_gone[:2] != (LOST, rank):
+            if self._gone.get(rank, ("", ""))[0] != LOST:
                 self._watcher.give_up(rank)
         self._masked = masked
 
@@ -302,7 +317,9 @@ class Group:
         return f"rank {rank} (process {self._processes.get(rank) or os.getpid()})"
 
     def _sentence(self, fault: Fault) -> str:
-        reason = self.explanation() or "the group was closed meanwhile"
+        # A group that survives has gone on without the first rank that ended.
+        gone = self._gone.get(fault.rank, ("", ""))[1] if self.settings.survive else self.explanation()
+        reason = gone or "the group was closed meanwhile"
         if fault.code in TIMEOUTS:
             reason = f"{self._name(fault.rank)} {TIMEOUTS[fault.code].format(timeout=self.settings.timeout)}"
         return f"{reason} ({fault.code}). The results of this step are void."

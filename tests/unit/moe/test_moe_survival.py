@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, form_in_threads, run_ranks, settings_of
+from moe_ranks import Ended, Kill, Side, errors, form_in_threads, run_ranks, settings_of
 
-from kv_connector.moe import oracle
+from kv_connector.moe import descriptors, oracle
 from kv_connector.moe.group import Fault, Group, GroupError
 from kv_connector.moe.settings import GroupSettings
 
@@ -112,6 +114,94 @@ def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.Monke
     assert second.fault() == Fault("GIVEN_UP", 1)
     first.close()
     second.close()
+
+
+def survivors(ranks: int) -> list[Group]:
+    ends = form_in_threads([settings_of(rank, ranks, survive=True) for rank in range(ranks)])
+    groups = [end for end in ends if isinstance(end, Group)]
+    assert len(groups) == ranks, ends
+    return groups
+
+
+def dispatch(group: Group) -> None:
+    inputs = [tokens_of(3, rank) for rank in range(group.settings.ranks)]
+    own = inputs[group.settings.rank]
+    group.dispatch(own.x, own.ids, own.weights, sizes=[one.ids.shape[0] for one in inputs])
+
+
+def test_masked_rank_that_leaves_before_its_process_ends_ends_no_step() -> None:
+    first, second = survivors(2)
+    first.lost(1, left=False)
+    first.lost(1, left=True)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(dispatch, first)
+        while not (first.masked() or step.done()):
+            time.sleep(0.001)
+        first.ended(1)
+        step.result(30)
+    first.close()
+    second.close()
+
+
+def test_rank_that_others_go_on_without_does_not_leave_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not yet learned that the rank was masked would end."""
+    first, second = survivors(2)
+    reports: queue.Queue[tuple[int, bool]] = queue.Queue()
+    monkeypatch.setattr(first, "lost", lambda rank, left: reports.put((rank, left)))
+    second.given_up(1, 0)
+    second.close()
+    assert reports.get(timeout=30) == (1, False)
+    first.close()
+
+
+def test_fault_names_the_rank_that_ended_the_step_and_not_an_earlier_death() -> None:
+    groups = survivors(3)
+    first = groups[0]
+    first.lost(2, left=False)
+    first.ended(2)
+    first.lost(1, left=True)
+    with pytest.raises(GroupError, match=r": rank 1 \(process \d+\) has left the group \(LOST\)"):
+        dispatch(first)
+    for group in groups:
+        group.close()
+
+
+def test_rank_that_is_given_up_after_a_death_gets_its_own_name() -> None:
+    groups = survivors(3)
+    first = groups[0]
+    first.lost(2, left=False)
+    first.given_up(0, 1)
+    assert first.fault() == Fault("GIVEN_UP", 0)
+    for group in groups:
+        group.close()
+
+
+def test_dead_ranks_are_not_reported_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = survivors(3)
+    first, late = groups[0], []
+    monkeypatch.setattr(first._watcher, "give_up", late.append)
+    for rank in (1, 2):
+        first.lost(rank, left=False)
+        first.ended(rank)
+    dispatch(first)
+    assert first.masked() == {1, 2}
+    assert not late
+    for group in groups:
+        group.close()
+
+
+def test_group_that_survives_is_refused_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them no rank would learn that the stores of a dead rank have ended."""
+
+    def forbidden(pid: int, flags: int = 0) -> int:
+        raise PermissionError("pidfd_open")
+
+    monkeypatch.setattr(descriptors, "open_pidfd", forbidden)
+    for problem in errors(form_in_threads([settings_of(rank, 2, survive=True) for rank in range(2)])):
+        assert "cannot watch processes by pidfds" in problem
+    for group in form_in_threads([settings_of(rank, 2) for rank in range(2)]):
+        assert isinstance(group, Group)
+        group.close()
 
 
 def test_settings_refuse_rows_that_a_surviving_group_cannot_combine() -> None:
