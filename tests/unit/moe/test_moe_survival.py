@@ -178,7 +178,8 @@ def test_rank_that_is_given_up_after_a_death_gets_its_own_name() -> None:
 
 def test_dead_ranks_are_not_reported_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = survivors(3)
-    first, late = groups[0], []
+    first = groups[0]
+    late: list[int] = []
     monkeypatch.setattr(first._watcher, "give_up", late.append)
     for rank in (1, 2):
         first.lost(rank, left=False)
