@@ -163,6 +163,37 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
             trace_headers=request.trace_headers,
         )
 
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        """Returns the free blocks that a load must leave, for prompts with blocks and for its last token.
+
+        A load that is alone needs no reserve: the pool has room for the longest prompt.
+        """
+        reserved: int = super()._inflight_prefill_reserved_blocks()
+        if self.sides and self._inflight_prefills:
+            reserved += len(self.kv_cache_config.kv_cache_groups)
+        return reserved
+
+    def _request_remaining_blocks(self, request: Request) -> int:
+        """Returns the blocks that a prompt still takes.
+
+        A loaded prompt takes one in each group for its last token if a block begins there. vLLM counts none
+        in the groups of sliding windows. So loads could fill the pool, and none of them could run then.
+        """
+        remaining: int = super()._request_remaining_blocks(request)
+        if not self.sides or request.num_computed_tokens >= request.num_tokens:
+            return remaining
+        following = request.num_computed_tokens + 1
+        of_next_token = self.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=following,
+            new_computed_blocks=self.kv_cache_manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens,
+            num_local_computed_tokens=request.num_computed_tokens,
+            num_tokens_main_model=following,
+        )
+        return max(remaining, int(of_next_token))
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Returns whether vLLM may schedule the request in this step.
 

@@ -266,7 +266,7 @@ def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: s
     It waits for the other loads, and these waited behind it. Found by the fuzzer.
     """
     config = vllm_config(model, "kv_consumer", policy="recompute" if report == "failed" else "fail")
-    stage = Stage(config, (FULL, SLIDING), 60, GatedScheduler)
+    stage = Stage(config, (FULL, SLIDING), 62, GatedScheduler)
     tokens = {"fails": 480, "a": 462, "b": 301, "c": 245}
     for name, length in tokens.items():
         params = PARAMS_OF_D | {"transfer_id": name}
@@ -279,6 +279,29 @@ def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: s
     stage.step(received=list(tokens), **reports)
     for _ in range(8):
         stage.step()
+    stage.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lengths"),
+    [(36, [417, 417, 417]), (38, [449, 229, 449, 417]), (34, [449, 229, 385])],
+)
+def test_loads_leave_room_for_their_last_tokens(model: Path, blocks: int, lengths: list[int]) -> None:
+    """A prompt's last token may begin a block in each group. Loads held all blocks, and none could run.
+
+    Found by clients that leave at any moment, once in some thousand requests.
+    """
+    config = vllm_config(model, "kv_consumer", policy="recompute")
+    stage = Stage(config, (FULL, SLIDING, SLIDING), blocks, GatedScheduler)
+    names = [f"r{number}" for number in range(len(lengths))]
+    for number, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        stage.add(name, prompt(length, number), PARAMS_OF_D | {"transfer_id": name})
+    loaded: set[str] = set()
+    for _ in range(20):
+        loading = {request.request_id for request in stage.scheduler.kv_holding_waiting} - loaded
+        stage.step(due=names, received=sorted(loading))
+        loaded |= loading
+    assert loaded == set(names)
     stage.assert_idle()
 
 
