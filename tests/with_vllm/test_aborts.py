@@ -299,6 +299,7 @@ async def test_clients_that_leave_are_no_failures(
         line
         for log, offset in zip(logs, logged, strict=True)
         for line in log.read_bytes()[offset:].decode(errors="replace").splitlines()
-        if re.search(r"\b(WARNING|ERROR)\b", line)
+        # Nobody listens at the second router's address unless a test does.
+        if re.search(r"\b(WARNING|ERROR)\b", line) and f"no connection to {deployment.listener}" not in line
     ]
     assert not lines, "\n".join(lines)
