@@ -73,6 +73,8 @@ class AnswerRepeats:
 
     def answered(self, kind: Kind, engine: Endpoint, tokens: int, prompt: Prompt, continued: Prompt) -> None:
         """Notes an answer. ``tokens``: those of its prompt. ``continued``: prompt and answer."""
+        if kind.form.startswith(","):
+            return  # A client that sends token ids repeats them. An engine without them has dropped them.
         before = len(prompt.prefixes)
         if tokens < 1 or not prompt.measurable or len(continued.prefixes) == before:
             return

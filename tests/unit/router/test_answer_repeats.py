@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +11,11 @@ from test_cache_aware import LONG, Fleet, assistant, user
 
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.router.bodies.messages import Function, Message, ToolCall
+from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.placement import answer_repeats
-from kv_connector.router.placement.answer_repeats import Kind
+from kv_connector.router.placement.answer_repeats import AnswerRepeats, Kind
 from kv_connector.router.requests.answers import Computed
+from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.transcript import Said
 
 BLOCK = 16
@@ -134,6 +137,21 @@ def test_answer_within_a_block_of_its_prompt_shows_nothing(talk: Talk) -> None:
         talk.turn(1900)
     talk.block(BLOCK)
     assert talk.expected() == pytest.approx(0, abs=60)
+
+
+@pytest.mark.parametrize(
+    ("of", "answer", "noted"), [([7] * 4000, b"8," * 999 + b"8", 0), ("a" * 9000, "b" * 9000, 1)]
+)
+def test_client_that_sends_token_ids_repeats_them(
+    of: list[int] | str, answer: bytes | str, noted: int
+) -> None:
+    """Such a client uses no template. An engine without the answer's KV has dropped it."""
+    prompt = Completion.decode(json.dumps({"model": "m", "prompt": of}).encode()).prompt("/v1/completions")
+    repeats, said = AnswerRepeats(), Said(answer if isinstance(answer, str) else None)
+    repeats.answered(
+        Kind.of(prompt, said), Endpoint.parse("http://d0:1"), 4000, prompt, prompt.followed_by(answer)
+    )
+    assert len(repeats._answers) == noted
 
 
 def test_answer_that_adds_no_prefix_shows_nothing(talk: Talk) -> None:
