@@ -35,6 +35,27 @@ def hash_basis(algorithm: str, block_tokens: int, *, versioned: bool = False) ->
     return hashlib.blake2b(block, digest_size=BASIS_BYTES).digest()
 
 
+class HashBasis:
+    """hash_basis() of this engine, computed with the first question and kept."""
+
+    def __init__(self, algorithm: str) -> None:
+        """``algorithm``: as of hash_basis()."""
+        self._algorithm = algorithm
+        self._versioned = False
+        self._known: dict[int, bytes] = {}  # by tokens of a hashed block, of which an engine has one number
+
+    def of(self, block_tokens: int) -> bytes:
+        """Returns hash_basis(), and has its conditions."""
+        if block_tokens not in self._known:
+            self._known[block_tokens] = hash_basis(self._algorithm, block_tokens, versioned=self._versioned)
+        return self._known[block_tokens]
+
+    def note_versions(self) -> None:
+        """Notes that the block hashes contain the version of the weights from now on."""
+        self._versioned = True
+        self._known.clear()
+
+
 def prefix_key(algorithm: str, block_tokens: int) -> str:
     """Returns a key by which routers find engines with equal block hashes; "": no other engine has them.
 

@@ -45,7 +45,7 @@ from kv_connector.protocol.params import BadParams, PrefixFrom
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.vllm.blocks import Blocks, has_states, load_targets
 from kv_connector.vllm.borrow_costs import BorrowCosts
-from kv_connector.vllm.content import content_key_of, hash_basis
+from kv_connector.vllm.content import HashBasis, content_key_of
 from kv_connector.vllm.internals import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -141,20 +141,18 @@ class PrefixBorrower:
         self,
         block_sizes: tuple[int, ...],
         commands: list[Command],
-        algorithm: str,
+        basis: HashBasis,
         hold_s: float,
         remember_s: float,
         ask_s: float,
     ) -> None:
-        """``algorithm``: of vLLM's block hashes. ``hold_s``: how long a lender holds a prefix, in seconds.
-        ``remember_s``: how long a lender's measurements count. ``ask_s``: how long any prefix may take."""
+        """``hold_s``: how long a lender holds a prefix, in seconds. ``remember_s``: how long a lender's
+        measurements count. ``ask_s``: how long any prefix may take."""
         self._block_sizes = block_sizes
         self._commands = commands
-        self._algorithm = algorithm
+        self._basis = basis
         self._hold_s = hold_s
         self._ask_s = ask_s
-        self._basis: bytes | None = None
-        self._versioned = False
         self._prefixes: dict[str, _Prefix] = {}
         """Prefixes of live requests, by request id."""
         self._by_transfer: dict[str, _Prefix] = {}
@@ -253,9 +251,7 @@ class PrefixBorrower:
         if self._too_many(prefix, held):
             self._wait(prefix)
             return
-        if self._basis is None:
-            self._basis = hash_basis(self._algorithm, hashed, versioned=self._versioned)
-        content = content_key_of(request, self._basis, hashed).up_to(most)
+        content = content_key_of(request, self._basis.of(hashed), hashed).up_to(most)
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
         prefix.since = self.clock()
@@ -491,10 +487,6 @@ class PrefixBorrower:
     def leaving(self) -> bool:
         """Returns whether pages may still land in the blocks of a finished request."""
         return any(prefix.phase is PrefixPhase.LEAVING for prefix in self._by_transfer.values())
-
-    def note_versions(self) -> None:
-        """Notes that the block hashes contain the version of the weights from now on."""
-        self._versioned, self._basis = True, None
 
     def after_reset(self) -> None:
         """Ends all prefixes after vLLM has emptied its prefix cache.

@@ -23,7 +23,7 @@ from kv_connector.protocol.admission import may_lend
 from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.vllm.blocks import has_states
-from kv_connector.vllm.content import hash_basis
+from kv_connector.vllm.content import HashBasis
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,10 @@ class PrefixCache(Protocol):
 class PrefixLender:
     """The lent prefixes, from a borrower's question until nothing reads their blocks."""
 
-    def __init__(self, block_sizes: tuple[int, ...], commands: list[Command], algorithm: str) -> None:
-        """``algorithm``: of vLLM's block hashes."""
+    def __init__(self, block_sizes: tuple[int, ...], commands: list[Command], basis: HashBasis) -> None:
         self._block_sizes = block_sizes
         self._commands = commands
-        self._algorithm = algorithm
-        self._basis: bytes | None = None
-        self._versioned = False
+        self._basis = basis
         self._lent: dict[str, list[Any]] = {}
         """The blocks of each lent prefix, by transfer id."""
         self._pages: list[NewPages] = []
@@ -98,9 +95,8 @@ class PrefixLender:
             return LendOutcome.FAILED, "it is lent already"
         if has_states(self._block_sizes):
             return LendOutcome.UNLIKE, "the model has recurrent states, which are not lent"
-        if self._basis is None:
-            self._basis = hash_basis(self._algorithm, self.cache.hash_block_tokens, versioned=self._versioned)
-        if (content.basis, content.tokens) != (self._basis, self.cache.hash_block_tokens):
+        hashed = self.cache.hash_block_tokens
+        if (content.basis, content.tokens) != (self._basis.of(hashed), hashed):
             return LendOutcome.UNLIKE, self._other_hashes(content.tokens)
         tables, tokens = self.cache.cached_prefix(content.each(), content.covered, request.multiple)
         if tokens <= request.first_token:
@@ -170,10 +166,6 @@ class PrefixLender:
         if self._was_asked and self._refusing != self._paused:
             self._refusing = self._paused
             self._commands.append(RefuseLending(_PAUSED if self._paused else ""))
-
-    def note_versions(self) -> None:
-        """Notes that the block hashes contain the version of the weights from now on."""
-        self._versioned, self._basis = True, None
 
     def after_reset(self) -> None:
         """Ends what is lent after vLLM has emptied its prefix cache."""

@@ -24,6 +24,7 @@ from kv_connector.protocol.params import (
 )
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.vllm.blocks import has_states
+from kv_connector.vllm.content import HashBasis
 from kv_connector.vllm.decode_scheduler import DecodeScheduler
 from kv_connector.vllm.dialects import in_our_words
 from kv_connector.vllm.internals import KVCacheManager, Request
@@ -77,10 +78,9 @@ class SchedulerSide:
         """Whether vLLM has just emptied its prefix cache."""
         self._prefill = PrefillScheduler(role, engine_id, block_sizes, self._commands, step_tokens)
         self._decode = DecodeScheduler(block_sizes, self._commands, early_tokens=early_tokens)
-        self._lender = PrefixLender(block_sizes, self._commands, hash_algorithm)
-        self._borrower = PrefixBorrower(
-            block_sizes, self._commands, hash_algorithm, lend_s, remember_s, ask_s
-        )
+        self._basis = HashBasis(hash_algorithm)
+        self._lender = PrefixLender(block_sizes, self._commands, self._basis)
+        self._borrower = PrefixBorrower(block_sizes, self._commands, self._basis, lend_s, remember_s, ask_s)
         self._no_prefixes = no_prefixes
         self.step_requests: StepRequests | None = None
         """The workers' requests for steps. None: only steps for other reasons carry their news."""
@@ -147,8 +147,7 @@ class SchedulerSide:
         self._before_reset()
         self._after_reset()
         self.reset()
-        self._lender.note_versions()
-        self._borrower.note_versions()
+        self._basis.note_versions()
 
     def sends(self, request_id: str) -> bool:
         """Returns whether the request's prompt goes to a decode engine, and is not finished."""
