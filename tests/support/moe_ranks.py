@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -224,3 +225,16 @@ def _serve(
             with contextlib.suppress(BrokenPipeError):  # its exchange may have received the message before
                 pipes[rank].send(None)
     return [results[rank] for rank in range(len(pipes))]
+
+
+def random_death(turn: int, ranks: int) -> tuple[int, Callable[[list[tuple[int, str]], Kill], None]]:
+    """Returns a rank, and a function for run_ranks() that kills it soon after each rank has a note."""
+    draw = random.Random(turn)
+    victim, moment = draw.randrange(ranks), draw.uniform(0.0, 0.02)
+
+    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
+        if len(notes) == ranks:
+            time.sleep(moment)  # chooses the place where the rank dies
+            kill(victim)
+
+    return victim, noted

@@ -7,13 +7,12 @@ import os
 import random
 import re
 import signal
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, run_ranks, settings_of
+from moe_ranks import Ended, Kill, Side, random_death, run_ranks, settings_of
 
 from kv_connector import _native
 from kv_connector.moe import oracle
@@ -282,14 +281,7 @@ def steps_until_a_death(side: Side) -> tuple[Fault | None, str]:
 @pytest.mark.parametrize("turn", range(int(os.environ.get("KVC_TEST_MOE_DEATHS", "20"))))
 def test_killed_rank_is_named_wherever_it_is(turn: int) -> None:
     """The timeout is 30 s, and its end would have another code."""
-    draw = random.Random(turn)
-    victim, moment = draw.randrange(RANKS), draw.uniform(0.0, 0.02)
-
-    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
-        if len(notes) == RANKS:
-            time.sleep(moment)  # chooses the place where the rank dies
-            kill(victim)
-
+    victim, noted = random_death(turn, RANKS)
     results = run_ranks(RANKS, steps_until_a_death, noted=noted)
     assert results.pop(victim) == Ended(-9)
     for fault, error in results:

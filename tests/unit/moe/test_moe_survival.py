@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, errors, form_in_threads, run_ranks, settings_of
+from moe_ranks import Ended, Side, errors, form_in_threads, random_death, run_ranks, settings_of
 
 from kv_connector.moe import descriptors, oracle
 from kv_connector.moe.group import Fault, Group, GroupError
@@ -78,14 +78,7 @@ def steps_with_a_death(side: Side, victim: int) -> tuple[frozenset[int], Fault |
 @pytest.mark.parametrize("turn", range(int(os.environ.get("KVC_TEST_MOE_DEATHS", "4"))))
 def test_steps_go_on_without_a_killed_rank(turn: int) -> None:
     """The timeout is 30 s, and its end would be a fault."""
-    draw = random.Random(turn)
-    victim, moment = draw.randrange(RANKS), draw.uniform(0.0, 0.02)
-
-    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
-        if len(notes) == RANKS:
-            time.sleep(moment)  # chooses the place where the rank dies
-            kill(victim)
-
+    victim, noted = random_death(turn, RANKS)
     results = run_ranks(RANKS, steps_with_a_death, victim, noted=noted)
     assert results.pop(victim) == Ended(-9)
     for masked, fault, explanation in results:
