@@ -45,13 +45,13 @@ $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
 	@$(PYTHON_ENV)/kv-connector demo
 
-# Two processes a core: many of these tests wait for a clock. Idle processes take over tests that others have not begun,
+# Three processes a core: many of these tests wait for a clock. Idle processes take over tests that others have not begun,
 # and the expensive properties try one example in eight (tests/support/samples.py): all of them are for `make test`.
 check: ## lint, types, wording and the unit tests that need neither vLLM nor a compiler run: before each commit
 	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
 	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check . && $(PYTHON_ENV)/python scripts/check_text.py
 	@mkdir -p build; $(types) >build/types.log 2>&1 & types=$$! status=0; \
-		KVC_WITHOUT=vllm,torch KVC_SAMPLE=8 $(PYTHON_ENV)/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal tests/unit || status=1; \
+		KVC_WITHOUT=vllm,torch KVC_SAMPLE=8 $(PYTHON_ENV)/python -m pytest -n $$((3 * $(JOBS))) --dist worksteal tests/unit || status=1; \
 		wait $$types || status=1; cat build/types.log; exit $$status
 types = { $(PYTHON_ENV)/mypy && $(PYTHON_ENV)/mypy --config-file tests/mypy.ini; }
 
