@@ -9,6 +9,8 @@ A table is between two comments. The first one names the contents, and may name 
     <!-- end -->
     <!-- generated: run 2026-11-27-first-token -->
     <!-- end -->
+    <!-- generated: summary 2026-11-27-first-token -->
+    <!-- end -->
     <!-- generated: models vllm-0.32 -->
     <!-- end -->
 
@@ -69,10 +71,10 @@ def _document(path: Path) -> str:
 def _renewed(path: Path, found: re.Match[str]) -> str:
     kind, wanted = found[2], found[3].split()
     where = f"{path}: <!-- generated: {kind}{found[3]} -->"
-    if kind == "run":
+    if kind in ("run", "summary"):
         if len(wanted) != 1:
             raise SystemExit(f"{where}: name one file of docs/data")
-        return _between(found, run(wanted[0], path.parent))
+        return _between(found, run(wanted[0], path.parent, summary=kind == "summary"))
     if kind == "models":
         if len(wanted) != 1:
             raise SystemExit(f"{where}: name one file of docs/data")
@@ -80,7 +82,9 @@ def _renewed(path: Path, found: re.Match[str]) -> str:
     if kind == "commands":
         return _between(found, "\n\n".join(part.strip("\n") for part in commands()))
     if kind not in TABLES:
-        raise SystemExit(f"{where}: no such table. Use run, models, commands or one of {', '.join(TABLES)}")
+        raise SystemExit(
+            f"{where}: no such table. Use run, summary, models, commands or one of {', '.join(TABLES)}"
+        )
     header, rows = TABLES[kind]()
     by_name = {row[0].strip("`").partition("{")[0]: row for row in rows}
     if unknown := [name for name in wanted if name not in by_name]:
@@ -97,12 +101,12 @@ def _between(found: re.Match[str], words: str) -> str:
 # --- Recorded runs
 
 
-def run(name: str, beside: Path) -> str:
-    """Returns the tables of docs/data/NAME.json, and the commands of the run, for a page in the folder
-    ``beside``."""
+def run(name: str, beside: Path, *, summary: bool = False) -> str:
+    """Returns the tables of docs/data/NAME.json, and how they were measured, for a page in the folder
+    ``beside``. ``summary``: the file's summary replaces method, machine and command."""
     file = ROOT / "docs" / "data" / f"{name}.json"
     try:
-        return _run(json.loads(file.read_text()), beside)
+        return _run(json.loads(file.read_text()), beside, summary=summary)
     except OSError as error:
         raise SystemExit(f"{file}: {error.strerror}") from None
     except KeyError as error:
@@ -111,7 +115,7 @@ def run(name: str, beside: Path) -> str:
         raise SystemExit(f"{file}: not a recorded run ({error})") from None
 
 
-def _run(recorded: dict[str, Any], beside: Path) -> str:
+def _run(recorded: dict[str, Any], beside: Path, *, summary: bool) -> str:
     tables = [table(recorded["header"], recorded["rows"])] if "rows" in recorded else []
     for panel in recorded.get("panels", ()):
         columns = [*panel.get("beside", ()), *panel["series"]]
@@ -127,7 +131,9 @@ def _run(recorded: dict[str, Any], beside: Path) -> str:
     log, _, heading = recorded["log"].partition("#")
     link = os.path.relpath(ROOT / "docs" / log, beside) + ("#" + heading if heading else "")
     how = (
-        f"{recorded['method']} Machine: {recorded['machine']}. Date: {recorded['date']}. "
+        f"{recorded['summary']} [Log]({link})."
+        if summary
+        else f"{recorded['method']} Machine: {recorded['machine']}. Date: {recorded['date']}. "
         f"Command: `{recorded['command']}`. [Log]({link})."
     )
     return "\n\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])

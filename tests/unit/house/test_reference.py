@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -69,6 +70,28 @@ def test_a_table_that_cannot_be_made_is_an_error(
     with pytest.raises(SystemExit, match=error):
         reference.main([])
     assert (tmp_path / "README.md").read_text() == page
+
+
+def test_a_summary_replaces_the_method_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    (tmp_path / "docs/data").mkdir(parents=True)
+    recorded = {
+        "log": "log.md#run",
+        "method": "M.",
+        "machine": "H",
+        "date": "D",
+        "command": "C",
+        "summary": "Short.",
+    }
+    (tmp_path / "docs/data/a.json").write_text(json.dumps(recorded))
+    blocks = {kind: f"<!-- generated: {kind} a -->\n<!-- end -->\n" for kind in ("run", "summary")}
+    (tmp_path / "README.md").write_text("".join(blocks.values()))
+    assert reference.main([]) == 0
+    run, summary = (tmp_path / "README.md").read_text().split("<!-- end -->\n", 1)
+    assert "M. Machine: H. Date: D. Command: `C`. [Log](docs/log.md#run)." in run
+    assert summary.splitlines()[2] == "Short. [Log](docs/log.md#run)."
 
 
 def test_an_unknown_option_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
