@@ -8,8 +8,8 @@ PYTHON_ENV := .venv/bin
 STAMPS := .venv/stamps
 JOBS ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-# Packages are compiled by who imports them first (scripts/setup). Not kept, that would be done by each process: 20 seconds
-# of a core for vLLM.
+# The first import of a package writes its bytecode (scripts/setup). Otherwise each process would compile vLLM again, which
+# takes 20 seconds of a core.
 unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h')
@@ -24,7 +24,7 @@ help: ## this list
 
 setup: $(STAMPS)/project ## Debian packages, .venv, vLLM for CPUs, and kv-connector itself (each only where missing)
 
-# Order-only: looked at on every run, but no reason to do the rest again.
+# Order-only: `system` runs each time, and the targets that need it are not made again for that reason.
 .PHONY: system
 system:
 	@scripts/setup system
@@ -37,7 +37,7 @@ $(STAMPS)/vllm: $(STAMPS)/python
 	@scripts/setup vllm
 	@touch $@
 
-# The install is editable: only what is compiled or declared needs it again.
+# The install is editable: only changes of native code and of the build files need it again.
 $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 	@scripts/setup project
 	@touch $@
@@ -45,8 +45,8 @@ $(STAMPS)/project: $(STAMPS)/vllm pyproject.toml CMakeLists.txt $(NATIVE)
 demo: setup ## two engines, one prompt after another pushed from P into D, beside one engine alone
 	@$(PYTHON_ENV)/kv-connector demo
 
-# Three processes a core: many of these tests wait for a clock. Idle processes take over tests that others have not begun,
-# and the expensive properties try one example in eight (tests/support/samples.py): all of them are for `make test`.
+# Three processes a core: many of these tests wait for a clock. Idle processes take over tests that others have not begun.
+# The expensive properties try one example in eight (tests/support/samples.py). `make test` tries all examples.
 check: ## lint, types, wording and the unit tests that need neither vLLM nor a compiler run: before each commit
 	@test -e $(STAMPS)/project || $(MAKE) --no-print-directory setup
 	@$(PYTHON_ENV)/ruff check . && $(PYTHON_ENV)/ruff format --check . && $(PYTHON_ENV)/python scripts/check_text.py
@@ -57,15 +57,15 @@ types = { $(PYTHON_ENV)/mypy && $(PYTHON_ENV)/mypy --config-file tests/mypy.ini;
 
 test: prepared test-native test-simulation test-python ## all tests: native under sanitizers, and Python, real engines included
 
-# The network and the disk are waited for beside the compiler: two jobs, each a chain. The longer one goes first.
+# One job waits for the network and the disk while the other one compiles. The longer one starts first.
 prepared:
 	@$(MAKE) --no-print-directory -j2 SANITIZED='nice -n 19' setup native-tsan
 
-# Its time is virtual: as slow as it may be, it finds the same. So no limit ends a test that has little of the machine.
+# The simulator's time is virtual, so a slow machine does not change its results. No time limit ends these tests.
 test-simulation: setup ## a sample of `make campaign`
 	@$(PYTHON_ENV)/python -m pytest -o faulthandler_exit_on_timeout=false tests/simulation
 
-# Real engines have the machine to themselves. The others start no engine, so a test of theirs that hangs ends sooner.
+# Tests with real engines run alone. The tests named here start no engine, so their time limit is shorter.
 SIDE_BY_SIDE := tests/unit tests/conformance tests/fuzz
 test-python: setup
 	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) -o faulthandler_timeout=240 $(SIDE_BY_SIDE)
@@ -77,8 +77,8 @@ define native_build
 	@$(SANITIZED) cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests
 endef
 
-# The release build is what the Python tests run: a third build here would cost five minutes and find nothing more.
-# clang takes half of the time that gcc takes for these two, and is a second compiler's word on the warnings.
+# The Python tests run the release build: a third build here would cost five minutes and find nothing more.
+# clang takes half of gcc's time for these two builds. A second compiler's warnings are checked as well.
 .PHONY: sanitizers
 sanitizers: | system
 	@scripts/setup sanitizers
@@ -131,7 +131,7 @@ $(STAMPS)/next: $(STAMPS)/project
 test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest supported vLLM, which has no CPU wheel
 	@VLLM_TARGET_DEVICE=cpu .venv-next/bin/python -m pytest tests/unit/vllm_adapter tests/unit/weights
 
-# In an environment of its own: SGLang and vLLM want other versions of the same packages.
+# A separate environment: SGLang and vLLM need different versions of the same packages.
 .venv-sglang/ready: scripts/sglang-packages.txt pyproject.toml CMakeLists.txt $(NATIVE) | system
 	@scripts/setup sglang
 	@touch $@
@@ -139,7 +139,7 @@ test-vllm-next: $(STAMPS)/next ## the tests of the adapter against the newest su
 test-sglang: .venv-sglang/ready ## the other adapter, with SGLang itself: real servers, P and D behind its router
 	@.venv-sglang/bin/python -m pytest tests/with_sglang
 
-# In the environment itself: gone with it.
+# The stamp lies in the environment, so that it is removed with the environment.
 .venv-fleet/ready: | $(STAMPS)/project
 	@scripts/setup fleet
 	@touch $@
@@ -206,8 +206,8 @@ FRAMES ?= 10000000
 hostile: setup ## strangers and peers out of their senses against a live engine, over tcp, host and nvlink; FRAMES=10000000
 	@PYTHONPATH=tests/support $(PYTHON_ENV)/python -m tests.fuzz.hostile --frames $(FRAMES)
 
-# Real engines that are killed, stopped and cut off: as long as one likes, so no part of `make test`. The rolling
-# replacement alone takes MINUTES: pytest's dump of a test that hangs, after 10 minutes elsewhere, waits for an hour here.
+# Real engines are killed, stopped and cut off. MINUTES sets the duration, so this is no part of `make test`. The rolling
+# replacement alone takes MINUTES. So a test here may hang for an hour before pytest ends it, and elsewhere for 10 minutes.
 MINUTES ?= 10
 test-faults: setup ## kill -9, SIGSTOP, restarts, partitions, rolling replacement under load; MINUTES=10
 	@KVC_FAULT_MINUTES=$(MINUTES) $(PYTHON_ENV)/python -m pytest -o faulthandler_timeout=3600 tests/faults

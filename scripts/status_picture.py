@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from chromium import chromium, find_chromium  # noqa: E402
 from nursery import nursery  # noqa: E402
 
-from kv_connector.lab.cluster import MODEL_NAME, Engine, EngineSettings, LocalCluster  # noqa: E402
+from kv_connector.lab.cluster import MODEL_NAME, EngineProcess, EngineSettings, LocalCluster  # noqa: E402
 from kv_connector.lab.free_ports import free_ports  # noqa: E402
 from kv_connector.lab.model import make_llama  # noqa: E402
 
@@ -60,7 +60,7 @@ async def load(router: str) -> None:
         await asyncio.gather(*(ask_on() for _ in range(CLIENTS)))
 
 
-async def look(router: str, victim: Engine, directory: Path) -> Image.Image:
+async def look(router: str, victim: EngineProcess, directory: Path) -> Image.Image:
     executable = find_chromium()
     if executable is None:
         raise SystemExit("no chromium: scripts/setup browser")

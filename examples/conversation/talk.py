@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, EngineSettings, LocalCluster, Role
 from kv_connector.lab.completion import complete
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
@@ -23,7 +23,7 @@ LOADED = "kv_connector_router_borrowed_tokens_total"
 def talk(cluster: LocalCluster) -> None:
     (port,) = free_ports(1)
 
-    def start(name: str, role: Role) -> Engine:
+    def start(name: str, role: Role) -> EngineProcess:
         return cluster.start_engine(name, role=role, routers=[f"{HOST}:{port}"])
 
     router = cluster.start_router("router", registration=port)

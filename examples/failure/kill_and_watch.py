@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from kv_connector.lab.clients import Clients
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import leave_on_signals
@@ -14,7 +14,7 @@ from kv_connector.lab.process import leave_on_signals
 def show(cluster: LocalCluster) -> None:
     (port,) = free_ports(1)
 
-    def start(name: str, role: Role) -> Engine:
+    def start(name: str, role: Role) -> EngineProcess:
         return cluster.start_engine(name, role=role, routers=[f"{HOST}:{port}"])
 
     router = cluster.start_router("router", registration=port)

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from kv_connector.lab.clients import Clients
-from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role, engine_states
+from kv_connector.lab.cluster import HOST, EngineProcess, EngineSettings, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import leave_on_signals
@@ -15,7 +15,7 @@ def show(cluster: LocalCluster) -> None:
     (port,) = free_ports(1)
     registration = f"{HOST}:{port}"
 
-    def start(name: str, role: Role) -> Engine:
+    def start(name: str, role: Role) -> EngineProcess:
         return cluster.start_engine(name, role=role, routers=[registration])
 
     # The router is started without engines. Each engine knows the router's address and registers there.

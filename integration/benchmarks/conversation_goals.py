@@ -20,7 +20,7 @@ from kv_connector.bench.conversations.turn_numbers import TurnNumbers
 
 Line = Mapping[str, Any]
 
-# The goals of issue 47 for two GPUs and a model of 8 billion weights.
+# Upper limits of the goals, as ratios, for two GPUs and a model of 8 billion weights.
 MOST_COMPUTED = 1.05
 MOST_TTFT = 1.1
 MOST_BETWEEN = 0.5

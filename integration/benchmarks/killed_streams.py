@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, EngineSettings, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process, leave_on_signals, starting
@@ -42,7 +42,7 @@ class Cluster(LocalCluster):
     vllm_router = "vllm-router"
     """Command of vllm-router."""
 
-    def start(self, system: str) -> tuple[str, list[Engine]]:
+    def start(self, system: str) -> tuple[str, list[EngineProcess]]:
         """Starts all processes. Returns the router's URL and the engines, the prefill engine first."""
         roles: tuple[tuple[str, Role], ...] = (
             ("prefill", "kv_producer"),
@@ -59,7 +59,7 @@ class Cluster(LocalCluster):
         engines = [self._nixl(name, role) for name, role in roles]
         return self._vllm_router(engines), engines
 
-    def _nixl(self, name: str, role: Role) -> Engine:
+    def _nixl(self, name: str, role: Role) -> EngineProcess:
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         (port,) = free_ports(1)
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
@@ -68,7 +68,7 @@ class Cluster(LocalCluster):
             name, settings=replace(self.settings, arguments=arguments, environment=environment)
         )
 
-    def _vllm_router(self, engines: Sequence[Engine]) -> str:
+    def _vllm_router(self, engines: Sequence[EngineProcess]) -> str:
         port, metrics = free_ports(2)
         command = [self.vllm_router, "--vllm-pd-disaggregation"]
         command += ["--kv-connector", "nixl", "--policy", "round_robin", "--host", HOST, "--port", str(port)]
@@ -143,7 +143,7 @@ class Reading:
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
 
-async def measure(router: str, engines: Sequence[Engine], streams: int, tokens: int) -> dict[str, Any]:
+async def measure(router: str, engines: Sequence[EngineProcess], streams: int, tokens: int) -> dict[str, Any]:
     """Returns the ends of the streams, and their pauses at the kill."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=SILENT_SECONDS, limits=limits, trust_env=False) as client:

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, EngineSettings, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
 from kv_connector.lab.process import leave_on_signals
@@ -62,7 +62,7 @@ class Outcome:
 class Pair:
     """A prefill and a decode engine, and the right answers of an engine alone."""
 
-    def __init__(self, prefill: Engine, decode: Engine, alone: Engine) -> None:
+    def __init__(self, prefill: EngineProcess, decode: EngineProcess, alone: EngineProcess) -> None:
         self._prefill, self._decode = prefill, decode
         self._http = httpx.Client(timeout=ANSWER_SECONDS, trust_env=False)
         self.first, self.second = prompt("first"), prompt("second")
@@ -99,7 +99,7 @@ class Pair:
         return Outcome(200, "another prompt's answer" if given in self._right else "wrong answer")
 
     def _post(
-        self, engine: Engine, tokens: Sequence[int], output: int, params: Reference | None = None
+        self, engine: EngineProcess, tokens: Sequence[int], output: int, params: Reference | None = None
     ) -> httpx.Response:
         body = {
             "model": MODEL_NAME,
@@ -184,7 +184,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def start(cluster: LocalCluster, connector: str) -> tuple[Engine, Engine]:
+def start(cluster: LocalCluster, connector: str) -> tuple[EngineProcess, EngineProcess]:
     if connector == "WriteImmConnector":
         timeouts = {"hold": LEASE_SECONDS, "orphan": LEASE_SECONDS}
         extra = {"providers": ["tcp"], "timeouts": timeouts}

@@ -271,6 +271,6 @@ def _wrong_interface(key: str, host: str | None) -> str | None:
     if not wildcard:
         return None
     return (
-        f"{key} {host!r} is no address that a peer can dial. "
+        f"{key} {host!r} is not an address that a peer can dial. "
         f"Write the address of the network interface that the other engines reach."
     )

@@ -62,7 +62,7 @@ def choose_lanes(
         names = [name for name, status in known.items() if status.usable and name not in _ONLY_BY_NAME]
     for name in names:
         if name not in known:
-            raise UnknownLane(f"no provider {name!r} in this build; it has {', '.join(known)}")
+            raise UnknownLane(f"this build has no provider {name!r}. It has {', '.join(known)}")
         if not known[name].usable:
             raise UnknownLane(f"{name} is not usable here: {known[name].reason}")
         if name == "sim" and not in_one_process:

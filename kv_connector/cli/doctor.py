@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from kv_connector.cli.findings import Finding, Verdict, tell
+from kv_connector.cli.findings import Finding, Verdict, print_findings
 from kv_connector.cli.fit import report as fit
 from kv_connector.cli.fit.model import ConfigError
 from kv_connector.cli.fit.side import HELP, Side, SideError, parse_side
@@ -114,10 +114,10 @@ def doctor(
         options = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise typer.BadParameter(f"{options}: only {with_or_without} --model")
     if model is None:
-        tell(examine(ROOTS, control_port, tuple(require or ())), json=json)
+        print_findings(examine(ROOTS, control_port, tuple(require or ())), json=json)
         return
     report = _report(model, _side("--prefill", prefill), _side("--decode", decode), tokens)
-    tell(list(fit.findings(report)), json=json, report=report)
+    print_findings(list(fit.findings(report)), json=json, report=report)
 
 
 _OF_THE_MACHINE = {"control_port", "require"}

@@ -35,7 +35,7 @@ class Finding:
     """The finding and, unless all is well, the remedy."""
 
 
-def tell(findings: Sequence[Finding], *, json: bool, report: msgspec.Struct | None = None) -> None:
+def print_findings(findings: Sequence[Finding], *, json: bool, report: msgspec.Struct | None = None) -> None:
     """Prints the findings, as JSON if requested. Exits with a failure if one is FAIL.
 
     `report`: the object from which the findings were made, which replaces them in JSON.

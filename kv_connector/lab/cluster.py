@@ -40,7 +40,7 @@ class EngineSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Engine(Served):
+class EngineProcess(Served):
     """One vLLM API server with its engine core and workers."""
 
     def __init__(
@@ -106,7 +106,7 @@ class LocalCluster(ProcessGroup):
         routers: Iterable[str] = (),
         namespace: tuple[str, str] | None = None,
         on_load_failure: Literal["fail", "recompute"] = "fail",
-    ) -> Engine:
+    ) -> EngineProcess:
         """Starts an engine and returns at once.
 
         `role` None is a plain engine without a connector. `extra` goes into kv_connector_extra_config beside
@@ -145,7 +145,7 @@ class LocalCluster(ProcessGroup):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         command += self._tracing()
         with starting():
-            engine = Engine(
+            engine = EngineProcess(
                 name,
                 command,
                 environment={**engine_environment(settings), "VLLM_HOST_IP": host, **self.environment},
@@ -157,14 +157,14 @@ class LocalCluster(ProcessGroup):
             self._adopt(engine, f"{engine.url}/health")
         return engine
 
-    def restart(self, engine: Engine) -> Engine:
+    def restart(self, engine: EngineProcess) -> EngineProcess:
         """Starts an engine again as it was, at its ports and with its log, and returns at once.
 
         Remaining processes of the old one are killed first.
         """
         engine.kill()
         with starting():
-            again = Engine(
+            again = EngineProcess(
                 engine.name,
                 engine.command,
                 environment=engine.environment,
@@ -180,9 +180,9 @@ class LocalCluster(ProcessGroup):
         self,
         name: str,
         *,
-        prefill: Iterable[Engine] = (),
-        decode: Iterable[Engine] = (),
-        encoders: Iterable[Engine] = (),
+        prefill: Iterable[EngineProcess] = (),
+        decode: Iterable[EngineProcess] = (),
+        encoders: Iterable[EngineProcess] = (),
         dispatch: Dispatch = "concurrent",
         registration: int | None = None,
         port: int | None = None,
@@ -222,7 +222,7 @@ class LocalCluster(ProcessGroup):
         self.routers[url] = router
         return url
 
-    def wait_joined(self, router: str, *engines: Engine, seconds: float = 30.0) -> None:
+    def wait_joined(self, router: str, *engines: EngineProcess, seconds: float = 30.0) -> None:
         """Blocks until the router at this URL sends these engines requests. StartError: it does not."""
         deadline = time.monotonic() + seconds
         while True:

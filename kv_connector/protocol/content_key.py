@@ -81,7 +81,7 @@ def chain(token_ids: Sequence[int], tokens: int, beside: Iterable[tuple[int, str
     """The key of a prompt for frameworks without digests of their own.
 
     ``tokens``: tokens of a block. ``beside``: the other facts that decide the content of pages, each with the
-    first token that it affects. Raises OverflowError or TypeError if a token id is no unsigned 32-bit
+    first token that it affects. Raises OverflowError or TypeError if a token id is not an unsigned 32-bit
     integer.
     """
     integers = array("I", token_ids)

@@ -30,6 +30,8 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
                                                                   Until it has.
     experts.manager     AgRsAll2AllManager (replace_exchange),    Rows go only to the ranks of their experts.
                         with KV_CONNECTOR_MOE=1                   Until vLLM takes exchanges from plugins.
+    weights             moe_kernel of a layer's quantisation      vLLM packs experts for a CPU only once.
+    .loaded_model       method, on CPUs (_packed_again)           Until a reload packs them again.
 """
 
 from __future__ import annotations

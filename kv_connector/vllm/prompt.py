@@ -19,7 +19,7 @@ def prompt_of(request: Request) -> tuple[int, bytes]:
     try:
         digest = prompt_hash(request.prompt_token_ids, _beside_tokens(request))
     except (OverflowError, TypeError) as error:
-        raise BadParams(f"the prompt's token ids are no unsigned 32-bit integers: {error}") from None
+        raise BadParams(f"the prompt's token ids are not all unsigned 32-bit integers: {error}") from None
     return len(request.prompt_token_ids), digest
 
 

@@ -308,7 +308,7 @@ class WeightReceiver:
             return
         except Exception as error:  # an error of the model; the requester waits for an answer
             logger.exception(
-                "%s: cannot find out what the model loads of %d tensors", self._config.name, len(tensors)
+                "%s: cannot record how the model loads %d tensors", self._config.name, len(tensors)
             )
             self._run(self._landing.not_recorded(f"{self._config.name}: {type(error).__name__}: {error}"))
             return

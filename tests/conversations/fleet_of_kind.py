@@ -20,7 +20,7 @@ from deployment import (
 )
 from kinds import MLA, make_deepseek_v2, make_gemma3, make_granite, make_llama
 
-from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, EngineSettings, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 
 NAMES = ("p0", "p1", "d0", "d1")
@@ -74,7 +74,7 @@ KINDS: Mapping[str, Kind] = {
 class Fleet:
     cluster: LocalCluster
     kind: Kind
-    engines: dict[str, Engine] = field(default_factory=dict)
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
     router: str = ""
     _ended: Counter[str] = field(default_factory=Counter)
     """Lent prefixes of engines that were killed, by role."""

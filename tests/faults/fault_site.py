@@ -17,7 +17,7 @@ import httpx
 from deployment import Client, Refused, assert_quiescent, engine_settings, prompt
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 
 # The default dead time of the connector and the router.
@@ -73,7 +73,7 @@ class Site:
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.cluster = LocalCluster(directory, model, engine_settings())
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineProcess] = {}
         self.registration, self._router_port = free_ports(2)
         key_file = directory / "key"
         ClusterKey.generate().write(key_file)
@@ -116,7 +116,7 @@ class Site:
             "router", registration=self.registration, port=self._router_port, host=self.host
         )
 
-    def start(self, name: str, like: Engine | None = None, **more: Any) -> Engine:
+    def start(self, name: str, like: EngineProcess | None = None, **more: Any) -> EngineProcess:
         """Starts an engine, prefill or decode by its first letter, at the ports of `like` if that one has
         ended."""
         role: Role = "kv_producer" if name.startswith("p") else self.decode_role

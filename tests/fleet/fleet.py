@@ -29,7 +29,7 @@ from deployment import (
     wait_until,
 )
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import POLL_SECONDS, Process, StartError, starting
 
@@ -77,8 +77,8 @@ class FleetCluster(LocalCluster):
 
 @dataclass(frozen=True)
 class Fleet:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineProcess
+    decode: EngineProcess
     nixl: str
     """URL of a vllm-router with both engines in its options."""
     moriio: str

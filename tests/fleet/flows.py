@@ -14,7 +14,7 @@ from typing import Any
 
 from deployment import Client, completion_body
 
-from kv_connector.lab.cluster import HOST, Engine
+from kv_connector.lab.cluster import HOST, EngineProcess
 
 Params = dict[str, Any]
 
@@ -32,13 +32,18 @@ class Flow:
     """Whether P and D are requested at once."""
     to_prefill: Callable[[str], Params]
     """Function of a new id."""
-    to_decode: Callable[[str, Engine, Params], Params]
+    to_decode: Callable[[str, EngineProcess, Params], Params]
     """Function of the id, of P, and of P's answer (empty if both are requested at once)."""
     beside: Params = field(default_factory=dict)
     """Fields of P's body beyond vLLM's own field for one token."""
 
     async def ask(
-        self, client: Client, prefill: Engine, decode: Engine, prompt: list[int], max_tokens: int
+        self,
+        client: Client,
+        prefill: EngineProcess,
+        decode: EngineProcess,
+        prompt: list[int],
+        max_tokens: int,
     ) -> list[int]:
         fresh = str(uuid.uuid1())
         body = completion_body(prompt, 1, kv_transfer_params=self.to_prefill(fresh), **self.beside)
@@ -51,11 +56,11 @@ class Flow:
             await prefilling
 
 
-def _answer(_: str, __: Engine, answered: Params) -> Params:
+def _answer(_: str, __: EngineProcess, answered: Params) -> Params:
     return answered
 
 
-def _answer_with_host(_: str, prefill: Engine, answered: Params) -> Params:
+def _answer_with_host(_: str, prefill: EngineProcess, answered: Params) -> Params:
     return {**answered, "remote_host": prefill.host}
 
 
@@ -77,7 +82,7 @@ def _moriio_to_prefill(fresh: str) -> Params:
     return {**OF_NIXL, **_moriio(HOST, 6301, fresh)}
 
 
-def _moriio_to_decode(fresh: str, prefill: Engine, _: Params) -> Params:
+def _moriio_to_decode(fresh: str, prefill: EngineProcess, _: Params) -> Params:
     assert prefill.control_port is not None
     return {
         "do_remote_prefill": True,
@@ -93,7 +98,7 @@ def _offloading_to_prefill(fresh: str) -> Params:
     return {"remote_decoder": {"kv_request_id": fresh}}
 
 
-def _offloading_to_decode(fresh: str, prefill: Engine, _: Params) -> Params:
+def _offloading_to_decode(fresh: str, prefill: EngineProcess, _: Params) -> Params:
     where = {"remote_host": prefill.host, "remote_port": prefill.control_port}
     return {"remote_prefiller": {"kv_request_id": fresh, **where}}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, EngineSettings, LocalCluster
+from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
@@ -89,9 +89,9 @@ class Deployment:
 
     shape: Shape
     cluster: LocalCluster
-    plain: Engine
-    prefill: Engine
-    decode: Engine
+    plain: EngineProcess
+    prefill: EngineProcess
+    decode: EngineProcess
     concurrent: str
     serial: str
     early: str
@@ -224,7 +224,7 @@ class Client:
     async def status(self, url: str, body: Any) -> int:
         return (await self._http.post(url, json=body)).status_code
 
-    async def load(self, engine: Engine) -> int:
+    async def load(self, engine: EngineProcess) -> int:
         """Returns the count of completions that the engine's server is processing.
 
         Compare it only with an earlier count: vLLM decrements it twice if a client leaves and its request
@@ -232,20 +232,20 @@ class Client:
         """
         return int(json.loads(await self.get(f"{engine.url}/load"))["server_load"])
 
-    async def probe(self, engine: Engine, method: str, *args: str) -> dict[str, Any]:
+    async def probe(self, engine: EngineProcess, method: str, *args: str) -> dict[str, Any]:
         """Calls a method of WorkerProbe in the engine's only worker."""
         (result,) = await self.probe_workers(engine, method, *args)
         return result
 
-    async def probe_workers(self, engine: Engine, method: str, *args: str) -> list[dict[str, Any]]:
+    async def probe_workers(self, engine: EngineProcess, method: str, *args: str) -> list[dict[str, Any]]:
         """Calls a method of WorkerProbe in each worker of the engine."""
         answer = await self.post(f"{engine.url}/collective_rpc", {"method": method, "args": args})
         return [result or {} for result in answer.get("results", [None])]
 
-    async def stats(self, engine: Engine) -> dict[str, float]:
+    async def stats(self, engine: EngineProcess) -> dict[str, float]:
         return await self.probe(engine, "probe_stats")
 
-    async def live(self, engine: Engine) -> dict[str, int]:
+    async def live(self, engine: EngineProcess) -> dict[str, int]:
         """Returns what the connector's agents are processing, without their sessions with peers and the ends
         that they remember. It is empty when they are idle.
         """
@@ -264,7 +264,7 @@ async def wait_until(missing: Callable[[], Awaitable[str]], seconds: float = PAT
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def wait_live(client: Client, engine: Engine) -> None:
+async def wait_live(client: Client, engine: EngineProcess) -> None:
     """Waits until the engine's agent has a prompt to send, a peer's reservation, or its own reservation."""
 
     async def missing() -> str:
@@ -275,7 +275,7 @@ async def wait_live(client: Client, engine: Engine) -> None:
     await wait_until(missing)
 
 
-async def wait_idle(client: Client, engine: Engine) -> None:
+async def wait_idle(client: Client, engine: EngineProcess) -> None:
     """Waits until the engine's agent is idle."""
 
     async def missing() -> str:
@@ -285,7 +285,7 @@ async def wait_idle(client: Client, engine: Engine) -> None:
     await wait_until(missing)
 
 
-async def wait_logged(engine: Engine, pattern: str, since: int = 0) -> None:
+async def wait_logged(engine: EngineProcess, pattern: str, since: int = 0) -> None:
     """Waits until the engine's log has a line that matches, after the first `since` bytes."""
 
     async def missing() -> str:
@@ -324,7 +324,9 @@ class PageCount:
         return int(pushed)
 
 
-async def assert_quiescent(client: Client, *engines: Engine, seconds: float = PATIENCE_SECONDS) -> None:
+async def assert_quiescent(
+    client: Client, *engines: EngineProcess, seconds: float = PATIENCE_SECONDS
+) -> None:
     """Checks that each engine becomes idle: no KV block in use, no request in either half of the connector.
 
     vLLM's reset_prefix_cache succeeds only if every block but the null block is in the free list, and with
@@ -335,7 +337,7 @@ async def assert_quiescent(client: Client, *engines: Engine, seconds: float = PA
         await wait_until(partial(_unrest, client, engine), seconds)
 
 
-async def _unrest(client: Client, engine: Engine) -> str:
+async def _unrest(client: Client, engine: EngineProcess) -> str:
     if live := await client.live(engine):
         return f"{engine.name} still has {live} in hand; see {engine.log}"
     answer = await client.post(f"{engine.url}/reset_prefix_cache?reset_external=true")
@@ -407,7 +409,7 @@ def prefill_params(transfer_id: str) -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
-def decode_params(transfer_id: str, prefill: Engine) -> dict[str, Any]:
+def decode_params(transfer_id: str, prefill: EngineProcess) -> dict[str, Any]:
     """Returns the kv_transfer_params that a router sends to D."""
     return {
         "do_remote_prefill": True,
@@ -424,7 +426,7 @@ class Hold:
     Until the hold is released, the engine answers no probe.
     """
 
-    def __init__(self, client: Client, engine: Engine, directory: Path) -> None:
+    def __init__(self, client: Client, engine: EngineProcess, directory: Path) -> None:
         self._client = client
         self._engine = engine
         self._directory = directory

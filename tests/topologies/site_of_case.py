@@ -14,7 +14,7 @@ from cases import Case, Side
 from deployment import HOST_TIER, TIMEOUTS, engine_settings
 from kinds import KINDS
 
-from kv_connector.lab.cluster import HOST, Engine, EngineSettings, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, EngineSettings, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 
 MAX_MODEL_LEN = 1024
@@ -81,10 +81,10 @@ def alone(case: Case) -> Side:
 
 @dataclass(frozen=True)
 class Site:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineProcess
+    decode: EngineProcess
     router: str
-    alone: Engine | None
+    alone: EngineProcess | None
 
 
 class CaseCluster:
@@ -97,7 +97,7 @@ class CaseCluster:
         self._path = no_torchvision.install(cluster.directory / "plugin") if case.torchvision else ""
         cluster.environment = dict(case.environment)
 
-    def start(self, *, with_alone: bool, encoders: Iterable[Engine] = ()) -> Site:
+    def start(self, *, with_alone: bool, encoders: Iterable[EngineProcess] = ()) -> Site:
         """Starts the engines in parallel, and waits until all serve."""
         case = self._case
         prefill = self.start_engine("prefill", case.prefill, "kv_producer")
@@ -107,7 +107,9 @@ class CaseCluster:
         self._cluster.wait_ready()
         return Site(prefill, decode, router, single)
 
-    def start_engine(self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY) -> Engine:
+    def start_engine(
+        self, name: str, side: Side, role: Role | None, *, blocks: int = PLENTY
+    ) -> EngineProcess:
         role = role and (side.role or role)
         extra: dict[str, Any] = {"timeouts": TIMEOUTS}
         (port,) = free_ports(1)

@@ -25,7 +25,7 @@ from deployment import (
 )
 from site_of_case import ACCEPTED, FETCHED, Ask, CaseCluster, Known, Models, Right, Site
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ async def test_tokens_are_one_engines(
     print(f"{case.name}: over after {time.monotonic() - began:.0f} s")
 
 
-async def ask_alone(client: Client, engine: Engine, case: Case, known: Known, asks: list[Ask]) -> None:
+async def ask_alone(client: Client, engine: EngineProcess, case: Case, known: Known, asks: list[Ask]) -> None:
     for ask in asks:
         before = engine.metric(ACCEPTED)
         choices = await answer(client, engine.url, ask)
@@ -176,7 +176,7 @@ class Steps:
         await self.cached_tokens(asks[-1])
         await self.rest()
 
-    async def _unforgotten(self, engine: Engine) -> str:
+    async def _unforgotten(self, engine: EngineProcess) -> str:
         """Empties the engine's prefix cache, but not its tier. Returns why that failed."""
         answer = await self.client.post(f"{engine.url}/reset_prefix_cache")
         return "" if answer["success"] else f"{engine.name} has not freed all its KV blocks"
@@ -244,7 +244,7 @@ class Steps:
         await wait_idle(self.client, self.site.prefill)
 
 
-async def ranks_at_work(engine: Engine) -> str:
+async def ranks_at_work(engine: EngineProcess) -> str:
     """Makes each data-parallel rank run a step, and reports ranks that have not.
 
     vLLM's answers are the first rank's. The others report their state in metrics at the end of a step.

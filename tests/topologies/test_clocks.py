@@ -20,7 +20,7 @@ from cases import Side
 from deployment import TIMEOUTS, Client, Refused, assert_quiescent, completion_body, prompt, wait_logged
 from site_of_case import Models, engine_settings_of
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Outcome
 
@@ -52,13 +52,13 @@ MISMATCHES = 'kv_connector_router_early_tokens_total{outcome="mismatch"}'
 class Decode:
     """A decode engine with one policy, and its routers by their dispatch."""
 
-    engine: Engine
+    engine: EngineProcess
     routers: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Clocks:
-    prefill: Engine
+    prefill: EngineProcess
     decodes: dict[str, Decode]
     known: dict[tuple[int, ...], str] = field(default_factory=dict)
     """Answer of an engine alone, by prompt."""
@@ -113,14 +113,14 @@ def chat(number: int) -> dict[str, object]:
     return {**body, "messages": [{"role": "user", "content": letters}]}
 
 
-async def rendered(client: Client, engine: Engine, body: dict[str, object]) -> list[int]:
+async def rendered(client: Client, engine: EngineProcess, body: dict[str, object]) -> list[int]:
     """Returns the prompt that the engine renders from the chat now."""
     asked = {"model": MODEL_NAME, "messages": body["messages"]}
     tokens: list[int] = (await client.post(f"{engine.url}/tokenize", asked))["tokens"]
     return tokens
 
 
-async def truth(client: Client, clocks: Clocks, decode: Engine) -> tuple[list[str], list[str]]:
+async def truth(client: Client, clocks: Clocks, decode: EngineProcess) -> tuple[list[str], list[str]]:
     """Returns D's answers, without P, to its own prompts and to those of P."""
     both = []
     for engine in (decode, clocks.prefill):
@@ -143,7 +143,7 @@ async def answered(client: Client, router: str, body: dict[str, object], *, stre
     return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
 
 
-async def ended(client: Client, *engines: Engine) -> Counter[str]:
+async def ended(client: Client, *engines: EngineProcess) -> Counter[str]:
     """Returns the ends of the engines' transfers: counts by side and outcome."""
     found: Counter[str] = Counter()
     for engine in engines:

@@ -17,7 +17,7 @@ from deployment import Client, assert_quiescent, decode_params, prefill_params, 
 from site_of_case import CaseCluster, Models, Site
 from test_requests import MESSAGES, PICTURES, Message, chat
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ def encoder_flags(role: str, port: int) -> str:
     return "--ec-transfer-config " + json.dumps(transfer, separators=(",", ":"))
 
 
-async def encode(client: Client, engine: Engine, message: Message) -> dict[str, Any]:
+async def encode(client: Client, engine: EngineProcess, message: Message) -> dict[str, Any]:
     """Has the pictures of a message encoded, and returns their announcements."""
     body = {**message.body(), "max_tokens": 1}
     answer = await client.post(f"{engine.url}/v1/chat/completions", body)
@@ -63,12 +63,12 @@ async def past_the_router(
     return await chat(client, site.decode.url, message, kv_transfer_params=params)
 
 
-async def runs(client: Client, *engines: Engine) -> list[int]:
+async def runs(client: Client, *engines: EngineProcess) -> list[int]:
     """Returns how often each engine ran its picture encoder since the first call."""
     return [(await client.probe(engine, "probe_encoder_runs"))["runs"] for engine in engines]
 
 
-async def assert_metric(engine: Engine, name: str, value: float) -> None:
+async def assert_metric(engine: EngineProcess, name: str, value: float) -> None:
     """Waits until a metric has this value. An engine shows it after its next step."""
 
     async def differs() -> str:
@@ -78,7 +78,7 @@ async def assert_metric(engine: Engine, name: str, value: float) -> None:
     await wait_until(differs)
 
 
-async def wait_for_request(client: Client, router: str, engine: Engine) -> None:
+async def wait_for_request(client: Client, router: str, engine: EngineProcess) -> None:
     """Waits until the router has a request at this engine."""
     line = f'kv_connector_router_engine_requests{{engine="{engine.url}"}} 1.0'
 

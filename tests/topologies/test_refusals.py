@@ -13,7 +13,7 @@ from cases import FP8, Side, left_out
 from deployment import TIMEOUTS, Client, Refused, assert_quiescent, prompt, wait_logged
 from site_of_case import Models, engine_settings_of
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 
 pytestmark = pytest.mark.anyio
@@ -53,8 +53,8 @@ PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scal
 
 @dataclass(frozen=True)
 class Strangers:
-    prefills: dict[str, Engine]
-    decodes: dict[str, Engine]
+    prefills: dict[str, EngineProcess]
+    decodes: dict[str, EngineProcess]
     routers: dict[str, str]
 
 
@@ -68,7 +68,7 @@ def strangers(
 
         ports = dict(zip(STRANGERS, free_ports(len(STRANGERS)), strict=True))
 
-        def start(name: str, role: Role, what: Stranger) -> Engine:
+        def start(name: str, role: Role, what: Stranger) -> EngineProcess:
             if what.model not in clusters:
                 cluster = LocalCluster(directory / what.model, models[what.model])
                 cluster.interpreter = interpreter

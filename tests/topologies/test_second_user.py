@@ -24,7 +24,7 @@ from kinds import PICTURE
 from PIL import Image
 from site_of_case import CaseCluster, Models
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster
 
 pytestmark = pytest.mark.anyio
 
@@ -142,9 +142,9 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Engines:
-    prefill: Engine
-    decode: Engine
-    alone: Engine
+    prefill: EngineProcess
+    decode: EngineProcess
+    alone: EngineProcess
     routers: dict[str, str]
     """Routers by their dispatch."""
 

@@ -10,14 +10,14 @@ import pytest
 from cases import EAGLE, Side
 from site_of_case import Models, engine_settings_of
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.process import StartError
 from kv_connector.weights.settings import SETTINGS_VARIABLE
 
 TAKES_WEIGHTS = ("--weight-transfer-config", '{"backend": "write_imm"}')
 
 
-def start(cluster: LocalCluster, interpreter: tuple[str, ...], path: str, *words: str) -> Engine:
+def start(cluster: LocalCluster, interpreter: tuple[str, ...], path: str, *words: str) -> EngineProcess:
     """Starts an engine that receives weights, with ``path`` in its PYTHONPATH."""
     cluster.interpreter = interpreter
     settings = engine_settings_of(Side(), [*TAKES_WEIGHTS, *words])

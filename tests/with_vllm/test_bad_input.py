@@ -34,7 +34,7 @@ from deployment import (
 )
 from suite_numbers import whole_of
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster
 from kv_connector.lab.model import make_llama
 
 pytestmark = pytest.mark.anyio
@@ -73,7 +73,7 @@ async def test_wrong_configurations(
         start = cluster.start_engine
         taken = deployment.prefill.control_port
         # Texts that each log must contain, as regular expressions.
-        wrong: dict[Engine, tuple[str, ...]] = {
+        wrong: dict[EngineProcess, tuple[str, ...]] = {
             start("role", role="kv_prefill"): ("kv_prefill", "kv_producer"),  # type: ignore[arg-type]
             start("provider", role="kv_producer", extra={"providers": ["carrier-pigeon"]}): (
                 "carrier-pigeon",
@@ -109,7 +109,7 @@ def strangers(
     model_directories: dict[str, Path],
     interpreter: tuple[str, ...],
     tmp_path: Path,
-) -> Iterator[dict[str, Engine]]:
+) -> Iterator[dict[str, EngineProcess]]:
     """Decode engines that differ from P, by the difference."""
     usual = engine_settings()
     other_model = make_llama(
@@ -137,7 +137,7 @@ def strangers(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_engines_that_do_not_fit(
-    deployment: Deployment, client: Client, strangers: dict[str, Engine]
+    deployment: Deployment, client: Client, strangers: dict[str, EngineProcess]
 ) -> None:
     """P refuses each engine and names the difference. Their requests fail. P and its own D are not
     affected."""
@@ -152,7 +152,9 @@ async def test_engines_that_do_not_fit(
         pytest.skip(f"{', '.join(left_out)}: fp8 needs AVX-512; the others are refused as they must be")
 
 
-async def refused_by_prefill(client: Client, deployment: Deployment, what: str, stranger: Engine) -> None:
+async def refused_by_prefill(
+    client: Client, deployment: Deployment, what: str, stranger: EngineProcess
+) -> None:
     one, transfer = prompt(f"stranger {what}", 100), f"stranger {what}"
     prefilling = asyncio.create_task(
         client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
@@ -343,7 +345,7 @@ def send_noise(host: str, ports: list[int], noise: random.Random) -> None:
                     pass  # refused in the middle, or ignored
 
 
-def listening_ports(host: str, *engines: Engine) -> list[int]:
+def listening_ports(host: str, *engines: EngineProcess) -> list[int]:
     """Returns TCP ports where processes of these engines, those that write its log, listen at this
     address."""
     logs = {engine.log.resolve() for engine in engines}

@@ -21,7 +21,7 @@ from deployment import (
     wait_until,
 )
 
-from kv_connector.lab.cluster import HOST, Engine
+from kv_connector.lab.cluster import HOST, EngineProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("deployment", ["llama"], indirect=True)]
 
@@ -29,7 +29,7 @@ ANSWER = 40
 OUTPUT = 12
 
 
-def prefix_from(lender: Engine, tokens: int) -> dict[str, Any]:
+def prefix_from(lender: EngineProcess, tokens: int) -> dict[str, Any]:
     return {"prefix_from": {"host": HOST, "port": lender.control_port, "tokens": tokens}}
 
 
@@ -40,7 +40,7 @@ def in_blocks(tokens: int) -> int:
 class Counted:
     """The prompt tokens of an engine by source, and its requests for prefixes by outcome, since a moment."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
         self._before = self._now()
 
@@ -76,7 +76,7 @@ async def first_turn(client: Client, deployment: Deployment, name: str) -> tuple
     return turn, expected, len(one) + len(answer) - 1  # D has not computed the last token of its answer
 
 
-async def alone(client: Client, deployment: Deployment, turn: list[int], lender: Engine) -> list[int]:
+async def alone(client: Client, deployment: Deployment, turn: list[int], lender: EngineProcess) -> list[int]:
     """P computes the turn and its answer, with a prefix from the lender."""
     params = prefix_from(lender, len(turn))
     return await client.complete(deployment.prefill.url, turn, OUTPUT, kv_transfer_params=params)

@@ -21,7 +21,7 @@ from deployment import (
     wait_until,
 )
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama, make_mixtral
 
@@ -35,9 +35,9 @@ MODELS = {"dense": make_llama, "moe": make_mixtral}
 
 @dataclass(frozen=True)
 class Site:
-    plain: Engine
-    prefill: Engine
-    decode: Engine
+    plain: EngineProcess
+    prefill: EngineProcess
+    decode: EngineProcess
     routers: dict[str, str]
 
 
@@ -77,7 +77,7 @@ def site(
         yield site
 
 
-def transfers(engine: Engine, role: str) -> Counter[tuple[str, str]]:
+def transfers(engine: EngineProcess, role: str) -> Counter[tuple[str, str]]:
     """Returns the ended transfers, by rank and outcome."""
     return Counter(
         {
@@ -98,7 +98,7 @@ async def all_ranks_ready(client: Client, router: str) -> str:
     return "" if len(ready) == 2 * RANKS else f"all ranks are ready: {health}"
 
 
-async def until_idle(engine: Engine) -> None:
+async def until_idle(engine: EngineProcess) -> None:
     """Waits until every rank is idle.
 
     An engine reports its state at the end of a step, so each poll makes each rank run one.

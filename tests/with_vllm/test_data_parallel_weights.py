@@ -14,7 +14,7 @@ from test_data_parallel import MODELS, RANKS, SMALL, TOKENS
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 
 
@@ -31,7 +31,7 @@ async def test_all_ranks_take_weights(kind: str, tmp_path: Path, interpreter: tu
     settings = dataclasses.replace(settings, environment={**settings.environment, **environment})
     body = completion_body(prompt("weights", 300), TOKENS)
 
-    async def answer(http: httpx.AsyncClient, engine: Engine, rank: int) -> list[int]:
+    async def answer(http: httpx.AsyncClient, engine: EngineProcess, rank: int) -> list[int]:
         headers = {"x-data-parallel-rank": str(rank)}
         said = await http.post(f"{engine.url}/v1/completions", json=body, headers=headers)
         said.raise_for_status()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from deployment import PATIENCE_SECONDS, Client, Refused, completion_body, engine_settings, prompt, wait_until
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.model import make_mixtral
 
 pytestmark = pytest.mark.anyio
@@ -34,8 +34,8 @@ LONG_PROMPT = 1400
 
 @dataclass(frozen=True)
 class Site:
-    ours: Engine
-    theirs: Engine
+    ours: EngineProcess
+    theirs: EngineProcess
     directory: Path
 
 
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, interpreter: tuple[str, ...])
         yield Site(ours, theirs, directory)
 
 
-async def tokens_of(client: Client, engine: Engine, rank: int, tokens: list[int]) -> list[int]:
+async def tokens_of(client: Client, engine: EngineProcess, rank: int, tokens: list[int]) -> list[int]:
     """Returns the greedy output of one rank."""
     headers = {"x-data-parallel-rank": str(rank)}
     answer = await client.post(f"{engine.url}/v1/completions", completion_body(tokens, TOKENS), headers)
@@ -70,7 +70,7 @@ async def tokens_of(client: Client, engine: Engine, rank: int, tokens: list[int]
     return found
 
 
-async def ranks_of(client: Client, engine: Engine, directory: Path) -> list[dict[str, Any]]:
+async def ranks_of(client: Client, engine: EngineProcess, directory: Path) -> list[dict[str, Any]]:
     """Returns the counters of each rank."""
     await client.post(
         f"{engine.url}/collective_rpc", {"method": "write_exchange_counts", "args": [str(directory)]}

@@ -16,7 +16,7 @@ from nursery import nursery
 from test_early_tokens import READABLE, REQUESTS, answered, outcomes, said, some_request
 from v2_on_cpu import v2_environment
 
-from kv_connector.lab.cluster import HOST, MODEL_NAME, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 
 pytestmark = pytest.mark.anyio
@@ -27,8 +27,8 @@ WINDOW = max(group.window or 0 for group in GEMMA3.groups)
 
 @dataclass(frozen=True)
 class Pair:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineProcess
+    decode: EngineProcess
     early: str
     """Router at which the first token comes from P."""
     late: str

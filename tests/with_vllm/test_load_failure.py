@@ -22,7 +22,7 @@ from deployment import (
     wait_logged,
 )
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ def recomputing(
     model_directories: dict[str, Path],
     interpreter: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Engine]:
+) -> Iterator[EngineProcess]:
     """A decode engine beside the deployment's, which verifies pages and has the policy `recompute`. The
     deployment's policy is `fail`."""
     directory = tmp_path_factory.mktemp("recompute")
@@ -58,7 +58,7 @@ def recomputing(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_a_failed_load_is_recomputed(
-    deployment: Deployment, recomputing: Engine, client: Client, tmp_path: Path
+    deployment: Deployment, recomputing: EngineProcess, client: Client, tmp_path: Path
 ) -> None:
     """P gives up in the middle of a prefill. One D fails only that request, the other computes it itself."""
     for decode in (recomputing, deployment.decode):
@@ -103,7 +103,7 @@ async def test_a_failed_load_is_recomputed(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_a_corrupt_page_is_found_and_its_prompt_recomputed(
-    deployment: Deployment, recomputing: Engine, client: Client
+    deployment: Deployment, recomputing: EngineProcess, client: Client
 ) -> None:
     """One bit of one landed page is flipped. The answer is the right one, and the log names the page."""
     pages = deployment.shape.pages(LONG)

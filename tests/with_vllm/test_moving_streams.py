@@ -24,7 +24,7 @@ from deployment import (
     prompt,
 )
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.moving import Moved, move_away
 from kv_connector.lab.sse import Events
@@ -41,25 +41,25 @@ LONG = 2000
 class Site:
     def __init__(self, cluster: LocalCluster, router: str, registration: Address) -> None:
         self.cluster, self.router, self.registration = cluster, router, registration
-        self.prefill: Engine
-        self.first: Engine
+        self.prefill: EngineProcess
+        self.first: EngineProcess
 
-    def start(self, name: str, role: Role = "kv_both") -> Engine:
+    def start(self, name: str, role: Role = "kv_both") -> EngineProcess:
         extra = {"providers": ["host", "tcp"], "timeouts": TIMEOUTS}
         return self.cluster.start_engine(name, role=role, routers=[str(self.registration)], extra=extra)
 
-    async def joined(self, engine: Engine) -> None:
+    async def joined(self, engine: EngineProcess) -> None:
         await asyncio.to_thread(self.cluster.wait_ready, engine)
         await asyncio.to_thread(self.cluster.wait_joined, self.router, engine)
 
-    async def restart(self, engine: Engine) -> Engine:
+    async def restart(self, engine: EngineProcess) -> EngineProcess:
         """Restarts an engine that serves nothing."""
         await asyncio.to_thread(self.cluster.stop, engine)
         again = self.cluster.restart(engine)
         await self.joined(again)
         return again
 
-    async def drain(self, engine: Engine) -> Moved:
+    async def drain(self, engine: EngineProcess) -> Moved:
         return await asyncio.to_thread(move_away, self.registration, engine.url, PATIENCE_SECONDS)
 
 
@@ -152,7 +152,7 @@ async def grow(readings: Iterable[Reading], events: int) -> None:
     await asyncio.gather(*(reading.grow(events) for reading in readings))
 
 
-async def assert_right(client: Client, engine: Engine, readings: Sequence[Reading]) -> None:
+async def assert_right(client: Client, engine: EngineProcess, readings: Sequence[Reading]) -> None:
     """Checks that each stream is what this engine alone gives, up to the point where it was left."""
     asked = [request(number) for number in range(len(readings))]
     # An event may have several tokens, so this limits only streams that were left.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from deployment import BLOCK, Client, Deployment, PageCount, assert_quiescent, prompt
 
-from kv_connector.lab.cluster import Engine
+from kv_connector.lab.cluster import EngineProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def observe(client: Client, deployment: Deployment, one: list[int]) -> Obs
     return Observed(pages, *hits)
 
 
-async def forget(client: Client, engine: Engine) -> None:
+async def forget(client: Client, engine: EngineProcess) -> None:
     """Empties the engine's prefix cache."""
     await assert_quiescent(client, engine)
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, engine_environment
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, engine_environment
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process, stop
@@ -63,9 +63,9 @@ KILLED = ((0,), (1,), (0, 1)) if ALL else ((0, 1),)
 
 @dataclass(frozen=True)
 class Site:
-    engines: list[Engine]  # of one rank and of two, started with "a"
+    engines: list[EngineProcess]  # of one rank and of two, started with "a"
     takes: list[str]  # addresses where they receive weights
-    oracle: Engine  # started with "b"
+    oracle: EngineProcess  # started with "b"
     checkpoints: Mapping[str, Path]
     cluster: LocalCluster
 
@@ -84,7 +84,7 @@ class Site:
 
 def start(
     cluster: LocalCluster, name: str, ranks: int, arguments: Sequence[str] = (), **of_weights: object
-) -> tuple[Engine, str]:
+) -> tuple[EngineProcess, str]:
     """Starts an engine. Returns it with the address where it receives weights."""
     # Port of the controller. The workers' ports follow.
     (port,) = free_ports(1)
@@ -152,7 +152,7 @@ def with_a_slice_of_another(directory: Path, one: Path, other: Path) -> Path:
 
 
 async def answers(
-    client: Client, engine: Engine, prompts: Sequence[tuple[int, int]] = PROMPTS
+    client: Client, engine: EngineProcess, prompts: Sequence[tuple[int, int]] = PROMPTS
 ) -> list[list[int]]:
     return await asyncio.gather(
         *(client.complete(engine.url, prompt(number, tokens), TOKENS) for number, tokens in prompts)
@@ -160,7 +160,7 @@ async def answers(
 
 
 async def all_answers(
-    client: Client, engines: Sequence[Engine], prompts: Sequence[tuple[int, int]] = PROMPTS
+    client: Client, engines: Sequence[EngineProcess], prompts: Sequence[tuple[int, int]] = PROMPTS
 ) -> list[list[list[int]]]:
     return [await answers(client, engine, prompts) for engine in engines]
 

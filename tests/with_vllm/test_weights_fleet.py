@@ -31,7 +31,7 @@ from deployment import (
 from typer.testing import CliRunner
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster, Role, engine_states
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role, engine_states
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 
@@ -46,15 +46,15 @@ CLIENTS = 4
 
 @dataclass(frozen=True)
 class Fleet:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineProcess
+    decode: EngineProcess
     takes: dict[str, str]  # address where each receives weights
     router: str
     router_log: Path
     checkpoints: dict[str, Path]
     versions: Iterator[int] = field(default_factory=itertools.count)
 
-    async def push(self, name: str, *engines: Engine, problem: str = "") -> None:
+    async def push(self, name: str, *engines: EngineProcess, problem: str = "") -> None:
         """Pushes, each time as a new version. ``problem``: why it is not served."""
         options = [word for engine in engines for word in ("--engine", self.takes[engine.name])]
         version = f"{name}-{next(self.versions)}"
@@ -63,7 +63,7 @@ class Fleet:
         assert done.exit_code == bool(problem), done.output
         assert problem in done.output
 
-    async def seed(self, seeder: Engine, joiner: Engine) -> None:
+    async def seed(self, seeder: EngineProcess, joiner: EngineProcess) -> None:
         words = ["weights", "seed", "--from", self.takes[seeder.name], "--engine", self.takes[joiner.name]]
         done = await asyncio.to_thread(CliRunner().invoke, app, words)
         assert done.exit_code == 0, done.output

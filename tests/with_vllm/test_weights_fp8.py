@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from weight_trainer import Trainer
 
 from kv_connector.cli.main import app
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.model import make_llama
 
 pytestmark = pytest.mark.anyio
@@ -30,9 +30,9 @@ ON_CPU = ("--worker-extension-cls", "fp8_on_cpu.Worker", "--dtype", "bfloat16")
 
 @dataclass(frozen=True)
 class Site:
-    engine: Engine  # started with "a" in block fp8
+    engine: EngineProcess  # started with "a" in block fp8
     take: str  # address where it receives weights
-    oracle: Engine  # started with "b" in block fp8
+    oracle: EngineProcess  # started with "b" in block fp8
     plain: dict[str, Path]  # the checkpoints in bfloat16
     fp8: dict[str, Path]
 
@@ -56,7 +56,7 @@ def site(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
         yield Site(engine, take, oracle, plain, fp8)
 
 
-async def answers(client: Client, engine: Engine) -> list[list[int]]:
+async def answers(client: Client, engine: EngineProcess) -> list[list[int]]:
     """Returns the answers to single requests: in bfloat16 the last digits depend on the other requests of a
     step."""
     return [await client.complete(engine.url, prompt(*which), TOKENS) for which in PROMPTS]

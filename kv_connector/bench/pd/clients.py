@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from kv_connector.bench.pd.load import REQUEST_SECONDS, TOKENS, LoadError, complete
-from kv_connector.lab.cluster import Engine
+from kv_connector.lab.cluster import EngineProcess
 
 SEED = 1
 PROMPT_TOKENS = (300, 380, 460, 540, 620, 700)
@@ -58,7 +58,7 @@ class Clients:
         self.probes: list[Request] = []
         """Requests of `until_right`."""
 
-    async def leave(self, engines: Sequence[Engine], limit: float) -> float | None:
+    async def leave(self, engines: Sequence[EngineProcess], limit: float) -> float | None:
         """Sends requests whose clients close their connections at any moment.
 
         Returns the result of `until_empty`.
@@ -75,7 +75,9 @@ class Clients:
             await asyncio.gather(*(one(i % len(self._prompts), moment) for i, moment in enumerate(moments)))
         return await until_empty(engines, time.monotonic(), limit)
 
-    async def lose(self, kill: Callable[[], None], others: Sequence[Engine], limit: float) -> float | None:
+    async def lose(
+        self, kill: Callable[[], None], others: Sequence[EngineProcess], limit: float
+    ) -> float | None:
         """Sends requests all the time, kills an engine at some moment, and continues until every client got
         an answer or error.
 
@@ -141,7 +143,7 @@ class Clients:
 
 
 async def until_empty(
-    engines: Sequence[Engine], since: float, limit: float, tasks: Sequence[asyncio.Task[None]] = ()
+    engines: Sequence[EngineProcess], since: float, limit: float, tasks: Sequence[asyncio.Task[None]] = ()
 ) -> float | None:
     """Returns the seconds from `since` until a KV block was in use for the last time; None if that is past
     `limit`.
@@ -160,7 +162,7 @@ async def until_empty(
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def _usage(engine: Engine) -> float:
+def _usage(engine: EngineProcess) -> float:
     if not engine.running():
         raise LoadError(f"{engine.name} ended by itself; the end of its log:\n{engine.log_tail()}")
     try:

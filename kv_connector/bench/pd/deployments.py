@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kv_connector.lab.cluster import HOST, Engine, LocalCluster
+from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, stop
 
@@ -17,7 +17,7 @@ class Running:
     """A deployment that serves completions at `url`."""
 
     url: str
-    engines: tuple[Engine, ...]
+    engines: tuple[EngineProcess, ...]
     """The prefill engine before the decode engine."""
     router: Process | None = None
     """The router, if it uses CPU while idle."""
@@ -87,7 +87,7 @@ def _mooncake(cluster: LocalCluster, stack: ExitStack) -> Running:
 
 def _engine(
     cluster: LocalCluster, name: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
-) -> Engine:
+) -> EngineProcess:
     """Starts an engine with another project's connector."""
     arguments = (*cluster.settings.arguments, "--kv-transfer-config", json.dumps(transfer))
     settings = replace(cluster.settings, arguments=arguments, environment=environment)

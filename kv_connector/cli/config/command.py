@@ -13,7 +13,7 @@ from kv_connector.cli.config.alone import check_engine, check_router, check_vari
 from kv_connector.cli.config.deployment import STAND_IN, Engine, Unknown, Unreadable
 from kv_connector.cli.config.files import read, variables
 from kv_connector.cli.config.together import check_together
-from kv_connector.cli.findings import Finding, Verdict, tell
+from kv_connector.cli.findings import Finding, Verdict, print_findings
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -64,7 +64,7 @@ def check(
             routers += [router] if router else []
             findings += found
     between = [one for one in check_together(engines, routers) if STAND_IN not in one.words]
-    tell([*findings, *between], json=json)
+    print_findings([*findings, *between], json=json)
 
 
 def _text(file: Path) -> str:

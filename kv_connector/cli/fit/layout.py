@@ -54,7 +54,7 @@ class Unstartable(ValueError):
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineShape:
     """One engine of a side; with data parallelism, one data-parallel engine."""
 
     side: Side
@@ -114,7 +114,7 @@ def first_needed(kind: str, loaded: int) -> int:
     return loaded // int(number) * int(number) if name == "chunked_local_attention" else 0
 
 
-def engine(model: Model, side: Side) -> Engine:
+def engine(model: Model, side: Side) -> EngineShape:
     """Returns the engine of a side. Raises Unstartable; ConfigError if the side's drafter cannot be read."""
     problem = division_problem(side.dcp, side.pcp, side.dbo)
     if problem is not None:
@@ -135,7 +135,7 @@ def engine(model: Model, side: Side) -> Engine:
         raise Unstartable(f"tp={side.tp} does not divide {model.attention_heads} attention heads")
     for cache in dict.fromkeys(layer.cache for layer in layers):
         _check_division(cache, side.tp)
-    found = Engine(side, model, dtype, kv_dtype or dtype, layers, 0)
+    found = EngineShape(side, model, dtype, kv_dtype or dtype, layers, 0)
     attends = [cache for cache in _caches(found) if not isinstance(cache, State)]
     return replace(found, block=_block_tokens(found)[attends[0]]) if attends else found
 
@@ -178,11 +178,11 @@ def _stage_ends(depth: int, stages: int) -> list[int]:
     return [sum(sizes[: stage + 1]) for stage in range(stages)]
 
 
-def _caches(engine: Engine) -> list[Cache]:
+def _caches(engine: EngineShape) -> list[Cache]:
     return list(dict.fromkeys(layer.cache for layer in engine.layers))
 
 
-def _block_tokens(engine: Engine) -> dict[Cache, int]:
+def _block_tokens(engine: EngineShape) -> dict[Cache, int]:
     """Returns the tokens per block for the layers of each kind; for states, any number.
 
     A hybrid model has blocks so long that a page of attention has room for a state. If pages differ
@@ -210,7 +210,7 @@ def _block_tokens(engine: Engine) -> dict[Cache, int]:
 Pages = tuple[str, tuple[Part, ...]]
 
 
-def _pages(engine: Engine, cache: Cache, tokens: int, rank: int, place: Place) -> Pages:
+def _pages(engine: EngineShape, cache: Cache, tokens: int, rank: int, place: Place) -> Pages:
     """Returns the format and the parts, as ``kv_connector.vllm`` describes them."""
     if isinstance(cache, State):
         return _state_pages(engine, cache, rank, place)
@@ -235,7 +235,7 @@ def _pages(engine: Engine, cache: Cache, tokens: int, rank: int, place: Place) -
     return words, parts if kernel == tokens else in_kernel_blocks(parts, tokens // kernel, page)
 
 
-def _state_pages(engine: Engine, state: State, rank: int, place: Place) -> Pages:
+def _state_pages(engine: EngineShape, state: State, rank: int, place: Place) -> Pages:
     side = engine.side
     kv = DTYPES[engine.dtype]
     recurrent = side.ssm_dtype or ("float32" if side.order == "planes" else state.dtype) or engine.dtype

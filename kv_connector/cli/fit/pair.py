@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.cli.fit.layout import Engine, Unstartable, engine, first_needed
+from kv_connector.cli.fit.layout import EngineShape, Unstartable, engine, first_needed
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.layout import GroupTarget, KvLayout
 from kv_connector.protocol.messages import Rank, fingerprint
@@ -38,7 +38,7 @@ class Cost(msgspec.Struct, frozen=True):
     """Whether the engines warn of so many writes."""
 
 
-def problems(prefill: Engine, decode: Engine) -> list[str]:
+def problems(prefill: EngineShape, decode: EngineShape) -> list[str]:
     """Returns the engines' own messages about what does not fit; empty: they fit."""
     ours, theirs = (fingerprint({"dtype": one.dtype}) for one in (prefill, decode))
     differs = mismatch(ours, theirs, ADVICE)
@@ -103,7 +103,7 @@ def _moved(plan: Plan, targets: Sequence[GroupTarget], tokens: int) -> tuple[int
 # --- What makes many writes few
 
 
-def remedy(prefill: Engine, decode: Engine) -> str | None:
+def remedy(prefill: EngineShape, decode: EngineShape) -> str | None:
     """Returns the fewest settings with which every page is few writes; None: none of these settings helps."""
     blocks = max(prefill.block, decode.block)
     changes: Mapping[str, Mapping[str, Any]] = {
@@ -121,7 +121,7 @@ def remedy(prefill: Engine, decode: Engine) -> str | None:
     return None
 
 
-def _few(prefill: Engine, decode: Engine, more: Mapping[str, Any]) -> bool:
+def _few(prefill: EngineShape, decode: EngineShape, more: Mapping[str, Any]) -> bool:
     """Whether pages are few writes if both sides also have these settings."""
     try:
         ours, theirs = (engine(one.model, replace(one.side, **more)).ranks for one in (prefill, decode))

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kv_connector.cli.findings import Finding, Verdict
-from kv_connector.cli.fit.layout import Engine, Unstartable, engine
+from kv_connector.cli.fit.layout import EngineShape, Unstartable, engine
 from kv_connector.cli.fit.model import Attention, Model, State, read_model
 from kv_connector.cli.fit.pair import Cost, costs, problems, remedy
 from kv_connector.cli.fit.side import ORDERS, Side
@@ -77,7 +77,7 @@ def report(path: Path, prefill: Side, decode: Side, tokens: int) -> Report:
     return _judged(found, model, *engines)
 
 
-def _judged(found: Report, model: Model, prefill: Engine, decode: Engine) -> Report:
+def _judged(found: Report, model: Model, prefill: EngineShape, decode: EngineShape) -> Report:
     sizes = [(layer.cache, prefill.page_bytes(layer.cache, 1, ranks=1)) for layer in model.layers]
     differs = tuple(problems(prefill, decode))
     priced = () if differs else tuple(costs(prefill.ranks, decode.ranks, found.tokens))
@@ -95,12 +95,12 @@ def _judged(found: Report, model: Model, prefill: Engine, decode: Engine) -> Rep
     )
 
 
-def _side(one: Engine) -> SideReport:
+def _side(one: EngineShape) -> SideReport:
     side = one.side
     return SideReport(side.tp * side.pp, side.dp, one.block, side.order, one.dtype, one.kv_dtype)
 
 
-def _notes(prefill: Engine, decode: Engine) -> Iterator[str]:
+def _notes(prefill: EngineShape, decode: EngineShape) -> Iterator[str]:
     caches = {layer.cache for one in (prefill, decode) for layer in one.layers}
     kinds = {cache.kind for cache in caches if isinstance(cache, Attention | State)}
     yield from (note for kind, note in _UNTRIED.items() if kind in kinds)

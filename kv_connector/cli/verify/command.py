@@ -142,7 +142,7 @@ def verify(
             "--salt: use 1 to 40 letters, digits and the characters _ . -", param_hint="--salt"
         )
     if json is not None and json != STANDARD_OUTPUT and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{json.absolute().parent} is no folder", param_hint="--json")
+        raise typer.BadParameter(f"{json.absolute().parent} is not a folder", param_hint="--json")
     wanted = Wanted(
         target=target.url,
         reference=None if reference is None else reference.url,

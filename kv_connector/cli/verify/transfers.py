@@ -78,10 +78,10 @@ class Meter:
         self._decode = decode if len(decode) <= MOST_ENGINES else ()
 
     async def read(self) -> Counts:
-        """ServerError: the router is no kv-connector router, or does not answer."""
+        """ServerError: the router is not a kv-connector router, or does not answer."""
         found = await self._router.metrics()
         if not any(metric.name == _LOCAL for metric in found):
-            words = f"{self._router.url}/metrics has no {_LOCAL}_total: it is no kv-connector router"
+            words = f"{self._router.url}/metrics has no {_LOCAL}_total: it is not a kv-connector router"
             raise ServerError(Trouble.UNREADABLE, words)
         local = dict(_samples(found, _LOCAL, "reason"))
         return Counts(local, await self._completed())

@@ -137,7 +137,7 @@ class Settings:
         for origin in self.allow_origins:
             if not _is_origin(origin):
                 raise ValueError(
-                    f"--allow-origin {origin!r} is no origin. Give a scheme and host, for example "
+                    f"--allow-origin {origin!r} is not an origin. Give a scheme and host, for example "
                     "https://chat.example.com, or *"
                 )
         if len(set(self.prefill)) < len(self.prefill):

@@ -84,7 +84,7 @@ def test_everything_can_be_set() -> None:
             {"timeouts": {"hodl": 30}},
             "unknown timeouts hodl: did you mean `hold`",
         ),
-        ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is no address that a peer can dial"),
+        ({"control_host": "0.0.0.0"}, "control_host '0.0.0.0' is not an address that a peer can dial"),
         ({"control_host": ""}, "control_host '' is no address"),
         ({"control_host": "*"}, "is no address"),
         ({"control_host": "localhost"}, "'localhost' is a name. Write an interface's numeric IP address"),

@@ -406,7 +406,7 @@ def test_the_models_must_agree() -> None:
     ("words", "why"),
     [
         (("--salt", "a b"), "--salt"),
-        (("--json", "/no/such/folder/file"), "is no folder"),
+        (("--json", "/no/such/folder/file"), "is not a folder"),
         (("--api-key-file", "/no/such/file"), "--api-key-file"),
         (("--load", "1000"), "--load"),
         (("--route", "images"), "--route"),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kv_connector.lab.cluster import Engine, LocalCluster
+from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.demonstration import Pushed, Row, _problems
 from kv_connector.lab.free_ports import HIGHEST, LOWEST, STEP, free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
@@ -244,7 +244,7 @@ def test_an_engine_starts_again_as_it_was_at_its_port_with_its_log(tmp_path: Pat
         print(os.environ["GREETING"], flush=True)
         http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind="127.0.0.1")
     """
-    first = Engine(
+    first = EngineProcess(
         "child",
         [sys.executable, "-c", textwrap.dedent(program)],
         environment={"GREETING": "hello"},

@@ -547,4 +547,4 @@ def test_origin_that_a_browser_sends_is_accepted(origin: str) -> None:
 )
 def test_text_that_is_no_origin_is_refused(origin: str) -> None:
     status, output = invoke(app, "router", *ENGINES, "--allow-origin", origin)
-    assert (status, "is no origin" in one_line(output)) == (2, True)
+    assert (status, "is not an origin" in one_line(output)) == (2, True)

@@ -267,7 +267,7 @@ class TestPrefill:
     ) -> None:
         for engine, params in ((prefill, PARAMS_OF_P), (decode, PARAMS_OF_D)):
             engine.add("r", [*prompt(40), token], dict(params))
-            assert "the prompt's token ids are no unsigned 32-bit integers" in log.text
+            assert "the prompt's token ids are not all unsigned 32-bit integers" in log.text
             log.clear()
             assert engine.step().commands == ()
             engine.step()

@@ -126,7 +126,7 @@ spec:
               - sh
               - -c
               {{- if $llmd }}
-              # Until nobody sends it anything any more.
+              # Until no router sends requests to it any more.
               - sleep {{ $side.drainSeconds }}
               {{- else }}
               - >-
