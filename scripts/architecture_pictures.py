@@ -41,7 +41,7 @@ class Step:
     target: str
     message: str = ""
     then: str = ""
-    """What the target does after the message."""
+    """An action of the target after the message."""
     pages: bool = False
 
 

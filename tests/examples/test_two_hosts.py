@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hosts import Host, NoHostsError, hosts
@@ -33,8 +34,6 @@ SMALL = (
 )
 ANSWER_SECONDS = 120
 
-pytestmark = pytest.mark.skipif("KVC_EXAMPLES" not in os.environ, reason="starts engines: make test-examples")
-
 
 def readme() -> tuple[str, dict[str, str]]:
     """Returns the command that makes the key, and the command of each host."""
@@ -44,11 +43,34 @@ def readme() -> tuple[str, dict[str, str]]:
     return keygen, dict(zip(("prefill", "decode", "router"), commands, strict=True))
 
 
-def page() -> tuple[str, str, str]:
-    """Returns the page's commands that test for the router's state, send a request, and read counters."""
+class Page(NamedTuple):
+    """The commands of docs/get-started/two-hosts.md for requests."""
+
+    ready: str
+    """Succeeds if the router has both engines."""
+    request: str
+    pushed: str
+    """Reads the prefill engine's counters."""
+    received: str
+    """Reads the decode engine's counters."""
+
+
+def page() -> Page:
     text = (ROOT / "docs/get-started/two-hosts.md").read_text()
-    ready, request, counters = re.findall(r"(?m)^ {4}(curl (?:.*\\\n)*.*)", text)
-    return ready, request, counters
+    return Page(*re.findall(r"(?m)^ {4}(curl (?:.*\\\n)*.*)", text))
+
+
+# Without engines, so that a change of the documents shows at once.
+def test_documents_have_the_commands_of_the_recipe() -> None:
+    keygen, commands = readme()
+    assert "keygen" in keygen
+    assert [commands[host].count(address) > 0 for host, address in ADDRESSES.items()] == [True, True, True]
+    assert [("/health" in one, "/completions" in one, "/metrics" in one) for one in page()] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (False, False, True),
+    ]
 
 
 def on_cpus(command: str) -> str:
@@ -107,9 +129,10 @@ class Recipe:
             process.wait()
 
 
+@pytest.mark.skipif("KVC_EXAMPLES" not in os.environ, reason="starts engines: make test-examples")
 def test_recipe_for_two_hosts_gives_the_answer_of_one_engine(tmp_path: Path) -> None:
     keygen, commands = readme()
-    ready, request, counters = page()
+    ready, request, pushed, received = page()
     make_llama(tmp_path / "MODEL")
     with ExitStack() as stack:
         try:
@@ -149,7 +172,13 @@ def test_recipe_for_two_hosts_gives_the_answer_of_one_engine(tmp_path: Path) -> 
         ]
         assert texts[0] == texts[1]
         # A page of 32 tokens has 32 KiB in each of 4 layers. The prompt of 1,100 characters has 35 blocks.
-        numbers = dict(re.findall(r"^(\w+)\{.*\} (\S+)$", recipe.output("prefill", counters), re.MULTILINE))
+        numbers = dict(re.findall(r"^(\w+)\{.*\} (\S+)$", recipe.output("prefill", pushed), re.MULTILINE))
         assert float(numbers["kv_connector_bytes_pushed_total"]) > 34 * 4 * 32 * 1024
-        assert 'lane="tcp"' in recipe.output("prefill", counters)
+        assert 'lane="tcp"' in recipe.output("prefill", pushed)
         assert re.search(r"UP: decode peer \S+, lane tcp", recipe.log("prefill").read_text())
+        # The two requests through the router. The prefill engine's own request transfers nothing.
+        series = re.search(
+            r'_count\{.*lane="tcp".*\} (\S+)$', recipe.output("decode", received), re.MULTILINE
+        )
+        assert series is not None
+        assert float(series[1]) == 2
