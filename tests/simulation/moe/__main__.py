@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from .explore import Exploration
+from .lateness import Lateness, Rules, places
 from .program import Sizes
 
 
@@ -43,6 +44,16 @@ def main() -> int:
                 print(f"{name}, sizes {sizes}: {found.violation}", *found.trace, sep="\n  ")
                 return 1
         print(f"{name}: {len(groups)} groups, {states} states, {time.monotonic() - begin:.0f} s", flush=True)
+    for ranks, phases, timeout in ((3, 6, 5), (4, 4, 2)):
+        begin, states = time.monotonic(), 0
+        for place in places(ranks, phases):
+            late = Lateness(ranks, phases, timeout, *place, Rules()).run()
+            states += late.states
+            if late.violation:
+                print(f"{ranks} ranks, a rank is stuck at {place}: {late.violation}")
+                return 1
+        name = f"{ranks} ranks, {phases} phases, timeout of {timeout}"
+        print(f"{name}: {states} states, {time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
 
