@@ -130,7 +130,9 @@ class Side:
         continued = threading.Event()
         signal.signal(signal.SIGCONT, lambda *_: continued.set())
         os.kill(os.getpid(), signal.SIGSTOP)
-        continued.wait()  # this thread may be the last one that stops
+        # This thread may be the last one that stops. Another one may receive the signal, which ends no wait.
+        while not continued.wait(0.05):
+            pass
 
     def _end(self, kind: str, result: Any) -> None:
         self._pipe.send((kind, result))
