@@ -105,6 +105,7 @@ __device__ __noinline__ bool is_evicted(unsigned char* segment, uint64_t flags, 
 // flag of this rank in that rank's segment.
 __device__ __noinline__ void mask_rank(uint32_t rank, uint32_t* evicted, Control* control, HostWords* host) {
   store_relaxed(evicted, 1);
+  fence_system();  // before the experts overwrite results that the rank may still read
   atomicOr(&control->masked, 1U << rank);
   store_relaxed(&host->masked[rank], 1);
 }
@@ -391,6 +392,12 @@ __device__ __forceinline__ void combine(const CombineLaunch& launch) {
     combine_part<kVectors, kRanks>(launch, token, first, mask & present);
     mask = next;
   }
+  if (launch.survive == 0) return;
+  // A rank that goes on without this rank may have overwritten its results meanwhile. It has set the flag before.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  fence_system();
+  is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, launch.control, launch.host);
 }
 
 }  // namespace

@@ -87,6 +87,8 @@ class Group {
   Status dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, const void* ids,
                   uint32_t ids_bytes, uint32_t top_k, std::span<const ColumnSpec> columns, uint32_t phases);
   // `out`: [tokens][hidden] of bf16, the sums in rank order. `sizes` must equal those of the slot's last dispatch.
+  // In a group that survives, the launch ends with kEvicted if another rank went on without this rank before its end.
+  // `out` is void then. Results that are missing in `out` are those of ranks that masked() names.
   Status combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                  bool accumulate, uint32_t phases);
 

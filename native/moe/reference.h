@@ -126,7 +126,7 @@ void mask(const Launch& launch, uint32_t ranks) {
   ranks &= ~word(launch.control->masked).load();
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
     if ((ranks >> rank & 1U) == 0) continue;
-    flag_of(launch.segments[rank], launch.evicted, launch.rank).store(1, std::memory_order_release);
+    flag_of(launch.segments[rank], launch.evicted, launch.rank).store(1);
     word(launch.host->masked[rank]).store(1);
   }
   word(launch.control->masked).fetch_or(ranks);
@@ -273,6 +273,9 @@ inline void combine(const CombineLaunch& launch) {
       out[i] = to_bf16(sum);
     }
   }
+  // A rank that goes on without this rank may have overwritten its results meanwhile. It has set the flag before.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  is_evicted(launch);
 }
 
 }  // namespace kvc::moe::reference

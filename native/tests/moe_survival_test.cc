@@ -473,6 +473,39 @@ TEST(MoeFaultNames, ARankThatEndedComesBeforeARankThatLeft) {
   EXPECT_EQ(host.fault, static_cast<uint32_t>(Fault::kLost) << 16 | 2U);
 }
 
+// The other rank goes on without this rank after it has sent its results. Its next results may come before this rank has
+// read the first ones.
+TEST(MoeSurvivalChecks, ARankThatIsMaskedDuringItsCombineGivesOutNoRow) {
+  for (int turn = 0; turn < 200; ++turn) {
+    Control control{};
+    HostWords host{};
+    alignas(128) std::array<std::array<unsigned char, Layout::flag_bytes()>, 2> segments{};
+    alignas(16) std::array<uint16_t, 8> out{};
+    const std::array<uint32_t, 1> masks = {3};
+    CombineLaunch launch{};
+    for (uint32_t rank : {0U, 1U}) launch.segments[rank] = segments[rank].data();
+    launch.out = reinterpret_cast<unsigned char*>(out.data());
+    launch.masks = masks.data();
+    launch.control = &control;
+    launch.host = &host;
+    launch.ready = Layout::ready(0);
+    launch.evicted = Layout::evicted();
+    launch.waiting = Layout::waiting(0);
+    launch.timeout_ns = 30'000'000'000;
+    launch.ranks = 2;
+    launch.tokens = launch.vectors = launch.parts = launch.survive = 1;
+    launch.phases = kSend | kReceive;
+    control.epoch = 1;
+    std::thread combine([&launch] { reference::combine(launch); });
+    const auto waits = reference::flag_of(launch.segments[1], launch.waiting, 0);
+    while (waits.load() == 0) std::this_thread::yield();
+    reference::flag_of(launch.segments[0], launch.evicted, 1).store(1);
+    reference::flag_of(launch.segments[0], launch.ready, 1).store(1);
+    combine.join();
+    ASSERT_EQ(host.fault, static_cast<uint32_t>(Fault::kEvicted) << 16 | 1U) << turn;
+  }
+}
+
 TEST(MoeSurvivalLimits, RowsThatSeveralBlocksWouldShareAreRefused) {
   GroupConfig config = surviving();
   auto group = must(Group::create(config));

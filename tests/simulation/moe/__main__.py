@@ -28,6 +28,11 @@ def _families() -> Iterator[tuple[str, list[Sizes], dict[str, Any]]]:
         yield f"3 ranks, 2 rounds, rank {victim} dies", _idle(3, 2), {"victim": victim}
     for stuck in range(3):
         yield f"3 ranks, 2 rounds, rank {stuck} is stuck", _idle(3, 2), {"stuck": stuck}
+    moved: list[Sizes] = [((1, 1, 1), (0, 1, 1)), ((1, 0, 1), (0, 1, 1))]
+    for rank in range(3):
+        survive: dict[str, Any] = {"survive": True}
+        yield f"3 ranks, 2 rounds, without rank {rank} that dies", moved, survive | {"victim": rank}
+        yield f"3 ranks, 2 rounds, without rank {rank} that is late", moved, survive | {"stuck": rank}
     yield "3 ranks, 2 rounds, waits run out", _idle(3, 2), {"deadlines": True}
     # The whole exploration of four ranks does not fit into memory.
     moving: list[Sizes] = [((1, 0, 2, 1), (0, 1, 1, 2)), ((1, 1, 1, 1), (1, 0, 1, 0))]
