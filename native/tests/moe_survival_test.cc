@@ -351,7 +351,7 @@ TEST_P(MoeSurvival, ARankThatWaitsForTheStoppedRankIsNotMasked) {
               sizeof(epoch));
         }
         meet();
-        if (rank.rank != 0) std::this_thread::sleep_for(std::chrono::nanoseconds(kDeadline / 2));
+        if (rank.rank != 0) std::this_thread::sleep_for(std::chrono::nanoseconds(kDeadline / 4));
         survivor.dispatch(step, kReceive);
         survivor.experts(step);
         const uint32_t before = survivor.masked();
