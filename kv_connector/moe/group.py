@@ -184,7 +184,8 @@ class Group:
         """Sums the results for this rank's tokens into ``out``, [tokens, hidden] of bf16.
 
         Adds in rank order in fp32 and rounds once. ``accumulate``: adds what ``out`` has, last. Raises
-        GroupError where an earlier step was void, and on host memory where this one is.
+        GroupError where an earlier step was void, and on host memory where this one is. In a group that
+        survives, masked() then names the ranks whose results a row may lack.
         """
         self._check_usable()
         self._check_sizes(sizes, slot)
@@ -218,9 +219,12 @@ class Group:
     def masked(self) -> frozenset[int]:
         """The ranks that steps of this rank go on without. Only in a group that survives.
 
-        On a GPU a step that is still in flight has masked no rank yet.
+        No row of an ended step lacks a result of another rank. On a GPU a step that is still in flight has
+        masked no rank yet. After close() the ranks are those of the last step.
         """
-        bits = 0 if self._closed else self._native.masked()
+        if self._closed:
+            return self._masked
+        bits = self._native.masked()
         return frozenset(rank for rank in range(self.settings.ranks) if bits >> rank & 1)
 
     def raise_fault(self) -> None:
@@ -255,6 +259,8 @@ class Group:
         with self._lock:
             if self._closed:
                 return
+            if self.settings.survive:
+                self._report_masked()
             self._closed = True
         self._dispatch_areas, self._combine_areas = [], []
         # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was masked

@@ -49,7 +49,7 @@ class GroupSettings:
     device: int | None = None
     """CUDA ordinal of this rank's GPU. None: host memory."""
     timeout: float = 30.0
-    """Seconds that forming takes at most, and that a step waits for another rank."""
+    """Seconds that forming takes at most, and that a step waits for a rank that does not wait itself."""
     survive: bool = False
     """Steps go on without a rank that ends or is late. ``hidden`` is 8,192 at most."""
 

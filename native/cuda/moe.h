@@ -16,6 +16,11 @@ inline constexpr uint32_t kMaxTopK = 32;
 inline constexpr uint32_t kFlagBytes = 128;
 inline constexpr uint32_t kMaxThreads = 512;
 
+// A waiting rank changes its flags at about this interval.
+inline constexpr uint64_t kWaitingNs = 1'000'000;
+// A longer pause between two polls counts as this part of the timeout: the waiting rank itself did not run.
+inline constexpr uint64_t kPauses = 8;
+
 // The halves of an operation. A single batch uses both in one launch.
 inline constexpr uint32_t kSend = 1;
 inline constexpr uint32_t kReceive = 2;
@@ -71,6 +76,7 @@ struct DispatchLaunch {
   HostWords* host;
   uint64_t arrived;  // offset of the slot's flags in every segment, one flag for each source
   uint64_t evicted;  // offset in every segment, one flag for each rank that goes on without the segment's owner
+  uint64_t waiting;  // offset of the slot's flags in every segment, which change as long as the rank waits
   uint64_t timeout_ns;
   uint32_t ranks;
   uint32_t rank;
@@ -93,6 +99,7 @@ struct CombineLaunch {
   HostWords* host;
   uint64_t ready;  // offset of the slot's flags in every segment, one flag for each rank
   uint64_t evicted;
+  uint64_t waiting;
   uint64_t rows;  // offset of the results for this rank's first row in every segment
   uint64_t timeout_ns;
   uint32_t ranks;

@@ -56,6 +56,21 @@ __device__ __forceinline__ uint32_t* flag_of(unsigned char* segment, uint64_t fl
   return reinterpret_cast<uint32_t*>(segment + flags + rank * kFlagBytes);
 }
 
+// Shows the other ranks that this rank waits, so that they do not count its time. The value differs from the one before.
+template <typename Launch>
+__device__ __noinline__ void show_waiting(const Launch& launch, uint64_t now) {
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    if (rank == launch.rank) continue;
+    store_relaxed(flag_of(launch.segments[rank], launch.waiting, launch.rank), static_cast<uint32_t>(now >> 10));
+  }
+}
+// The part of the time since `last` that counts. A longer pause is one of this GPU.
+template <typename Launch>
+__device__ __forceinline__ uint64_t passed(const Launch& launch, uint64_t last, uint64_t now) {
+  const uint64_t pause = launch.timeout_ns / kPauses + 1;
+  return now - last < pause ? now - last : pause;
+}
+
 // Records the first fault. Later callers find `faulted` set, or the other slot's fault in the host's word.
 __device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
   if (atomicCAS(&control->faulted, 0U, 1U) != 0 || load_relaxed(&host->fault) != 0) return;
@@ -90,6 +105,7 @@ __device__ __noinline__ bool is_evicted(unsigned char* segment, uint64_t flags, 
 // flag of this rank in that rank's segment.
 __device__ __noinline__ void mask_rank(uint32_t rank, uint32_t* evicted, Control* control, HostWords* host) {
   store_relaxed(evicted, 1);
+  fence_system();  // before the experts overwrite results that the rank may still read
   atomicOr(&control->masked, 1U << rank);
   store_relaxed(&host->masked[rank], 1);
 }
@@ -97,19 +113,28 @@ __device__ __noinline__ void mask_rank(uint32_t rank, uint32_t* evicted, Control
 enum class Wait : uint32_t { kArrived, kMasked, kFaulted };
 
 // Waits until the flag reaches the epoch. The host's words lie across PCIe, and reading the timer takes time. Both are
-// read at every 1,024th poll only, about once a millisecond.
+// read at every 1,024th poll only, about once a millisecond. The time of a rank counts while it does not wait itself.
 template <typename Launch>
 __device__ __forceinline__ Wait wait_for_flag(const Launch& launch, uint64_t flags, uint32_t epoch, uint32_t rank,
                                               Fault timeout) {
   unsigned char* segment = launch.segments[launch.rank];
   const uint32_t* flag = flag_of(segment, flags, rank);
   uint32_t polls = 0;
-  uint64_t begin = 0;
+  uint32_t seen = 0;
+  uint64_t last = 0;
+  uint64_t waited = 0;
+  uint64_t counted = 0;
   while (static_cast<int32_t>(load_acquire(flag) - epoch) < 0) {
     if ((++polls & 1023U) != 0) continue;
     const uint64_t now = now_ns();
-    if (begin == 0) begin = now;
-    const bool late = now - begin > launch.timeout_ns;
+    const uint64_t more = last == 0 ? 0 : passed(launch, last, now);
+    const uint32_t shown = load_relaxed(flag_of(segment, launch.waiting, rank));
+    last = now;
+    waited += more;
+    counted = shown == seen ? counted + more : 0;
+    seen = shown;
+    show_waiting(launch, now);
+    const bool late = counted > launch.timeout_ns || waited > launch.ranks * launch.timeout_ns;
     if (launch.survive != 0) {
       if (is_evicted(segment, launch.evicted, launch.ranks, launch.control, launch.host)) return Wait::kFaulted;
       const bool gone =
@@ -139,13 +164,22 @@ __device__ __noinline__ uint32_t wait_for_fences(const DispatchLaunch& launch) {
     mask_rank(rank, flag_of(launch.segments[rank], launch.evicted, launch.rank), control, host);
     masked |= 1U << rank;
   }
-  const uint64_t begin = now_ns();
+  uint64_t last = now_ns();
+  uint64_t waited = 0;
+  uint64_t next = 0;
   for (;;) {
     const uint32_t living = masked & ~load_relaxed(&host->fenced);
     if (living == 0) return masked;
     if (is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, control, host)) return ~0U;
+    const uint64_t now = now_ns();
+    waited += passed(launch, last, now);
+    last = now;
+    if (now >= next) {
+      next = now + kWaitingNs;
+      show_waiting(launch, now);
+    }
     const uint32_t rank = __ffs(static_cast<int>(living)) - 1;
-    if (gives_up(control, host, rank, Fault::kDispatchTimeout, now_ns() - begin > launch.timeout_ns)) return ~0U;
+    if (gives_up(control, host, rank, Fault::kDispatchTimeout, waited > launch.timeout_ns)) return ~0U;
     __nanosleep(1000);
   }
 }
@@ -358,6 +392,12 @@ __device__ __forceinline__ void combine(const CombineLaunch& launch) {
     combine_part<kVectors, kRanks>(launch, token, first, mask & present);
     mask = next;
   }
+  if (launch.survive == 0) return;
+  // A rank that goes on without this rank may have overwritten its results meanwhile. It has set the flag before.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  fence_system();
+  is_evicted(launch.segments[launch.rank], launch.evicted, launch.ranks, launch.control, launch.host);
 }
 
 }  // namespace

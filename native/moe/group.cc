@@ -367,6 +367,7 @@ Launch Group::launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t
   launch.tokens = tokens;
   launch.phases = phases;
   launch.evicted = Layout::evicted();
+  launch.waiting = Layout::waiting(slot);
   launch.survive = config_.survive ? 1 : 0;
   return launch;
 }

@@ -35,7 +35,9 @@ struct GroupConfig {
   uint32_t max_tokens = 0;      // most tokens of one rank in a step
   uint32_t experts = 0;
   uint32_t slots = 1;
-  uint64_t timeout_ns = 0;  // longest wait of a launch for another rank
+  // Time that a launch waits for another rank. It counts only while that rank does not wait itself: a rank that waits
+  // is late because of a third one. A wait as a whole ends after `ranks` times as long.
+  uint64_t timeout_ns = 0;
   // Launches go on without a rank that lose() names or that does not send within the timeout. Its results count as
   // zero, and its tokens belong to no expert. A row of more than kMaxSurvivingHidden elements is refused.
   bool survive = false;
@@ -85,6 +87,8 @@ class Group {
   Status dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, const void* ids,
                   uint32_t ids_bytes, uint32_t top_k, std::span<const ColumnSpec> columns, uint32_t phases);
   // `out`: [tokens][hidden] of bf16, the sums in rank order. `sizes` must equal those of the slot's last dispatch.
+  // In a group that survives, the launch ends with kEvicted if another rank went on without this rank before its end.
+  // `out` is void then. Results that are missing in `out` are those of ranks that masked() names.
   Status combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                  bool accumulate, uint32_t phases);
 

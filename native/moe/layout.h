@@ -26,7 +26,11 @@ struct Layout {
   static constexpr uint64_t ready(uint32_t slot) noexcept { return (2ULL * slot + 1) * kMaxRanks * kFlagBytes; }
   // The flags that other ranks set when they go on without the owner of the segment.
   static constexpr uint64_t evicted() noexcept { return 2ULL * kMaxSlots * kMaxRanks * kFlagBytes; }
-  static constexpr uint64_t flag_bytes() noexcept { return align(evicted() + uint64_t{kMaxRanks} * kFlagBytes); }
+  // The flags that change as long as a rank waits in a launch of the slot.
+  static constexpr uint64_t waiting(uint32_t slot) noexcept {
+    return evicted() + (1ULL + slot) * kMaxRanks * kFlagBytes;
+  }
+  static constexpr uint64_t flag_bytes() noexcept { return align(waiting(kMaxSlots)); }
 
   constexpr uint64_t dispatch(uint32_t slot) const noexcept {
     return flag_bytes() + slot * (align(dispatch_bytes) + align(combine_bytes));

@@ -5,6 +5,8 @@
 // timeout. Any thread may call them, with one launch of a slot at a time.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -31,23 +33,68 @@ void give_up(const Launch& launch, Fault fault, uint32_t rank) {
   word(launch.control->faulted).store(1);
 }
 
+// The time of a wait, as far as it counts against each rank. While a rank waits itself, its time does not count, because
+// it is late for another reason. Each waiting rank therefore changes its flag in every segment.
 template <typename Launch>
-bool is_late(const Launch& launch, Clock::time_point begin) {
-  const std::chrono::nanoseconds waited = Clock::now() - begin;
-  return static_cast<uint64_t>(waited.count()) > launch.timeout_ns;
-}
+class Patience {
+ public:
+  explicit Patience(const Launch& launch) : launch_(launch), last_(Clock::now()), next_(last_) {
+    for (uint32_t rank = 0; rank < launch.ranks; ++rank) seen_[rank] = flag(launch.rank, rank).load();
+  }
+  // To be called at every poll.
+  void poll() {
+    const Clock::time_point now = Clock::now();
+    const uint64_t pause = launch_.timeout_ns / kPauses + 1;
+    const uint64_t passed = std::min(pause, static_cast<uint64_t>(std::chrono::nanoseconds(now - last_).count()));
+    last_ = now;
+    waited_ += passed;
+    for (uint32_t rank = 0; rank < launch_.ranks; ++rank) {
+      const uint32_t seen = flag(launch_.rank, rank).load();
+      counted_[rank] = seen == seen_[rank] ? counted_[rank] + passed : 0;
+      seen_[rank] = seen;
+    }
+    if (now < next_) return;
+    next_ = now + std::chrono::nanoseconds(kWaitingNs);
+    const auto value = static_cast<uint32_t>(now.time_since_epoch().count() >> 10);  // differs from the one before
+    for (uint32_t rank = 0; rank < launch_.ranks; ++rank) {
+      if (rank != launch_.rank) flag(rank, launch_.rank).store(value);
+    }
+  }
+  uint64_t waited() const noexcept { return waited_; }
+  // Those of `ranks` whose time is over.
+  uint32_t late(uint32_t ranks) const noexcept {
+    if (waited_ > launch_.ranks * launch_.timeout_ns) return ranks;
+    uint32_t late = 0;
+    for (uint32_t rank = 0; rank < launch_.ranks; ++rank) {
+      if (counted_[rank] > launch_.timeout_ns) late |= 1U << rank;
+    }
+    return ranks & late;
+  }
+
+ private:
+  std::atomic_ref<uint32_t> flag(uint32_t owner, uint32_t rank) const noexcept {
+    return flag_of(launch_.segments[owner], launch_.waiting, rank);
+  }
+
+  const Launch& launch_;
+  Clock::time_point last_;
+  Clock::time_point next_;
+  uint64_t waited_ = 0;
+  std::array<uint64_t, kMaxRanks> counted_{};
+  std::array<uint32_t, kMaxRanks> seen_{};
+};
 
 // Returns whether the wait for `missing` is over, and records the fault then. The fault names a rank that is gone, or
-// one of `missing`.
+// one of `late`.
 template <typename Launch>
-bool gives_up(const Launch& launch, uint32_t missing, Clock::time_point begin, Fault timeout) {
+bool gives_up(const Launch& launch, uint32_t missing, uint32_t late, Fault timeout) {
   // A rank that ended comes first: others leave because of its end.
   uint32_t lost = word(launch.host->lost).load();
   if (lost == 0) lost = word(launch.host->left).load() & missing;
   const bool other = word(launch.host->fault).load() != 0;  // the other slot's fault
-  if (lost == 0 && !other && !is_late(launch, begin)) return false;
-  give_up(launch, lost != 0 ? Fault::kLost : timeout,
-          static_cast<uint32_t>(std::countr_zero(lost != 0 ? lost : missing)));
+  if (lost == 0 && !other && late == 0) return false;
+  const uint32_t named = lost != 0 ? lost : late != 0 ? late : missing;
+  give_up(launch, lost != 0 ? Fault::kLost : timeout, static_cast<uint32_t>(std::countr_zero(named)));
   return true;
 }
 
@@ -79,7 +126,7 @@ void mask(const Launch& launch, uint32_t ranks) {
   ranks &= ~word(launch.control->masked).load();
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
     if ((ranks >> rank & 1U) == 0) continue;
-    flag_of(launch.segments[rank], launch.evicted, launch.rank).store(1, std::memory_order_release);
+    flag_of(launch.segments[rank], launch.evicted, launch.rank).store(1);
     word(launch.host->masked[rank]).store(1);
   }
   word(launch.control->masked).fetch_or(ranks);
@@ -91,11 +138,13 @@ template <typename Launch>
 bool wait_for_fences(const Launch& launch) {
   if (launch.survive == 0) return true;
   mask(launch, gone_ranks(launch));
-  const auto begin = Clock::now();
+  Patience patience(launch);
   for (;;) {
     const uint32_t living = word(launch.control->masked).load() & ~word(launch.host->fenced).load();
     if (living == 0) return true;
-    if (is_evicted(launch) || gives_up(launch, living, begin, Fault::kDispatchTimeout)) return false;
+    patience.poll();
+    const uint32_t late = patience.waited() > launch.timeout_ns ? living : 0;
+    if (is_evicted(launch) || gives_up(launch, living, late, Fault::kDispatchTimeout)) return false;
     std::this_thread::yield();
   }
 }
@@ -103,7 +152,7 @@ bool wait_for_fences(const Launch& launch) {
 // Returns false if it gave up waiting. A group that survives goes on without ranks that are dead or late.
 template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
-  const auto begin = Clock::now();
+  Patience patience(launch);
   for (;;) {
     const uint32_t masked = word(launch.control->masked).load();
     uint32_t missing = 0;
@@ -113,16 +162,18 @@ bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault 
       if (static_cast<int32_t>(flag - epoch) < 0) missing |= 1U << rank;
     }
     if (missing == 0) return true;
+    patience.poll();
+    const uint32_t late = patience.late(missing);
     if (is_evicted(launch)) return false;
     if (launch.survive != 0 && word(launch.host->lost).load() == 0) {
       uint32_t gone = missing & gone_ranks(launch);
-      if (gone == 0 && is_late(launch, begin)) gone = missing;
+      if (gone == 0) gone = late;
       if (gone != 0) {
         mask(launch, gone);
         continue;
       }
     }
-    if (gives_up(launch, missing, begin, timeout)) return false;
+    if (gives_up(launch, missing, late, timeout)) return false;
     std::this_thread::yield();
   }
 }
@@ -222,6 +273,9 @@ inline void combine(const CombineLaunch& launch) {
       out[i] = to_bf16(sum);
     }
   }
+  // A rank that goes on without this rank may have overwritten its results meanwhile. It has set the flag before.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  is_evicted(launch);
 }
 
 }  // namespace kvc::moe::reference

@@ -1,4 +1,5 @@
 // Expert groups whose ranks die or stop: the other ranks continue within the group's timeout, and name the rank.
+#include "moe/reference.h"
 #include "tests/moe_test_support.h"
 
 namespace kvc::moe {
@@ -235,6 +236,47 @@ TEST_P(MoeRandomDeaths, ARankThatWasGivenUpEnds) {
     }
     rank.barrier();
   });
+}
+
+// Rank 0 waits. Rank 1 is late, and shows that it waits.
+class MoeWaits : public testing::Test {
+ protected:
+  // Returns the rank that the fault names.
+  uint32_t wait(uint32_t ranks, uint64_t timeout_ns) {
+    for (uint32_t rank = 0; rank < ranks; ++rank) launch_.segments[rank] = segments_[rank].data();
+    launch_.control = &control_;
+    launch_.host = &host_;
+    launch_.waiting = Layout::waiting(0);
+    launch_.ranks = ranks;
+    launch_.timeout_ns = timeout_ns;
+    reference::flag_of(launch_.segments[0], Layout::ready(0), 0).store(1);
+    std::atomic<bool> over = false;
+    std::thread shows([&] {
+      const auto end = reference::Clock::now() + std::chrono::seconds(20);
+      for (uint32_t value = 1; !over.load() && reference::Clock::now() < end; ++value) {
+        reference::flag_of(launch_.segments[0], launch_.waiting, 1).store(value);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+    EXPECT_FALSE(reference::wait_for_flags(launch_, Layout::ready(0), 1, Fault::kCombineTimeout));
+    over.store(true);
+    shows.join();
+    EXPECT_EQ(host_.fault >> 16, static_cast<uint32_t>(Fault::kCombineTimeout));
+    return host_.fault & 0xffffU;
+  }
+
+  Control control_{};
+  HostWords host_{};
+  alignas(128) std::array<std::array<unsigned char, Layout::flag_bytes()>, 3> segments_{};
+  CombineLaunch launch_{};
+};
+
+TEST_F(MoeWaits, ARankThatWaitsIsNotNamed) { EXPECT_EQ(wait(3, 2'000'000'000), 2U); }
+
+TEST_F(MoeWaits, AWaitEndsAlthoughTheMissingRankWaitsForEver) {
+  const auto begin = reference::Clock::now();
+  EXPECT_EQ(wait(2, 250'000'000), 1U);
+  EXPECT_LT(reference::Clock::now() - begin, std::chrono::seconds(15));
 }
 
 }  // namespace

@@ -31,8 +31,10 @@ TEST(MoeLayout, EveryFlagHasALineOfItsOwn) {
     for (uint32_t rank = 0; rank < kMaxRanks; ++rank) {
       flags.push_back(Layout::arrived(slot) + uint64_t{rank} * kFlagBytes);
       flags.push_back(Layout::ready(slot) + uint64_t{rank} * kFlagBytes);
+      flags.push_back(Layout::waiting(slot) + uint64_t{rank} * kFlagBytes);
     }
   }
+  for (uint32_t rank = 0; rank < kMaxRanks; ++rank) flags.push_back(Layout::evicted() + uint64_t{rank} * kFlagBytes);
   std::sort(flags.begin(), flags.end());
   EXPECT_EQ(std::adjacent_find(flags.begin(), flags.end()), flags.end());
   for (const uint64_t flag : flags) EXPECT_EQ(flag % 128, 0U);

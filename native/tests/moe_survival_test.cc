@@ -322,6 +322,99 @@ TEST_P(MoeSurvival, AStoppedRankIsMaskedAtTheDeadlineAndEndsWhenItContinues) {
       });
 }
 
+// The stopped rank raised its flag at rank 0 alone. So rank 0 waits in combine for all others, and they still wait in
+// dispatch for the stopped rank. Their own deadlines end later than those of rank 0.
+TEST_P(MoeSurvival, ARankThatWaitsForTheStoppedRankIsNotMasked) {
+  run_ranks(
+      ranks(), gpu(),
+      [](Rank& rank) {
+        GroupConfig config = surviving();
+        config.timeout_ns = kDeadline;
+        Survivor survivor(rank, config);
+        const auto meet = [&rank] { rank.report(0); };
+        Step step = random_step(1, ranks());
+        step.sizes[kAbsent] = 0;
+        survivor.prepare(step);
+        meet();
+        if (rank.rank == kAbsent) {
+          survivor.dispatch(step, kSend | kReceive);
+          rank.finish();
+          ASSERT_TRUE(rank.group->fault().has_value());
+          EXPECT_EQ(rank.group->fault()->first, Fault::kEvicted);
+          return;
+        }
+        survivor.dispatch(step, kSend);
+        survivor.masked();
+        const uint32_t epoch = 1;
+        if (rank.rank == 0) {
+          put(rank.context, rank.group->base() + Layout::arrived(kSlot) + uint64_t{kAbsent} * kFlagBytes, &epoch,
+              sizeof(epoch));
+        }
+        meet();
+        if (rank.rank != 0) std::this_thread::sleep_for(std::chrono::nanoseconds(kDeadline / 4));
+        survivor.dispatch(step, kReceive);
+        survivor.experts(step);
+        const uint32_t before = survivor.masked();
+        EXPECT_EQ(before, rank.rank == 0 ? 0U : 1U << kAbsent);
+        survivor.combine(step, kSend | kReceive);
+        survivor.check(step, before);
+        EXPECT_EQ(survivor.masked(), 1U << kAbsent);
+        meet();  // the stopped rank continues, and ends
+        rank.group->fence(kAbsent);
+        meet();
+        run_in_parts(survivor, random_step(2, ranks()), meet);
+      },
+      [](RankProcesses& processes) {
+        const auto meet = [&processes](const std::function<void()>& first) {
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].told();
+          }
+          first();
+          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+            if (rank != kAbsent) processes[rank].go();
+          }
+        };
+        processes[kAbsent].told();
+        processes[kAbsent].stop();
+        meet([] {});
+        meet([] {});
+        meet([&] {
+          processes[kAbsent].go();
+          ::kill(processes[kAbsent].pid, SIGCONT);
+          wait_for_end(processes[kAbsent]);
+        });
+        for (int meeting = 0; meeting < 4; ++meeting) meet([] {});
+      });
+}
+
+// Its deadline passes while it does not run, and the missing rank sends after that.
+TEST(MoeSurvivalPauses, ARankThatWasStoppedMasksNoOther) {
+  run_ranks(
+      2, false,
+      [](Rank& rank) {
+        GroupConfig config = surviving();
+        config.timeout_ns = kDeadline;
+        Survivor survivor(rank, config);
+        const Step step = random_step(1, 2);
+        survivor.prepare(step);
+        if (rank.rank == 0) rank.parent().send(0);
+        if (rank.rank == 1) rank.report(0);
+        survivor.dispatch(step, kSend | kReceive);
+        survivor.experts(step);
+        survivor.combine(step, kSend | kReceive);
+        survivor.check(step, 0);
+        EXPECT_EQ(survivor.masked(), 0U);
+      },
+      [](RankProcesses& processes) {
+        for (const RankProcess& process : processes) process.told();
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 begins to wait
+        processes[0].stop();
+        std::this_thread::sleep_for(std::chrono::nanoseconds(kDeadline + kDeadline / 8));
+        ::kill(processes[0].pid, SIGCONT);
+        processes[1].go();
+      });
+}
+
 TEST_P(MoeSurvival, NoStepBeginsBeforeAMaskedRankIsFenced) {
   run_ranks(
       ranks(), gpu(),
@@ -378,6 +471,39 @@ TEST(MoeFaultNames, ARankThatEndedComesBeforeARankThatLeft) {
   launch.timeout_ns = 1;
   EXPECT_FALSE(reference::wait_for_flags(launch, Layout::ready(0), 1, Fault::kCombineTimeout));
   EXPECT_EQ(host.fault, static_cast<uint32_t>(Fault::kLost) << 16 | 2U);
+}
+
+// The other rank goes on without this rank after it has sent its results. Its next results may come before this rank has
+// read the first ones.
+TEST(MoeSurvivalChecks, ARankThatIsMaskedDuringItsCombineGivesOutNoRow) {
+  for (int turn = 0; turn < 200; ++turn) {
+    Control control{};
+    HostWords host{};
+    alignas(128) std::array<std::array<unsigned char, Layout::flag_bytes()>, 2> segments{};
+    alignas(16) std::array<uint16_t, 8> out{};
+    const std::array<uint32_t, 1> masks = {3};
+    CombineLaunch launch{};
+    for (uint32_t rank : {0U, 1U}) launch.segments[rank] = segments[rank].data();
+    launch.out = reinterpret_cast<unsigned char*>(out.data());
+    launch.masks = masks.data();
+    launch.control = &control;
+    launch.host = &host;
+    launch.ready = Layout::ready(0);
+    launch.evicted = Layout::evicted();
+    launch.waiting = Layout::waiting(0);
+    launch.timeout_ns = 30'000'000'000;
+    launch.ranks = 2;
+    launch.tokens = launch.vectors = launch.parts = launch.survive = 1;
+    launch.phases = kSend | kReceive;
+    control.epoch = 1;
+    std::thread combine([&launch] { reference::combine(launch); });
+    const auto waits = reference::flag_of(launch.segments[1], launch.waiting, 0);
+    while (waits.load() == 0) std::this_thread::yield();
+    reference::flag_of(launch.segments[0], launch.evicted, 1).store(1);
+    reference::flag_of(launch.segments[0], launch.ready, 1).store(1);
+    combine.join();
+    ASSERT_EQ(host.fault, static_cast<uint32_t>(Fault::kEvicted) << 16 | 1U) << turn;
+  }
 }
 
 TEST(MoeSurvivalLimits, RowsThatSeveralBlocksWouldShareAreRefused) {

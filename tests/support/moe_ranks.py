@@ -130,7 +130,9 @@ class Side:
         continued = threading.Event()
         signal.signal(signal.SIGCONT, lambda *_: continued.set())
         os.kill(os.getpid(), signal.SIGSTOP)
-        continued.wait()  # this thread may be the last one that stops
+        # This thread may be the last one that stops. Another one may receive the signal, which ends no wait.
+        while not continued.wait(0.05):
+            pass
 
     def _end(self, kind: str, result: Any) -> None:
         self._pipe.send((kind, result))
@@ -227,14 +229,19 @@ def _serve(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def random_death(turn: int, ranks: int) -> tuple[int, Callable[[list[tuple[int, str]], Kill], None]]:
-    """Returns a rank, and a function for run_ranks() that kills it soon after each rank has a note."""
+def random_death(
+    turn: int, ranks: int, number: signal.Signals = signal.SIGKILL
+) -> tuple[int, Callable[[list[tuple[int, str]], Kill], None]]:
+    """Returns a rank, and a function for run_ranks() that kills it soon after each rank has a note.
+
+    ``number`` is the signal.
+    """
     draw = random.Random(turn)
     victim, moment = draw.randrange(ranks), draw.uniform(0.0, 0.02)
 
     def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
         if len(notes) == ranks:
             time.sleep(moment)  # chooses the place where the rank dies
-            kill(victim)
+            kill(victim, number)
 
     return victim, noted

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from .explore import Exploration
+from .lateness import Lateness, Rules, places
 from .program import Sizes
 
 
@@ -27,6 +28,11 @@ def _families() -> Iterator[tuple[str, list[Sizes], dict[str, Any]]]:
         yield f"3 ranks, 2 rounds, rank {victim} dies", _idle(3, 2), {"victim": victim}
     for stuck in range(3):
         yield f"3 ranks, 2 rounds, rank {stuck} is stuck", _idle(3, 2), {"stuck": stuck}
+    moved: list[Sizes] = [((1, 1, 1), (0, 1, 1)), ((1, 0, 1), (0, 1, 1))]
+    for rank in range(3):
+        survive: dict[str, Any] = {"survive": True}
+        yield f"3 ranks, 2 rounds, without rank {rank} that dies", moved, survive | {"victim": rank}
+        yield f"3 ranks, 2 rounds, without rank {rank} that is late", moved, survive | {"stuck": rank}
     yield "3 ranks, 2 rounds, waits run out", _idle(3, 2), {"deadlines": True}
     # The whole exploration of four ranks does not fit into memory.
     moving: list[Sizes] = [((1, 0, 2, 1), (0, 1, 1, 2)), ((1, 1, 1, 1), (1, 0, 1, 0))]
@@ -43,6 +49,16 @@ def main() -> int:
                 print(f"{name}, sizes {sizes}: {found.violation}", *found.trace, sep="\n  ")
                 return 1
         print(f"{name}: {len(groups)} groups, {states} states, {time.monotonic() - begin:.0f} s", flush=True)
+    for ranks, phases, timeout in ((3, 6, 5), (4, 4, 2)):
+        begin, states = time.monotonic(), 0
+        for place in places(ranks, phases):
+            late = Lateness(ranks, phases, timeout, *place, Rules()).run()
+            states += late.states
+            if late.violation:
+                print(f"{ranks} ranks, a rank is stuck at {place}: {late.violation}")
+                return 1
+        name = f"{ranks} ranks, {phases} phases, timeout of {timeout}"
+        print(f"{name}: {states} states, {time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
 

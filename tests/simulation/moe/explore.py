@@ -32,6 +32,10 @@ class _Move(NamedTuple):
     """The move stays enabled, and neither disables nor endangers another. It is taken at once."""
 
 
+def _is_flag(step: Step) -> bool:
+    return step.cell[0] in ("arrived", "ready")
+
+
 def _event(bit: int, rank: int, what: str) -> _Move:
     return _Move(bit, f"rank {rank} {what}", rank, ((0, 0),), ((0, 0),), "", False)
 
@@ -56,7 +60,9 @@ class Exploration:
     peer from a slow peer. `stuck` is a rank that is slower than the deadline: any wait for it may run out.
     All ranks, the stuck rank as well, then learn at any later moment that it was given up. `reduced` takes
     urgent moves alone: the same violations in fewer states. With `survive` a rank that waits for the victim
-    masks it and goes on. Its process ends at any moment after its death, and no store of it lands later.
+    masks it and goes on. Its process ends at any moment after its death, and no store of it lands later. A
+    `stuck` rank of such a group may continue at any moment. It gets no flags of a rank that has masked it,
+    and ends at any later moment.
     """
 
     def __init__(
@@ -75,12 +81,19 @@ class Exploration:
         self._sizes = sizes
         self._ranks = len(sizes[0])
         self._epoch = epoch
+        self._wakes = survive and stuck is not None
+        if self._wakes:
+            victim, stuck = stuck, None
         self._victim = victim
         self._deadlines = deadlines
         self._stuck = stuck
         # A wait that may end with a fault is a choice, and no choice may be skipped.
         self._reduced = reduced and victim is None and stuck is None and not deadlines
-        programs = [program(rank, sizes, self._rules, epoch) for rank in range(self._ranks)]
+        self._checked = self._wakes and self._rules.combine_checks
+        programs = [
+            program(rank, sizes, self._rules, epoch, self._checked and rank == victim)
+            for rank in range(self._ranks)
+        ]
         self._steps = [step for steps in programs for step in steps]
         self._first = [sum(map(len, programs[:rank])) for rank in range(self._ranks)]
         self._local = [
@@ -96,6 +109,12 @@ class Exploration:
         self._survive = survive
         self._masked = [2 << count + 2 * self._ranks + rank for rank in range(self._ranks)]
         self._fenced = 2 << count + 3 * self._ranks
+        # Flags of a rank that has masked the stuck rank. They do not reach it.
+        self._withheld = {
+            number: self._fenced << 1 + number
+            for number, step in enumerate(self._steps)
+            if self._wakes and step.kind is Kind.STORE and _is_flag(step) and step.cell[1] == victim
+        }
         self._moves = [self._move(number) for number in range(count)]
         self._before = [
             sum(1 << self._first[step.rank] + place for place in step.before) for step in self._steps
@@ -145,6 +164,8 @@ class Exploration:
         key = state & (self._local[rank] | self._died | self._fenced | events)
         if state & self._given_up:
             key |= self._given_up ^ self._stopped[rank]
+        if self._wakes and rank == self._victim:
+            key |= state & sum(self._masked)
         known = self._candidates[rank].get(key)
         if known is None:
             known = self._candidates[rank][key] = tuple(self._candidate_moves(rank, key))
@@ -168,6 +189,8 @@ class Exploration:
                 if step.kind is Kind.STORE and (ready or loud):
                     moves.append(move)
             elif ready:
+                if number in self._withheld and state & self._masked[rank]:
+                    move = move._replace(bit=move.bit | self._withheld[number], name=f"{move.name}, withheld")
                 moves.append(move)
                 if step.kind is Kind.WAIT:
                     awaited.add(step.cell[2])
@@ -177,10 +200,11 @@ class Exploration:
         """Returns the events in the life of a rank. `awaited` are the ranks that it waits for, if it has not
         stopped."""
         if rank == self._victim:
-            return [] if state & self._died else [_event(self._died, rank, "dies")]
+            may = not self._wakes or (state & sum(self._masked) and self._rules.evicted_is_seen)
+            return [_event(self._died, rank, "dies")] if may and not state & self._died else []
         lost = bool(state & self._lost[rank])
         events = []
-        if state & self._died and not lost:
+        if state & self._died and not lost and not self._wakes:
             events.append(_event(self._lost[rank], rank, "gets the mask word from its host"))
         if self._survive:
             return events + self._survivals(rank, state, awaited)
@@ -196,12 +220,12 @@ class Exploration:
 
     def _survivals(self, rank: int, state: int, awaited: set[int]) -> list[_Move]:
         """Returns the events of a rank that goes on without the victim."""
-        if not state & self._lost[rank]:
+        if not state & self._lost[rank] and not self._wakes:
             return []
         events = []
         if self._victim in awaited and not state & self._masked[rank] and self._rules.lost_ends_waits:
             events.append(_event(self._masked[rank], rank, f"masks rank {self._victim}"))
-        if not state & self._fenced:
+        if state & self._died and not state & self._fenced:
             events.append(_event(self._fenced, rank, f"learns that the process of {self._victim} has ended"))
         return events
 
@@ -224,6 +248,8 @@ class Exploration:
                 and (step.cell[0] == "arrived" or self._rules.mask_stays)
             ):
                 enabled = (*enabled, (masked, masked))
+        elif step.cell[0] == "evicted":
+            enabled = ((sum(self._masked), 0),)
         elif step.cell[0] in ("row", "out"):
             newer = sum(1 << other for other in stores if self._steps[other].round > step.round)
             if step.kind is Kind.READ:
@@ -234,6 +260,9 @@ class Exploration:
                     raise ValueError(f"no store for {step}")
                 if self._of_victim(current) and self._rules.masked_is_left_out:
                     checks.append((masked, masked))
+                if self._of_victim([number]) and step.cell[0] == "out" and self._checked:
+                    holder = self._masked[step.cell[1]]
+                    checks.append((holder, holder))
             else:
                 readers = [
                     other
@@ -244,9 +273,12 @@ class Exploration:
                 needed = sum(1 << other for other in (*readers, *older))
                 checks = [(newer | needed, needed)]
                 complaint = f"{step}: before the last reader of an earlier round, or over a newer row"
-                # What a dead rank has not read or stored, it never will.
-                for event, gone in ((self._died, readers), (self._fenced, (*readers, *older))):
-                    if left := self._of_victim(gone):
+                # What a dead rank has not read or stored, it never will. The sums that a masked rank has not
+                # given out, it never will.
+                void = masked if self._checked and step.cell[0] == "out" else 0
+                exempt = ((self._died, readers), (self._fenced, (*readers, *older)), (void, readers))
+                for event, gone in exempt:
+                    if event and (left := self._of_victim(gone)):
                         rest = needed & ~left | event
                         checks.append((newer | rest, rest))
                 if self._survive and step.cell[0] == "row" and self._rules.fence_after_mask:
@@ -278,11 +310,12 @@ class Exploration:
             if not end:
                 continue
             value = 1 << stores[landed - 1] if landed else 0
+            withheld = self._withheld.get(stores[landed - 1], 0) if landed else 0
             if all(ends[landed:]):
-                tests.append((value, value))
+                tests.append((value | withheld, value))
                 lasting = True
                 break
-            tests.append((value | 1 << stores[landed], value))
+            tests.append((value | withheld | 1 << stores[landed], value))
         if not self._rules.ended_is_a_fault:
             late = self._deadlines or step.cell[2] == self._stuck
             lost = 0 if late else self._lost[step.rank]

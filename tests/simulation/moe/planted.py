@@ -11,6 +11,8 @@ FULL: Sizes = ((1, 1, 1), (1, 1, 1))
 # The second rank's row of the second round has the place of the first rank's row of the first round.
 SHIFTED: Sizes = ((1, 1, 1), (0, 1, 1))
 SPARSE: Sizes = ((1, 0, 1), (0, 1, 1))
+# As SHIFTED, with fewer states.
+LATE: Sizes = ((1, 1, 0), (0, 1, 1))
 
 STALE, OVERWRITTEN, DEADLOCK = "the row is not of this round", "before the last reader", "deadlock"
 
@@ -116,5 +118,26 @@ MISTAKES = (
         OVERWRITTEN,
         SHIFTED,
         {"victim": 0, "survive": True},
+    ),
+    Mistake(
+        "dispatch before a late rank is fenced",
+        Rules(fence_after_mask=False),
+        OVERWRITTEN,
+        LATE,
+        {"stuck": 0, "survive": True},
+    ),
+    Mistake(
+        "a late rank gives out sums without a look at the flag",
+        Rules(combine_checks=False),
+        OVERWRITTEN,
+        LATE,
+        {"stuck": 0, "survive": True},
+    ),
+    Mistake(
+        "a late rank that was masked does not end",
+        Rules(evicted_is_seen=False),
+        DEADLOCK,
+        LATE,
+        {"stuck": 0, "survive": True},
     ),
 )

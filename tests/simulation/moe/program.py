@@ -61,6 +61,10 @@ class Rules:
     """In a group that survives: the rows and results of a masked rank are not read."""
     mask_stays: bool = True
     """A masked rank is not awaited in later phases."""
+    evicted_is_seen: bool = True
+    """A rank that was masked and continues ends, because it finds the flag in its memory."""
+    combine_checks: bool = True
+    """Such a rank looks at the flag after it has read the results, and before it gives out their sums."""
     fence_after_mask: bool = True
     """After a mask no rank begins a dispatch before the process of the masked rank has ended."""
 
@@ -117,11 +121,12 @@ class _Memory:
         return len(self.steps) - 1
 
 
-def program(rank: int, sizes: Sizes, rules: Rules, epoch: int) -> list[Step]:
+def program(rank: int, sizes: Sizes, rules: Rules, epoch: int, checks: bool = False) -> list[Step]:
     """The steps of one rank in program order.
 
-    `epoch` is the value of all flags before the first round. Each rank's own rows are left out, as no other
-    rank touches them. Every row goes to every rank, because no order in the protocol comes from a row.
+    `checks`: a combine ends with a read of the flag of a masked rank. `epoch` is the value of all flags
+    before the first round. Each rank's own rows are left out, as no other rank touches them. Every row goes
+    to every rank, because no order in the protocol comes from a row.
     """
     memory = _Memory(rank)
     others = [peer for peer in range(len(sizes[0])) if peer != rank]
@@ -158,6 +163,9 @@ def program(rank: int, sizes: Sizes, rules: Rules, epoch: int) -> list[Step]:
         for peer in others:
             for row in _rows(tokens, rank):
                 memory.add(Kind.READ, ("out", peer, row), round, row)
+        if checks:
+            memory.acquire()
+            memory.add(Kind.READ, ("evicted", rank, 0), round, 0)
         if rules.ordered_kernels:
             memory.acquire()  # a kernel's loads end with it
         else:

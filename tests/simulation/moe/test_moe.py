@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .explore import Exploration, Found
-from .planted import FULL, MISTAKES, SHIFTED, SPARSE, Mistake
+from .planted import FULL, LATE, MISTAKES, SHIFTED, SPARSE, Mistake
 from .program import Sizes
 
 # A rank with two tokens moves the rows of the ranks behind it: other sources write them in the next round.
@@ -84,6 +84,14 @@ def test_survivors_complete_every_round_without_a_dead_rank(victim: int) -> None
     for rank in range(3):
         if rank != victim:
             assert {ends[rank] for ends in found.ends} == {len(SHIFTED)}
+
+
+def test_the_others_complete_every_round_without_a_late_rank_that_continues() -> None:
+    """It completes all rounds if no rank has masked it, and ends otherwise."""
+    found = _protocol(LATE, stuck=0, survive=True)
+    assert not found.violation, found.trace
+    assert {ends[1:] for ends in found.ends} == {(2, 2)}
+    assert {ends[0] for ends in found.ends} == {0, 1, 2}
 
 
 def test_no_torn_round_is_delivered_when_waits_run_out() -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import random
+import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_ranks import Ended, Side, errors, form_in_threads, random_death, run_ranks, settings_of
+from moe_ranks import Ended, Kill, Side, errors, form_in_threads, random_death, run_ranks, settings_of
 
+from kv_connector import _native
 from kv_connector.moe import descriptors, oracle
 from kv_connector.moe.group import Fault, Group, GroupError
 from kv_connector.moe.settings import GroupSettings
 
 RANKS = 3
 HIDDEN, TOP_K, EXPERTS = 64, 4, 8
-OWNERS = tuple(expert * RANKS // EXPERTS for expert in range(EXPERTS))
+OWNERS_OF = {ranks: tuple(expert * ranks // EXPERTS for expert in range(EXPERTS)) for ranks in (2, 3, 4)}
 STEPS, LAST_OF_VICTIM = 30, 20
+# Seconds. A rank that comes later than that on a busy machine would be masked in place of the stopped rank.
+STOP_TIMEOUT = 6.0
 
 
 def tokens_of(number: int, rank: int) -> oracle.Tokens:
@@ -40,31 +46,31 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def checked_step(group: Group, number: int) -> None:
     """Compares rows and sums with the oracle, without the rows and results of masked ranks."""
-    rank = group.settings.rank
-    inputs = [tokens_of(number, other) for other in range(RANKS)]
+    rank, ranks = group.settings.rank, group.settings.ranks
+    inputs = [tokens_of(number, other) for other in range(ranks)]
     sizes = [one.ids.shape[0] for one in inputs]
     own = inputs[rank]
     got = group.dispatch(own.x, own.ids, own.weights, sizes=sizes)
-    expected, wanted = oracle.dispatch(inputs, OWNERS, rank)
-    sources = torch.repeat_interleave(torch.arange(RANKS), torch.tensor(sizes))
+    expected, wanted = oracle.dispatch(inputs, OWNERS_OF[ranks], rank)
+    sources = torch.repeat_interleave(torch.arange(ranks), torch.tensor(sizes))
     masked = torch.isin(sources, torch.tensor(sorted(group.masked()), dtype=torch.int64))
     assert (got.ids[masked] == -1).all()
     assert same(got.ids[~masked], expected.ids[~masked])
     assert same(got.weights[~masked], expected.weights[~masked])
     assert same(got.x[wanted & ~masked], expected.x[wanted & ~masked])
     draw = torch.Generator().manual_seed(number)
-    results = [torch.randn((sum(sizes), HIDDEN), generator=draw).to(torch.bfloat16) for _ in range(RANKS)]
+    results = [torch.randn((sum(sizes), HIDDEN), generator=draw).to(torch.bfloat16) for _ in range(ranks)]
     group.combine_buffer(sizes).copy_(results[rank])
     out = torch.zeros((sizes[rank], HIDDEN), dtype=torch.bfloat16)
     group.combine(out, sizes)
     for other in group.masked():
         results[other].zero_()
-    assert same(out, oracle.combine(results, [one.ids for one in inputs], OWNERS, rank))
+    assert same(out, oracle.combine(results, [one.ids for one in inputs], OWNERS_OF[ranks], rank))
 
 
 def steps_with_a_death(side: Side, victim: int) -> tuple[frozenset[int], Fault | None, str]:
     group = Group.form(settings_of(side.rank, RANKS, survive=True), side.exchange)
-    group.place(OWNERS)
+    group.place(OWNERS_OF[RANKS])
     side.note("begins")
     for number in range(STEPS):
         if side.rank == victim and number == LAST_OF_VICTIM:
@@ -85,6 +91,58 @@ def test_steps_go_on_without_a_killed_rank(turn: int) -> None:
         assert masked == {victim}
         assert fault is None
         assert explanation.startswith(f"rank {victim} (process ")
+
+
+def steps_with_a_stop(side: Side, ranks: int, victim: int) -> tuple[frozenset[int], Fault | None]:
+    """Steps until ten have ended without the victim. The victim ends as soon as a step fails.
+
+    Forming has more time than a step, because processes begin at different times.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        real = _native.MoeGroup
+        patch.setattr(_native, "MoeGroup", lambda *given: real(*(*given[:-2], STOP_TIMEOUT, given[-1])))
+        group = Group.form(settings_of(side.rank, ranks, survive=True), side.exchange)
+    group.place(OWNERS_OF[ranks])
+    side.exchange(b"")
+    side.note("begins")
+    try:
+        numbers = itertools.count()
+        while not group.masked():
+            checked_step(group, next(numbers))
+        side.note("goes on")
+        for _ in range(10):
+            checked_step(group, next(numbers))
+    except GroupError as error:
+        if side.rank != victim:
+            raise
+        side.note(str(error))
+        os._exit(7)
+    result = group.masked(), group.fault()
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("turn", range(int(os.environ.get("KVC_TEST_MOE_STOPS", "2"))))
+def test_steps_go_on_without_a_stopped_rank_that_ends_when_it_wakes(turn: int) -> None:
+    ranks = 3 + turn % 2
+    victim, noted_begin = random_death(turn, ranks, signal.SIGSTOP)
+    reports: list[str] = []
+
+    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
+        noted_begin(notes, kill)
+        rank, text = notes[-1]
+        if rank == victim and text != "begins":
+            reports.append(text)
+        elif [text for _, text in notes].count("goes on") == ranks - 1 and text == "goes on":
+            kill(victim, signal.SIGCONT)
+
+    results = run_ranks(ranks, steps_with_a_stop, ranks, victim, noted=noted)
+    assert results.pop(victim) == Ended(7)
+    assert results == [({victim}, None)] * (ranks - 1)
+    assert len(reports) == 1
+    assert re.search(
+        rf"moe: rank {victim} of {ranks}: .*rank {victim} \(process \d+\).*\(GIVEN_UP\)", reports[0]
+    )
 
 
 def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +240,7 @@ def test_dead_ranks_are_not_reported_as_late(monkeypatch: pytest.MonkeyPatch) ->
     assert not late
     for group in groups:
         group.close()
+    assert first.masked() == {1, 2}
 
 
 def test_group_that_survives_is_refused_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
