@@ -87,6 +87,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.network_utils import get_ip  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    generate_scheduler_kv_cache_config,
     get_kv_cache_capacity,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
@@ -162,6 +163,7 @@ __all__ = [
     "current_platform",
     "engine_core_module",
     "exchange_module",
+    "generate_scheduler_kv_cache_config",
     "get_current_vllm_config",
     "get_forward_context",
     "get_ip",

@@ -15,6 +15,7 @@ from kv_connector.vllm.internals import (
     KVCacheSpecKind,
     MambaSpec,
     current_platform,
+    generate_scheduler_kv_cache_config,
     get_kv_cache_capacity,
     get_kv_cache_spec_kind,
     get_tp_group,
@@ -57,8 +58,10 @@ def hit_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     If groups have blocks of several sizes, this is mostly the least common multiple of the sizes. Hashes are
     of blocks as large as their greatest common divisor, so that they fit each group.
     """
-    sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return int(resolve_cache_hit_alignment_tokens(kv_cache_config, vllm_config, *sizes))
+    # A worker's group can have a spec for each layer, for which vLLM has no manager. The scheduler's has one.
+    scheduled = generate_scheduler_kv_cache_config([kv_cache_config])
+    sizes = resolve_kv_cache_block_sizes(scheduled, vllm_config)
+    return int(resolve_cache_hit_alignment_tokens(scheduled, vllm_config, *sizes))
 
 
 def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
