@@ -1,6 +1,7 @@
 """Compressed caches, windows of latents and rings under vLLM's scheduler: P's names and D's targets."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,20 @@ import pytest
 import torch
 from test_vllm_scheduler import named_blocks, reservation
 from test_vllm_state_requests import load, run
-from vllm.v1.kv_cache_interface import CircularBufferSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm_stage import BLOCK, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
 
 from kv_connector.vllm.blocks import blocks_of
 from kv_connector.vllm.kv_blocks import KvBlocks
+from kv_connector.vllm.model_facts import hit_tokens
 
 __all__ = ["model"]
 
@@ -76,6 +86,16 @@ class TestWindows:
         assert asked.first_token == 4 * BLOCK
         assert asked.groups[0].first == 4
         decode.assert_idle()
+
+    def test_worker_and_scheduler_have_one_hit_unit(self, model: Path) -> None:
+        """A worker's group has a spec for each layer: the latents of DeepSeek-V4 and of its indexer."""
+        indexer = replace(COMPRESSED, head_size=32)
+        of_layers = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": COMPRESSED, "b": indexer})
+        groups = [KVCacheGroupSpec(["a", "b"], of_layers), KVCacheGroupSpec(["c"], WINDOW)]
+        of_worker = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=groups)
+        config = vllm_config(model, "kv_both")
+        of_scheduler = generate_scheduler_kv_cache_config([of_worker])
+        assert hit_tokens(config, of_worker) == hit_tokens(config, of_scheduler) == BLOCK
 
 
 class TestRings:
