@@ -144,7 +144,7 @@ class CacheAware:
         loans = _Loans(engines, hits, costs, lenders, most)
         hinted, _ = self._sessions.engines(wanted.session)
         at = None if hinted is None else engines.find(self._pools[Side.PREFILL].member(hinted))
-        chosen = engines.first(costs)
+        chosen = loans.cheapest
         if at is not None:
             loans.consider(at, costs[chosen] + _TIE)
             if costs[at] <= costs[chosen] + _TIE:
@@ -248,21 +248,24 @@ class _Loans:
         """Prefixes by the place of the engine that may load them."""
         self._reach = costs - (1 - _BORROWED) * np.maximum(0.0, most - hits) * engines.column(BORROWS)
         """The lowest costs that are possible."""
+        self.cheapest = engines.first(costs)
+        """The place of the engine with the lowest costs."""
+        (likely,) = ((self._reach < costs) & (self._reach <= costs[self.cheapest])).nonzero()
+        if not len(likely) or not lenders.able():
+            return
         # The order of Rows.first(): the cheapest, of equals the least busy, of these the longest unused.
         orders = engines.column(OUTSTANDING), engines.column(USED)
 
         def key(costs: Vector, at: int) -> tuple[float, ...]:
             return costs[at], *(column[at] for column in orders)
 
-        best = key(costs, engines.first(costs))
-        (likely,) = ((self._reach < costs) & (self._reach <= best[0])).nonzero()
-        if not len(likely) or not lenders.able():
-            return
+        best = key(costs, self.cheapest)
         for at in likely[np.lexsort([column[likely] for column in (*orders[::-1], self._reach)])]:
             if key(self._reach, at) > best:
                 break
             self._propose(int(at))
-            best = min(best, key(costs, at))
+            if key(costs, at) < best:
+                best, self.cheapest = key(costs, at), int(at)
 
     def consider(self, at: int, limit: float) -> None:
         """Looks for a lender of this engine too, if its costs can be that low."""
