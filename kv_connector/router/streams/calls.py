@@ -195,6 +195,7 @@ class Calls:
             if not early.done():
                 early.set_result(None)
         call.exchange.computed(stream.prompt_tokens, stream.cached_tokens)
+        call.prompt_computed()
         return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
 
     async def load(
