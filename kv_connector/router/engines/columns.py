@@ -148,7 +148,8 @@ class Rows:
 
     def holding(self, flags: Flags) -> Flags:
         """Returns, for each engine, whether its bit is set. ``flags``: flags_of() a mask of the index."""
-        return flags.take(self.column(BIT).astype(np.intp), mode="clip")
+        found: Flags = flags.take(self.column(BIT).astype(np.intp), mode="clip")
+        return found
 
     def where(self, chosen: Flags) -> Rows:
         """Returns a part of the engines. ``chosen``: for each of these engines, whether it has it."""
@@ -181,4 +182,6 @@ class Rows:
         token = self.column(TOKEN)
         measured = token > 0
         seconds = np.maximum(0.0, others * token - (now - self.column(SAID_AT)))
-        return own + np.where(measured, np.rint(seconds / np.where(measured, token, 1.0)), others)
+        left = np.where(measured, np.rint(seconds / np.where(measured, token, 1.0)), others)
+        tokens: Vector = own + left
+        return tokens

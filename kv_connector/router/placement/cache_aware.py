@@ -218,7 +218,8 @@ class _Wanted:
         for flags, tokens in reversed(self._flags):
             np.putmask(found, engines.holding(flags), tokens)
         block = engines.column(BLOCK)
-        return np.floor(found / block) * block
+        whole: Vector = np.floor(found / block) * block
+        return whole
 
     def work(self, engine: Member, *, reported: bool, prefix: Prefix | None = None) -> Work:
         """Returns the work of the prompt, for the backlog of the engine that computes it.
@@ -304,4 +305,5 @@ def excess(engines: Rows, now: float) -> Vector:
             engine.recent = RecentWork(least, now)
             engine.workload.changed()
         found[~known] = 0.0
-    return np.maximum(0.0, found - _EVEN * least)
+    more: Vector = np.maximum(0.0, found - _EVEN * least)
+    return more

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -294,6 +295,8 @@ class Calls:
                     # vLLM sent its status before it knew the error. The client has not received the status
                     # yet.
                     raise self._failure(Side.DECODE, endpoint, call, problem) from None
+            # From here on, a loss ends the next wait for events. Another timeout for each event takes 8 us.
+            stack.enter_context(lease.when_lost(partial(response.content.set_exception, EngineLost())))
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         chunks = self._relay(opening, events, lease, call)
@@ -318,8 +321,7 @@ class Calls:
                     if isinstance(reported, EngineError):
                         self._erred(lease.endpoint, reported, begun=True)
                     raise reported
-                async with lease.alive():
-                    more = await events.read()
+                more = await events.read()
             if not has_end(before_last + last):
                 raise CutOffError
         except (*HttpError, EngineLost, CutOffError) as error:
