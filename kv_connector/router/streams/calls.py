@@ -295,7 +295,7 @@ class Calls:
                     # vLLM sent its status before it knew the error. The client has not received the status
                     # yet.
                     raise self._failure(Side.DECODE, endpoint, call, problem) from None
-            # From here on, a loss ends the next wait for events. Another timeout for each event takes 8 us.
+            # From here on, a loss ends the next wait for events.
             stack.enter_context(lease.when_lost(partial(response.content.set_exception, EngineLost())))
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
