@@ -138,6 +138,8 @@ class CacheAware:
     def _prefill(self, wanted: _Wanted, engines: Rows, lenders: Lenders) -> tuple[Member, Prefix | None]:
         """Returns the cheapest prefill engine, and the prefix that it may load from another engine."""
         now = self._clock()
+        if (only := _only(engines, now)) is not None:
+            return only, lenders.propose(only, wanted.cached(only))
         hits = wanted.hits(engines)
         costs = wanted.tokens - hits + _QUEUED * engines.queued(now) + _RECENT * excess(engines, now)
         most = wanted.matches[0][1] if wanted.matches else 0
@@ -154,6 +156,8 @@ class CacheAware:
     def _decode(self, wanted: _Wanted, engines: Rows, *, computes: bool = False) -> Member:
         """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
         now = self._clock()
+        if (only := _only(engines, now)) is not None:
+            return only
         # With the streams of other routers, as the engine reports them.
         streams = np.maximum(engines.column(OUTSTANDING), engines.column(RUNNING))
         fewest = streams.min()
@@ -287,6 +291,17 @@ def _lending(sides: Iterable[Rows], mask: int) -> list[Member]:
         (able,) = (engines.holding(flags) & (engines.column(LENDS) > 0)).nonzero()
         found += [engines[at] for at in able[np.argsort(engines.column(USED)[able])]]
     return found
+
+
+def _only(engines: Rows, now: float) -> Member | None:
+    """Returns the only engine, for which nothing is compared; None: there are several."""
+    if len(engines) > 1:
+        return None
+    engine = engines[0]
+    if engine.recent is None:
+        engine.recent = RecentWork(0.0, now)
+        engine.workload.changed()
+    return engine
 
 
 def excess(engines: Rows, now: float) -> Vector:
