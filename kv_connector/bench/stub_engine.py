@@ -19,7 +19,12 @@ from starlette.routing import Route
 
 TOKENS = 8
 _LARGE = 1 << 20
-_EVENT = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [97]}]}\n\n'
+# As vLLM writes it, if token ids are requested.
+_EVENT = (
+    b'data: {"id":"cmpl-0","object":"text_completion","created":1764400000,"model":"m","choices":[{"index":0,'
+    b'"text":"a","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[97],'
+    b'"prompt_token_ids":null}]}\n\n'
+)
 
 
 async def complete(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -432,6 +433,10 @@ def router(
         settings.admin,
         Reloads(context, app, requests, certificate).reload if any(map(context.params.get, _FILES)) else None,
     )
+    # A full collection looks at all objects, while no stream gets a token. The 70,000 of a router without
+    # requests took 45 ms (two busy cores, 2026-11-30).
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:

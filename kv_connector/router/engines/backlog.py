@@ -64,6 +64,11 @@ class Backlog:
         return self._uncached
 
     @property
+    def ends_by_itself(self) -> bool:
+        """Whether the oldest prompt ends as forecast, because its end will not be reported."""
+        return bool(self._queue) and not next(iter(self._queue)).reported
+
+    @property
     def tokens(self) -> int:
         """Tokens of whole prompts, as an engine counts them that has not checked its prefix cache yet."""
         self._prune()

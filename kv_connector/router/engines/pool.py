@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -10,10 +11,14 @@ from dataclasses import dataclass, field
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import Breaker
+from kv_connector.router.engines.columns import Columns, Rows
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
+
+# Models whose engines are kept in rows: more than the engines of one router list.
+_MOST_ROWS = 64
 
 
 class NoEngine(Exception):
@@ -57,13 +62,17 @@ class Member:
     """The part of ``context`` whose prompts are computed."""
     recent: RecentWork | None = None
     """Tokens that it was given lately; None: it has come, or come back, and begins at its peers' level."""
+    used: int = 0
+    """Its place in the order of last use."""
+    row: int = -1
+    """Its row in the pool's columns."""
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
     chosen_by: tuple[bool, bool, str, frozenset[str] | None] | None = None
     """The properties by which requests chose it, as of the latest set_usable()."""
-    scopes: set[asyncio.Timeout] = field(default_factory=set)
-    """Timeouts of what waits for the engine, to be ended when it is lost."""
+    waits: set[Callable[[], None]] = field(default_factory=set)
+    """Functions that end what waits for the engine, to be called when it is lost."""
 
     @property
     def takes(self) -> bool:
@@ -81,9 +90,8 @@ class Member:
         return model is None or self.models is None or model in self.models
 
     def end_waits(self) -> None:
-        for scope in list(self.scopes):
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        for end in list(self.waits):
+            end()
 
 
 class Lease:
@@ -123,6 +131,7 @@ class Lease:
             # A forecast ends at the longest prompt. The engine refuses that prompt, and drops nothing for it.
             self._loading = tokens - prompt.tokens_of(self.expected, tokens)
             member.workload.cache.load(self._loading)
+        member.workload.changed()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -131,19 +140,26 @@ class Lease:
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         """Guards a block that waits for the engine: raises EngineLost as soon as the engine is lost."""
-        if self._member.lost:
-            raise EngineLost
         try:
             async with asyncio.timeout(None) as scope:
-                self._member.scopes.add(scope)
-                try:
+                with self.when_lost(lambda: _expire(scope)):
                     yield
-                finally:
-                    self._member.scopes.discard(scope)
         except TimeoutError:
             if scope.expired():
                 raise EngineLost from None
             raise
+
+    @contextmanager
+    def when_lost(self, end: Callable[[], None]) -> Iterator[None]:
+        """Has ``end`` called if the engine is lost within a block; EngineLost if it is lost already. For many
+        short waits this costs less than alive() in each of them."""
+        if self._member.lost:
+            raise EngineLost
+        self._member.waits.add(end)
+        try:
+            yield
+        finally:
+            self._member.waits.discard(end)
 
     @property
     def workload(self) -> Workload:
@@ -156,6 +172,7 @@ class Lease:
             self._member.begun += self.context
         self._computed = True
         self._leave_queue()
+        self.workload.changed()
 
     def counted(self, tokens: int) -> None:
         """Corrects the forecast of the tokens that the request costs the engine."""
@@ -165,6 +182,7 @@ class Lease:
             self.context = tokens
         if self._computed or not self._released:
             self._set_charge(tokens)
+        self.workload.changed()
 
     @contextmanager
     def owing(self) -> Iterator[None]:
@@ -191,6 +209,7 @@ class Lease:
         self._member.context -= self.context
         self._member.begun -= self.context if self._computed else 0
         self._member.owes += bool(self._owing)
+        self.workload.changed()
 
     def _leave_queue(self) -> None:
         if self._work is not None:
@@ -211,9 +230,15 @@ class Pool:
 
     def __init__(self, endpoints: Sequence[Endpoint] = ()) -> None:
         # Kept in the order of last use: min() takes the first of equals, so equals take turns.
-        self._members = {one: Member(one, Workload(), usable=True) for one in endpoints}
+        self._members: dict[Endpoint, Member] = {}
+        self._columns = Columns()
+        self._uses = itertools.count()
+        self._rows: dict[str | None, Rows] = {}
+        """The latest rows() without engines to avoid, by model, while they are valid."""
         self._changed: asyncio.Event = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
+        for endpoint in endpoints:
+            self._add(Member(endpoint, Workload(), usable=True))
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Has ``changed`` called when the engines that can be chosen change."""
@@ -229,7 +254,7 @@ class Pool:
 
     def failing(self, model: str | None = None) -> bool:
         """Returns whether no engine takes requests for the model, or only engines whose requests fail."""
-        return all(member.failing for member in self._usable(model))
+        return all(one.failing for one in self._members.values() if one.usable and one.serves(model))
 
     def known(self, model: str | None) -> str | None:
         """Returns the model, if an engine may serve it. None: engines are chosen without regard to the model,
@@ -304,13 +329,14 @@ class Pool:
         before = None if member is None else member.chosen_by
         if member is None:
             member = Member(endpoint, workload or Workload(), usable, breaker=breaker or Breaker())
-            self._members[endpoint] = member
+            self._add(member)
         member.usable, member.reserve, member.weights = usable, reserve, weights
         member.models, member.prefixes = models, prefixes
         member.borrows, member.prefetches = borrows, prefetches
         if not member.takes:
             # Its recent work halves while its peers work. When it comes back, it gets no more than its part.
             member.recent = None
+        member.workload.changed()
         member.chosen_by = (member.takes, reserve, weights, models)
         self._changed.set()
         if member.chosen_by != before:
@@ -321,6 +347,7 @@ class Pool:
         member = self._members.pop(endpoint, None)
         if member is None:
             return
+        self._columns.remove(member)
         if lost:
             member.lost = True
             member.end_waits()
@@ -349,6 +376,18 @@ class Pool:
         if any(member.breaker.open for member in usable):
             usable = [member for member in usable if not member.failing] or usable
         return [member for member in usable if not member.reserve] or usable
+
+    def rows(self, avoid: Collection[Endpoint] = (), model: str | None = None) -> Rows:
+        """Returns the ``choices`` as rows, to be used before anything else is awaited."""
+        found = None if avoid else self._rows.get(model)
+        if found is None:
+            found = Rows.of(self._columns, self.choices(avoid, model=model))
+            # A breaker allows its trial, and takes it back, without a change of the engine's properties.
+            if not avoid and not any(member.breaker.open for member in self._members.values()):
+                if len(self._rows) >= _MOST_ROWS:  # an engine without a list may have any model
+                    self._rows.clear()
+                self._rows[model] = found
+        return found
 
     def fewest(
         self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
@@ -382,6 +421,7 @@ class Pool:
         if endpoint not in self._members:
             raise NoEngine(self)
         member = self._members[endpoint] = self._members.pop(endpoint)
+        member.used = next(self._uses)
         return Lease(member, work, context, prompt)
 
     @contextmanager
@@ -409,13 +449,24 @@ class Pool:
         except TimeoutError:
             pass
 
+    def _add(self, member: Member) -> None:
+        self._members[member.endpoint] = member
+        member.used = next(self._uses)
+        self._columns.add(member)
+
     def _notify(self) -> None:
+        self._rows.clear()
         for changed in self._watchers:
             changed()
 
     def _usable(self, model: str | None) -> list[Member]:
         usable = [member for member in self._members.values() if member.usable]
         return usable if model is None else [member for member in usable if member.serves(model)]
+
+
+def _expire(scope: asyncio.Timeout) -> None:
+    if not scope.expired():
+        scope.reschedule(asyncio.get_running_loop().time())
 
 
 def least(members: Sequence[Member]) -> Member:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kv_connector.router.engines.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
@@ -118,7 +118,9 @@ class PrefixCache:
     requests and the prompts of other routers. An engine that keeps nothing is soon expected to keep nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
+        """``moved``: called when the engine gets another bit."""
+        self._moved = moved
         self.index: PrefixIndex | None = None
         self.bit = 0
         """The engine's bit in the masks of the index."""
@@ -137,12 +139,14 @@ class PrefixCache:
         """Makes the index reflect this cache. For PrefixIndex.add()."""
         self.index, self.bit = index, bit
         index.took(bit, self._held)
+        self._moved()
 
     def leave(self) -> None:
         """Takes this cache out of its index. For PrefixIndex.remove()."""
         if self.index is not None:
             self.index.dropped(self.bit, self._held)
         self.index, self.bit = None, 0
+        self._moved()
 
     def clear(self) -> None:
         """Forgets all prefixes: the engine has dropped them."""

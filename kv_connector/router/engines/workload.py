@@ -59,7 +59,8 @@ class Workload:
         self.clock = clock
         self.backlog = Backlog(clock)
         """Prompts of this router at the engine."""
-        self.cache = PrefixCache()
+        self._marks: list[tuple[set[int], int]] = []
+        self.cache = PrefixCache(self.changed)
         self.use = CacheUse()
         """Use of the prefix cache, for observers."""
         self.load: WorkloadReport | None = None
@@ -68,15 +69,32 @@ class Workload:
         """Cost of prompts according to that report."""
         self.longest: int | None = None
         """Most tokens of a prompt and its answer, as the engine lists it; None: unknown."""
-        self._others = 0
-        self._said_at = 0.0
+        self.others = 0
+        """Tokens of other routers' prompts in that report."""
+        self.said_at = 0.0
+        """When that report came."""
 
     def hear(self, load: WorkloadReport | None) -> None:
         """Takes the engine's latest report."""
         self.load = load
         self.cost = None if load is None or load.prompt is None else Cost.of(load.prompt)
-        self._others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
-        self._said_at = self.clock()
+        self.others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
+        self.said_at = self.clock()
+        self.changed()
+
+    def mark(self, stale: set[int], row: int) -> None:
+        """Has the row added to the set now, and whenever a number of the engine changes."""
+        self._marks.append((stale, row))
+        stale.add(row)
+
+    def unmark(self, stale: set[int], row: int) -> None:
+        """Ends mark()."""
+        self._marks = [mark for mark in self._marks if mark[0] is not stale or mark[1] != row]
+
+    def changed(self) -> None:
+        """Notes that a number of the engine has changed (columns.py), here or in a pool."""
+        for stale, row in self._marks:
+            stale.add(row)
 
     def hit(self, tokens: int) -> int:
         """Returns the tokens of a hit, if the engine has computed so many: those of whole blocks."""
@@ -87,12 +105,6 @@ class Workload:
         """Returns the seconds until the engine has computed its queue, if prompts have this cost."""
         return self.backlog.left() + self._others_left(cost)
 
-    def queued(self) -> int:
-        """Returns the tokens that the engine has still to compute, by this router's forecast and the engine's
-        latest report."""
-        own = self.backlog.uncached
-        return own + self._others_tokens(self.cost) if self._others else own
-
     def in_a_step(self, cost: Cost, chunk: int) -> int:
         """Returns the tokens of the engine's prompts in a step that takes at most ``chunk`` tokens of each.
 
@@ -102,11 +114,11 @@ class Workload:
 
     def _others_tokens(self, cost: Cost | None) -> int:
         """Returns the tokens of other routers' prompts that are left."""
-        if not self._others or cost is None or not cost.token:
-            return self._others
+        if not self.others or cost is None or not cost.token:
+            return self.others
         return round(self._others_left(cost) / cost.token)
 
     def _others_left(self, cost: Cost) -> float:
         """Returns the seconds for other routers' prompts that are left. The engine computes them
         meanwhile."""
-        return max(0.0, self._others * cost.token - (self.clock() - self._said_at))
+        return max(0.0, self.others * cost.token - (self.clock() - self.said_at))

@@ -33,7 +33,7 @@ from kv_connector.router.front.comments import Comments
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.limits import Limits, Place
 from kv_connector.router.front.registry import Registry, RegistryError
-from kv_connector.router.front.router_app import RouterApp
+from kv_connector.router.front.router_app import RouterApp, sender_of_body
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
 from kv_connector.router.observe.access_log import AccessLog, Exchange, exchange_of
@@ -451,6 +451,8 @@ class _Answering:
             keep(chunk)
             self._exchange.send(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if self._exchange.first_byte is not None:
+                send = sender_of_body(self._request.scope)
             self._comments.sent()
             self._deadline.waiting()
         self._finish()

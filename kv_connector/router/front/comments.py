@@ -11,6 +11,10 @@ from starlette.types import Send
 COMMENT = b": keep-alive\n\n"
 
 
+async def _nothing() -> None:
+    pass
+
+
 class Comments:
     """Sends a comment into a stream of events whenever the stream has been idle for some time.
 
@@ -33,6 +37,7 @@ class Comments:
 
     async def __aexit__(self, *_: object) -> None:
         self.end()
+        self._begin = _nothing  # its owner has this object: no collector has to find the two
 
     def sent(self) -> None:
         """Notes that the client got whole events."""

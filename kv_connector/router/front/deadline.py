@@ -26,6 +26,7 @@ class Deadline:
             "--request-timeout",
         )
         self._end = math.inf  # when the whole request must be over
+        self._limited = True  # whether another limit counts than that of the whole request
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
@@ -45,11 +46,15 @@ class Deadline:
 
     def received(self) -> None:
         """Notes that events have arrived. Until waiting(), only the limit of the whole request counts."""
-        self._limit(None)
+        if self._limited:
+            self._limited = False
+            self._limit(None)
 
     def waiting(self) -> None:
         """Notes that the next events are awaited."""
-        self._limit(self._timeouts.idle, "the next token did not arrive", "--idle-timeout")
+        if self._timeouts.idle is not None:
+            self._limited = True
+            self._limit(self._timeouts.idle, "the next token did not arrive", "--idle-timeout")
 
     def complete(self) -> None:
         """Notes that the client has the whole answer. The rest of the block has no limit."""

@@ -17,6 +17,9 @@ from kv_connector.router.observe.access_log import AccessLog, begin_exchange
 
 LONGEST_REQUEST_ID = 128
 
+# Name of the server's own send function in the ASGI scope.
+_SEND = "kv_connector.send"
+
 
 class RouterApp(Starlette):
     """The application of the clients' address and of the operators' address."""
@@ -63,12 +66,16 @@ class RouterApp(Starlette):
                 exchange.body_begins()
             await send(message)
 
+        scope[_SEND] = send
         server = scope.get("server")
         at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
         answer = self._of_operators if at_admin else super().__call__
         exchange.logged = scope["path"] not in self._unlogged
         with self._access_log.request(exchange, scope):
-            await answer(scope, receive, note)
+            try:
+                await answer(scope, receive, note)
+            finally:
+                del scope[_SEND]  # it has the scope
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:
@@ -78,6 +85,13 @@ class RouterApp(Starlette):
             await send(message)
 
         await super().__call__(scope, receive, say)
+
+
+def sender_of_body(scope: Scope) -> Send:
+    """Returns what sends the parts behind the first of an answer's body. All middleware looks only at the
+    beginning of an answer."""
+    send: Send = scope[_SEND]
+    return send
 
 
 def _request_id(headers: Headers) -> str:

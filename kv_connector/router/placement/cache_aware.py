@@ -13,24 +13,38 @@ docs/decisions/012-cache-aware-placement.md compares both.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from kv_connector.router.engines.backlog import Work
-from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.columns import (
+    BLOCK,
+    BORROWS,
+    CONTEXT,
+    LENDS,
+    OUTSTANDING,
+    RECENT,
+    RECENT_AT,
+    RUNNING,
+    USED,
+    Rows,
+    Vector,
+    flags_of,
+)
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
-from kv_connector.router.engines.recent_work import RecentWork
+from kv_connector.router.engines.recent_work import HALF_LIFE_S, RecentWork
 from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import (
     NO_PREFILL,
     Placement,
     PlacementRequest,
-    choices,
     forecast_tokens,
-    shared_weights,
 )
 from kv_connector.router.placement.sessions import Sessions
 
@@ -78,19 +92,22 @@ class CacheAware:
         self._clock = clock
 
     def place(self, request: PlacementRequest) -> Placement:
-        prefills, decodes = choices(self._pools, request)
-        shared = shared_weights(prefills, decodes)
+        avoid, model = request.avoid, request.model
+        prefills = self._pools[Side.PREFILL].rows(avoid, model)
+        decodes = self._pools[Side.DECODE].rows(avoid, model)
+        # An engine cannot use pages that were computed with another version.
+        shared = prefills.weights & decodes.weights
         wanted = self._look(request, decodes)
         if not shared:
             return self._local(wanted, decodes, "other_weights")
-        decode = self._decode(wanted, [one for one in decodes if one.weights in shared])
-        lenders = Lenders(wanted.matches, (*prefills, *decodes))
-        alike = [one for one in prefills if one.weights == decode.weights]
-        prefill, prefix = self._prefill(wanted, alike, lenders)
+        decode = self._decode(wanted, decodes.serving(shared))
+        lenders = Lenders(wanted.matches, lambda mask: _lending((prefills, decodes), mask))
+        prefill, prefix = self._prefill(wanted, prefills.serving({decode.weights}), lenders)
         if decode.endpoint == prefill.endpoint:
-            others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
-            if not others:
-                return self._local(wanted, [decode], "one_engine")
+            alike = decodes.serving({prefill.weights})
+            others = alike.where(np.array([one is not decode for one in alike]))
+            if not len(others):
+                return self._local(wanted, alike, "one_engine")
             decode = self._decode(wanted, others)
         at_decode = wanted.cached(decode)
         work = wanted.work(prefill, reported=True, prefix=prefix)
@@ -108,57 +125,54 @@ class CacheAware:
         )
 
     def alone(self, request: PlacementRequest) -> Placement:
-        decodes = self._pools[Side.DECODE].choices(request.avoid, model=request.model)
+        decodes = self._pools[Side.DECODE].rows(request.avoid, request.model)
         return self._local(self._look(request, decodes), decodes, NO_PREFILL)
 
-    def _look(self, request: PlacementRequest, decodes: Sequence[Member]) -> _Wanted:
+    def _look(self, request: PlacementRequest, decodes: Rows) -> _Wanted:
         completion = request.completion
         prompt = completion.prompt(request.path)
         tokens = forecast_tokens(self._sizes, prompt, decodes)
         matches = self._index.matches(prompt)
         return _Wanted(prompt, tokens, matches, request.session, completion.streamed)
 
-    def _prefill(
-        self, wanted: _Wanted, engines: Sequence[Member], lenders: Lenders
-    ) -> tuple[Member, Prefix | None]:
+    def _prefill(self, wanted: _Wanted, engines: Rows, lenders: Lenders) -> tuple[Member, Prefix | None]:
         """Returns the cheapest prefill engine, and the prefix that it may load from another engine."""
-        hinted, _ = self._sessions.engines(wanted.session)
-        recent = excess(engines, self._clock())
-        hits = [wanted.cached(one) for one in engines]
-        costs = [
-            wanted.tokens - cached + _QUEUED * one.workload.queued() + _RECENT * more
-            for one, cached, more in zip(engines, hits, recent, strict=True)
-        ]
-        prefixes = {}
-        # A search for a lender takes longer than the rest. So it is left out for engines that would still be
-        # too expensive if they could load all that any engine has.
+        now = self._clock()
+        if (only := _only(engines, now)) is not None:
+            return only, lenders.propose(only, wanted.cached(only))
+        hits = wanted.hits(engines)
+        costs = wanted.tokens - hits + _QUEUED * engines.queued(now) + _RECENT * excess(engines, now)
         most = wanted.matches[0][1] if wanted.matches else 0
-        limit = min(costs) + _TIE
-        for number, (one, cached) in enumerate(zip(engines, hits, strict=True)):
-            if costs[number] - (1 - _BORROWED) * (most - cached) > limit:
-                continue
-            if (prefix := lenders.propose(one, cached)) is not None:
-                prefixes[one] = prefix
-                costs[number] -= (1 - _BORROWED) * (prefix.tokens - cached)
-        chosen = _cheapest(engines, costs, hinted)
-        return chosen, prefixes.get(chosen)
+        loans = _Loans(engines, hits, costs, lenders, most)
+        hinted, _ = self._sessions.engines(wanted.session)
+        at = None if hinted is None else engines.find(self._pools[Side.PREFILL].member(hinted))
+        chosen = loans.cheapest
+        if at is not None:
+            loans.consider(at, costs[chosen] + _TIE)
+            if costs[at] <= costs[chosen] + _TIE:
+                chosen = at
+        return engines[chosen], loans.found.get(chosen)
 
-    def _decode(self, wanted: _Wanted, engines: Sequence[Member], *, computes: bool = False) -> Member:
+    def _decode(self, wanted: _Wanted, engines: Rows, *, computes: bool = False) -> Member:
         """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
+        now = self._clock()
+        if (only := _only(engines, now)) is not None:
+            return only
+        # With the streams of other routers, as the engine reports them.
+        streams = np.maximum(engines.column(OUTSTANDING), engines.column(RUNNING))
+        fewest = streams.min()
+        near = streams <= max(_TIMES * fewest, fewest + _MORE)
+        engines, streams = engines.where(near), streams[near]
+        context = engines.column(CONTEXT) + (streams - engines.column(OUTSTANDING)) * self._sizes.typical
+        costs = wanted.tokens - wanted.hits(engines) + _CONTEXT * context + _RECENT * excess(engines, now)
+        if computes:
+            costs += _QUEUED * engines.queued(now)
         _, hinted = self._sessions.engines(wanted.session)
-        streams = [_streams(one) for one in engines]
-        fewest = min(streams)
-        most = max(_TIMES * fewest, fewest + _MORE)
-        near = [(one, count) for one, count in zip(engines, streams, strict=True) if count <= most]
-        recent = excess([one for one, _ in near], self._clock())
-        costs = []
-        for (one, count), more in zip(near, recent, strict=True):
-            context = one.context + (count - one.outstanding) * self._sizes.typical
-            cost = wanted.tokens - wanted.cached(one) + _CONTEXT * context + _RECENT * more
-            costs.append(cost + _QUEUED * one.workload.queued() if computes else cost)
-        return _cheapest([one for one, _ in near], costs, hinted)
+        at = None if hinted is None else engines.find(self._pools[Side.DECODE].member(hinted))
+        chosen = engines.first(costs)
+        return engines[chosen if at is None or costs[at] > costs[chosen] + _TIE else at]
 
-    def _local(self, wanted: _Wanted, engines: Sequence[Member], reason: str) -> Placement:
+    def _local(self, wanted: _Wanted, engines: Rows, reason: str) -> Placement:
         """Places a prompt that a decode engine computes itself."""
         decode = self._decode(wanted, engines, computes=True)
         return Placement(
@@ -189,6 +203,7 @@ class _Wanted:
         self.streamed = streamed
         self.matches = [(mask, prompt.tokens_of(nbytes, tokens)) for mask, nbytes in matches]
         """(mask of engines, tokens that each of them has), the most tokens first."""
+        self._flags = [(flags_of(mask), tokens) for mask, tokens in self.matches]
 
     def cached(self, engine: Member) -> int:
         """Returns the tokens of the prompt that the engine has cached."""
@@ -198,6 +213,17 @@ class _Wanted:
             if mask & bit:
                 return workload.hit(tokens)
         return 0
+
+    def hits(self, engines: Rows) -> Vector:
+        """Returns the same as cached() for each of these engines."""
+        found = np.zeros(len(engines))
+        if not self.matches:
+            return found
+        for flags, tokens in reversed(self._flags):
+            np.putmask(found, engines.holding(flags), tokens)
+        block = engines.column(BLOCK)
+        whole: Vector = np.floor(found / block) * block
+        return whole
 
     def work(self, engine: Member, *, reported: bool, prefix: Prefix | None = None) -> Work:
         """Returns the work of the prompt, for the backlog of the engine that computes it.
@@ -213,33 +239,86 @@ class _Wanted:
         return Work(rest, seconds, cached, reported)
 
 
-def excess(engines: Sequence[Member], now: float) -> list[float]:
+class _Loans:
+    """Prefixes that prefill engines may load from other engines. They lower the costs of these engines.
+
+    A search for a lender takes longer than all else. So it is left out for engines that would not be chosen
+    if they could load all that any engine may lend.
+    """
+
+    def __init__(self, engines: Rows, hits: Vector, costs: Vector, lenders: Lenders, most: int) -> None:
+        """``most``: tokens that any engine has."""
+        self._engines, self._hits, self._costs, self._lenders = engines, hits, costs, lenders
+        self.found: dict[int, Prefix] = {}
+        """Prefixes by the place of the engine that may load them."""
+        self._reach = costs - (1 - _BORROWED) * np.maximum(0.0, most - hits) * engines.column(BORROWS)
+        """The lowest costs that are possible."""
+        self.cheapest = engines.first(costs)
+        """The place of the engine with the lowest costs."""
+        (likely,) = ((self._reach < costs) & (self._reach <= costs[self.cheapest])).nonzero()
+        if not len(likely) or not lenders.able():
+            return
+        # The order of Rows.first(): the cheapest, of equals the least busy, of these the longest unused.
+        orders = engines.column(OUTSTANDING), engines.column(USED)
+
+        def key(costs: Vector, at: int) -> tuple[float, ...]:
+            return costs[at], *(column[at] for column in orders)
+
+        best = key(costs, self.cheapest)
+        for at in likely[np.lexsort([column[likely] for column in (*orders[::-1], self._reach)])]:
+            if key(self._reach, at) > best:
+                break
+            self._propose(int(at))
+            if key(costs, at) < best:
+                best, self.cheapest = key(costs, at), int(at)
+
+    def consider(self, at: int, limit: float) -> None:
+        """Looks for a lender of this engine too, if its costs can be that low."""
+        if at not in self.found and self._reach[at] < self._costs[at] and self._reach[at] <= limit:
+            self._propose(at)
+
+    def _propose(self, at: int) -> None:
+        cached = int(self._hits[at])
+        if (prefix := self._lenders.propose(self._engines[at], cached)) is not None:
+            self.found[at] = prefix
+            self._costs[at] -= (1 - _BORROWED) * (prefix.tokens - cached)
+
+
+def _lending(sides: Iterable[Rows], mask: int) -> list[Member]:
+    """Returns the engines of this mask that lend prefixes, the longest unused of each side first."""
+    found, flags = [], flags_of(mask)
+    for engines in sides:
+        (able,) = (engines.holding(flags) & (engines.column(LENDS) > 0)).nonzero()
+        found += [engines[at] for at in able[np.argsort(engines.column(USED)[able])]]
+    return found
+
+
+def _only(engines: Rows, now: float) -> Member | None:
+    """Returns the only engine, for which nothing is compared; None: there are several."""
+    if len(engines) > 1:
+        return None
+    engine = engines[0]
+    if engine.recent is None:
+        engine.recent = RecentWork(0.0, now)
+        engine.workload.changed()
+    return engine
+
+
+def excess(engines: Rows, now: float) -> Vector:
     """Returns the recent tokens of each engine beyond _EVEN times those of the engine with the least.
 
     An engine that has come, or has come back, begins as the engine with the least. It has worked less, and
     should still get no more than its part.
     """
-    found = [None if one.recent is None else one.recent.tokens(now) for one in engines]
-    least = min((tokens for tokens in found if tokens is not None), default=0.0)
-    for engine in engines:
-        if engine.recent is None:
+    found = engines.column(RECENT) * np.exp2((engines.column(RECENT_AT) - now) / HALF_LIFE_S)
+    least = float(found.min())
+    if math.isnan(least):
+        known = ~np.isnan(found)
+        least = float(found[known].min()) if known.any() else 0.0
+        for at in (~known).nonzero()[0]:
+            engine = engines[at]
             engine.recent = RecentWork(least, now)
-    even = _EVEN * least
-    return [0.0 if tokens is None else max(0.0, tokens - even) for tokens in found]
-
-
-def _streams(engine: Member) -> int:
-    """Returns the streams of a decode engine, with those of other routers."""
-    load = engine.workload.load
-    return engine.outstanding if load is None else max(engine.outstanding, load.running)
-
-
-def _cheapest(engines: Sequence[Member], costs: Sequence[float], hinted: Endpoint | None) -> Member:
-    """Returns the engine with the lowest cost. ``hinted``: the engine to take if its cost is about equal."""
-    lowest = min(costs)
-    if hinted is not None:
-        for engine, cost in zip(engines, costs, strict=True):
-            if cost <= lowest + _TIE and engine.endpoint == hinted:
-                return engine
-    equal = [engine for engine, cost in zip(engines, costs, strict=True) if cost == lowest]
-    return min(equal, key=lambda engine: engine.outstanding)
+            engine.workload.changed()
+        found[~known] = 0.0
+    more: Vector = np.maximum(0.0, found - _EVEN * least)
+    return more

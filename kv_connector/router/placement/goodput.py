@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from kv_connector.router.engines.backlog import Work
@@ -27,7 +28,7 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
-from kv_connector.router.placement.lender import Lenders
+from kv_connector.router.placement.lender import Lenders, lending
 from kv_connector.router.placement.policy import (
     Placement,
     PlacementRequest,
@@ -112,7 +113,8 @@ class Goodput:
         if not local:
             place = prefill.engine.endpoint
             matches = [(mask, prompt.tokens_of(size, tokens)) for mask, size in self._index.matches(prompt)]
-            prefix = Lenders(matches, (*prefills, *decodes)).propose(prefill.engine, prefill.cached)
+            lenders = Lenders(matches, partial(lending, (*prefills, *decodes)))
+            prefix = lenders.propose(prefill.engine, prefill.cached)
         return Placement(
             place, receiver, reason, work, prompt=prompt, tokens=tokens, prefix=prefix, late=late
         )

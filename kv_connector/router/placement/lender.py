@@ -6,7 +6,7 @@ content. If the lender lacks the prefix, the request has lost one round trip.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_connector.router.engines.endpoint import Endpoint
@@ -29,11 +29,14 @@ class Prefix:
 class Lenders:
     """The engines that can lend a prefix of one prompt."""
 
-    def __init__(self, matches: Sequence[tuple[int, int]], engines: Iterable[Member]) -> None:
-        """``matches``: (mask of engines, tokens that each of them has), the most tokens first. ``engines``:
-        those that take requests for the prompt's model. Only these are proposed."""
+    def __init__(
+        self, matches: Sequence[tuple[int, int]], lending: Callable[[int], Iterable[Member]]
+    ) -> None:
+        """``matches``: (mask of engines, tokens that each of them has), the most tokens first. ``lending``:
+        returns the engines of a mask that lend prefixes and take requests for the prompt's model. Only these
+        are proposed."""
         self._matches = matches
-        self._engines = engines
+        self._find = lending
         self._able: list[list[Member]] = []
         """For each match, the engines that lend, the least busy first. Filled as far as was needed."""
 
@@ -56,12 +59,20 @@ class Lenders:
                     return Prefix(one.endpoint, held)
         return None
 
+    def able(self) -> bool:
+        """Returns whether any engine may lend a prefix."""
+        return any(map(self._lending, range(len(self._matches))))
+
     def _lending(self, number: int) -> list[Member]:
         while len(self._able) <= number:
             mask, _ = self._matches[len(self._able)]
-            holders = [one for one in self._engines if one.prefixes and one.workload.cache.bit & mask]
-            self._able.append(sorted(holders, key=_requests))
+            self._able.append(sorted(self._find(mask), key=_requests))
         return self._able[number]
+
+
+def lending(engines: Iterable[Member], mask: int) -> list[Member]:
+    """Returns the engines of this mask that lend prefixes."""
+    return [one for one in engines if one.prefixes and one.workload.cache.bit & mask]
 
 
 def least_lead(prefill: Member, lender: Member) -> int:

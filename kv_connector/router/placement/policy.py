@@ -1,6 +1,6 @@
 """Policy: the choice of engines for a completion."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,7 +118,7 @@ def choices(pools: Mapping[Side, Pool], request: PlacementRequest) -> tuple[list
     return prefills, pools[Side.DECODE].choices(request.avoid, model=request.model)
 
 
-def forecast_tokens(sizes: TokenSizes, prompt: Prompt, engines: Sequence[Member]) -> int:
+def forecast_tokens(sizes: TokenSizes, prompt: Prompt, engines: Iterable[Member]) -> int:
     """Returns the forecast tokens of a prompt, at most as many as one of these engines accepts."""
     tokens = sizes.tokens(prompt)
     longest = 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -195,6 +196,7 @@ class Calls:
             if not early.done():
                 early.set_result(None)
         call.exchange.computed(stream.prompt_tokens, stream.cached_tokens)
+        call.prompt_computed()
         return Computed(tokens=stream.prompt_tokens, cached=stream.cached_tokens)
 
     async def load(
@@ -293,6 +295,8 @@ class Calls:
                     # vLLM sent its status before it knew the error. The client has not received the status
                     # yet.
                     raise self._failure(Side.DECODE, endpoint, call, problem) from None
+            # From here on, a loss ends the next wait for events.
+            stack.enter_context(lease.when_lost(partial(response.content.set_exception, EngineLost())))
         except (*HttpError, EngineLost) as error:
             raise self._broken(Side.DECODE, endpoint, call, error) from error
         chunks = self._relay(opening, events, lease, call)
@@ -317,8 +321,7 @@ class Calls:
                     if isinstance(reported, EngineError):
                         self._erred(lease.endpoint, reported, begun=True)
                     raise reported
-                async with lease.alive():
-                    more = await events.read()
+                more = await events.read()
             if not has_end(before_last + last):
                 raise CutOffError
         except (*HttpError, EngineLost, CutOffError) as error:

@@ -197,15 +197,16 @@ class Dispatcher:
         """Waits until a request whose engine has failed may begin anew, and yields its call. A stream's turn
         ends with the block, which ends when the answer begins.
 
-        An answer that is not streamed begins with its end. So its turn ends when its prompt is computed. A
-        resumed stream has its turn already.
+        An answer that is not streamed begins with its end, and a stream with hidden reasoning behind the
+        reasoning. So their turns end when the prompt is computed. A resumed stream has its turn already.
         """
         if failed is None or call.resumes:
             yield call
             return
         engine = next(iter(failed.blamed.values()))
+        begins = completion.streamed and completion.body.get("include_reasoning") is not False
         async with self._turns.turn(engine, call.model) as end:
-            yield call if completion.streamed else replace(call, prompt_computed=end)
+            yield call if begins else replace(call, prompt_computed=end)
 
     def _avoid_next(
         self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int, call: Call

@@ -95,7 +95,9 @@ def test_conversations_leave_nothing_behind() -> None:
     for name in policies():
         fleet, _ = served(name)
         members = [one for pool in fleet.pools.values() for one in pool.choices()]
-        assert [(one.outstanding, one.context, one.workload.queued()) for one in members] == [(0, 0, 0)] * 4
+        assert [(one.outstanding, one.context, one.workload.backlog.uncached) for one in members] == [
+            (0, 0, 0)
+        ] * 4
 
 
 def test_conversation_has_the_tokens_of_its_messages() -> None:

@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.router.bodies.messages import Message
@@ -24,7 +24,7 @@ from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement import cache_aware, records
+from kv_connector.router.placement import records
 from kv_connector.router.placement.cache_aware import CacheAware, excess
 from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import Placement, PlacementRequest
@@ -45,6 +45,12 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def chat(*messages: dict[str, Any], **body: Any) -> Completion:
+    return Completion.decode(
+        json.dumps({"model": "m", "messages": messages, "stream": True, **body}).encode()
+    )
 
 
 class Fleet:
@@ -82,9 +88,8 @@ class Fleet:
     def place(
         self, *messages: dict[str, Any], avoid: tuple[str, ...] = (), session: int | None = None, **body: Any
     ) -> Placement:
-        raw = json.dumps({"model": "m", "messages": messages, "stream": True, **body}).encode()
         away = [self.engine(name) for name in avoid]
-        return self.policy.place(PlacementRequest(Completion.decode(raw), CHAT, away, session=session))
+        return self.policy.place(PlacementRequest(chat(*messages, **body), CHAT, away, session=session))
 
     def serve(self, *messages: dict[str, Any], cached: int | None = None, **more: Any) -> Placement:
         """Places a request and answers it, "Because."."""
@@ -286,9 +291,10 @@ def test_request_with_many_pictures_idles_no_engine(fleet: Fleet) -> None:
     request.prefilled(Computed(tokens=600, cached=0))
     request.decode.counted(600)
     request.answer()
-    prefill, decode = (fleet.pools[side].choices() for side in TEXT_SIDES)
-    for members in (prefill, decode):
-        assert sum(excess(members, fleet.now)) == pytest.approx(600, abs=1), "by the engine's own count"
+    for side in TEXT_SIDES:
+        assert sum(excess(fleet.pools[side].rows(), fleet.now)) == pytest.approx(600, abs=1), (
+            "by the engine's own count"
+        )
 
 
 @pytest.mark.parametrize(
@@ -649,19 +655,29 @@ def test_recent_work_halves_each_minute_and_takes_back_what_is_left() -> None:
 
 
 def test_excess_begins_beyond_the_engine_with_the_least() -> None:
-    a, b, c = (Member(Endpoint.parse(f"http://{name}:1"), Workload(), usable=True) for name in "abc")
-    assert excess([a, b], 0.0) == [0, 0]
-    assert a.recent is not None
-    assert b.recent is not None
-    a.recent.add(500, 0.0, 0.0)
-    b.recent.add(2000, 0.0, 0.0)
-    assert excess([a, b], 0.0) == pytest.approx([0, 2000 - 1.25 * 500])
-    assert excess([a, b, c], 0.0) == pytest.approx([0, 1375, 0]), "a new engine counts as the least"
-    assert c.recent is not None
-    assert c.recent.tokens(0.0) == 500
-    a.recent.add(1200, 0.0, 0.0)
-    c.recent.add(1200, 0.0, 0.0)
-    assert excess([a, b], 0.0) == [0, 0], "1,700 and 2,000 are about even"
+    pool = Pool([Endpoint.parse(f"http://{name}:1") for name in "ab"])
+
+    def found() -> list[float]:
+        return excess(pool.rows(), 0.0).tolist()
+
+    def give(name: str, tokens: float) -> None:
+        member = pool.member(Endpoint.parse(f"http://{name}:1"))
+        assert member is not None
+        assert member.recent is not None
+        member.recent.add(tokens, 0.0, 0.0)
+        member.workload.changed()
+
+    assert found() == [0, 0]
+    give("a", 500)
+    give("b", 2000)
+    assert found() == pytest.approx([0, 2000 - 1.25 * 500])
+    pool.set_usable(Endpoint.parse("http://c:1"), True)
+    assert found() == pytest.approx([0, 1375, 0]), "a new engine counts as the least"
+    give("a", 1200)
+    give("c", 1200)
+    assert found() == [0, 0, 0], "1,700 and 2,000 are about even"
+    give("c", -1200)
+    assert found() == [1700 - 1.25 * 500, 2000 - 1.25 * 500, 0], "it began with the 500 of the least"
 
 
 def test_sessions_are_bounded_and_the_latest_stay() -> None:
@@ -846,14 +862,12 @@ def test_engines_whose_lenders_are_not_looked_for_would_not_be_chosen(
     """Each engine has so many messages of the prompt, and so many tokens in its queue."""
     fleet, turns = lending(4, 4), [user(f"{number}{TEXT * 12}") for number in range(8)]
     for name, (count, queued) in zip(("p0", "p1", "p2", "p3", "d0", "d1", "d2", "d3"), state, strict=True):
-        raw = json.dumps({"model": "m", "messages": turns[:count]}).encode()
-        fleet.workload(name).cache.prompt_computed(Completion.decode(raw).prompt(CHAT))
+        fleet.workload(name).cache.prompt_computed(chat(*turns[:count]).prompt(CHAT))
         fleet.workload(name).backlog.add(Work(queued, 1.0))
-    with patch.object(cache_aware, "_TIE", float("inf")):
-        expected = fleet.place(*turns)
+    parts = fleet.pools, fleet.index, fleet.caches.sizes, fleet.caches.sessions, lambda: fleet.now
     placed = fleet.place(*turns)
-    assert names(placed) == names(expected)
-    assert placed.prefix == expected.prefix
+    expected = PlainPlacement(*parts).place(PlacementRequest(chat(*turns), CHAT))
+    assert (placed.prefill, placed.decode, placed.prefix) == expected
 
 
 def test_lenders_are_looked_for_only_where_a_loan_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement.lender import Lenders, Prefix, least_lead
+from kv_connector.router.placement.lender import Lenders, Prefix, least_lead, lending
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
@@ -48,7 +49,7 @@ class Fleet:
         matches = sorted(
             ((one.workload.cache.bit, tokens) for tokens, one in held), key=lambda match: -match[1]
         )
-        return Lenders(matches, engines).propose(self.prefill, own)
+        return Lenders(matches, partial(lending, engines)).propose(self.prefill, own)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -
     busy, idle = fleet.engine("d0", outstanding=3), fleet.engine("p1", outstanding=2)
     both = busy.workload.cache.bit | idle.workload.cache.bit
     for engines in ([busy, idle], [idle, busy]):
-        found = Lenders([(both, 4000)], engines).propose(fleet.prefill, 0)
+        found = Lenders([(both, 4000)], partial(lending, engines)).propose(fleet.prefill, 0)
         assert found == Prefix(idle.endpoint, 4000)
 
 
@@ -98,7 +99,7 @@ def test_prefill_engine_that_does_not_borrow_gets_no_proposal(fleet: Fleet) -> N
 
 def test_prefill_engine_does_not_borrow_from_itself(fleet: Fleet) -> None:
     own = fleet.prefill.workload.cache.bit
-    assert Lenders([(own, 4000)], [fleet.prefill]).propose(fleet.prefill, 4000) is None
+    assert Lenders([(own, 4000)], partial(lending, [fleet.prefill])).propose(fleet.prefill, 4000) is None
 
 
 def test_busy_lender_needs_the_lead_that_is_computed_in_half_of_its_step(fleet: Fleet) -> None:

@@ -187,7 +187,7 @@ async def test_prompt_counts_for_no_more_tokens_than_the_engine_accepts() -> Non
         asking = asyncio.create_task(ask(dispatcher, "x " * 500_000))
         await within(p[0].arrived.wait())
         assert recent(dispatcher, Side.PREFILL) == about(1000)
-        assert dispatcher.parts.pools[Side.PREFILL].choices()[0].workload.queued() == 1000
+        assert dispatcher.parts.pools[Side.PREFILL].choices()[0].workload.backlog.uncached == 1000
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await dispatcher.close()

@@ -21,6 +21,7 @@ from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.settings import PolicyName, Settings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
+from kv_connector.router.requests import early_token
 from kv_connector.router.requests.continuation import Tail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
 from kv_connector.router.streams import continuing, resumption, turns
@@ -405,13 +406,23 @@ async def test_request_behind_its_first_token_waits_for_its_turn(monkeypatch: py
         await until_metric(f.client, "kv_connector_router_waiting_streams", 0)
 
 
-@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize(
+    ("early", "more"),
+    [
+        (False, {}),
+        (False, {"prompt_logprobs": 0}),
+        (False, {"stream": True, "include_reasoning": False}),
+        (True, {"stream": True, "include_reasoning": False}),
+    ],
+)
 async def test_whole_answers_wait_for_prompts_and_not_for_other_answers(
-    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, early: bool, more: dict[str, Any]
 ) -> None:
-    """An answer that is not streamed begins with its end, which may take minutes. With ``more``, decode
-    engines compute the prompts."""
+    """An answer that is not streamed begins with its end, which may take minutes, and a stream begins behind
+    hidden reasoning. With log probabilities of the prompt, decode engines compute the prompts."""
     monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    monkeypatch.setattr(Members, "early_tokens", lambda *_: early)
+    monkeypatch.setattr(early_token, "_sure", lambda *_: False)  # the prefill engine's token has no text
     async with fleet() as f:
         for one in f.decode:
             one.limits = (0, LENGTH)
