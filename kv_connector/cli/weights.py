@@ -48,6 +48,26 @@ Engines = Annotated[
         help="Control address of an engine that takes weights (its `control_port`). Repeat for each engine.",
     ),
 ]
+RouterEngines = Annotated[
+    list[Address] | None,
+    typer.Option(
+        "--engine",
+        parser=address,
+        metavar="HOST:PORT",
+        help="Control address of an engine that takes weights (its `control_port`). Repeat for each engine. "
+        "Required without --router.",
+    ),
+]
+Router = Annotated[
+    Address | None,
+    typer.Option(
+        "--router",
+        parser=address,
+        metavar="HOST:PORT",
+        help="Address at which a router takes registrations, in place of --engine: all its engines that take "
+        "weights.",
+    ),
+]
 Providers = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,7 +101,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 @app.command()
 def push(
     checkpoint: Checkpoint,
-    engine: Engines,
+    engine: RouterEngines = None,
+    router: Router = None,
     version: Version = "",
     key_file: KeyFile = None,
     provider: Providers = None,
@@ -97,10 +118,13 @@ def push(
     In shadow mode an engine's served weights stay unchanged until all of the new ones have landed. If this
     command ends early, such an engine continues with its old weights. An engine in streaming mode that has
     taken a part stays paused until the next version. Status 1: some engine does not serve the checkpoint; the
-    others do.
+    others do. An engine that registers with the router after the start gets the next push.
     """
     version = version or checkpoint.resolve().name
-    with _pusher(checkpoint, engine, key_file, provider, data_host, partial, nic, timeout) as pusher:
+    _check_engines(engine, router)
+    with _pusher(
+        checkpoint, engine or (), key_file, provider, data_host, partial, nic, timeout, router
+    ) as pusher:
         from kv_connector.weights.update import PushError
 
         nbytes = sum(part.nbytes for part in pusher.parts())
@@ -218,18 +242,21 @@ def plan(
 
 
 @app.command()
-def status(engine: Engines, key_file: KeyFile = None, json: Json = False) -> None:
+def status(
+    engine: RouterEngines = None, router: Router = None, key_file: KeyFile = None, json: Json = False
+) -> None:
     """Prints the version that each engine serves, and versions that are landing.
 
     Status 1: an engine does not answer, or reports a problem.
     """
+    engines = _engines(engine, router, key_file)
     from kv_connector.weights.links import LinkError, questions
     from kv_connector.weights.messages import Ask, State
 
     states: dict[str, Any] = {}
     failed = False
     with questions(cluster_key(key_file)) as links:
-        asked = [(link := links.dial(one), links.ask(link, Ask())) for one in engine]
+        asked = [(link := links.dial(one), links.ask(link, Ask())) for one in engines]
         for link, answer in asked:
             try:
                 state = links.wait(answer, link, links.timeouts.connect)
@@ -294,7 +321,8 @@ def seed(
 @app.command()
 def verify(
     checkpoint: Checkpoint,
-    engine: Engines,
+    engine: RouterEngines = None,
+    router: Router = None,
     key_file: KeyFile = None,
     partial: Partial = None,
     json: Json = False,
@@ -306,11 +334,12 @@ def verify(
     Status 1: some parameter differs, is not in the checkpoint, or could not be compared.
     """
     source = _source(checkpoint)
+    engines = _engines(engine, router, key_file)
     from kv_connector.weights.links import questions
     from kv_connector.weights.verify import verify as compare
 
     with questions(cluster_key(key_file)) as links:
-        found = list(compare(source, engine, links, partial or ()))
+        found = list(compare(source, engines, links, partial or ()))
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -343,6 +372,31 @@ def _line(name: str, said: dict[str, Any]) -> str:
     words += ["stays paused until a whole version is pushed or seeded to it"] if said["torn"] else []
     words += [f"problem: {said['problem']}"] if said["problem"] else []
     return f"{name}: {', '.join(words)}"
+
+
+def _check_engines(engines: Sequence[Address] | None, router: Address | None) -> None:
+    if bool(engines) == bool(router):
+        raise typer.BadParameter("give either --engine, once for each engine, or --router")
+
+
+def _engines(
+    engines: Sequence[Address] | None, router: Address | None, key_file: Path | None
+) -> Sequence[Address]:
+    """Returns the engines of a command: those that are named, or those of the router. Errors end the command
+    with status 2."""
+    _check_engines(engines, router)
+    if router is None:
+        return engines or ()
+    from kv_connector.weights.links import LinkError
+    from kv_connector.weights.router_list import RouterList
+
+    listed = RouterList(router, cluster_key(key_file))
+    try:
+        return listed.ask()
+    except LinkError as error:
+        raise typer.BadParameter(str(error)) from None
+    finally:
+        listed.close()
 
 
 def _source(checkpoint: Path) -> CheckpointSource:
@@ -378,6 +432,7 @@ def _pusher(
     partial: list[str] | None,
     nics: list[str] | None,
     timeout: float | None = None,
+    router: Address | None = None,
 ) -> Iterator[WeightPusher]:
     """Yields a connected pusher. Errors end the command with status 2. ``timeout``: limit for all of it."""
     source = _source(checkpoint)
@@ -389,6 +444,7 @@ def _pusher(
         pusher = WeightPusher(
             source,
             [str(engine) for engine in engines],
+            router=None if router is None else str(router),
             key_file=None if key_file is None else str(key_file),
             providers=providers or (),
             data_host=data_host,

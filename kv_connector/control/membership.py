@@ -29,6 +29,9 @@ Url = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 PrefixKey = Annotated[str, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # vLLM numbers its engine cores with two bytes
 
+# Controllers of one CONTROLLERS_ARE. Each takes up to 260 bytes with the longest host name.
+PAGE = 48
+
 
 class Activity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The activity of an engine's connector, as its first worker sees it. Routers show it to operators."""
@@ -74,6 +77,13 @@ class WorkloadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """Tokens of a block of the prefix cache: a hit ends with a block. 0: not reported."""
 
 
+class ControllerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """The address at which an engine's controller takes weights."""
+
+    host: Host
+    port: Port
+
+
 class Register(Message, frozen=True, tag="register"):
     """An engine is available. In a data-parallel deployment each rank registers as an engine."""
 
@@ -97,6 +107,7 @@ class Register(Message, frozen=True, tag="register"):
     """Key of its block hashes. It lends prefixes to engines with the same key. Empty: it lends none."""
     borrows: bool = False  # it loads the prefixes that a router proposes (prefix_from)
     prefetches: bool = False  # it loads them for later requests, too, and computes nothing for that
+    controller: ControllerAddress | None = None  # takes its weights. None: no controller has started
 
 
 class Leave(Message, frozen=True, tag="leave"):
@@ -163,6 +174,27 @@ class EndDrain(Message, frozen=True, tag="end_drain"):
     """A router passes UNDRAIN on to the engine."""
 
 
+class Controllers(Message, frozen=True, tag="controllers"):
+    """To a router: queries the controllers of registered engines that take weights.
+
+    CONTROLLERS_ARE answers, once every engine had the time to register.
+    """
+
+    number: Natural
+    """Chosen by the sender. The answer has the same."""
+    after: ControllerAddress | None = None
+    """The last controller of the previous answer. None: this is the first query."""
+
+
+class ControllersAre(Message, frozen=True, tag="controllers_are"):
+    number: Natural
+    controllers: Annotated[tuple[ControllerAddress, ...], msgspec.Meta(max_length=PAGE)]
+    """In ascending order."""
+    more: bool = False  # a query after the last of them has further ones
+    others: Natural = 0
+    """API servers of the router's engines that have reported no controller."""
+
+
 MembershipMessage = (
     Register
     | Leave
@@ -174,6 +206,8 @@ MembershipMessage = (
     | Undrain
     | Undrained
     | EndDrain
+    | Controllers
+    | ControllersAre
 )
 
 _CODEC: Codec[MembershipMessage] = codec_of(MembershipMessage, _MAX_BYTES)

@@ -19,6 +19,7 @@ from kv_connector.control.membership import (
     MOST_HITS,
     Activity,
     BeginDrain,
+    ControllerAddress,
     EndDrain,
     Leave,
     LoadFailed,
@@ -87,7 +88,7 @@ class Registrar:
         self._closing = False
         self._asleep = False
         self._weights, self._torn = registration.weights, registration.torn
-        self._load = registration.load
+        self._load, self._controller = registration.load, registration.controller
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._hits: deque[tuple[str, tuple[int, int]]] = deque(maxlen=_HITS)
         self._thread = threading.Thread(target=self._main, name="kv-registrar", daemon=True)
@@ -108,6 +109,12 @@ class Registrar:
         """Reports to the routers, at once and from now on, why the engine stays paused: not all its workers
         have applied a version. Empty: it does not. Any thread may call it."""
         self._torn = clip(reason)
+        self._notify()
+
+    def set_controller(self, address: Address) -> None:
+        """Reports to the routers, at once and from now on, where the engine takes weights. Any thread may
+        call it."""
+        self._controller = ControllerAddress(address.host, address.port)
         self._notify()
 
     def set_load(self, load: WorkloadReport) -> None:
@@ -176,6 +183,7 @@ class Registrar:
             load=self._load,
             weights=self._weights,
             torn=self._torn,
+            controller=self._controller,
         )
         if self._announcer is not None and not (now.draining or now.asleep or now.torn):
             self._announcer.announce()

@@ -21,6 +21,7 @@ from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import Running, WorkerInfo, start
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.engine.placement import Device
+from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import no_place
 from kv_connector.protocol.identity import ADVICE
 from kv_connector.protocol.messages import Role
@@ -322,6 +323,11 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """
         if self._running is not None and self._running.registrar is not None:
             self._running.registrar.set_torn(reason)
+
+    def set_controller(self, controller: Address) -> None:
+        """Reports where the engine takes weights. Any thread may call it."""
+        if self._running is not None and self._running.registrar is not None:
+            self._running.registrar.set_controller(controller)
 
     def get_handshake_metadata(self) -> DescribedRank | None:
         running = self._running

@@ -10,6 +10,9 @@ WEIGHTS = "write_imm"
 KEEP_CACHE = "kv_connector_keep_cache"
 """The utility of vLLM's engine core that keeps its KV cache over an update (kept_cache.py)."""
 
+_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+_PREFIX = "KV_CONNECTOR_"
+
 
 def register() -> None:
     """Registers WriteImmConnector, and write_imm for weights, with vLLM. Idempotent.
@@ -27,9 +30,21 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHTS, "kv_connector.vllm.weights.backend", "WriteImmWeightTransferEngine"
         )
+    _copy_variables_to_ray_workers()
     _replace_expert_exchange()
     _keep_cache_over_updates()
     _register_with_dynamo()
+
+
+def _copy_variables_to_ray_workers() -> None:
+    """Has vLLM copy this package's variables to the workers that it starts as Ray actors.
+
+    vLLM calls register() in the engine core before it starts workers, and reads this list when it starts
+    them. A worker without the variables would use other ports, and no cluster key.
+    """
+    given = [prefix for prefix in os.environ.get(_PREFIXES, "").split(",") if prefix.strip()]
+    if _PREFIX not in given:
+        os.environ[_PREFIXES] = ",".join([*given, _PREFIX])
 
 
 def _replace_expert_exchange() -> None:

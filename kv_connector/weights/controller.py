@@ -31,6 +31,7 @@ from kv_connector.weights.messages import (
     Applied,
     Apply,
     Ask,
+    Controls,
     Hold,
     NotApplied,
     Ping,
@@ -132,6 +133,7 @@ class Controller:
         self._dial([worker for worker in others if worker not in self._firsts])
         self._addresses = WorkersAre(tuple(workers))
         self._tell(list(self._workers), self._addresses)
+        self._tell(self._first_sources, Controls(WorkerAddress(bound.host, bound.port)))
         logger.info("weights: the controller listens on %s, for %d workers", bound, len(workers))
 
     def close(self) -> None:

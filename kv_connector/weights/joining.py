@@ -16,9 +16,10 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.geometry import digest
-from kv_connector.weights.links import Link, LinkError, Links
+from kv_connector.weights.links import Link, LinkError, Links, RefusedError
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
+    RETRY_LATER,
     Describe,
     Described,
     Join,
@@ -71,6 +72,38 @@ class TargetEngine:
     workers: list[TargetWorker] = field(default_factory=list)
 
 
+class MisfitError(LinkError):
+    """A worker cannot load these tensors."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """The answer of an engine: its workers' addresses, and what each of them loads, as MessagePack."""
+
+    engine: TargetEngine
+    workers: list[tuple[str, int]]
+    geometries: list[bytes]
+
+
+def engines_of(answers: Sequence[EngineAnswer]) -> Engines:
+    """Returns the answers in the form in which ranks exchange them."""
+    return Engines(
+        [(one.engine.address.host, one.engine.address.port) for one in answers],
+        [one.workers for one in answers],
+        [geometry for one in answers for geometry in one.geometries],
+    )
+
+
+def absent(address: Address) -> str:
+    """Returns the reason why an engine gets no version now: its machine or its process takes no connections.
+    Empty: it does."""
+    try:
+        socket.create_connection((address.host, address.port), _PRESENT_S).close()
+    except OSError as error:
+        return f"it takes no connections ({error.strerror or error}): it gets the next version"
+    return ""
+
+
 class Joining:
     """Connects one rank of a trainer with engines. Blocks; one thread calls it."""
 
@@ -93,6 +126,7 @@ class Joining:
         """The reason why no worker is joined any more. Empty: workers are joined."""
         self._source = source
         self._engines = engines
+        self._targets = {engine.address: engine for engine in engines}
         self._links = links
         self._engine = engine
         self._writer = writer
@@ -102,41 +136,94 @@ class Joining:
         self._end = end
 
     def ask_engines(self) -> Engines | str:
-        """Returns the engines' workers and what each of them loads, or the error."""
+        """Returns the workers of all engines and what each of them loads, or the errors."""
+        answers, problems = self.query(self._engines, RECORD_S, needs_all=True)
+        return "; ".join(map(str, problems.values())) or engines_of(answers)
+
+    def safely(self, ask: Callable[[], Engines | str]) -> Engines | str:
+        """Returns the result of ``ask``, or its error: the other ranks wait for this rank's result."""
         try:
-            return self._ask_geometries()
+            return ask()
         except LinkError as error:
             return str(error)
-        except Exception as error:  # the other ranks wait for this rank's result
+        except Exception as error:
             logger.exception("%s: querying the engines failed", self._name)
             return f"{type(error).__name__}: {error}"
 
-    def _ask_geometries(self) -> Engines:
-        workers: list[list[tuple[str, int]]] = []
-        asked: list[tuple[Link, Future[WeightMessage]]] = []
-        describe = Describe(tuple(self._source.tensors()))
-        geometries = []
-        try:
-            for engine in self._engines:
-                here = self.reach(engine)
-                workers.append([(worker.host, worker.port) for worker in here])
-                for address in workers[-1]:
-                    link = self._links.dial(Address(*address))
-                    asked.append((link, self._links.ask(link, describe)))
-            for link, answer in asked:
-                described = self._links.wait(answer, link, RECORD_S)
-                assert isinstance(described, Described)
-                geometries.append(msgspec.msgpack.encode(described.geometry))
-        finally:
-            for link, _ in asked:
-                self._links.end(link, "its query was answered")
-        return Engines(workers, geometries)
+    def target(self, address: Address) -> TargetEngine:
+        """Returns the engine whose controller has this address."""
+        return self._targets.setdefault(address, TargetEngine(address))
 
-    def reach(self, engine: TargetEngine) -> Sequence[WorkerAddress]:
-        """Makes a link to the controller, and returns the engine's workers. Raises LinkError."""
-        engine.link = self._links.dial(engine.address)
-        answer = self._links.ask(engine.link, Workers())
-        here = self._links.wait(answer, engine.link, self._timeouts.connect)
+    def query(
+        self, engines: Sequence[TargetEngine], limit: float, *, needs_all: bool = False
+    ) -> tuple[list[EngineAnswer], dict[Address, LinkError]]:
+        """Queries the workers of these engines and what each of them loads, of all at the same time.
+
+        ``limit``: seconds until all have answered. ``needs_all``: if a controller does not answer, no worker
+        is queried. Returns the answers, and the problem of each other engine.
+        """
+        found, problems = self._find(engines)
+        if needs_all and problems:
+            return [], problems
+        answers: list[EngineAnswer] = []
+        asked: list[tuple[TargetEngine, list[tuple[Link, Future[WeightMessage]]]]] = []
+        describe = Describe(tuple(self._source.tensors()))
+        try:
+            for engine, workers in found:
+                links = [self._links.dial(Address(worker.host, worker.port)) for worker in workers]
+                asked.append((engine, [(link, self._links.ask(link, describe)) for link in links]))
+            deadline = time.monotonic() + limit
+            for engine, of_workers in asked:
+                try:
+                    geometries = [
+                        self._described(link, answer, _left(deadline)) for link, answer in of_workers
+                    ]
+                except LinkError as error:
+                    problems[engine.address] = error
+                    continue
+                addresses = [(link.address.host, link.address.port) for link, _ in of_workers]
+                answers.append(EngineAnswer(engine, addresses, geometries))
+        finally:
+            for _, of_workers in asked:
+                for link, _ in of_workers:
+                    self._links.end(link, "its query was answered")
+        return answers, problems
+
+    def _find(
+        self, engines: Sequence[TargetEngine]
+    ) -> tuple[list[tuple[TargetEngine, Sequence[WorkerAddress]]], dict[Address, LinkError]]:
+        """Queries the workers of these engines, of all at the same time."""
+        found: list[tuple[TargetEngine, Sequence[WorkerAddress]]] = []
+        problems: dict[Address, LinkError] = {}
+        asked = [(engine, self._dial(engine)) for engine in engines]
+        deadline = time.monotonic() + self._timeouts.connect
+        for engine, answer in asked:
+            try:
+                found.append((engine, self._reached(engine, answer, _left(deadline))))
+            except LinkError as error:
+                problems[engine.address] = error
+        return found, problems
+
+    def _described(self, link: Link, answer: Future[WeightMessage], limit: float) -> bytes:
+        try:
+            described = self._links.wait(answer, link, limit)
+        except RefusedError as error:
+            if RETRY_LATER in str(error):
+                raise
+            raise MisfitError(str(error)) from None
+        assert isinstance(described, Described)
+        return msgspec.msgpack.encode(described.geometry)
+
+    def _dial(self, engine: TargetEngine) -> Future[WeightMessage]:
+        if engine.link is None or engine.link.over:
+            engine.link = self._links.dial(engine.address)
+        return self._links.ask(engine.link, Workers())
+
+    def _reached(
+        self, engine: TargetEngine, answer: Future[WeightMessage], limit: float
+    ) -> Sequence[WorkerAddress]:
+        assert engine.link is not None
+        here = self._links.wait(answer, engine.link, limit)
         assert isinstance(here, WorkersAre)
         self._links.watch(engine.link)
         return here.workers
@@ -144,13 +231,9 @@ class Joining:
     def reach_again(self, engine: TargetEngine) -> None:
         """Makes a new link to the controller, if its machine and process still take connections. Raises
         LinkError."""
-        address = engine.address
-        try:
-            socket.create_connection((address.host, address.port), _PRESENT_S).close()
-        except OSError as error:
-            gone = f"it takes no connections ({error.strerror or error}): it gets the next version"
-            raise LinkError(f"{address}: {gone}") from None
-        self.reach(engine)
+        if gone := absent(engine.address):
+            raise LinkError(f"{engine.address}: {gone}")
+        self._reached(engine, self._dial(engine), self._timeouts.connect)
 
     def join(self, worker: TargetWorker) -> None:
         """Makes a session with the worker. Raises PushError.
@@ -217,6 +300,11 @@ class Joining:
         self._links.watch(link, sends=True)
         logger.info("%s: sends weights to %s, over %s", self._name, worker.address, joined.lane)
         return True
+
+
+def _left(deadline: float) -> float:
+    """Returns the seconds until then, in tenths: errors show them."""
+    return max(round(deadline - time.monotonic(), 1), 0.0)
 
 
 def workers_of(engines: Sequence[TargetEngine]) -> Iterator[TargetWorker]:

@@ -46,6 +46,7 @@ from kv_connector.weights.messages import (
     NOT_DESCRIBED,
     PROTOCOL,
     REASON_S,
+    RETRY_LATER,
     Applied,
     Ask,
     Begin,
@@ -66,6 +67,8 @@ from kv_connector.weights.messages import (
     State,
     WeightMessage,
 )
+
+_BUSY = f"the worker is busy with another checkpoint: {RETRY_LATER}"
 
 
 class Phase(enum.Enum):
@@ -222,10 +225,9 @@ class Landing:
         for sender in self._senders.values():
             return [*actions, LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
-            return [*actions, LandingReply(source, Refused(f"the worker {self._lends()}: retry later"))]
+            return [*actions, LandingReply(source, Refused(f"the worker {self._lends()}: {RETRY_LATER}"))]
         if self._recording or self._is_held() or self.phase is Phase.APPLYING:
-            busy = "the worker is busy with another checkpoint: retry later"
-            return [*actions, LandingReply(source, Refused(busy))]
+            return [*actions, LandingReply(source, Refused(_BUSY))]
         self._recording, self._looked_at = [source], wanted
         return [*actions, Record(message.tensors)]
 
@@ -250,7 +252,7 @@ class Landing:
         if not self._digest or message.tensors != self._digest:
             return [LandingReply(source, Refused(NOT_DESCRIBED))]
         if self._recording:  # it replaces the arena
-            return [LandingReply(source, Refused("the worker is busy with another checkpoint: retry later"))]
+            return [LandingReply(source, Refused(_BUSY))]
         actions = self._lose_broken(message.run)
         if message.seeds and (refusal := self._not_seeded()):
             return [*actions, LandingReply(source, Refused(refusal))]
@@ -547,4 +549,6 @@ class Landing:
 
 
 def _taken(sender: _Sender) -> str:
-    return f"{sender.name} (run {sender.run}) sends weights to this worker: end that run first"
+    return (
+        f"{sender.name} (run {sender.run}) sends weights to this worker: end that run first, or {RETRY_LATER}"
+    )

@@ -42,6 +42,10 @@ class LinkError(RuntimeError):
     """
 
 
+class RefusedError(LinkError):
+    """It refused a request."""
+
+
 @dataclass(eq=False)
 class Link:
     """One connection that this side dialled. ``over``: the reason why it has ended."""
@@ -154,7 +158,7 @@ class Links:
                 logger.debug("%s: unexpected answer %s", link.address, message)
             case Refused():
                 answer, link.asked = link.asked, None
-                answer.set_exception(LinkError(f"{link.address}: {message.reason}"))
+                answer.set_exception(RefusedError(f"{link.address}: {message.reason}"))
             case _:
                 answer, link.asked = link.asked, None
                 answer.set_result(message)

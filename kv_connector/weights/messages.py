@@ -22,6 +22,9 @@ NOT_DESCRIBED = "this worker has not looked at such a checkpoint"
 The sender retries while its first rank describes the checkpoint.
 """
 
+RETRY_LATER = "retry later"
+"""Part of the reason with which a worker refuses what it may accept later."""
+
 REASON_S = 1.0
 """After a link of the transfer engines broke, the peer's own reason is awaited for so long, in seconds.
 
@@ -189,6 +192,15 @@ class Torn(Message, frozen=True, tag="torn"):
     reason: Text
 
 
+class Controls(Message, frozen=True, tag="controls"):
+    """From a controller to its first workers: trainers reach the engine's controller at this address.
+
+    The first workers report it to the routers.
+    """
+
+    controller: WorkerAddress
+
+
 class Verify(Message, frozen=True, tag="verify"):
     """To a worker: queries the hashes of what has landed of this checkpoint.
 
@@ -261,6 +273,7 @@ WeightMessage = (
     | Hold
     | Release
     | Torn
+    | Controls
     | Verify
     | Hashed
     | Seed

@@ -120,6 +120,12 @@ def make_plan(
     return plan
 
 
+def check(tensors: Sequence[Tensor], geometry: Geometry) -> None:
+    """Raises PlanError if these tensors cannot be sent to a receiver."""
+    for write in geometry.writes:
+        _check(write, tensors, geometry)
+
+
 def _check(write: Write, tensors: Sequence[Tensor], geometry: Geometry) -> None:
     """Raises PlanError if a reported write lies outside its tensor or its parameter."""
     if write.tensor >= len(tensors) or write.parameter >= len(geometry.parameters):

@@ -36,12 +36,14 @@ from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.version import MAX_NAME, identity, shown
 from kv_connector.weights.buffer import device_of
 from kv_connector.weights.coverage import left_out
+from kv_connector.weights.fleet import UNCHANGED, Fleet
 from kv_connector.weights.geometry import Geometry
-from kv_connector.weights.joining import Joining, TargetEngine, TargetWorker, workers_of
+from kv_connector.weights.joining import RECORD_S, Joining, TargetEngine, TargetWorker, workers_of
 from kv_connector.weights.links import LinkError
 from kv_connector.weights.messages import REASON_S, Begin
-from kv_connector.weights.plan import Plan, PlanError, make_plan
-from kv_connector.weights.sources import Source
+from kv_connector.weights.plan import Plan, PlanError, Shard, check, make_plan
+from kv_connector.weights.router_list import RouterList
+from kv_connector.weights.sources import Engines, Source
 from kv_connector.weights.update import PushError, Update
 from kv_connector.weights.version_news import VersionNews, WorkerNews
 from kv_connector.weights.writer import STAGING_BYTES, Target, Writer
@@ -95,8 +97,9 @@ class WeightPusher:
     def __init__(
         self,
         source: Source,
-        engines: Sequence[str],
+        engines: Sequence[str] = (),
         *,
+        router: str | None = None,
         key_file: str | None = None,
         providers: Sequence[str] = (),
         data_host: str = "127.0.0.1",
@@ -110,10 +113,12 @@ class WeightPusher:
         seeds: bool = False,
         nics: Sequence[str] = (),
     ) -> None:
-        """``engines``: addresses of the controllers, ``host:port``. ``providers``: lanes in order of
-        preference. Default: ``nvlink`` for weights in a GPU, else ``host`` and ``tcp``. ``data_host``: this
-        machine's address for them. ``nics``: NICs of this rank for ``verbs`` or ``libfabric``, such as
-        ``["mlx5_0"]``. Default: the NICs nearest to the weights' GPU.
+        """``engines``: addresses of the controllers, ``host:port``. ``router``: in their place, the address
+        at which a router takes registrations. Each version goes to the engines that the router lists then.
+
+        ``providers``: lanes in order of preference. Default: ``nvlink`` for weights in a GPU, else ``host``
+        and ``tcp``. ``data_host``: this machine's address for them. ``nics``: NICs of this rank for ``verbs``
+        or ``libfabric``, such as ``["mlx5_0"]``. Default: the NICs nearest to the weights' GPU.
 
         ``apply``: called by rank 0 with a version's identity, once all engines that are left may be paused
         for it. Its thread must not block. Default: each engine's controller applies the version. ``key``: the
@@ -133,6 +138,8 @@ class WeightPusher:
         TransferError if a lane does not open.
         """
         _check(providers, nics, staging_bytes, begin_timeout, timeouts)
+        if bool(engines) == bool(router):
+            raise ValueError('give either engines (["10.0.0.5:5800"]) or router ("10.0.0.9:8500")')
         key = key or find_key(key_file)
         self._source = source
         self._timeouts = timeouts or Timeouts()
@@ -143,6 +150,7 @@ class WeightPusher:
         self._name = f"{name}/{source.rank}"
         self._apply = apply
         addresses = [parse_address(engine) for engine in engines]
+        registration = parse_address(router) if router else None
         for number, address in enumerate(addresses):
             if address in addresses[:number]:
                 raise ValueError(f"the engine {address} is given twice. Give each address once.")
@@ -168,6 +176,11 @@ class WeightPusher:
             seeds,
             self._end,
         )
+        self._by_router = registration is not None
+        self._fleet: Fleet | None = None
+        if registration is not None and source.rank == 0:
+            listed = RouterList(registration, key)
+            self._fleet = Fleet(registration, listed, self._joining, self._engines, self._name)
 
     def close(self) -> None:
         """Ends all links. Engines discard a version that is in flight.
@@ -175,6 +188,7 @@ class WeightPusher:
         Raises TransferError as TransferEngine.close() does.
         """
         self._links.close()
+        self._close_fleet()
         self._engine.close()
 
     def __enter__(self) -> WeightPusher:
@@ -184,9 +198,15 @@ class WeightPusher:
         if error is not None:
             self._links.end_all(str(error) or type(error).__name__)  # engines report it to the other ranks
             self._links.close()
+            self._close_fleet()
             close_or_log(self._engine, self._name)  # its error would replace this one
         else:
             self.close()
+
+    def _close_fleet(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
 
     # --- Connecting
 
@@ -195,45 +215,134 @@ class WeightPusher:
 
         A collective of all ranks. A second call connects anew.
 
+        Of a router's engines, those that do not answer or do not load the tensors are left out: each push
+        names them. Raises PushError if none is left.
+
         Raises PushError, on every rank if rank 0 could not connect. Raises PlanError, also if an engine would
         load a tensor only in part or keep parameters, and ``partial`` does not name them. Raises SourceError
         if weights have no memory.
         """
         self._plan = None
         for engine in self._engines:
-            for link in [engine.link, *(worker.link for worker in engine.workers)]:
-                if link is not None:
-                    self._links.end(link, "the trainer connects again")
-            for worker in engine.workers:
-                self._writer.fence(worker.peer)
-        agreed = self._source.agree(self._joining.ask_engines)
+            self._disconnect(engine, "the trainer connects again")
+        agreed = self._source.agree(lambda: self._joining.safely(self._ask_all))
         if isinstance(agreed.engines, str):
             raise PushError(agreed.engines)
         self._joining.run, self._content, self._pushes = agreed.run, agreed.content, 0
-        geometries = [msgspec.msgpack.decode(one, type=Geometry) for one in agreed.engines.geometries]
-        for engine, workers in zip(self._engines, agreed.engines.workers, strict=True):
-            engine.workers = [TargetWorker(Address(*worker), -1) for worker in workers]
+        misfits = self._use(agreed.engines, agreed.held)
+        if not self._engines:
+            self._plan = None
+            raise PushError("; ".join(misfits.values()))
+        if not self._by_router:  # else an engine that cannot be joined must not stop the others: see _begin()
+            for worker in workers_of(self._engines):
+                if self._writes_to(worker):
+                    self._joining.join(worker)
+
+    def _ask_all(self) -> Engines | str:
+        return self._joining.ask_engines() if self._fleet is None else self._fleet.all()
+
+    def _follow_router(self) -> None:
+        """Takes the engines for the next version from the router's list. A collective of all ranks."""
+        fleet, limit = self._fleet, min(self._begin_timeout, RECORD_S)
+
+        def ask() -> Engines | str:
+            return UNCHANGED if fleet is None else fleet.changes(limit)
+
+        try:
+            agreed = self._source.agree(lambda: self._joining.safely(ask))
+        except PlanError as error:
+            # All ranks have the same answers, and the same error. The earlier engines have fitted.
+            if fleet is not None:
+                fleet.refuse_joined(str(error))
+            return
+        if not isinstance(agreed.engines, str):
+            self._use(agreed.engines, agreed.held)
+        elif agreed.engines != UNCHANGED:
+            raise PushError(agreed.engines)
+
+    def _use(self, answers: Engines, held: Sequence[Sequence[Shard]]) -> Mapping[str, str]:
+        """Plans who writes what to these engines. Sessions with workers that stay the same go on.
+
+        Returns the reasons why some of a router's engines cannot take the weights. Those are left out.
+        """
+        self._plan = None
+        self._news.begin(None)  # the workers get other numbers
+        found = iter(msgspec.msgpack.decode(one, type=Geometry) for one in answers.geometries)
+        before = {worker.address: worker for worker in workers_of(self._engines)}
+        chosen: list[TargetEngine] = []
+        geometries: list[Geometry] = []
+        misfits: dict[str, str] = {}
+        for address, workers in zip(answers.engines, answers.workers, strict=True):
+            engine = self._joining.target(Address(*address))
+            of_engine = [next(found) for _ in workers]
+            if self._by_router and (why := self._misfit(engine.address, of_engine)):
+                misfits[str(engine.address)] = why
+                self._disconnect(engine, why)
+                continue
+            known = [before.get(Address(*worker)) for worker in workers]
+            if [worker and worker.geometry for worker in known] != [one.digest() for one in of_engine]:
+                self._drop_workers(engine, "they are others than before")
+                known = [TargetWorker(Address(*worker), -1) for worker in workers]
+            engine.workers = [worker for worker in known if worker is not None]
+            chosen.append(engine)
+            geometries += of_engine
+        for engine in self._engines:
+            if engine not in chosen:
+                self._disconnect(engine, "the router lists it no more")
+        self._engines[:] = chosen
+        if self._fleet is not None:
+            self._fleet.refuse(misfits)
         for number, worker in enumerate(workers_of(self._engines)):
             worker.number = number
-        for engine in self._engines:
-            if not any(geometries[worker.number].writes for worker in engine.workers):
-                raise PushError(
-                    f"{engine.address} would load none of the {len(self._source.tensors())} tensors: give "
-                    "them the names of the checkpoint that the engine was started from"
-                )
-        self._plan = make_plan(self._source.tensors(), agreed.held, geometries, self._source.rank)
-        self._check_coverage(geometries)
+        if not self._by_router:
+            for engine in self._engines:
+                if not any(geometries[worker.number].writes for worker in engine.workers):
+                    raise PushError(self._loads_none(engine.address))
+        plan = make_plan(self._source.tensors(), held, geometries, self._source.rank)
+        if not self._by_router:
+            self._check_coverage(geometries)
+        self._plan = plan
         for worker in workers_of(self._engines):
-            by_sender = [of[worker.number] for of in self._plan.nbytes]
+            by_sender = [of[worker.number] for of in plan.nbytes]
             worker.senders = sum(rank == 0 or nbytes > 0 for rank, nbytes in enumerate(by_sender))
             worker.geometry = geometries[worker.number].digest()
-            sends = self._writer.prepare(self._plan.pieces[worker.number], geometries[worker.number])
+            sends = self._writer.prepare(plan.pieces[worker.number], geometries[worker.number])
             worker.rounds = [
                 [send for send in sends if send.round == round]
                 for round in range(geometries[worker.number].rounds)
             ]
-            if self._writes_to(worker):
-                self._joining.join(worker)
+        return misfits
+
+    def _disconnect(self, engine: TargetEngine, reason: str) -> None:
+        """Ends the sessions with an engine. It keeps the version that it serves."""
+        if engine.link is not None:
+            self._links.end(engine.link, reason)
+        self._drop_workers(engine, reason)
+
+    def _drop_workers(self, engine: TargetEngine, reason: str) -> None:
+        for worker in engine.workers:
+            if worker.link is not None:
+                self._links.end(worker.link, reason)
+            self._writer.fence(worker.peer)
+        engine.workers = []
+
+    def _loads_none(self, engine: Address) -> str:
+        return (
+            f"{engine} would load none of the {len(self._source.tensors())} tensors: give "
+            "them the names of the checkpoint that the engine was started from"
+        )
+
+    def _misfit(self, engine: Address, workers: Sequence[Geometry]) -> str:
+        """Returns the reason why an engine of these workers cannot take the weights, or ""."""
+        tensors = self._source.tensors()
+        if not any(geometry.writes for geometry in workers):
+            return self._loads_none(engine)
+        try:
+            for geometry in workers:
+                check(tensors, geometry)
+        except ValueError as error:
+            return f"{engine}: {error}"
+        return left_out(str(engine), tensors, workers, self._partial)
 
     def _check_coverage(self, geometries: Sequence[Geometry]) -> None:
         """Raises PlanError if an engine would not load all that is sent, or keeps parameters."""
@@ -248,7 +357,6 @@ class WeightPusher:
             groups = [(", ".join(name for name, _ in groups), list(geometries))]
         for name, workers in groups:
             if problem := left_out(name, tensors, workers, self._partial, keeps=self._seeds):
-                self._plan = None
                 raise PlanError(problem)
 
     def parts(self) -> list[Part]:
@@ -306,10 +414,15 @@ class WeightPusher:
             raise PushError("the pusher is not connected: call connect() before push()")
         if not 0 < len(shown(version)) <= MAX_NAME:
             raise PushError(f"the version {version!r} needs a name of 1 to {MAX_NAME} characters")
+        if self._by_router:
+            self._follow_router()
         self._pushes += 1
         content = self._content or f"{self._joining.run}/{self._pushes}"
         named = version if self._seeds else identity(version, content)
-        update = Update(shown(version), [str(engine.address) for engine in self._engines], named)
+        missed = {} if self._fleet is None else self._fleet.left_out
+        update = Update(shown(version), [*(str(engine.address) for engine in self._engines), *missed], named)
+        for name, reason in missed.items():
+            update.failed(name, reason)
         self._news.begin(update)
         self._writer.start()
         awaited = self._begin(named, update)
@@ -379,14 +492,17 @@ class WeightPusher:
                     self._joining.reach_again(engine)
                 if engine.link is not None:
                     self._news.carry(engine.link)
-                for worker in engine.workers:
-                    if self._writes_to(worker):
-                        if worker.link is None or worker.link.over:
-                            self._joining.join(worker)
-                        assert worker.link is not None
-                        self._news.carry(worker.link)
-                        asked[worker] = _Awaited(len(worker.rounds), time.monotonic() + limit, late)
-                        self._links.tell(worker.link, self._begins(worker, version))
+                targets = [worker for worker in engine.workers if self._writes_to(worker)]
+                for worker in targets:
+                    # All of them join before one begins: a worker without a link counts as no target, and
+                    # the engine would be paused without it.
+                    if worker.link is None or worker.link.over:
+                        self._joining.join(worker)
+                for worker in targets:
+                    assert worker.link is not None
+                    self._news.carry(worker.link)
+                    asked[worker] = _Awaited(len(worker.rounds), time.monotonic() + limit, late)
+                    self._links.tell(worker.link, self._begins(worker, version))
             except (LinkError, PushError) as error:
                 update.failed(str(engine.address), str(error))
                 for worker in engine.workers:

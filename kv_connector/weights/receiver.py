@@ -45,6 +45,7 @@ from kv_connector.weights.landing_actions import (
 from kv_connector.weights.loop import Loop
 from kv_connector.weights.messages import (
     NOT_DESCRIBED,
+    Controls,
     Described,
     Hashed,
     Joined,
@@ -101,18 +102,21 @@ class WeightReceiver:
         config: ReceiverConfig,
         record: Callable[[Sequence[Tensor]], Geometry],
         torn: Callable[[str], None] = lambda reason: None,
+        controlled: Callable[[Address], None] = lambda controller: None,
     ) -> None:
         """``record``: finds out what the worker would load of a checkpoint. It is called on a separate
         thread, and raises ValueError with a message for the trainer.
 
         ``torn``: called on the engine's first worker with the reason why the engine stays paused, or "" when
-        it resumes.
+        it resumes. ``controlled``: called on the first worker of each data-parallel rank with the address of
+        the engine's controller, once that has started.
 
         Raises TransferError if a provider does not open.
         """
         self._config = config
         self._record = record
         self._torn = torn
+        self._controlled = controlled
         placed = place_nics(device_of(config.device), providers=config.providers, nics=config.nics)
         domains = domains_of(config.providers, config.data_host or config.address.host, placed)
         self._engine = TransferEngine(EngineConfig(config.name, domains))
@@ -206,6 +210,9 @@ class WeightReceiver:
             self._workers = received.message.workers
         elif isinstance(received.message, Torn):
             self._torn(received.message.reason)
+        elif isinstance(received.message, Controls):
+            controller = received.message.controller
+            self._controlled(Address(controller.host, controller.port))
         elif isinstance(received.message, Verify):
             self._verify(received.source, received.message)
         elif isinstance(received.message, Seed):

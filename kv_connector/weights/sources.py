@@ -42,6 +42,7 @@ class Held:
 class Engines:
     """The answers of the engines."""
 
+    engines: list[tuple[str, int]]  # addresses of the controllers
     workers: list[list[tuple[str, int]]]  # addresses of each engine's workers
     geometries: list[bytes]  # of all workers, as MessagePack
 

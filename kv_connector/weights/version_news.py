@@ -51,8 +51,8 @@ class VersionNews:
         """The news that push() waits for."""
         self.links = Links(key, timeouts, self.heard, self.lost)
 
-    def begin(self, update: Update) -> None:
-        """Follows this version from now on."""
+    def begin(self, update: Update | None) -> None:
+        """Follows this version from now on. None: it follows none."""
         self._ready, self._applied, self.begun = set(), set(), queue.SimpleQueue()
         self._carriers = set()
         self._update = update
@@ -68,7 +68,7 @@ class VersionNews:
         update = self._update
         if update is None or news.version != update.identity:
             return
-        for engine in self._engines:
+        for engine in list(self._engines):  # push() may replace them meanwhile
             name = str(engine.address)
             if link is engine.link and isinstance(news, Applied):
                 update.pause_seconds[name] = news.pause_seconds
@@ -126,12 +126,12 @@ class VersionNews:
 
     def lost(self, link: Link, reason: str) -> None:
         """Handles the end of a link. Any thread may call it."""
-        for engine in self._engines:
+        for engine in list(self._engines):
             if link is engine.link or any(worker.link is link for worker in engine.workers):
                 logger.warning("%s: lost %s: %s", self._name, link.address, reason)
                 if self._update is not None and link in self._carriers:
                     self._update.failed(str(engine.address), f"{link.address}: {reason}")
-        for worker in workers_of(self._engines):
+        for worker in list(workers_of(self._engines)):
             if worker.link is link:
                 self._writer.fence(worker.peer)
                 self.begun.put((worker, link, None))

@@ -4,6 +4,7 @@ killed."""
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,8 @@ class Engine:
         ``loads``."""
         timeouts = timeouts or PATIENT
         self.port, *of_workers = ports or [*free_ports(1), *[0] * (ranks * replicas)]
+        self.controlled: queue.SimpleQueue[tuple[int, Address]] = queue.SimpleQueue()
+        """Workers that were given the address of the controller, and this address."""
         self.workers = [
             WeightReceiver(
                 ReceiverConfig(
@@ -177,6 +180,7 @@ class Engine:
                 lambda tensors, rank=rank: (loads_nothing if rank in idle else load or loads)(  # type: ignore[misc]
                     rank % ranks, ranks, tensors
                 ),
+                controlled=lambda controller, rank=rank: self.controlled.put((rank, controller)),  # type: ignore[misc]
             )
             for rank in range(ranks * replicas)
         ]

@@ -116,8 +116,9 @@ class Trainer(Ranks):
         replicas: int = 1,
         applies: bool = False,
         fp8: bool = False,
+        router: str | None = None,
     ) -> None:
-        super().__init__(main, directory, ranks, ranks, replicas, weights, engines, applies, fp8)
+        super().__init__(main, directory, ranks, ranks, replicas, weights, engines, applies, fp8, router)
 
 
 def main(
@@ -130,6 +131,7 @@ def main(
     engines: Sequence[str],
     applies: bool = False,
     fp8: bool = False,
+    router: str | None = None,
 ) -> None:
     """Runs one rank of a trainer.
 
@@ -152,6 +154,7 @@ def main(
     with WeightPusher(
         BlockFp8(source) if fp8 else source,
         engines,
+        router=router,
         apply=None if applies else lambda _: None,
         timeouts=timeouts,
         staging_bytes=1024,

@@ -50,6 +50,7 @@ class Fleet:
     decode: EngineProcess
     takes: dict[str, str]  # address where each receives weights
     router: str
+    registration: str  # where engines register with the router
     router_log: Path
     checkpoints: dict[str, Path]
     versions: Iterator[int] = field(default_factory=itertools.count)
@@ -62,6 +63,14 @@ class Fleet:
         done = await asyncio.to_thread(CliRunner().invoke, app, words)
         assert done.exit_code == bool(problem), done.output
         assert problem in done.output
+
+    async def push_by_router(self, name: str) -> str:
+        """Pushes to the engines that the router lists. Returns what `weights status` then reports of them."""
+        by_router = ["--router", self.registration]
+        words = ["weights", "push", str(self.checkpoints[name]), *by_router]
+        done = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert done.exit_code == 0, done.output
+        return (await asyncio.to_thread(CliRunner().invoke, app, ["weights", "status", *by_router])).output
 
     async def seed(self, seeder: EngineProcess, joiner: EngineProcess) -> None:
         words = ["weights", "seed", "--from", self.takes[seeder.name], "--engine", self.takes[joiner.name]]
@@ -113,7 +122,10 @@ def fleet(interpreter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
         cluster.wait_ready()
         cluster.wait_joined(router, *engines)
         prefill, decode = engines
-        yield Fleet(prefill, decode, takes, router, directory / "logs" / "router.log", checkpoints)
+        registered = f"{HOST}:{registration}"
+        yield Fleet(
+            prefill, decode, takes, router, registered, directory / "logs" / "router.log", checkpoints
+        )
 
 
 class Load:
@@ -197,6 +209,15 @@ async def test_a_fleet_is_updated_under_requests(fleet: Fleet, client: Client, o
         counted = await client.get(f"{fleet.router}/metrics")
         assert 'local_prefills_total{reason="other_weights"}' in counted, "the router paired other weights"
     await assert_quiescent(client, *engines.values())
+
+
+async def test_router_lists_the_engines_that_a_push_updates(fleet: Fleet, client: Client) -> None:
+    said = await fleet.push_by_router("b")
+    assert all(f"{address}: serves b" in said for address in fleet.takes.values()), said
+    new = await fleet.alone(client)
+    said = await fleet.push_by_router("a")
+    assert all(f"{address}: serves a" in said for address in fleet.takes.values()), said
+    assert all(one != other for one, other in zip(new, await fleet.alone(client), strict=True))
 
 
 async def test_a_stream_that_waits_at_decode_keeps_its_first_token(fleet: Fleet, client: Client) -> None:

@@ -13,7 +13,12 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
+    HEARTBEAT_S,
+    PAGE,
     BeginDrain,
+    ControllerAddress,
+    Controllers,
+    ControllersAre,
     Drain,
     Draining,
     EndDrain,
@@ -55,6 +60,9 @@ _HEALTH_S = 2.0
 _WATCH_S = 3.0
 _MISSES = 2
 _MISS_S = LOST_SECONDS / _MISSES
+# Time after which every engine has registered with a router that has started: engines try it again at least
+# once a heartbeat.
+_COMPLETE_S = 3 * HEARTBEAT_S
 # Pause between two log lines about one engine: the engine repeats a refused registration each second.
 _REFUSED_LOG_S = 60.0
 # The time of a health check is counted in parts. A part that took longer by _STALL_S does not count: this
@@ -91,6 +99,9 @@ class Registry:
         self._sockets: MembershipSockets | None = None
         # place -> the connection of the latest registration
         self._engines: dict[tuple[str, int], Source] = {}
+        # place -> the controller that takes weights for the engine
+        self._controllers: dict[tuple[str, int], tuple[Endpoint, ControllerAddress]] = {}
+        self._opened = 0.0
         self._refused: dict[Source, float] = {}  # when each refused engine was last logged
         self._probing: dict[str, asyncio.Task[None]] = {}  # by URL
         self._watching: dict[str, asyncio.Task[None]] = {}  # by URL
@@ -109,7 +120,7 @@ class Registry:
             raise RegistryError(
                 f"cannot listen for engines on {self._address}: {error}. Change --registration"
             ) from error
-        self._sockets = sockets
+        self._sockets, self._opened = sockets, time.monotonic()
         return bound
 
     async def run(self) -> None:
@@ -160,7 +171,11 @@ class Registry:
                         if len(self._engines) > MAX_ENGINES:
                             # most are of engines long gone; live engines register again
                             self._engines.clear()
+                            self._controllers.clear()
                         self._engines[endpoint.place] = received.source
+                        self._controllers.pop(endpoint.place, None)
+                        if message.controller is not None:
+                            self._controllers[endpoint.place] = endpoint, message.controller
                     case Leave():
                         self._members.leave(message)
                     case LoadFailed(transfer_id, reason):
@@ -174,6 +189,8 @@ class Registry:
                         self._drain(received.source, message)
                     case Undrain(url):
                         self._undrain(received.source, Endpoint.parse(url).url)
+                    case Controllers():
+                        self._list_controllers(received.source, message)
             except RefusedError as error:
                 self._refuse(received.source, str(error))
             except ValueError as error:
@@ -223,6 +240,20 @@ class Registry:
         self._moves.keep(url)
         self._pass_on(url, EndDrain())
         self._sockets.send(asker, Undrained(self._members.undrain(url)))
+
+    def _list_controllers(self, asker: Source, question: Controllers) -> None:
+        """Answers with a part of the controllers. Does not answer while engines may be missing from the list:
+        a trainer would leave them out."""
+        assert self._sockets is not None
+        now = time.monotonic()
+        if now - self._opened < _COMPLETE_S:
+            return
+        found = [one for one in self._controllers.values() if self._members.registered(one[0])]
+        without = {one.endpoint.url for one in self._members.engines(now)} - {one.url for one, _ in found}
+        # The ranks of an API server have one controller.
+        left = sorted({one for _, one in found if question.after is None or one > question.after})
+        answer = ControllersAre(question.number, tuple(left[:PAGE]), len(left) > PAGE, len(without))
+        self._sockets.send(asker, answer)
 
     def _pass_on(self, url: str, message: BeginDrain | EndDrain) -> None:
         """Sends the message to this API server's engines that have registered."""

@@ -76,6 +76,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             ),
             self._model.record,
             self._torn,
+            self._controlled,
         )
         address = self._receiver.start()
         workers = gather_from_workers((address.host, address.port))
@@ -127,6 +128,10 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _torn(self, reason: str) -> None:
         for connector in _connectors():
             connector.set_torn(reason)
+
+    def _controlled(self, controller: Address) -> None:
+        for connector in _connectors():
+            connector.set_controller(controller)
 
 
 def _connectors() -> list[WriteImmConnector]:

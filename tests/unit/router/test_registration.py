@@ -38,7 +38,10 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
     MOST_HITS,
+    PAGE,
     Activity,
+    ControllerAddress,
+    ControllersAre,
     MembershipSockets,
     PromptCost,
     PromptHits,
@@ -55,6 +58,9 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.app import DONE, create_app
+from kv_connector.weights import router_list
+from kv_connector.weights.links import LinkError
+from kv_connector.weights.router_list import NoEngines, RouterList
 
 pytestmark = pytest.mark.anyio
 
@@ -663,6 +669,53 @@ async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(clust
             await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
 
 
+async def test_router_lists_the_controllers_of_engines_that_take_weights(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.router.front.registry._COMPLETE_S", 0.0)
+    client = await cluster.router()
+    ranks = await cluster.ranks(Role.DECODE)
+    other = await cluster.engine(Role.PREFILL)
+    await until_health(client, lambda found: len(found["decode"]) == 2 and len(found["prefill"]) == 1)
+    listed = RouterList(cluster.address, cluster.key)
+
+    async def until_listed(*wanted: Address) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while await asyncio.to_thread(listed.ask) != list(wanted):
+                await asyncio.sleep(0.01)  # each query is a message: there is no event to wait for
+
+    try:
+        with pytest.raises(NoEngines, match="none of the engines of 2 API servers"):
+            await asyncio.to_thread(listed.ask)
+        of_ranks, of_other = Address("127.0.0.1", 5800), Address("127.0.0.1", 5700)
+        other.registrar.set_controller(of_other)
+        await until_listed(of_other)
+        for rank in ranks:
+            rank.registrar.set_controller(of_ranks)
+        await until_listed(of_other, of_ranks)
+        other.leave()
+        await until_listed(of_ranks)
+    finally:
+        listed.close()
+
+
+async def test_router_that_has_started_lists_no_controllers_before_all_engines_register(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_connector.router.front.registry._COMPLETE_S", PATIENCE)
+    monkeypatch.setattr(router_list, "_ANSWER_S", 0.3)
+    client = await cluster.router()
+    engine = await cluster.engine(Role.DECODE)
+    engine.registrar.set_controller(Address("127.0.0.1", 5800))
+    await until_health(client, lambda found: len(found["decode"]) == 1)
+    listed = RouterList(cluster.address, cluster.key)
+    try:
+        with pytest.raises(LinkError, match="no router answers"):
+            await asyncio.to_thread(listed.ask)
+    finally:
+        listed.close()
+
+
 async def test_draining_an_engine_that_is_not_there(cluster: Cluster, tmp_path: Any) -> None:
     await cluster.router()
     key_file = tmp_path / "key"
@@ -1009,11 +1062,19 @@ async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
         ),
         encode(PromptHits({str(number): (2, 1) for number in range(MOST_HITS + 1)})),
         encode(PromptHits({"t": (2, -1)})),
+        encode(ControllersAre(1, (ControllerAddress("h", 1),) * (PAGE + 1))),
+        encode(Register("x", "1", Role.DECODE, "http://h:1", "h", 1, controller=ControllerAddress("h", 0))),
     ],
 )
 def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode(frame)
+
+
+def test_page_of_controllers_with_the_longest_names_fits_into_a_message() -> None:
+    page = ControllersAre(1 << 48, (ControllerAddress("h" * 255, 65535),) * PAGE, True, 1 << 48)
+    assert len(encode(page)) < 16 << 10
+    assert decode(encode(page)) == page
 
 
 def test_each_heartbeat_says_the_last_load() -> None:

@@ -19,6 +19,7 @@ from kv_connector.weights.messages import (
     Applied,
     Apply,
     Ask,
+    Controls,
     Hold,
     NotApplied,
     Ping,
@@ -151,6 +152,7 @@ async def site() -> AsyncIterator[Site]:
         await made.controller.start(made.address)
         for worker in made.workers:
             assert worker.next() == WorkersAre(worker.all)
+        assert made.workers[0].next() == Controls(WorkerAddress(made.address.host, made.address.port))
         yield made
     finally:
         made.close()

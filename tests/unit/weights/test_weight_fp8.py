@@ -97,7 +97,7 @@ def asks(source: BlockFp8, *dtypes: str) -> Callable[[], Engines | str]:
 
     def ask() -> Engines:
         packed = [msgspec.msgpack.encode(loads(source.tensors(), dtype)) for dtype in dtypes]
-        return Engines([[("host", 1)]], packed)
+        return Engines([("host", 0)], [[("host", 1)]], packed)
 
     return ask
 

@@ -460,7 +460,7 @@ def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
 
     with WeightPusher(TensorSource(drawn(5)), [engines[0].address]) as pusher:
         monkeypatch.setattr(pusher._links, "dial", exhausted)
-        assert "ZMQError: Too many open files" in str(pusher._joining.ask_engines())
+        assert "ZMQError: Too many open files" in str(pusher._joining.safely(pusher._joining.ask_engines))
 
 
 def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
