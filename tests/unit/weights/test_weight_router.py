@@ -101,7 +101,7 @@ def test_push_includes_an_engine_that_has_joined(site: Site, streaming: bool) ->
 def test_workers_of_an_engine_have_joined_before_one_begins(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker in streaming mode is ready at once. The engine would be paused while the other one joins."""
+    """A worker in streaming mode is ready at once. The engine would be paused while the second engine joins."""
     engine = site.engine(2, streaming=True)
     pusher = site.pusher()
     order: list[str] = []
