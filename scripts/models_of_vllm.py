@@ -16,7 +16,7 @@ from models import Row
 from vllm.model_executor.models import registry
 from vllm.v1 import kv_cache_interface
 
-from kv_connector.vllm.kv_specs import spec_problem
+from kv_connector.vllm.model.kv_specs import spec_problem
 
 NAME = "vllm-" + ".".join(vllm.__version__.split(".")[:2])
 

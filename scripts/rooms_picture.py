@@ -1,6 +1,8 @@
-"""Draws docs/pictures/rooms.svg from the tables of rooms that the tests enforce (tests/support/rooms.py).
+"""Draws docs/pictures/rooms.svg and floors.svg from the tables of rooms that the tests enforce.
 
-    .venv/bin/python scripts/rooms_picture.py            (--check: checks that the picture is up to date)
+    .venv/bin/python scripts/rooms_picture.py            (--check: checks that both are up to date)
+
+The tables are in tests/support/rooms.py.
 
 A room is above all rooms that it imports. A line is an import. Imports that follow from others are not drawn.
 """
@@ -8,16 +10,16 @@ A room is above all rooms that it imports. A line is an import. Imports that fol
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests" / "support"))
 
-from rooms import IN_WORDS, NATIVE_ROOMS, ROOMS, ROUTER  # noqa: E402
+from rooms import FLOORS, IN_WORDS, NATIVE_ROOMS, ROOMS, ROUTER  # noqa: E402
 
-PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
+PACKAGE, DRAWN = ROOT / "kv_connector", ROOT / "docs" / "pictures"
 # In units of the picture. A box holds 24 letters of its second line, and is narrower if a floor has many
 # boxes.
 WIDTH, BOX, GAP, HEIGHT, FLOOR, MARGIN = 1120, 160, 10, 44, 84, 16
@@ -101,18 +103,50 @@ def picture() -> str:
     native, end = draw(
         NATIVE_ROOMS, "native, and native/providers (the lanes and their factory)", end, "native"
     )
+    return page([*package, *router, *native], end)
+
+
+def floors_picture() -> str:
+    """Returns the picture of FLOORS: a row is a floor, and a coloured box is a folder."""
+    step, box_height, top = 38, 30, 0
+    lines: list[str] = []
+    for room, made in FLOORS.items():
+        lines.append(f'<text class="part" x="{MARGIN}" y="{top + 16}">kv_connector/{room}</text>')
+        for level, row in enumerate(reversed(made)):
+            y = top + 28 + level * step
+            box = min(BOX, WIDTH / len(row) - GAP)
+            for i, name in enumerate(row):
+                x = WIDTH * (i + 0.5) / len(row)
+                folder = (PACKAGE / room / name).is_dir()
+                lines += [
+                    f'<g class="{"package" if folder else "native"}">'
+                    f'<rect x="{x - box / 2:.0f}" y="{y}" width="{box:.0f}" height="{box_height}" rx="6"/>'
+                    f'<text class="{"name" if folder else "words"}" x="{x:.0f}" y="{y + 20}">'
+                    f"{name}{'/' if folder else ''}</text></g>"
+                ]
+        top += 28 + len(made) * step + GAP
+    return page(lines, top)
+
+
+def page(lines: list[str], end: int) -> str:
     size = f'width="{WIDTH}" height="{end}" viewBox="0 0 {WIDTH} {end}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Rooms and their imports">'
-    page = f'<rect class="page" width="{WIDTH}" height="{end}"/>'
-    return "\n".join([head, f"<style>{STYLE}</style>", page, *package, *router, *native, "</svg>", ""])
+    paper = f'<rect class="page" width="{WIDTH}" height="{end}"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", paper, *lines, "</svg>", ""])
+
+
+PICTURES: dict[Path, Callable[[], str]] = {DRAWN / "rooms.svg": picture, DRAWN / "floors.svg": floors_picture}
 
 
 def main(words: list[str]) -> None:
     if words == ["--check"]:
-        if not PICTURE.exists() or PICTURE.read_text() != picture():
-            sys.exit("rooms_picture: docs/pictures/rooms.svg is out of date: run scripts/rooms_picture.py")
+        for path, drawn in PICTURES.items():
+            if not path.exists() or path.read_text() != drawn():
+                name = path.relative_to(ROOT)
+                sys.exit(f"rooms_picture: {name} is out of date: run scripts/rooms_picture.py")
     else:
-        PICTURE.write_text(picture())
+        for path, drawn in PICTURES.items():
+            path.write_text(drawn())
 
 
 if __name__ == "__main__":

@@ -157,8 +157,8 @@ def adapt(helpers: Any, model: Path) -> None:
     """Makes the tests' helpers set our connector up. Call it before the tests are imported."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 
-    from kv_connector.protocol.layout import KvLayout
-    from kv_connector.protocol.messages import Rank
+    from kv_connector.protocol.pages.layout import KvLayout
+    from kv_connector.protocol.wire.messages import Rank
     from kv_connector.vllm.connector import WriteImmConnector
     from kv_connector.vllm.internals import KVConnectorTransferResults
     from kv_connector.vllm.metadata import DescribedRank, StepMetadata

@@ -52,7 +52,7 @@ from kv_connector.lab.moving import Moved, move_away
 from kv_connector.lab.process import stop
 from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 # Events of each stream between two drains. The pause is also searched in the first part of them. The gaps of
 # the rest are compared with the next drain's pauses.

@@ -43,7 +43,7 @@ from kv_connector.control.membership import (
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, ProcessGroup, starting
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 # libzmq allows 1,023 sockets in one context.
 ENGINES_OF_A_PROCESS = 250

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from gpu_trainer import weights_of
 
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.plan import Box, Shard, make_plan
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.plan import Box, Shard, make_plan
 
 # Sizes of Qwen3-235B-A22B.
 SIZES = {

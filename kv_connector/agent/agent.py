@@ -1,7 +1,8 @@
 """The agent of a worker, for engine adapters: every method of ``Agent`` may be called from any thread.
 
-One thread (kv_connector.agent.thread) owns the sockets, the events of the transfer engine and the deadlines.
-The decisions are made in kv_connector.protocol and carried out in kv_connector.agent.effects.
+One thread (kv_connector.agent.loop.thread) owns the sockets, the events of the transfer engine and the
+deadlines. The decisions are made in kv_connector.protocol and carried out in
+kv_connector.agent.loop.effects.
 """
 
 from __future__ import annotations
@@ -17,24 +18,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import zmq
 
 from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange, bind_problem, open_engine
-from kv_connector.agent.effects import Action, Effects
-from kv_connector.agent.ledger import AgentStats, Ledger, LiveState, Reports, Timing
-from kv_connector.agent.memory import KvMemory
-from kv_connector.agent.page_summer import PageSummer
-from kv_connector.agent.preemption import Preemption
-from kv_connector.agent.thread import AgentThread
-from kv_connector.agent.timeline import Timelines
-from kv_connector.agent.verification import Verification
+from kv_connector.agent.loop.effects import Action, Effects
+from kv_connector.agent.loop.memory import KvMemory
+from kv_connector.agent.loop.page_summer import PageSummer
+from kv_connector.agent.loop.preemption import Preemption
+from kv_connector.agent.loop.thread import AgentThread
+from kv_connector.agent.reports.ledger import AgentStats, Ledger, LiveState, Reports, Timing
+from kv_connector.agent.reports.timeline import Timelines
+from kv_connector.agent.reports.verification import Verification
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.control.timelines import boot_id
 from kv_connector.engine import TransferError
 from kv_connector.engine.transfer_engine import LayerSignal, TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Ended, PrefixRequested, Reached, State
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.layout import memory_problem
-from kv_connector.protocol.messages import LendOutcome, Rank, Role
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill_machine import PrefillMachine
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.pages.layout import memory_problem
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
 from kv_connector.protocol.requests import (
     ComputedPages,
     DecodeRequest,
@@ -42,7 +41,9 @@ from kv_connector.protocol.requests import (
     PrefillRequest,
     PrefixRequest,
 )
-from kv_connector.protocol.sessions import Identity
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import Identity
+from kv_connector.protocol.wire.messages import LendOutcome, Rank, Role
 
 logger = logging.getLogger("kv_connector")
 

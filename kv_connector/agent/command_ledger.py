@@ -25,7 +25,7 @@ from kv_connector.agent.commands import (
     SetRanks,
     WithdrawPrefix,
 )
-from kv_connector.agent.ledger import Reports
+from kv_connector.agent.reports.ledger import Reports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
 

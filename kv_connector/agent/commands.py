@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import LendOutcome, Rank
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest, PrefixRequest
+from kv_connector.protocol.wire.messages import LendOutcome, Rank
 
 
 @dataclass(frozen=True)

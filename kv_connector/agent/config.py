@@ -13,9 +13,9 @@ from kv_connector.engine import EngineConfig, TransferError
 from kv_connector.engine.placement import domains_of
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.pages.layout import KvLayout
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import Fingerprint, Role
 
 
 class AgentError(RuntimeError):

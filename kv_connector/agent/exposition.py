@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kv_connector.agent.metrics import COUNTERS, GAUGES, HISTOGRAMS, Interval
 from kv_connector.protocol.actions import Outcome
-from kv_connector.protocol.messages import LendOutcome
+from kv_connector.protocol.wire.messages import LendOutcome
 
 NAMES = {
     f"kv_connector_{key}"

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import msgspec
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.ledger import AgentStats, LiveState, Timing
+from kv_connector.agent.reports.ledger import AgentStats, LiveState, Timing
 from kv_connector.control.membership import Activity
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 # Counters. The metric's name is kv_connector_<key>_total.
 COUNTERS = {

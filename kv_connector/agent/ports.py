@@ -20,7 +20,7 @@ from kv_connector.engine import (
     TransferProgress,
 )
 from kv_connector.protocol.actions import Address, Source, SummedPages
-from kv_connector.protocol.messages import AnyMessage
+from kv_connector.protocol.wire.messages import AnyMessage
 
 
 class LinkPort(Protocol):

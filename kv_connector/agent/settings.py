@@ -14,8 +14,8 @@ import msgspec
 from kv_connector.control.addresses import LOOPBACK, is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.timeline import MAX_TIMELINES
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.timeline import MAX_TIMELINES
 
 SETTINGS_VARIABLE = "KV_CONNECTOR_SETTINGS"
 """The environment variable for frameworks without a place for a connector's settings, such as SGLang."""

@@ -18,8 +18,8 @@ from kv_connector.control.membership import Activity, Register, WorkloadReport
 from kv_connector.control.registrar import Registrar
 from kv_connector.engine.placement import Device, place
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.wire.messages import Fingerprint, Role
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from kv_connector.bench.measurement import Measurement
 from kv_connector.bench.records import Meeting
 from kv_connector.bench.tables import print_table
 from kv_connector.protocol.actions import Address, State
-from kv_connector.protocol.geometry import Place, head_major, units_of_rank
-from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Role, fingerprint
+from kv_connector.protocol.pages.geometry import Place, head_major, units_of_rank
+from kv_connector.protocol.pages.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.wire.messages import Role, fingerprint
 
 # Layers of a large model: the messages in which ranks describe their pages grow with the layers.
 LAYERS = 64

@@ -20,7 +20,7 @@ from kv_connector.control.membership import (
     Undrained,
 )
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 
 REPEAT_SECONDS = 0.5

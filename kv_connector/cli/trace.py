@@ -12,8 +12,8 @@ from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.control.timelines import Unanswered, Worker, ask_workers
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
-from kv_connector.protocol.timeline import MAX_TIMELINES, About, LayerSpan, Receiving, Sending
+from kv_connector.protocol.wire.messages import Role
+from kv_connector.protocol.wire.timeline import MAX_TIMELINES, About, LayerSpan, Receiving, Sending
 
 ANSWER_SECONDS = 5.0
 

@@ -21,7 +21,7 @@ from kv_connector.cli.push_progress import push_progress
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 
 if TYPE_CHECKING:
     from kv_connector.weights.pusher import WeightPusher
@@ -250,8 +250,8 @@ def status(
     Status 1: an engine does not answer, or reports a problem.
     """
     engines = _engines(engine, router, key_file)
-    from kv_connector.weights.links import LinkError, questions
-    from kv_connector.weights.messages import Ask, State
+    from kv_connector.weights.wire.links import LinkError, questions
+    from kv_connector.weights.wire.messages import Ask, State
 
     states: dict[str, Any] = {}
     failed = False
@@ -300,9 +300,9 @@ def seed(
     continues with its old weights. An engine in streaming mode that has taken a part stays paused until the
     next version. Status 1: some engine does not serve the version.
     """
-    from kv_connector.weights.links import questions
-    from kv_connector.weights.seed import SeedError
-    from kv_connector.weights.seed import seed as ask
+    from kv_connector.weights.seeding.seed import SeedError
+    from kv_connector.weights.seeding.seed import seed as ask
+    from kv_connector.weights.wire.links import questions
 
     failed = False
     with questions(cluster_key(key_file)) as links:
@@ -335,8 +335,8 @@ def verify(
     """
     source = _source(checkpoint)
     engines = _engines(engine, router, key_file)
-    from kv_connector.weights.links import questions
     from kv_connector.weights.verify import verify as compare
+    from kv_connector.weights.wire.links import questions
 
     with questions(cluster_key(key_file)) as links:
         found = list(compare(source, engines, links, partial or ()))
@@ -387,8 +387,8 @@ def _engines(
     _check_engines(engines, router)
     if router is None:
         return engines or ()
-    from kv_connector.weights.links import LinkError
     from kv_connector.weights.router_list import RouterList
+    from kv_connector.weights.wire.links import LinkError
 
     listed = RouterList(router, cluster_key(key_file))
     try:

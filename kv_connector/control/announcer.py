@@ -17,7 +17,7 @@ import zmq
 
 from kv_connector.control.membership import Register
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 # If a router is away, announcements are dropped, because the next one has the same content.
 _QUEUE = 1

@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
-from kv_connector.protocol.messages import Host, Id, Message, Natural, Port, Role, Text, Version
+from kv_connector.protocol.wire.messages import Host, Id, Message, Natural, Port, Role, Text, Version
 
 # Seconds between two REGISTERs of an engine. A router calls an engine silent after three of them.
 HEARTBEAT_S = 1.0

@@ -30,7 +30,7 @@ from kv_connector.control.membership import (
     WorkloadReport,
 )
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import clip
+from kv_connector.protocol.wire.messages import clip
 
 logger = logging.getLogger("kv_connector")
 

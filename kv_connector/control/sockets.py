@@ -22,7 +22,7 @@ import zmq
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.curve import Gate
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.wire.messages import (
     MAX_MESSAGE_BYTES,
     UNREADABLE,
     AnyMessage,

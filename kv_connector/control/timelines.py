@@ -11,7 +11,7 @@ from pathlib import Path
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import Recall, Recalled
+from kv_connector.protocol.wire.messages import Recall, Recalled
 
 ROUND_TRIPS = 16
 """The shortest of them shows a worker's clock best."""

@@ -11,9 +11,11 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kv_connector.protocol.content_key import ContentKey
-from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.plans.plan import Groups
+from kv_connector.protocol.plans.runs import Places
+from kv_connector.protocol.wire.content_key import ContentKey
+from kv_connector.protocol.wire.messages import (
     AnyMessage,
     Borrow,
     Cancel,
@@ -33,8 +35,6 @@ from kv_connector.protocol.messages import (
     Sums,
     Wants,
 )
-from kv_connector.protocol.plan import Groups
-from kv_connector.protocol.runs import Places
 
 # One session with a peer. The PeerTable numbers the sessions and never reuses a number, so a peer that comes
 # back has a new one.

@@ -50,7 +50,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 def gates(role: Role, blocks: int, free: Callable[[], int]) -> tuple[AdmissionGate, AdmissionGate]:

@@ -21,12 +21,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kv_connector.protocol.actions import CorruptPage, PagesChecked, PeerId, SummedPages
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import MAX_SUMS_BYTES, Reserve, Sums
-from kv_connector.protocol.plan import Groups, LayerRun, Plan, PushLayer
+from kv_connector.protocol.pages.layout import GroupTarget
+from kv_connector.protocol.plans.plan import Groups, LayerRun, Plan, PushLayer
+from kv_connector.protocol.plans.runs import Places
+from kv_connector.protocol.plans.sources import Draw
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.protocol.runs import Places
-from kv_connector.protocol.sources import Draw
+from kv_connector.protocol.wire.messages import MAX_SUMS_BYTES, Reserve, Sums
 
 SUM_BYTES = 8
 

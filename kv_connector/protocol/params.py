@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import id_problem
+from kv_connector.protocol.wire.messages import id_problem
 
 # The longest contexts of models are 10 M tokens.
 MAX_PREFIX_TOKENS = 1 << 24

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.content_key import ContentKey
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.content_key import ContentKey
 
 
 @dataclass(frozen=True)

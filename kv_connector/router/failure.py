@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.protocol.messages import UNREADABLE as UNREADABLE
+from kv_connector.protocol.wire.messages import UNREADABLE as UNREADABLE
 
 # Retry-After for a 429 or 503 of the router: an engine joins, or a request ends, within about a second.
 _RETRY_AFTER_S = "1"

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from kv_connector.agent.config import MemoryRange
-from kv_connector.protocol.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
-from kv_connector.protocol.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.protocol.pages.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
+from kv_connector.protocol.pages.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.sglang.refusals import REFUSED_STATES
 
 PAGES, METADATA, STATES = 0, 1, 2

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.sglang.internals import CommonKVReceiver, KVPoll
 from kv_connector.sglang.polls import Poll, receiving

@@ -18,9 +18,9 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import MessageSockets
 from kv_connector.protocol.actions import Address
 from kv_connector.verl.internals import CheckpointEngine, CheckpointEngineRegistry, node_address
-from kv_connector.weights.stream import Control, StreamConfig, listen, sockets_of
-from kv_connector.weights.stream_receiver import StreamReceiver
-from kv_connector.weights.stream_sender import StreamSender, drawn
+from kv_connector.weights.tensor_stream.stream import Control, StreamConfig, listen, sockets_of
+from kv_connector.weights.tensor_stream.stream_receiver import StreamReceiver
+from kv_connector.weights.tensor_stream.stream_sender import StreamSender, drawn
 
 BACKEND = "write_imm"
 

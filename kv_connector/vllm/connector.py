@@ -23,12 +23,8 @@ from kv_connector.control.membership import WorkloadReport
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import no_place
-from kv_connector.protocol.identity import ADVICE
-from kv_connector.protocol.messages import Role
-from kv_connector.vllm.blocks import has_states
-from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
-from kv_connector.vllm.content import prefix_key
-from kv_connector.vllm.first_token import choose_scheduler, has_own_scheduler
+from kv_connector.protocol.session.identity import ADVICE
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.internals import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -38,11 +34,12 @@ from kv_connector.vllm.internals import (
     SupportsHMA,
     release,
 )
-from kv_connector.vllm.kv_cache import kv_layout
-from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
-from kv_connector.vllm.model_facts import (
+from kv_connector.vllm.model.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
+from kv_connector.vllm.model.kv_cache import kv_layout
+from kv_connector.vllm.model.last_block import LastBlocks
+from kv_connector.vllm.model.model_facts import (
     block_tokens,
     hashed_block_tokens,
     hit_tokens,
@@ -58,8 +55,11 @@ from kv_connector.vllm.patches import (
     wake_idle_engine,
 )
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
-from kv_connector.vllm.scheduler_side import SchedulerSide, by_priority
-from kv_connector.vllm.step_costs import StepCosts, idle_load, step_tokens
+from kv_connector.vllm.scheduling.blocks import has_states
+from kv_connector.vllm.scheduling.content import prefix_key
+from kv_connector.vllm.scheduling.first_token import choose_scheduler, has_own_scheduler
+from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide, by_priority
+from kv_connector.vllm.scheduling.step_costs import StepCosts, idle_load, step_tokens
 from kv_connector.vllm.step_requests import StepRequests
 from kv_connector.vllm.worker import WorkerSide, current_stream
 

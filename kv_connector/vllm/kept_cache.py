@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import AllBlocksCleared, Request, RequestStatus
 from kv_connector.vllm.patches import keep_cache_over_updates
-from kv_connector.vllm.plugin import KEEP_CACHE
 from kv_connector.vllm.process import adopt_vllm_logging, connectors_within
-from kv_connector.vllm.scheduler_side import SchedulerSide
+from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
 logger = logging.getLogger("kv_connector")
 
@@ -48,9 +47,9 @@ class SaltedHasher:
             request.cache_salt = given
 
 
-def install() -> None:
-    """Makes vLLM's engine core in this process handle the utility KEEP_CACHE. Idempotent."""
-    keep_cache_over_updates(KEEP_CACHE, keep, admit)
+def install(utility: str) -> None:
+    """Makes vLLM's engine core in this process handle the utility of this name. Idempotent."""
+    keep_cache_over_updates(utility, keep, admit)
 
 
 def keep(core: Any, version: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kv_connector.agent.commands import Command, NewPages
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.protocol.actions import Address, PrefixRequested
-from kv_connector.protocol.messages import Rank
+from kv_connector.protocol.wire.messages import Rank
 from kv_connector.vllm.internals import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,

@@ -60,7 +60,7 @@ def _keep_cache_over_updates() -> None:
     if '"clear_cache"' in os.environ.get("KV_CONNECTOR_WEIGHTS", ""):
         from kv_connector.vllm.kept_cache import install
 
-        install()
+        install(KEEP_CACHE)
 
 
 def _register_with_dynamo() -> None:

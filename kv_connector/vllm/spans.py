@@ -14,9 +14,9 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kv_connector.agent.ledger import Timing
+from kv_connector.agent.reports.ledger import Timing
 from kv_connector.protocol.actions import Ended, Outcome
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 # Requests whose contexts are kept. Some requests never have a transfer. The number exceeds the requests of an
 # engine.

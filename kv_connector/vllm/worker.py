@@ -20,8 +20,8 @@ from kv_connector.agent.progress import LayerProgress
 from kv_connector.engine.transfer_engine import StreamSignal
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.internals import KVConnectorTransferResults
-from kv_connector.vllm.last_block import LastBlocks
 from kv_connector.vllm.metadata import News, StepMetadata
+from kv_connector.vllm.model.last_block import LastBlocks
 from kv_connector.vllm.step_requests import request_step
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
-from kv_connector.weights.geometry import Geometry, Tensor, to_be_quantised
-from kv_connector.weights.plan import Box, PlanError, Shard
+from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
+from kv_connector.weights.mapping.plan import Box, PlanError, Shard
 from kv_connector.weights.sources import Agreed, Engines, Held, TensorSource, agree
 
 # The block size of all block-fp8 checkpoints for which vLLM has GPU kernels (DeepSeek V3, Qwen3-*-FP8).

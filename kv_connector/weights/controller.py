@@ -23,11 +23,12 @@ from typing import Protocol
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import clip
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import shown
-from kv_connector.weights.loop import Loop
-from kv_connector.weights.messages import (
+from kv_connector.protocol.wire.messages import clip
+from kv_connector.protocol.wire.version import shown
+from kv_connector.weights.metrics import WeightMetrics
+from kv_connector.weights.wire.loop import Loop
+from kv_connector.weights.wire.messages import (
     Applied,
     Apply,
     Ask,
@@ -45,7 +46,6 @@ from kv_connector.weights.messages import (
     Workers,
     WorkersAre,
 )
-from kv_connector.weights.metrics import WeightMetrics
 
 logger = logging.getLogger("kv_connector")
 

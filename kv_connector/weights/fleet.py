@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from kv_connector.protocol.actions import Address
-from kv_connector.weights.joining import (
+from kv_connector.weights.router_list import NoEngines, RouterList
+from kv_connector.weights.sources import Engines
+from kv_connector.weights.trainer.joining import (
     RECORD_S,
     EngineAnswer,
     Joining,
@@ -15,9 +17,7 @@ from kv_connector.weights.joining import (
     absent,
     engines_of,
 )
-from kv_connector.weights.links import LinkError
-from kv_connector.weights.router_list import NoEngines, RouterList
-from kv_connector.weights.sources import Engines
+from kv_connector.weights.wire.links import LinkError
 
 logger = logging.getLogger("kv_connector")
 

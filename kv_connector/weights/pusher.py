@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_connector.agent.links import LinkWatch, PeerName
+from kv_connector.agent.reports.links import LinkWatch, PeerName
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
 from kv_connector.engine import EngineConfig, TransferError
@@ -33,20 +33,20 @@ from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import MAX_NAME, identity, shown
-from kv_connector.weights.buffer import device_of
-from kv_connector.weights.coverage import left_out
+from kv_connector.protocol.wire.version import MAX_NAME, identity, shown
 from kv_connector.weights.fleet import UNCHANGED, Fleet
-from kv_connector.weights.geometry import Geometry
-from kv_connector.weights.joining import RECORD_S, Joining, TargetEngine, TargetWorker, workers_of
-from kv_connector.weights.links import LinkError
-from kv_connector.weights.messages import REASON_S, Begin
-from kv_connector.weights.plan import Plan, PlanError, Shard, check, make_plan
+from kv_connector.weights.mapping.coverage import left_out
+from kv_connector.weights.mapping.geometry import Geometry
+from kv_connector.weights.mapping.plan import Plan, PlanError, Shard, check, make_plan
+from kv_connector.weights.memory.buffer import device_of
 from kv_connector.weights.router_list import RouterList
 from kv_connector.weights.sources import Engines, Source
+from kv_connector.weights.trainer.joining import RECORD_S, Joining, TargetEngine, TargetWorker, workers_of
+from kv_connector.weights.trainer.version_news import VersionNews, WorkerNews
+from kv_connector.weights.trainer.writer import STAGING_BYTES, Target, Writer
 from kv_connector.weights.update import PushError, Update
-from kv_connector.weights.version_news import VersionNews, WorkerNews
-from kv_connector.weights.writer import STAGING_BYTES, Target, Writer
+from kv_connector.weights.wire.links import LinkError
+from kv_connector.weights.wire.messages import REASON_S, Begin
 
 logger = logging.getLogger("kv_connector")
 

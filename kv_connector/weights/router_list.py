@@ -9,7 +9,7 @@ import time
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Controllers, ControllersAre, MembershipSockets
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.weights.links import LinkError
+from kv_connector.weights.wire.links import LinkError
 
 logger = logging.getLogger("kv_connector")
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kv_connector.weights.arena import Arena
-from kv_connector.weights.geometry import Geometry, Tensor
-from kv_connector.weights.plan import Box, Shard
+from kv_connector.weights.mapping.geometry import Geometry, Tensor
+from kv_connector.weights.mapping.plan import Box, Shard
+from kv_connector.weights.memory.arena import Arena
 
 
 class SourceError(ValueError):

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Literal
 
-from kv_connector.weights.links import LinkError
+from kv_connector.weights.wire.links import LinkError
 
 Stage = Literal["landed", "applied"]
 

@@ -10,13 +10,13 @@ import torch
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import shown
-from kv_connector.weights.coverage import left_out
-from kv_connector.weights.geometry import Geometry, Write, digest
-from kv_connector.weights.hashes import hashes
-from kv_connector.weights.links import Link, LinkError, Links
-from kv_connector.weights.messages import Hashed, Verify, WeightMessage, Workers, WorkersAre
+from kv_connector.protocol.wire.version import shown
+from kv_connector.weights.mapping.coverage import left_out
+from kv_connector.weights.mapping.geometry import Geometry, Write, digest
+from kv_connector.weights.mapping.hashes import hashes
 from kv_connector.weights.sources import Source
+from kv_connector.weights.wire.links import Link, LinkError, Links
+from kv_connector.weights.wire.messages import Hashed, Verify, WeightMessage, Workers, WorkersAre
 
 # One core hashes a GB a second with BLAKE2b. The limit is for 80 GB on a machine with other work.
 _HASH_S = 300.0

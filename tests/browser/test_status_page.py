@@ -19,7 +19,7 @@ from kv_connector.control.membership import Activity, Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.settings import Settings
 from kv_connector.router.engines.workload import CacheUse

@@ -16,7 +16,7 @@ from pathlib import Path
 from agent_setup import Side, stage, until
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.protocol.messages import Role, encode
+from kv_connector.protocol.wire.messages import Role, encode
 from tests.fuzz.mutator import Mutator
 from tests.fuzz.targets import protocol_messages
 

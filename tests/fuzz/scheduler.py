@@ -38,8 +38,8 @@ from kv_connector.agent.commands import (
 )
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
-from kv_connector.vllm.first_token import FirstTokenScheduler, choose_scheduler
 from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.scheduling.first_token import FirstTokenScheduler, choose_scheduler
 from tests.fuzz.seeds import chosen_seeds, search
 
 Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot

@@ -28,10 +28,8 @@ from kv_connector.control.membership import decode as decode_membership
 from kv_connector.control.membership import encode as encode_membership
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
-from kv_connector.protocol import messages
-from kv_connector.protocol.content_key import chain
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.geometry import (
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
     Units,
@@ -39,20 +37,22 @@ from kv_connector.protocol.geometry import (
     recurrent_state,
     vector_planes,
 )
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.protocol.messages import AnyMessage, MalformedMessage, Role, fingerprint
-from kv_connector.protocol.mismatch import mismatch
-from kv_connector.protocol.prefill_machine import PrefillMachine
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire import messages
+from kv_connector.protocol.wire.content_key import chain
+from kv_connector.protocol.wire.messages import AnyMessage, MalformedMessage, Role, fingerprint
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
-from kv_connector.weights import messages as weights
-from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
-from kv_connector.weights.geometry import digest as tensors_digest
-from kv_connector.weights.landing import Landing
-from kv_connector.weights.messages import WeightMessage
-from kv_connector.weights.plan import Box, Shard, make_plan
+from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.geometry import digest as tensors_digest
+from kv_connector.weights.mapping.plan import Box, Shard, make_plan
+from kv_connector.weights.wire import messages as weights
+from kv_connector.weights.wire.messages import WeightMessage
+from kv_connector.weights.worker.landing import Landing
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.admission import AdmissionGate
-from kv_connector.vllm.decode_scheduler import DecodeScheduler
-from kv_connector.vllm.gated_queue import GatedQueue
+from kv_connector.vllm.scheduling.decode_scheduler import DecodeScheduler
+from kv_connector.vllm.scheduling.gated_queue import GatedQueue
 from tests.fuzz.scheduler import failure, report, scenario
 
 

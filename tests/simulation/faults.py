@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kv_connector.protocol.messages import Pong, encode
+from kv_connector.protocol.wire.messages import Pong, encode
 
 from .scenario import LENDING, LONELY, MUTUAL, Fault, draw_side, engine_of
 

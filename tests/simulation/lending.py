@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kv_connector.agent.effects import Action
+from kv_connector.agent.loop.effects import Action
 from kv_connector.protocol.actions import Address, PrefixRequested, State
-from kv_connector.protocol.content_key import ContentKey, chain
-from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import ComputedPages, GroupPages, PrefillRequest
+from kv_connector.protocol.wire.content_key import ContentKey, chain
+from kv_connector.protocol.wire.messages import LendOutcome
 
 from .scenario import Plan
 from .shape import GROUP_OF_LAYER, GROUPS, ROWS, STEP

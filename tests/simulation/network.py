@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import Hello, MalformedMessage, decode, encode
+from kv_connector.protocol.wire.messages import Hello, MalformedMessage, decode, encode
 
 if TYPE_CHECKING:
     from .actor import Actor

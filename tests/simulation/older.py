@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kv_connector.protocol.actions import Reply, Source
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import PeersAction
+from kv_connector.protocol.wire.messages import (
     AnyMessage,
     Defer,
     HelloNak,
@@ -12,8 +14,6 @@ from kv_connector.protocol.messages import (
     Reserve,
     knows_defer,
 )
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.sessions import PeersAction
 
 from .books import Violation
 

@@ -31,7 +31,7 @@ BUGS = (
     # D waits for a token that P sent before D requested it.
     Bug(
         "what was sampled is not said to a decode that comes late",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         if prompt.finished:
             actions += [*_say_sampled(peer, message, prompt), *self._seal(now, transfer)]
@@ -44,7 +44,7 @@ BUGS = (
     # P sums blocks that may belong to another request.
     Bug(
         "a prompt is over before its pages are summed",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         return [SumPages(transfer.share, reservation.to_sum)]
 """,
@@ -55,7 +55,7 @@ BUGS = (
     ),
     Bug(
         "pages of a preempted prompt are summed",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         if reservation.unsummed:  # the blocks may have had another content by then
 """,
@@ -66,7 +66,7 @@ BUGS = (
     # P still pushes from blocks that a preemption has given to another request.
     Bug(
         "preemption forgets nothing",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         for transfer in transfers:
             transfer.forget_pages()
@@ -78,14 +78,14 @@ BUGS = (
     # A preempted prompt is computed again, and each page that was sent is sent once more.
     Bug(
         "the ledger forgets what was pushed",
-        "protocol/plan.py",
+        "protocol/plans/plan.py",
         "target = wanted.pop(granule, None)",
         "target = wanted.get(granule)",
     ),
     # vLLM's NixlConnector had a similar bug: an abort frees D's blocks while pages are in flight.
     Bug(
         "a cancel is acknowledged before it has drained",
-        "protocol/share_ends.py",
+        "protocol/prefill/share_ends.py",
         """\
         if not reservation.writing:
             return self.drained(now, transfer, quiesced=True)
@@ -98,7 +98,7 @@ BUGS = (
     # P's failed writes may still be in one of D's buffers.
     Bug(
         "a failure is always called quiesced",
-        "protocol/share_ends.py",
+        "protocol/prefill/share_ends.py",
         """\
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
@@ -114,7 +114,7 @@ BUGS = (
     # A tenth of the clients leaves, and an alert reports failing transfers.
     Bug(
         "a prompt that its client leaves has failed",
-        "protocol/share_ends.py",
+        "protocol/prefill/share_ends.py",
         """\
         case FailCode.PREFILL_ABORTED:
             return Outcome.CANCELLED
@@ -124,7 +124,7 @@ BUGS = (
     # EngineCore dies of an id that it has not finished.
     Bug(
         "a prompt is reported as sent while its engine still works on it",
-        "protocol/share_ends.py",
+        "protocol/prefill/share_ends.py",
         """\
         if prompt.request is not None and not prompt.finished:
             return []
@@ -134,7 +134,7 @@ BUGS = (
     # The blocks of a prompt that no engine fetches are never freed.
     Bug(
         "no hold time",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
             if transfer.phase is SharePhase.WAITING:
                 self._hold(now, transfer)
@@ -147,7 +147,7 @@ BUGS = (
     # A CANCEL overtakes its RESERVE: P begins to write into blocks of another request.
     Bug(
         "an early cancel is forgotten",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "return [acknowledged, *self._ends.forbid(now, message.transfer_id, cancelled)]",
         "return [acknowledged]",
         first=90,
@@ -155,7 +155,7 @@ BUGS = (
     # D takes its blocks back when P reports a failure, although pages may still land.
     Bug(
         "no fence after a failure with writes in flight",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         """\
         if not message.quiesced:
 """,
@@ -167,7 +167,7 @@ BUGS = (
     # The peer is dead, but its writes are not.
     Bug(
         "blocks come back with the peer's death, not with its fence",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         """\
             actions += self._give_up(now, transfer, reason, peer)
         return actions
@@ -180,28 +180,28 @@ BUGS = (
     # A fence that needs time depends on being retried.
     Bug(
         "a fence that is not through counts as one",
-        "agent/effects.py",
+        "agent/loop/effects.py",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED):",
         "not in (ErrorCode.UNKNOWN_PEER, ErrorCode.CLOSED, ErrorCode.TIMEOUT):",
     ),
     # A machine that loses power sends no BYE.
     Bug(
         "silence is never death",
-        "protocol/sessions.py",
+        "protocol/session/sessions.py",
         '            return self.drop(now, peer.peer, f"silent for {silence:.1f} s")\n',
         "            peer.last_seen = now\n",
     ),
     # A replaced peer still counts as present. vLLM's connectors kept its state for ever.
     Bug(
         "the end of a session is not told to the transfers",
-        "agent/effects.py",
+        "agent/loop/effects.py",
         "            *self.decode.peer_down(now, peer, reason),\n",
         "",
     ),
     # D's deadline ends the wait, and frees the blocks while P still writes.
     Bug(
         "the deadline frees the blocks at once",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         """\
                 actions += self._give_up(now, transfer, *transfer.overdue(self._timeouts))
 """,
@@ -213,14 +213,14 @@ BUGS = (
     # Several workers of D read one worker of P: its blocks are freed when the first has its pages.
     Bug(
         "a prompt is over with its first share",
-        "protocol/shares.py",
+        "protocol/prefill/shares.py",
         "        return all(transfer.phase is SharePhase.CLOSED for transfer in self.shares)\n",
         "        return any(transfer.phase is SharePhase.CLOSED for transfer in self.shares)\n",
     ),
     # Pages come from several engines, one of which still writes.
     Bug(
         "a transfer is over with its first source",
-        "protocol/legs.py",
+        "protocol/decode/legs.py",
         "        return all(leg.phase is LegPhase.STOPPED for leg in self.legs)\n",
         """\
         stopped = [leg.phase is LegPhase.STOPPED for leg in self.legs]
@@ -230,14 +230,14 @@ BUGS = (
     # sgl-project/sglang #23746: P always sends its first heads, whichever heads D has.
     Bug(
         "a slice of the heads begins with the first",
-        "protocol/runs.py",
+        "protocol/plans/runs.py",
         "        source_start += (units.start - source.units.start) * ours.stride\n",
         "",
     ),
     # If a block is larger than the other side's, its end may hold tokens that no engine computes.
     Bug(
         "the count has what is behind the prompt's end",
-        "protocol/plan.py",
+        "protocol/plans/plan.py",
         """\
             granules = pair.granules(targets[pair.target], prompt_tokens)
 """,
@@ -248,7 +248,7 @@ BUGS = (
     # vllm-project/vllm #45330, #45879: several of P's ranks have the same heads.
     Bug(
         "all replicas send",
-        "protocol/sources.py",
+        "protocol/plans/sources.py",
         """\
                     sender = senders[ordinal % len(senders)]
                     wants = choice.setdefault(sender, [()] * len(own.layout.layers))
@@ -263,14 +263,14 @@ BUGS = (
     # A rank of P with heads that other ranks send as well waits for a RESERVE that never comes.
     Bug(
         "a worker that sends nothing is not told",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         "        return [*self._release(request.transfer_id, request.engine, idle), *self._open(transfer)]\n",
         "        return self._open(transfer)\n",
     ),
     # All ranks of D give the same one of several shares back.
     Bug(
         "one share is released by all",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         "            message = Release(transfer_id, draw.share)\n",
         "            message = Release(transfer_id)\n",
         first=190,
@@ -278,7 +278,7 @@ BUGS = (
     # RELEASE arrives twice, from D's engine and from its worker.
     Bug(
         "a share is released twice",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         if transfer is None or transfer.phase is not SharePhase.WAITING:
             return []
@@ -298,14 +298,14 @@ PREFIX_BUGS = (
     # A borrower that loses power leaves pages in the lender's cache that are never evicted.
     Bug(
         "a prefix is held for ever",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "hold = self._timeouts.lend if transfer.prompt.lent else self._timeouts.hold",
         "hold = 1000.0 if transfer.prompt.lent else self._timeouts.hold",
     ),
     # The lender evicts pages that are still being read. LMCache and NIXL count leases for the same reason.
     Bug(
         "a prefix is given back when its writes are posted",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         """\
         if reservation.writing:
             return [Seal(transfer.share)]
@@ -318,28 +318,28 @@ PREFIX_BUGS = (
     # vLLM's default policy for failed loads ends the request with an error.
     Bug(
         "a prefix that does not come fails its request",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         "stale = outcome is Outcome.STALE or (failed and request.engine.prefixes)",
         "stale = outcome is Outcome.STALE",
     ),
     # A lender that is a decode engine refuses the borrower at all workers but the first.
     Bug(
         "the lender's other workers are dialled for prompts",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         "Address(rank.host, rank.port, address.prefixes)",
         "Address(rank.host, rank.port)",
     ),
     # An engine that gets new weights waits for the borrowers of KV of the old ones, or lends it afterwards.
     Bug(
         "a lender that empties its cache goes on lending",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        lent = [prompt for prompt in self._prompts.values() if prompt.lent]\n",
         "        lent: list[Prompt] = []\n",
     ),
     # The lender's scheduler is given blocks that its NIC still reads.
     Bug(
         "a lender that empties its cache gives back what is being read",
-        "protocol/share_ends.py",
+        "protocol/prefill/share_ends.py",
         """\
         if not reservation.writing:
             return self.drained(now, transfer, quiesced=True)
@@ -352,21 +352,21 @@ PREFIX_BUGS = (
     # An engine that is updated answers no borrower for seconds, and each of their prompts waits for it.
     Bug(
         "a paused lender leaves borrowers without an answer",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        if self._lends_not:\n",
         "        if self._closing:\n",
     ),
     # Each prompt of a queue waits a second for an engine that is gone.
     Bug(
         "a lender that does not answer is asked again by each prompt",
-        "protocol/borrowing.py",
+        "protocol/decode/borrowing.py",
         "            question = self._questions[transfer_id]\n            self._remember(now, question)\n",
         "            question = self._questions[transfer_id]\n",
     ),
     # The prompt waits for an answer that a stopped lender never gives.
     Bug(
         "a question has no time limit",
-        "protocol/borrowing.py",
+        "protocol/decode/borrowing.py",
         "            actions += self._give_up(now, [question], LendOutcome.SILENT)\n",
         "            pass\n",
     ),
@@ -377,14 +377,14 @@ DEFER_BUGS = (
     # D's request waits until its time limit, minutes long, although P has computed its prompt.
     Bug(
         "a prompt begins without a notice",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        actions = self.due(now, pages.transfer_id)\n",
         "        actions: list[PrefillAction] = []\n",
     ),
     # D is dispatched first, so its DEFER is at P before the request.
     Bug(
         "a notice wanted before the request arrives is forgotten",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        self._announcing.defer(now, peer, transfer_id, arrived=request is not None)\n",
         """\
         if request is not None:
@@ -394,49 +394,49 @@ DEFER_BUGS = (
     # With serial dispatch the prompt is computed before D knows of it.
     Bug(
         "a prompt that has begun gives no notice any more",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        known = prompt is not None and (prompt.due or prompt.finished or prompt.over)\n",
         "        known = prompt is not None and prompt.over\n",
     ),
     # The client leaves P first. D's request holds its place for minutes.
     Bug(
         "a prompt that ends before it begins gives no notice",
-        "protocol/prefill_machine.py",
+        "protocol/prefill/prefill_machine.py",
         "        due: list[PrefillAction] = [*self._announcing.announce(transfer_id)]\n",
         "        due: list[PrefillAction] = []\n",
     ),
     # A request whose P never gets its half waits for minutes longer.
     Bug(
         "a notice for a request that never arrives has no time limit",
-        "protocol/announcing.py",
+        "protocol/prefill/announcing.py",
         "            self._timers.set(transfer_id, now + self._timeouts.orphan)\n",
         "            pass\n",
     ),
     # D loses the notice with its session, and never reserves.
     Bug(
         "a session ends and its notices are still awaited",
-        "protocol/deferring.py",
+        "protocol/decode/deferring.py",
         "        self._announcing.discard(peer)\n        return self._end(",
         "        self._announcing.discard(peer)\n        return [] and self._end(",
     ),
     # The request of an engine that cannot be found waits instead of failing.
     Bug(
         "a notice of an engine that is not found is awaited",
-        "protocol/decode_machine.py",
+        "protocol/decode/decode_machine.py",
         " + self.deferring.engine_not_found(address)\n",
         "\n",
     ),
     # An older engine takes DEFER for a malformed message, and drops the session with all its transfers.
     Bug(
         "an older engine gets DEFER",
-        "protocol/deferring.py",
+        "protocol/decode/deferring.py",
         "        if peer not in self._announcing:\n",
         "        if False:\n",
     ),
     # The grant is lost: P sends it once.
     Bug(
         "a notice that arrives is not passed on",
-        "protocol/deferring.py",
+        "protocol/decode/deferring.py",
         "        return [] if deferred is None or deferred.peer != peer else self._end([deferred])\n",
         "        return []\n",
     ),

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kv_connector.agent.effects import Action, Effects
-from kv_connector.agent.ledger import Ledger, Timing
-from kv_connector.agent.verification import Verification
+from kv_connector.agent.loop.effects import Action, Effects
+from kv_connector.agent.reports.ledger import Ledger, Timing
+from kv_connector.agent.reports.verification import Verification
 from kv_connector.protocol.actions import (
     Ended,
     Outcome,
@@ -24,11 +24,11 @@ from kv_connector.protocol.actions import (
     PromptDue,
     State,
 )
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.messages import LendOutcome, Role, fingerprint
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.sessions import Identity
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import Identity
+from kv_connector.protocol.wire.messages import LendOutcome, Role, fingerprint
 
 from .actor import Actor
 from .books import Violation

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_connector.agent.effects import Action
+from kv_connector.agent.loop.effects import Action
 from kv_connector.protocol.actions import Address, State
-from kv_connector.protocol.decode_machine import ABORT_LAG_S
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.decode.decode_machine import ABORT_LAG_S
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 
 from .scenario import Plan

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_connector.agent.effects import Action
+from kv_connector.agent.loop.effects import Action
 from kv_connector.protocol.actions import Share, State
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import LendOutcome
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import (
     ComputedPages,
     DecodeRequest,
@@ -19,6 +18,7 @@ from kv_connector.protocol.requests import (
     PrefillRequest,
     PrefixRequest,
 )
+from kv_connector.protocol.wire.messages import LendOutcome
 
 from .lending import content_of, lender_address, prefix_id
 from .scenario import Plan

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kv_connector.protocol.geometry import (
+from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
     Units,
@@ -20,7 +20,7 @@ from kv_connector.protocol.geometry import (
     token_major,
     units_of_rank,
 )
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout, Part
 
 CELL = 4  # bytes
 STEP = 8  # tokens of one head that lie in a cell

@@ -7,8 +7,8 @@ import functools
 from dataclasses import replace
 
 from kv_connector.protocol.actions import PrefixRequested
-from kv_connector.protocol.messages import Rank, Role
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import Rank, Role
 
 from . import faults
 from .lending import LendingSide

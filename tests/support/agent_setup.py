@@ -21,10 +21,10 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.layout import GroupTarget, KvLayout
-from kv_connector.protocol.messages import Fingerprint, Role
+from kv_connector.protocol.pages.layout import GroupTarget, KvLayout
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import Fingerprint, Role
 
 # Long enough for a machine that is busy with other tests. A failing test still ends.
 PATIENCE = 60.0

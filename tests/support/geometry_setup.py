@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from kv_connector.protocol.geometry import (
+from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
     convolution_state,
@@ -25,7 +25,7 @@ from kv_connector.protocol.geometry import (
     units_of_rank,
     vector_planes,
 )
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout, Part
 
 Cells = npt.NDArray[np.int64]
 ORDERS = ("LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC", "kernel blocks")

@@ -17,7 +17,7 @@ from typing import Any
 from agent_setup import stage, two_lanes
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 

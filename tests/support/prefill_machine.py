@@ -24,11 +24,11 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Reserve, Role
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.shares import PrefillAction
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.prefill.shares import PrefillAction
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import Reserve, Role
 
 PEER, OTHER = 1, 2
 TIMES = Timeouts()

@@ -8,13 +8,13 @@ from typing import TypeVar
 import msgspec
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.geometry import Place, opaque_page
-from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Fingerprint, Rank, Recalled, Reserve, Role, Wants, fingerprint
-from kv_connector.protocol.plan import Plan
+from kv_connector.protocol.pages.geometry import Place, opaque_page
+from kv_connector.protocol.pages.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.runs import Misfit
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
-from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.timeline import About, LayerSpan, Receiving, Sending
+from kv_connector.protocol.wire.messages import Fingerprint, Rank, Recalled, Reserve, Role, Wants, fingerprint
+from kv_connector.protocol.wire.timeline import About, LayerSpan, Receiving, Sending
 
 HASH = bytes(range(16))
 BLOCK = 16  # tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.agent.ledger import Reports
+from kv_connector.agent.reports.ledger import Reports
 from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.protocol.requests import DecodeRequest, GroupPages, PrefillRequest
 

@@ -39,6 +39,48 @@ ROUTER: dict[str, set[str]] = {
     "front": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement", "streams"},
 }
 
+# The folders and modules of the other large rooms, the lowest floor first. Each imports only folders and
+# modules of lower floors.
+FLOORS: dict[str, list[list[str]]] = {
+    "protocol": [
+        ["pages", "timeouts", "timers"],
+        ["wire"],
+        ["admission", "plans"],
+        ["actions"],
+        ["params", "requests", "session"],
+        ["page_sums"],
+        ["decode", "prefill"],
+    ],
+    "agent": [
+        ["commands", "config", "ports", "progress", "settings"],
+        ["reports"],
+        ["loop"],
+        ["agent"],
+        ["command_ledger", "metrics"],
+        ["exposition", "start"],
+    ],
+    "weights": [
+        ["mapping", "metrics", "settings"],
+        ["memory", "wire"],
+        ["controller", "router_list", "sources", "tensor_stream", "update"],
+        ["block_fp8", "trainer", "verify"],
+        ["fleet"],
+        ["pusher"],
+        ["seeding"],
+        ["worker"],
+    ],
+    "vllm": [
+        ["dialects", "forced_token", "internals", "release_0_32", "release_0_33", "spans", "step_requests"],
+        ["metadata", "metrics", "model", "process"],
+        ["encoder", "experts", "patches", "worker"],
+        ["scheduling"],
+        ["connector"],
+        ["kept_cache"],
+        ["plugin"],
+        ["weights"],
+    ],
+}
+
 PROVIDERS = {
     f"providers/{name}"
     for name in ("bounce", "host", "libfabric", "nvlink", "shuffle", "sim", "tcp", "verbs")

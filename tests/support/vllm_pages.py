@@ -16,10 +16,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import get_kv_cache_config_from_groups
 
 from kv_connector.agent.config import MemoryRange
-from kv_connector.protocol.layout import GroupTarget, KvLayout, Part, memory_problem
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.sources import Holders, choose_sources
-from kv_connector.vllm.kv_cache import kv_layout
+from kv_connector.protocol.pages.layout import GroupTarget, KvLayout, Part, memory_problem
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.sources import Holders, choose_sources
+from kv_connector.vllm.model.kv_cache import kv_layout
 
 BLOCKS = 5
 

@@ -32,7 +32,7 @@ from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.kept_cache import keep
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
-from kv_connector.vllm.scheduler_side import SchedulerSide
+from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups  # 0.33

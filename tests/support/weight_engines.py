@@ -17,14 +17,14 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 from kv_connector.weights.controller import Controller
-from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
-from kv_connector.weights.links import Links, questions
-from kv_connector.weights.messages import Ask, State
+from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
-from kv_connector.weights.writer import Target
+from kv_connector.weights.trainer.writer import Target
+from kv_connector.weights.wire.links import Links, questions
+from kv_connector.weights.wire.messages import Ask, State
+from kv_connector.weights.worker.receiver import NotLanded, ReceiverConfig, WeightReceiver
 
 # Row counts that no number of ranks divides: engines pad them.
 SIZES = {"up": (31, 20), "down": (20, 32), "norm": (3, 1)}
@@ -279,7 +279,7 @@ def main(told: Connection, ranks: int, holds: bool) -> None:
     blocks."""
     gate = Gate()
     if holds:
-        import kv_connector.weights.seeder as seeder
+        import kv_connector.weights.seeding.seeder as seeder
 
         seeder.WeightPusher = gate.pusher  # type: ignore[assignment, misc]
     told.send(str(Engine(ranks).address))

@@ -13,9 +13,9 @@ import torch
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
-from kv_connector.weights.stream import StreamConfig, listen, sockets_of
-from kv_connector.weights.stream_receiver import StreamReceiver
-from kv_connector.weights.stream_sender import StreamSender
+from kv_connector.weights.tensor_stream.stream import StreamConfig, listen, sockets_of
+from kv_connector.weights.tensor_stream.stream_receiver import StreamReceiver
+from kv_connector.weights.tensor_stream.stream_sender import StreamSender
 
 HOST = "127.0.0.1"
 PATIENCE = 60.0

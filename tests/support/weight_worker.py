@@ -6,8 +6,8 @@ import queue
 
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.weights.loop import Loop
-from kv_connector.weights.messages import WeightMessage
+from kv_connector.weights.wire.loop import Loop
+from kv_connector.weights.wire.messages import WeightMessage
 
 
 class FakeWorker:

@@ -13,7 +13,7 @@ from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 
 from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.sglang import bell, internals
 from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import (

@@ -9,7 +9,7 @@ from deployment import Client, Deployment, assert_quiescent, prompt, wait_until
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.control.membership import MembershipSockets, Register, WorkloadReport
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 pytestmark = pytest.mark.anyio
 

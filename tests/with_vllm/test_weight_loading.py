@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from kv_connector.vllm.weights.loaded_model import LoadedModel
-    from kv_connector.weights.geometry import Geometry, Tensor
+    from kv_connector.weights.mapping.geometry import Geometry, Tensor
 
 MODELS = (
     "qwen3_moe",
@@ -153,7 +153,7 @@ def tokens(name: str) -> list[list[int]]:
 
 
 def checkpoint(path: Path, but: str = "nothing") -> list[Tensor]:
-    from kv_connector.weights.geometry import Tensor
+    from kv_connector.weights.mapping.geometry import Tensor
 
     weights = safetensors.torch.load_file(path / "model.safetensors")
     return [
@@ -269,7 +269,7 @@ def toy() -> dict[str, Any]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from kv_connector.vllm.weights import loaded_model
-    from kv_connector.weights.geometry import Tensor
+    from kv_connector.weights.mapping.geometry import Tensor
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:

@@ -29,11 +29,11 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process, stop
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.weights.joining import workers_of
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource
+from kv_connector.weights.trainer.joining import workers_of
+from kv_connector.weights.trainer.writer import Target
 from kv_connector.weights.update import PushError
-from kv_connector.weights.writer import Target
 
 pytestmark = pytest.mark.anyio
 

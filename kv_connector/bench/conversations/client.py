@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from kv_connector.lab.sse import Events
-from kv_connector.protocol.messages import UNREADABLE
+from kv_connector.protocol.wire.messages import UNREADABLE
 
 # A million tokens at 256 bytes an event.
 _MAX_ANSWER_BYTES = 1 << 28

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_connector.protocol.messages import UNREADABLE
+from kv_connector.protocol.wire.messages import UNREADABLE
 
 BLOCK_TOKENS = 512
 MAX_LINES = 1_000_000

@@ -1,8 +1,8 @@
 """The layouts that an engine's ranks would show at the handshake, made from its model and its options.
 
-They equal the layouts of vLLM and ``kv_connector.vllm.kv_cache`` with real memory: parts, formats, block
-sizes and pipeline stages. Tests compare the two. The addresses of pages are made up, because no plan depends
-on them.
+They equal the layouts of vLLM and ``kv_connector.vllm.model.kv_cache`` with real memory: parts, formats,
+block sizes and pipeline stages. Tests compare the two. The addresses of pages are made up, because no plan
+depends on them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kv_connector.cli.fit.model import (
     read_model,
 )
 from kv_connector.cli.fit.side import DTYPES, KV_DTYPES, Side
-from kv_connector.protocol.division import division_problem
-from kv_connector.protocol.geometry import (
+from kv_connector.protocol.pages.division import division_problem
+from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
     convolution_state,
@@ -36,8 +36,8 @@ from kv_connector.protocol.geometry import (
     units_of_rank,
     vector_planes,
 )
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
-from kv_connector.protocol.messages import Rank
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.protocol.wire.messages import Rank
 
 # Blocks of a hybrid model are multiples of this many tokens, and their pages at least as long as its states.
 _KERNEL_TOKENS = {"tokens": 16, "heads": 16, "planes": 32}

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from kv_connector.cli.fit.layout import EngineShape, Unstartable, engine, first_needed
-from kv_connector.protocol.identity import ADVICE
-from kv_connector.protocol.layout import GroupTarget, KvLayout
-from kv_connector.protocol.messages import Rank, fingerprint
-from kv_connector.protocol.mismatch import mismatch
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.sources import draws, scattered
+from kv_connector.protocol.pages.layout import GroupTarget, KvLayout
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.runs import Misfit
+from kv_connector.protocol.plans.sources import draws, scattered
+from kv_connector.protocol.session.identity import ADVICE
+from kv_connector.protocol.session.mismatch import mismatch
+from kv_connector.protocol.wire.messages import Rank, fingerprint
 
 
 class Cost(msgspec.Struct, frozen=True):

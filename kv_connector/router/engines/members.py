@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents

@@ -31,7 +31,7 @@ from kv_connector.control.membership import (
     Undrained,
 )
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.client import LOST_SECONDS, EngineClient, HttpError, refused
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError

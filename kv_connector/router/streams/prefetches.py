@@ -35,7 +35,7 @@ from kv_connector.router.streams.running import Running
 logger = logging.getLogger(__name__)
 
 # Prefetches of one prefill engine at once. The engine loads 16 prefixes at once (MOST_AT_ONCE of
-# vllm/prefix_borrower.py), and most of them are to be for requests that wait.
+# vllm/scheduling/prefix_borrower.py), and most of them are to be for requests that wait.
 MOST_AT_ONCE = 4
 
 # Tokens of an answer that are worth a request. An H200 computes 64 tokens of an 8B model in 1.5 ms. Two

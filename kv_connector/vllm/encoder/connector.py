@@ -13,9 +13,8 @@ import torch
 import zmq
 
 from kv_connector.agent.settings import SettingsError
-from kv_connector.protocol.identity import engine_fingerprint, model_identity
-from kv_connector.protocol.messages import Fingerprint
-from kv_connector.vllm.configuration import UnsupportedConfiguration
+from kv_connector.protocol.session.identity import engine_fingerprint, model_identity
+from kv_connector.protocol.wire.messages import Fingerprint
 from kv_connector.vllm.encoder.arena import Arena
 from kv_connector.vllm.encoder.consumer import ConsumerScheduler
 from kv_connector.vllm.encoder.internals import (
@@ -34,6 +33,7 @@ from kv_connector.vllm.encoder.sender import EmbeddingSender
 from kv_connector.vllm.encoder.settings import parse_encoder_settings
 from kv_connector.vllm.encoder.worker import EncoderWorker
 from kv_connector.vllm.internals import VLLM_VERSION, current_platform, get_tensor_model_parallel_rank
+from kv_connector.vllm.model.configuration import UnsupportedConfiguration
 from kv_connector.vllm.process import adopt_vllm_logging, default_host
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import EngineConfig, ErrorCode, TransferError
 from kv_connector.engine.placement import domains_of
 from kv_connector.engine.transfer_engine import TransferEngine
-from kv_connector.protocol.identity import ADVICE as _ADVICE
-from kv_connector.protocol.messages import Fingerprint
+from kv_connector.protocol.session.identity import ADVICE as _ADVICE
+from kv_connector.protocol.wire.messages import Fingerprint
 
 ADVICE = {**_ADVICE, "model": "serve the same model on the encoder engine and the prefill engine"}
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from kv_connector.control.sockets import Codec, codec_of
-from kv_connector.protocol.messages import Blob, Fingerprint, Id, Message, Natural, Text, UInt32
+from kv_connector.protocol.wire.messages import Blob, Fingerprint, Id, Message, Natural, Text, UInt32
 
 PROTOCOL = 1
 

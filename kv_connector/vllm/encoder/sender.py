@@ -12,12 +12,12 @@ from kv_connector.control.sockets import Received
 from kv_connector.engine import Event, EventKind, TransferError
 from kv_connector.engine.transfer_engine import close_or_log
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import clip
-from kv_connector.protocol.mismatch import mismatch
+from kv_connector.protocol.session.mismatch import mismatch
+from kv_connector.protocol.wire.messages import clip
 from kv_connector.vllm.encoder.arena import Arena, Place
 from kv_connector.vllm.encoder.link import ADVICE, Fences, LinkConfig, open_engine
 from kv_connector.vllm.encoder.messages import CODEC, PROTOCOL, FetchRequest, Hello, Leave, Missing, Welcome
-from kv_connector.weights.loop import Loop
+from kv_connector.weights.wire.loop import Loop
 
 logger = logging.getLogger("kv_connector")
 

@@ -9,7 +9,7 @@ from typing import Any
 from kv_connector.agent.settings import Settings, SettingsError, nearest, parse_settings
 from kv_connector.engine.placement import Device, place_nics
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Fingerprint
+from kv_connector.protocol.wire.messages import Fingerprint
 from kv_connector.vllm.encoder.link import LinkConfig
 
 # Settings that mean the same as for the KV connector.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kv_connector.moe.settings import MAX_RANKS
-from kv_connector.vllm.configuration import configured_connectors
 from kv_connector.vllm.internals import current_platform
+from kv_connector.vllm.model.configuration import configured_connectors
 
 MOST_TOKENS = 1024
 """Tokens of one rank in a step. The segment grows with the number. Larger steps are prefill."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, gather_from_workers, worker_connectors
 from kv_connector.vllm.weights.loaded_model import LoadedModel
-from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
+from kv_connector.weights.worker.receiver import NotLanded, ReceiverConfig, WeightReceiver
 
 logger = logging.getLogger("kv_connector")
 

@@ -26,8 +26,8 @@ from kv_connector.vllm.internals import (
     reload,
     set_current_vllm_config,
 )
-from kv_connector.weights.geometry import Geometry, Tensor, to_be_quantised
-from kv_connector.weights.recorder import RecordError, record
+from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
+from kv_connector.weights.mapping.recorder import RecordError, record
 
 logger = logging.getLogger(__name__)
 

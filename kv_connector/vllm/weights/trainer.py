@@ -28,8 +28,8 @@ from kv_connector.vllm.plugin import WEIGHTS
 from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource, module_source
+from kv_connector.weights.trainer.writer import STAGING_BYTES
 from kv_connector.weights.update import PushError
-from kv_connector.weights.writer import STAGING_BYTES
 
 
 @dataclass

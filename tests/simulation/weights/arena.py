@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from kv_connector.engine import ErrorCode
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
 
 from ..fabric import Batch, SimEngine, Transfer, failure
 

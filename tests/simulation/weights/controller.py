@@ -7,7 +7,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from kv_connector.protocol.actions import Source
-from kv_connector.weights.messages import (
+from kv_connector.weights.wire.messages import (
     CODEC,
     Applied,
     Apply,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..planted import Bug
 
-_LANDING = "weights/landing.py"
+_LANDING = "weights/worker/landing.py"
 
 BUGS = (
     Bug(

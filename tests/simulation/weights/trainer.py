@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kv_connector.engine import ErrorCode, EventKind, TransferError
-from kv_connector.weights.geometry import digest
-from kv_connector.weights.links import Link, LinkError, Links, News
-from kv_connector.weights.messages import (
+from kv_connector.weights.mapping.geometry import digest
+from kv_connector.weights.wire.links import Link, LinkError, Links, News
+from kv_connector.weights.wire.messages import (
     CODEC,
     NOT_DESCRIBED,
     Applied,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kv_connector.engine import ErrorCode, EventKind, TransferError
-from kv_connector.weights.geometry import digest
-from kv_connector.weights.landing import Landing, Phase
-from kv_connector.weights.landing_actions import (
+from kv_connector.weights.mapping.geometry import digest
+from kv_connector.weights.wire.messages import CODEC, Described, Joined, Seed, WorkerAddress
+from kv_connector.weights.worker.landing import Landing, Phase
+from kv_connector.weights.worker.landing_actions import (
     Action,
     GiveUp,
     HandOver,
@@ -22,7 +23,6 @@ from kv_connector.weights.landing_actions import (
     LandingReply,
     Record,
 )
-from kv_connector.weights.messages import CODEC, Described, Joined, Seed, WorkerAddress
 
 from ..actor import Actor
 from ..books import Violation

@@ -7,9 +7,9 @@ import zmq
 from agent_pairs import transfer, transfer_again
 from agent_setup import Side, until
 
-from kv_connector.protocol.messages import Release, encode
 from kv_connector.protocol.requests import ComputedPages, GroupPages
-from kv_connector.protocol.sessions import PeerState
+from kv_connector.protocol.session.sessions import PeerState
+from kv_connector.protocol.wire.messages import Release, encode
 
 
 def test_a_malformed_message_costs_its_sender_only(
@@ -69,7 +69,7 @@ def test_a_reserve_that_no_message_can_carry_fails(
     prefill, decode = pair
     transfer(prefill, decode, "before")
     with monkeypatch.context() as patch:
-        patch.setattr("kv_connector.protocol.messages.MAX_MESSAGE_BYTES", 100)
+        patch.setattr("kv_connector.protocol.wire.messages.MAX_MESSAGE_BYTES", 100)
         decode.reserve(prefill.address)
         decode.wait(received=["d-t"])
     assert decode.failed == ["d-t"]

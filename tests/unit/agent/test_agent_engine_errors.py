@@ -10,7 +10,7 @@ from agent_pairs import SOURCE, refuse, transfer, transfer_again
 from agent_setup import TIMES, Stage, until
 
 from kv_connector.engine import ErrorCode, TransferError
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 def test_writes_that_the_engine_refuses_fail_their_transfer_only(

@@ -9,7 +9,7 @@ from agent_pairs import SOURCE, TARGET, refuse
 from agent_setup import Side, Stage, stage, two_lanes
 
 from kv_connector.engine import ErrorCode, TransferError
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 def one_refusal(side: Side, code: ErrorCode) -> None:

@@ -15,7 +15,7 @@ from protocol_setup import layout, pairs
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 ANYWHERE = Address("127.0.0.1", 0)
 

@@ -11,10 +11,10 @@ from agent_pairs import transfer
 from agent_setup import TIMES, Stage, stage, until
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.links import LinkWatch, PeerName
+from kv_connector.agent.reports.links import LinkWatch, PeerName
 from kv_connector.engine import DomainConfig, EngineConfig, EngineStats, LostLink
 from kv_connector.engine.transfer_engine import TransferEngine
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 NAMES = {7: PeerName("decode/0", "verbs"), 8: PeerName("decode/1", "verbs")}
 REASON = "PEER_DOWN in write_pages over verbs to decode: the cable is out"
@@ -132,7 +132,7 @@ def test_link_watch_bounds_the_lines_when_a_nic_dies(
 def test_agent_names_the_peer_that_lost_a_link_and_counts_it(
     tcp: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kv_connector.agent.effects.SLOW_S", 0.1)
+    monkeypatch.setattr("kv_connector.agent.loop.effects.SLOW_S", 0.1)
     caplog.set_level("INFO", "kv_connector")
     times = replace(TIMES, heartbeat=0.05)
     nics = (DomainConfig("tcp", address="127.0.0.1"),) * 2

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kv_connector.agent.exposition import NAMES, Exposition
-from kv_connector.agent.ledger import AgentStats, CheckStats, LiveState, PrefixStats, Timing
 from kv_connector.agent.metrics import AgentReporter, Interval, activity
+from kv_connector.agent.reports.ledger import AgentStats, CheckStats, LiveState, PrefixStats, Timing
 from kv_connector.control.membership import Activity
 from kv_connector.protocol.actions import Outcome
-from kv_connector.protocol.messages import LendOutcome, Role
-from kv_connector.protocol.sessions import PeerInfo, PeerState
+from kv_connector.protocol.session.sessions import PeerInfo, PeerState
+from kv_connector.protocol.wire.messages import LendOutcome, Role
 
 NO_STATS = AgentStats(
     pages_pushed=0,

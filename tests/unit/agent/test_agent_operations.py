@@ -10,7 +10,7 @@ import pytest
 from agent_setup import PATIENCE, TIMES, Stage, stage, until
 
 from kv_connector.control.cluster_key import ClusterKey
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 @pytest.fixture

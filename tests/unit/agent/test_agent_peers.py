@@ -13,7 +13,7 @@ from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, acquaint, stage, 
 from protocol_setup import layout, pairs
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 def test_a_prefill_engine_that_shuts_down_ends_its_transfers_at_once(

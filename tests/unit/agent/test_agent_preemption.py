@@ -10,7 +10,7 @@ from agent_pairs import SOURCE, TARGET, hold, refuse, transfer_again
 from agent_setup import PATIENCE, TIMES, Side, Stage, until
 
 from kv_connector.engine import ErrorCode
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 
 def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:

@@ -11,9 +11,7 @@ from protocol_setup import BLOCK, layout
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address, PrefixRequested
-from kv_connector.protocol.content_key import chain
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import LendOutcome, Role
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import (
     ComputedPages,
     DecodeRequest,
@@ -21,6 +19,8 @@ from kv_connector.protocol.requests import (
     PrefillRequest,
     PrefixRequest,
 )
+from kv_connector.protocol.wire.content_key import chain
+from kv_connector.protocol.wire.messages import LendOutcome, Role
 
 __all__ = ["every_lane", "sim"]
 

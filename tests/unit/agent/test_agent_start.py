@@ -20,7 +20,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register, WorkloadReport
 from kv_connector.engine.placement import CoreClaim, Device, Placement
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 PAGES = layout()
 ANY_PORT = Settings(control_port=0, providers=("tcp",), worker_cpu="none")

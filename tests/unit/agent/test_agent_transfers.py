@@ -15,15 +15,15 @@ from agent_pairs import SOURCE, TARGET, hold, transfer
 from agent_setup import PATIENCE, Side, Stage, acquaint, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, with_rows
 
-from kv_connector.agent.writes import Bursts
+from kv_connector.agent.loop.writes import Bursts
 from kv_connector.engine import ArmedLayer, ErrorCode, PagedWrite, TransferError
 from kv_connector.engine.transfer_engine import LayerSignal
 from kv_connector.protocol.actions import Outcome
-from kv_connector.protocol.geometry import Place, Units, head_major, units_of_rank
-from kv_connector.protocol.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.pages.geometry import Place, Units, head_major, units_of_rank
+from kv_connector.protocol.pages.layout import GroupLayout, GroupTarget, KvLayout, LayerLayout
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages
-from kv_connector.protocol.sessions import PeerState
+from kv_connector.protocol.session.sessions import PeerState
+from kv_connector.protocol.wire.messages import Role
 
 
 def record_signals(prefill: Side) -> list[list[int]]:
@@ -137,7 +137,7 @@ def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_
 ) -> None:
     """No prompt ends in the first step. In the second, a page of each of the two layers is named twice. Pages
     beyond the limit are sent at the end of their step, and those of the last step by layer."""
-    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
+    monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": bursts} if bursts else {})
     prefill, decode = pair
     values = record_signals(prefill)
     prefill.expect()
@@ -160,7 +160,7 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
 ) -> None:
     """They are sent before their blocks go to another request, and if the prompt's end names no more
     pages."""
-    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -186,9 +186,9 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
 ) -> None:
     """The thread is held off for a limited time. On lanes that send pages layer by layer it is not held
     off."""
-    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", PATIENCE)
     if bursts:
-        monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+        monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     transfer(prefill, decode, "met")
     few, many = [(GroupPages(0, tuple(range(pages))),) for pages in (4, 5)]
@@ -205,7 +205,7 @@ def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
     decode.reserve(prefill.address)
     until(lambda: bool(prefill.agent.take_reserved()))
     if bursts:
-        monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", 0.01)
+        monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", 0.01)
         prefill.agent.begin_launch()
         assert prefill.agent.catch_up(PATIENCE), "a step that failed"
 
@@ -215,8 +215,8 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
 ) -> None:
     """vLLM's model runner V2 reports a step's preemptions twice: at its beginning, and when it is
     prepared."""
-    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", 2 * PATIENCE)
-    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", 2 * PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     transfer(prefill, decode, "met")
     prefill.agent.begin_launch()
@@ -228,8 +228,8 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
 def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.agent.thread._HOLD_OFF_S", PATIENCE)
-    monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
+    monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", PATIENCE)
+    monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address, early_token=True)
@@ -264,7 +264,7 @@ def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
 ) -> None:
     prefill = sim.side(Role.PREFILL)
     for number, bursts in enumerate((Bursts(8 * PAGE, 8 * PAGE), None, Bursts(8 * PAGE, 8 * PAGE))):
-        monkeypatch.setattr("kv_connector.agent.effects.BURSTS", {"sim": bursts} if bursts else {})
+        monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": bursts} if bursts else {})
         transfer(prefill, sim.side(Role.DECODE, f"decode {number}"), f"t{number}")
         assert prefill.agent.leaves_by_layer([GroupPages(0, (1,))]) == (number > 0)
 

@@ -18,14 +18,14 @@ from agent_setup import PATIENCE, TIMES, Side, Stage, acquaint, until
 from protocol_setup import BLOCK, PAGE, layout
 
 from kv_connector.agent.config import AgentError, MemoryRange
-from kv_connector.agent.ledger import CheckStats
-from kv_connector.agent.page_summer import PageSummer, Summed
+from kv_connector.agent.loop.page_summer import PageSummer, Summed
+from kv_connector.agent.reports.ledger import CheckStats
 from kv_connector.protocol.actions import Outcome, SummedPages
-from kv_connector.protocol.geometry import Place, head_major, units_of_rank
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout
-from kv_connector.protocol.messages import Role
 from kv_connector.protocol.page_sums import SUM_BYTES
+from kv_connector.protocol.pages.geometry import Place, head_major, units_of_rank
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.requests import ComputedPages, GroupPages
+from kv_connector.protocol.wire.messages import Role
 
 __all__ = ["every_lane"]
 

@@ -27,10 +27,10 @@ from kv_connector.agent.commands import (
     SetRanks,
     WithdrawPrefix,
 )
-from kv_connector.agent.ledger import Reports
-from kv_connector.protocol.content_key import chain
-from kv_connector.protocol.messages import LendOutcome
+from kv_connector.agent.reports.ledger import Reports
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, PrefillRequest, PrefixRequest
+from kv_connector.protocol.wire.content_key import chain
+from kv_connector.protocol.wire.messages import LendOutcome
 
 __all__ = ["agent"]
 

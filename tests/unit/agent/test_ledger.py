@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_connector.agent.ledger import Ledger, PrefixStats, Reports
+from kv_connector.agent.reports.ledger import Ledger, PrefixStats, Reports
 from kv_connector.protocol.actions import (
     Ended,
     Outcome,
@@ -16,9 +16,9 @@ from kv_connector.protocol.actions import (
     Reached,
     State,
 )
-from kv_connector.protocol.content_key import chain
-from kv_connector.protocol.lending import MAX_QUESTIONS
-from kv_connector.protocol.messages import LendOutcome, Role
+from kv_connector.protocol.prefill.lending import MAX_QUESTIONS
+from kv_connector.protocol.wire.content_key import chain
+from kv_connector.protocol.wire.messages import LendOutcome, Role
 
 LIMIT = 30.0
 

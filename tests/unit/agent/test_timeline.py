@@ -13,8 +13,8 @@ from agent_setup import Side, acquaint, stage
 from command_line import invoke
 from protocol_setup import layout
 
-from kv_connector.agent.ledger import Timing
-from kv_connector.agent.timeline import Timelines
+from kv_connector.agent.reports.ledger import Timing
+from kv_connector.agent.reports.timeline import Timelines
 from kv_connector.cli.main import app
 from kv_connector.cli.trace import chrome_trace
 from kv_connector.control import timelines
@@ -22,8 +22,8 @@ from kv_connector.control.timelines import Unanswered, Worker, ask_workers, boot
 from kv_connector.engine import StepKind, TraceStep
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address, Ended, Outcome, Share
-from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Recall, Recalled, Role, decode, encode
-from kv_connector.protocol.timeline import MAX_COUNTS, MAX_TIMELINES
+from kv_connector.protocol.wire.messages import MAX_MESSAGE_BYTES, Recall, Recalled, Role, decode, encode
+from kv_connector.protocol.wire.timeline import MAX_COUNTS, MAX_TIMELINES
 
 run = partial(invoke, app)
 
@@ -284,7 +284,7 @@ def test_a_layer_is_computed_when_its_hook_says_so_but_on_a_gpu(
     engine = Steps()
     kept = kept_by(engine, on_gpu=on_gpu)
     kept.pushed(Share("t"), 5, 0)
-    monkeypatch.setattr("kv_connector.agent.timeline.time.monotonic_ns", lambda: 15)
+    monkeypatch.setattr("kv_connector.agent.reports.timeline.time.monotonic_ns", lambda: 15)
     kept.signalled(2)
     engine.taken = [released(20, 1, 1, 0), released(21, 2, 2, 1)]
     end(kept)

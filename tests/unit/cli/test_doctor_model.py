@@ -18,7 +18,7 @@ from kv_connector.cli.fit.layout import engine
 from kv_connector.cli.fit.model import read_model
 from kv_connector.cli.fit.side import KEYS, parse_side
 from kv_connector.cli.main import app
-from kv_connector.protocol.layout import layout_problem
+from kv_connector.protocol.pages.layout import layout_problem
 
 run = partial(invoke, app)
 BYTES = 4 * 4 * 64 * 2 * 2  # bytes of a token of LLAMA: layers, heads, head size, K and V, bfloat16

@@ -16,7 +16,7 @@ from kv_connector.cli.main import app
 from kv_connector.control.membership import Drain, Draining, MembershipSockets, Undrain, Undrained, encode
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 ENGINE = "http://10.0.0.1:8000"
 run = partial(invoke, app)

@@ -15,7 +15,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import BeginDrain, MembershipSockets, Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 PATIENCE_MS = 30_000
 QUIET_MS = 400

@@ -15,7 +15,7 @@ from protocol_setup import reserve
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address, Source
-from kv_connector.protocol.messages import MAX_MESSAGE_BYTES, Bye, Ping, Pong, Release, encode
+from kv_connector.protocol.wire.messages import MAX_MESSAGE_BYTES, Bye, Ping, Pong, Release, encode
 
 LOCAL = Address("127.0.0.1", 0)
 

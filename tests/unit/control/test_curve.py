@@ -20,7 +20,7 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.control.sockets import ControlPlane, Received
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Ping, Pong, encode
+from kv_connector.protocol.wire.messages import Ping, Pong, encode
 
 __all__ = ["make"]
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import rooms_picture
-from rooms import ROOMS, ROUTER, ways_back
+from rooms import FLOORS, ROOMS, ROUTER, ways_back
 
 import kv_connector
 
@@ -25,6 +26,14 @@ ADAPTERS = {"vllm", "sglang", "ray", "verl"}
 OF_TENSORS = {"weights": {"torch"}, "moe": {"torch"}}
 # A connector that vLLM loads for a comparison, and a process that measures torch's collectives.
 WITH_FRAMEWORKS = ("bench/pd/mooncake_cpu.py", "bench/moe_rank.py")
+MOST_MODULES = 15
+"""Most modules of a folder, so that its list is read at a glance."""
+LARGER = {
+    "bench": "a module for each measurement, and what the measurements share",
+    "cli": "a module for each command, and what the commands share",
+    "router/engines": "one subject: the engines as the router knows them",
+}
+"""Folders that may have more modules than MOST_MODULES, each with the reason."""
 
 
 def imported(room: str) -> Iterator[tuple[str, str]]:
@@ -50,7 +59,8 @@ def test_nothing_lies_about_outside_of_the_rooms() -> None:
 
 
 def test_the_picture_of_the_documents_shows_the_tables() -> None:
-    assert rooms_picture.PICTURE.read_text() == rooms_picture.picture()
+    for path, drawn in rooms_picture.PICTURES.items():
+        assert path.read_text() == drawn()
 
 
 def test_the_table_has_no_way_back() -> None:
@@ -90,6 +100,49 @@ def test_a_room_of_the_router_imports_only_what_its_arrows_lead_to(room: str) ->
         if names[:2] == ["kv_connector", "router"] and names[2] not in {room, *ROUTER[room]}
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_the_floors_of_a_room_name_each_of_its_parts_once(room: str) -> None:
+    listed = [part for floor in FLOORS[room] for part in floor]
+    found = {path.stem for path in (PACKAGE / room).iterdir() if path.name != "__pycache__"}
+    assert sorted(listed) == sorted(found - {"__init__"})
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_part_of_a_room_imports_only_parts_of_lower_floors(room: str) -> None:
+    below: set[str] = set()
+    wrong = []
+    for floor in FLOORS[room]:
+        for part in floor:
+            wrong += [
+                f"{where} imports {module}"
+                for where, module in imported(f"{room}/{part}")
+                if module.startswith(f"kv_connector.{room}.") and module.split(".")[2] not in {part, *below}
+            ]
+        below |= set(floor)
+    assert wrong == []
+
+
+def test_a_folder_has_at_most_fifteen_modules() -> None:
+    """An exception that is no longer needed fails too."""
+    modules = Counter(
+        path.parent.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    assert {folder for folder, count in modules.items() if count > MOST_MODULES} == set(LARGER)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for room in FLOORS for path in (PACKAGE / room).rglob("__init__.py")),
+    ids=lambda path: path.parent.relative_to(PACKAGE).as_posix(),
+)
+def test_a_folder_of_a_room_with_floors_hands_on_nothing(path: Path) -> None:
+    (docstring,) = ast.parse(path.read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(docstring.value, ast.Constant)
 
 
 @pytest.mark.parametrize(

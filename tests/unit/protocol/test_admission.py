@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samples import sample
 
 from kv_connector.protocol.admission import AdmissionGate, DeferralGate, gates, may_lend
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 
 POOL = 30
 

@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from kv_connector.protocol.content_key import (
+from kv_connector.protocol.wire.content_key import (
     BASIS_BYTES,
     MAX_DIGESTS,
     ContentKey,
@@ -15,7 +15,7 @@ from kv_connector.protocol.content_key import (
     content_key,
     content_key_problem,
 )
-from kv_connector.protocol.messages import MAX_MESSAGE_BYTES
+from kv_connector.protocol.wire.messages import MAX_MESSAGE_BYTES
 
 TOKENS = list(range(1000, 1064))
 FACTS = ((0, "adapter french"), (0, "salt of a tenant"), (40, "image abc"))
@@ -31,7 +31,7 @@ def shared(one: ContentKey, other: ContentKey) -> int:
 
 def test_content_key_is_equal_in_processes_with_other_hash_seeds() -> None:
     program = (
-        "from kv_connector.protocol.content_key import chain\n"
+        "from kv_connector.protocol.wire.content_key import chain\n"
         f"print(chain({TOKENS}, 16, {FACTS}).digests.hex())"
     )
     found = set()

@@ -36,11 +36,20 @@ from kv_connector.protocol.actions import (
     Send,
     State,
 )
-from kv_connector.protocol.decode_machine import ABORT_LAG_S, DecodeAction, DecodeMachine
-from kv_connector.protocol.geometry import Place, Units, head_major, token_major
-from kv_connector.protocol.layout import GroupLayout, KvLayout, LayerLayout, Part
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Reserve, Role, Sampled
+from kv_connector.protocol.decode.decode_machine import ABORT_LAG_S, DecodeAction, DecodeMachine
+from kv_connector.protocol.pages.geometry import Place, Units, head_major, token_major
+from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import (
+    Cancel,
+    CancelAck,
+    Fail,
+    FailCode,
+    Release,
+    Reserve,
+    Role,
+    Sampled,
+)
 
 PEER, OTHER = 1, 2
 OTHER_ADDRESS = Address("127.0.0.2", 5600)

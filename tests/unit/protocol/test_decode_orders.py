@@ -23,10 +23,10 @@ from kv_connector.protocol.actions import (
     OpenCounter,
     Send,
 )
-from kv_connector.protocol.decode_machine import DecodeAction, DecodeMachine
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Sampled
+from kv_connector.protocol.decode.decode_machine import DecodeAction, DecodeMachine
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import Cancel, CancelAck, Fail, FailCode, Reserve, Sampled
 
 PAGES = layout(num_blocks=32)
 OTHER_ADDRESS = Address("127.0.0.2", 5600)

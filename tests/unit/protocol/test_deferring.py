@@ -38,8 +38,11 @@ from kv_connector.protocol.actions import (
     Send,
     SessionUp,
 )
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import REMEMBERED_OLDER, Identity, PeersAction
+from kv_connector.protocol.wire.messages import (
     DEFER_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Defer,
@@ -51,9 +54,6 @@ from kv_connector.protocol.messages import (
     Release,
     Role,
 )
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.prefill_machine import PrefillMachine
-from kv_connector.protocol.sessions import REMEMBERED_OLDER, Identity, PeersAction
 
 PAGES = layout(num_blocks=32)
 DUE = PromptDue("t")

@@ -13,8 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from samples import sample
 
-from kv_connector.protocol import messages
-from kv_connector.protocol.layout import (
+from kv_connector.protocol.pages.layout import (
     Axis,
     GroupLayout,
     GroupTarget,
@@ -24,8 +23,9 @@ from kv_connector.protocol.layout import (
     layout_problem,
     memory_problem,
 )
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.sources import Holders, choose_sources
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.sources import Holders, choose_sources
+from kv_connector.protocol.wire import messages
 
 TOKENS = 24  # of the longest prompt
 NOTHING, LOST = -1, -2  # content of a cell: D's before the transfer, P's outside of the request

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from protocol_setup import misfit
 
-from kv_connector.protocol.geometry import (
+from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
     Units,
@@ -23,7 +23,7 @@ from kv_connector.protocol.geometry import (
     units_of_rank,
     vector_planes,
 )
-from kv_connector.protocol.layout import (
+from kv_connector.protocol.pages.layout import (
     MAX_PARTS,
     Axis,
     GroupLayout,
@@ -34,10 +34,10 @@ from kv_connector.protocol.layout import (
     Shard,
     layout_problem,
 )
-from kv_connector.protocol.messages import Rank, Wants
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.runs import Misfit
-from kv_connector.protocol.sources import Holders, choose_sources, draws
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.runs import Misfit
+from kv_connector.protocol.plans.sources import Holders, choose_sources, draws
+from kv_connector.protocol.wire.messages import Rank, Wants
 
 # Tokens of a block, bytes of one token of a head, and bytes of one token of a K or V plane.
 N, C, HEAD = 16, 4, 8

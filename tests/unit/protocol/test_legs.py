@@ -9,11 +9,11 @@ import pytest
 from protocol_setup import P_ADDRESS, all_of, decode_request, layout, worker
 
 from kv_connector.protocol.actions import OpenCounter
-from kv_connector.protocol.decode_machine import ABORT_LAG_S, DecodeMachine
-from kv_connector.protocol.legs import LEG_NEXT, NEXT, Leg, LegPhase, Phase, Reception
-from kv_connector.protocol.messages import CancelAck, Fail, FailCode, Sampled
-from kv_connector.protocol.sources import Draw
+from kv_connector.protocol.decode.decode_machine import ABORT_LAG_S, DecodeMachine
+from kv_connector.protocol.decode.legs import LEG_NEXT, NEXT, Leg, LegPhase, Phase, Reception
+from kv_connector.protocol.plans.sources import Draw
 from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import CancelAck, Fail, FailCode, Sampled
 
 PEER = 1
 PAGES = layout(num_blocks=32)

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from protocol_setup import ADVICE, HASH, all_of, layout, pairs, recalled, reserve, worker
 
-from kv_connector.protocol.content_key import chain
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.session.mismatch import SAME_RELEASE, mismatch
+from kv_connector.protocol.wire.content_key import chain
+from kv_connector.protocol.wire.messages import (
     MAX_ID,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
@@ -43,7 +44,6 @@ from kv_connector.protocol.messages import (
     fingerprint,
     id_problem,
 )
-from kv_connector.protocol.mismatch import SAME_RELEASE, mismatch
 
 MESSAGES: list[AnyMessage] = [
     Hello(

@@ -36,9 +36,13 @@ from kv_connector.protocol.actions import (
     SummedPages,
     SumPages,
 )
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.layout import GroupTarget
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.page_sums import SUM_BYTES, source_pages, sums_messages, target_pages
+from kv_connector.protocol.pages.layout import GroupTarget
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import (
     MAX_SUMS_BYTES,
     Cancel,
     CancelAck,
@@ -50,10 +54,6 @@ from kv_connector.protocol.messages import (
     decode,
     encode,
 )
-from kv_connector.protocol.page_sums import SUM_BYTES, source_pages, sums_messages, target_pages
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
-from kv_connector.protocol.timeouts import Timeouts
 
 __all__ = ["prefill"]
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import id_problem
 from kv_connector.protocol.params import (
     MAX_PREFIX_TOKENS,
     BadParams,
@@ -17,6 +16,7 @@ from kv_connector.protocol.params import (
     parse_params,
     parse_prefix,
 )
+from kv_connector.protocol.wire.messages import id_problem
 
 OF_P = {"do_remote_decode": True, "transfer_id": "t"}
 OF_D = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 5600}

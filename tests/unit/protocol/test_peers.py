@@ -26,7 +26,10 @@ from kv_connector.protocol.actions import (
     SessionOver,
     SessionUp,
 )
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import Identity, PeersAction, PeerState
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.messages import (
     MAX_TEXT,
     MAX_WAITING,
     PROTOCOL_VERSION,
@@ -47,9 +50,6 @@ from kv_connector.protocol.messages import (
     Role,
     fingerprint,
 )
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.sessions import Identity, PeersAction, PeerState
-from kv_connector.protocol.timeouts import Timeouts
 
 TIMES = Timeouts()
 DIALLED = b"dialled 1"  # D's name for the connection

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from protocol_setup import BLOCK, PAGE, layout, misfit, region_bytes, with_rows
 
-from kv_connector.protocol.layout import (
+from kv_connector.protocol.pages.layout import (
     GroupLayout,
     GroupTarget,
     KvLayout,
@@ -16,8 +16,7 @@ from kv_connector.protocol.layout import (
     layout_problem,
     memory_problem,
 )
-from kv_connector.protocol.messages import Wants
-from kv_connector.protocol.plan import (
+from kv_connector.protocol.plans.plan import (
     ALIKE,
     LayerRun,
     Plan,
@@ -26,6 +25,7 @@ from kv_connector.protocol.plan import (
     used_blocks,
     wants_problem,
 )
+from kv_connector.protocol.wire.messages import Wants
 
 
 def with_layer(pages: KvLayout, ordinal: int, **changes: object) -> KvLayout:

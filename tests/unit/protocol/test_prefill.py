@@ -29,9 +29,9 @@ from kv_connector.protocol.actions import (
     Send,
     Share,
 )
-from kv_connector.protocol.messages import Fail, Sampled
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Fail, Sampled
 
 
 def pushed_group(group: int, source: tuple[int, ...], target: tuple[int, ...]) -> PushedGroup:

@@ -21,8 +21,8 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
 
 
 def test_cancel_stops_drains_and_is_acknowledged(machine: PrefillMachine) -> None:

@@ -23,8 +23,8 @@ from kv_connector.protocol.actions import (
     Send,
     Share,
 )
-from kv_connector.protocol.messages import Cancel, Fail, FailCode
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode
 
 # --- Deadlines
 

@@ -19,8 +19,8 @@ from kv_connector.protocol.actions import (
     Outcome,
     Share,
 )
-from kv_connector.protocol.messages import Cancel, Fail, FailCode
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode
 
 
 def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:

@@ -16,8 +16,8 @@ from kv_connector.protocol.actions import (
     FinishedSending,
     Share,
 )
-from kv_connector.protocol.messages import Cancel, Fail, FailCode
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode
 
 
 def test_preemption_forgets_what_was_not_pushed_and_keeps_the_ledger(machine: PrefillMachine) -> None:

@@ -32,8 +32,8 @@ from kv_connector.protocol.actions import (
     Send,
     Share,
 )
-from kv_connector.protocol.messages import Cancel, Fail, FailCode, Release, Reserve
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode, Release, Reserve
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, CancelAck, Fail, FailCode, Release, Role
 
 FIRST, SECOND = Share("t", 0), Share("t", 1)
 

@@ -24,8 +24,8 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.messages import Cancel, Fail, FailCode, Role
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode, Role
 
 
 @pytest.mark.parametrize("first", ["request", "reserve"])

@@ -24,9 +24,9 @@ from kv_connector.protocol.actions import (
     Send,
     Share,
 )
-from kv_connector.protocol.messages import Fail, FailCode, Reserve, Sampled
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
-from kv_connector.protocol.shares import PrefillAction
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.prefill.shares import PrefillAction
+from kv_connector.protocol.wire.messages import Fail, FailCode, Reserve, Sampled
 
 
 def reserve_of(version: str, **changes: Any) -> Reserve:

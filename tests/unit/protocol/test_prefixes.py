@@ -50,12 +50,18 @@ from kv_connector.protocol.actions import (
     SessionUp,
     Share,
 )
-from kv_connector.protocol.borrowing import _REMEMBERED, MAX_LOCATED
-from kv_connector.protocol.content_key import ContentKey, chain
-from kv_connector.protocol.decode_machine import DecodeMachine
-from kv_connector.protocol.legs import DecodeAction
-from kv_connector.protocol.lending import MAX_QUESTIONS
-from kv_connector.protocol.messages import (
+from kv_connector.protocol.decode.borrowing import _REMEMBERED, MAX_LOCATED
+from kv_connector.protocol.decode.decode_machine import DecodeMachine
+from kv_connector.protocol.decode.legs import DecodeAction
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.prefill.lending import MAX_QUESTIONS
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
+from kv_connector.protocol.requests import PrefillRequest, PrefixRequest
+from kv_connector.protocol.session.peers import PeerTable
+from kv_connector.protocol.session.sessions import Identity
+from kv_connector.protocol.timeouts import Timeouts
+from kv_connector.protocol.wire.content_key import ContentKey, chain
+from kv_connector.protocol.wire.messages import (
     DEFER_PROTOCOL_VERSION,
     PREFIX_PROTOCOL_VERSION,
     Borrow,
@@ -73,12 +79,6 @@ from kv_connector.protocol.messages import (
     Reserve,
     Role,
 )
-from kv_connector.protocol.peers import PeerTable
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill_machine import PrefillMachine, WritesEnd
-from kv_connector.protocol.requests import PrefillRequest, PrefixRequest
-from kv_connector.protocol.sessions import Identity
-from kv_connector.protocol.timeouts import Timeouts
 
 __all__ = ["lender"]
 

@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import pytest
 
-from kv_connector.protocol.prompt_hash import PROMPT_HASH_BYTES, prompt_hash
+from kv_connector.protocol.wire.prompt_hash import PROMPT_HASH_BYTES, prompt_hash
 
 
 def test_it_is_blake2b_over_little_endian_32_bit_token_ids() -> None:

@@ -11,10 +11,10 @@ from protocol_setup import (
     reserve,
 )
 
-from kv_connector.protocol import tombstones
-from kv_connector.protocol.messages import Cancel
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.prefill_machine import PrefillMachine
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.prefill import tombstones
+from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.wire.messages import Cancel
 
 
 def test_tombstones_are_forgotten_by_age() -> None:

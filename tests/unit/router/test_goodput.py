@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents

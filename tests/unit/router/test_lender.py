@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_connector.control.membership import Leave, Register
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError, Side, State

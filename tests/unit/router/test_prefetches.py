@@ -20,7 +20,7 @@ from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router_prompts import TOKENS, prompt
 
 from kv_connector.control.membership import Leave, Register
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side

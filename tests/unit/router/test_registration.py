@@ -53,14 +53,14 @@ from kv_connector.control.membership import (
 from kv_connector.control.registrar import Registrar
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import MalformedMessage, Role
+from kv_connector.protocol.wire.messages import MalformedMessage, Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.weights import router_list
-from kv_connector.weights.links import LinkError
 from kv_connector.weights.router_list import NoEngines, RouterList
+from kv_connector.weights.wire.links import LinkError
 
 pytestmark = pytest.mark.anyio
 

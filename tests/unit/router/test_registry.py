@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from kv_connector.control.membership import PromptHits, Register
 from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Source
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents

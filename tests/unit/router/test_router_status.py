@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kv_connector.control.membership import Activity, Leave, Register
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side

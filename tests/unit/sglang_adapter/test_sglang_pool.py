@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from protocol_setup import misfit
 
-from kv_connector.protocol.layout import GroupTarget, KvLayout, memory_problem
-from kv_connector.protocol.messages import Rank
-from kv_connector.protocol.plan import Plan
-from kv_connector.protocol.sources import draws
+from kv_connector.protocol.pages.layout import GroupTarget, KvLayout, memory_problem
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.protocol.plans.sources import draws
+from kv_connector.protocol.wire.messages import Rank
 from kv_connector.sglang.pool import METADATA, PAGES, STATES, Shape, UnsupportedPool, pool_layout
 
 PAGE_SIZE, BLOCKS, HEAD = 4, 8, 32

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import id_problem
 from kv_connector.protocol.params import BadParams, DecodeParams, PrefillParams, parse_params
+from kv_connector.protocol.wire.messages import id_problem
 from kv_connector.vllm.dialects import in_our_words
 
 P = Address("10.0.0.1", 5600)

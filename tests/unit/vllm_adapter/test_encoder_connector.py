@@ -17,12 +17,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
 from kv_connector.agent.settings import SettingsError
-from kv_connector.vllm.configuration import UnsupportedConfiguration
 from kv_connector.vllm.encoder import connector as connector_module
 from kv_connector.vllm.encoder.connector import WriteImmEncoderConnector, check_encoder_configuration
 from kv_connector.vllm.encoder.exposition import EMBEDDING_NAMES
 from kv_connector.vllm.encoder.metrics import EmbeddingStats
 from kv_connector.vllm.metrics import unregister
+from kv_connector.vllm.model.configuration import UnsupportedConfiguration
 
 WIDTH = 8
 

@@ -15,7 +15,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.identity import engine_fingerprint
+from kv_connector.protocol.session.identity import engine_fingerprint
 from kv_connector.vllm.encoder import receiver as receiver_module
 from kv_connector.vllm.encoder import sender as sender_module
 from kv_connector.vllm.encoder.arena import Arena, Place
@@ -23,7 +23,7 @@ from kv_connector.vllm.encoder.link import LinkConfig
 from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.vllm.encoder.receiver import EmbeddingReceiver, Fetch
 from kv_connector.vllm.encoder.sender import EmbeddingSender
-from kv_connector.weights.loop import Loop
+from kv_connector.weights.wire.loop import Loop
 
 PATIENCE_S = 60.0
 ARENA = 1 << 20

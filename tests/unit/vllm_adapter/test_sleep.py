@@ -19,7 +19,7 @@ from kv_connector.agent.config import AgentError
 from kv_connector.agent.start import Running
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector
 
 __all__ = ["every_lane", "pair", "sim"]

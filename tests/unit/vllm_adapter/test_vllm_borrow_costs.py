@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.protocol.actions import Address
-from kv_connector.vllm.borrow_costs import BorrowCosts
+from kv_connector.vllm.scheduling.borrow_costs import BorrowCosts
 
 LENDER, OTHER = (Address("10.0.0.2", port, prefixes=True) for port in (5700, 5800))
 REMEMBER = 30.0

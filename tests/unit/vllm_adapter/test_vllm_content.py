@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kv_connector.vllm.content import content_key_of, hash_basis, prefix_key
 from kv_connector.vllm.internals import block_hashing
+from kv_connector.vllm.scheduling.content import content_key_of, hash_basis, prefix_key
 
 caches, hashing = block_hashing()
 

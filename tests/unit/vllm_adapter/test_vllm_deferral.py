@@ -12,9 +12,9 @@ from vllm_stage import ADDRESS, BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, mo
 from kv_connector.agent.commands import DeferLoad, EndLendings, PromptNext, Release
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.content import content_key_of, hash_basis
-from kv_connector.vllm.gated_queue import GatedScheduler
 from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.scheduling.content import content_key_of, hash_basis
+from kv_connector.vllm.scheduling.gated_queue import GatedScheduler
 
 __all__ = ["model"]
 

@@ -24,7 +24,7 @@ from vllm_stage import (
     vllm_config,
 )
 
-from kv_connector.vllm.configuration import check_configuration
+from kv_connector.vllm.model.configuration import check_configuration
 
 __all__ = ["model"]
 

@@ -34,9 +34,9 @@ from kv_connector.cli.fit.layout import engine
 from kv_connector.cli.fit.model import read_model
 from kv_connector.cli.fit.pair import costs
 from kv_connector.cli.fit.side import parse_side
-from kv_connector.protocol.layout import KvLayout, Part
-from kv_connector.protocol.messages import Rank
-from kv_connector.vllm import kv_cache
+from kv_connector.protocol.pages.layout import KvLayout, Part
+from kv_connector.protocol.wire.messages import Rank
+from kv_connector.vllm.model import kv_cache
 
 LAYOUTS = {"tokens": "LBNHC", "heads": "LBHNC", "planes": "LBHNC"}
 TOKENS = 1000

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, Stage, model, prompt, vllm_config
 
-from kv_connector.vllm.gated_queue import GatedQueue, GatedScheduler
+from kv_connector.vllm.scheduling.gated_queue import GatedQueue, GatedScheduler
 
 __all__ = ["model"]
 

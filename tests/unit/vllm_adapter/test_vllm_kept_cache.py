@@ -23,9 +23,9 @@ from vllm_stage import (
 
 from kv_connector.agent.commands import AnswerPrefix, CacheCleared, Cancel
 from kv_connector.protocol.actions import PrefixRequested
-from kv_connector.protocol.content_key import ContentKey
-from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import PrefixRequest
+from kv_connector.protocol.wire.content_key import ContentKey
+from kv_connector.protocol.wire.messages import LendOutcome
 from kv_connector.vllm.kept_cache import install
 from kv_connector.vllm.patches import keep_cache_over_updates
 from kv_connector.vllm.plugin import KEEP_CACHE
@@ -213,7 +213,7 @@ def test_request_made_with_the_previous_hasher_gets_the_hashes_of_the_version(
     stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's input thread may have made it before the update, and the scheduler gets it later."""
-    install()
+    install(KEEP_CACHE)
     assert hasattr(EngineCore, KEEP_CACHE)
     engine = stage("kv_both")
     early = engine.add("early", PROMPT)
@@ -233,7 +233,7 @@ def test_request_made_with_the_previous_hasher_gets_the_hashes_of_the_version(
 
 
 def test_second_installation_changes_nothing() -> None:
-    install()
+    install(KEEP_CACHE)
     add_request = EngineCore.add_request
     keep_cache_over_updates(KEEP_CACHE, lambda *_: None, lambda *_: None)
     assert EngineCore.add_request is add_request

@@ -32,14 +32,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm_pages import BLOCKS, Rank, attention, caches, engine, make_rank, name, transfer
 from vllm_stage import ADDRESS, FULL, SLIDING, kv_cache_config, model, vllm_config
 
-from kv_connector.protocol.plan import ALIKE, Plan
-from kv_connector.protocol.runs import Misfit
-from kv_connector.vllm import configuration
-from kv_connector.vllm.configuration import UnsupportedConfiguration, check_configuration
+from kv_connector.protocol.plans.plan import ALIKE, Plan
+from kv_connector.protocol.plans.runs import Misfit
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import KVConnectorHandshakeMetadata, KVConnectorRole
-from kv_connector.vllm.kv_cache import kv_layout
 from kv_connector.vllm.metadata import DescribedRank
+from kv_connector.vllm.model import configuration
+from kv_connector.vllm.model.configuration import UnsupportedConfiguration, check_configuration
+from kv_connector.vllm.model.kv_cache import kv_layout
 
 __all__ = ["model"]
 

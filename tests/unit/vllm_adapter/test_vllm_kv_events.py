@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, SLIDING, Stage, model, prompt, vllm_config
 
-from kv_connector.vllm.first_token import FirstTokenScheduler
+from kv_connector.vllm.scheduling.first_token import FirstTokenScheduler
 
 __all__ = ["model"]
 

@@ -10,9 +10,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from vllm_pages import caches, name
 from vllm_stage import ADDRESS, BLOCK, FULL, model, vllm_config
 
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm.last_block import LastBlocks
+from kv_connector.vllm.model.last_block import LastBlocks
 
 __all__ = ["model"]
 

@@ -13,9 +13,9 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.vllm import decode_scheduler
-from kv_connector.vllm.decode_scheduler import DecodeScheduler, LoadPhase
 from kv_connector.vllm.internals import RequestStatus
+from kv_connector.vllm.scheduling import decode_scheduler
+from kv_connector.vllm.scheduling.decode_scheduler import DecodeScheduler, LoadPhase
 
 PEER = Address("10.0.0.1", 5600)
 LEGAL = {(before, after) for before in LoadPhase for after in decode_scheduler._NEXT[before]}

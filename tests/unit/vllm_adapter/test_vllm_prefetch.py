@@ -15,9 +15,9 @@ from vllm_stage import BLOCK, FULL, PARAMS_OF_P, MakeStage, Stage, model, prompt
 from kv_connector.agent.commands import Cancel, Release, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
-from kv_connector.vllm.first_token import has_own_scheduler
-from kv_connector.vllm.gated_queue import GatedAsyncScheduler, GatedScheduler
-from kv_connector.vllm.prefix_borrower import MOST_AT_ONCE, MOST_PREFETCHES
+from kv_connector.vllm.scheduling.first_token import has_own_scheduler
+from kv_connector.vllm.scheduling.gated_queue import GatedAsyncScheduler, GatedScheduler
+from kv_connector.vllm.scheduling.prefix_borrower import MOST_AT_ONCE, MOST_PREFETCHES
 
 __all__ = ["model", "stage"]
 
@@ -339,8 +339,8 @@ def test_prefetch_is_computed_by_another_scheduler(stage: MakeStage) -> None:
     [
         (None, None, True),
         (None, "LBHNC", False),
-        ("kv_connector.vllm.gated_queue.GatedScheduler", None, True),
-        ("kv_connector.vllm.first_token.FirstTokenScheduler", "LBHNC", True),
+        ("kv_connector.vllm.scheduling.gated_queue.GatedScheduler", None, True),
+        ("kv_connector.vllm.scheduling.first_token.FirstTokenScheduler", "LBHNC", True),
         ("my.Scheduler", None, False),
         (Scheduler, None, False),
     ],

@@ -11,9 +11,9 @@ from vllm_stage import BLOCK, FULL, PARAMS_OF_P, SLIDING, MakeStage, Stage, mode
 from kv_connector.agent.commands import Cancel, Command, FinishPrefill, Release, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, PrefixRequest
-from kv_connector.vllm.content import content_key_of, hash_basis
 from kv_connector.vllm.metadata import StepMetadata
-from kv_connector.vllm.prefix_borrower import MOST_AT_ONCE, PrefixBorrower
+from kv_connector.vllm.scheduling.content import content_key_of, hash_basis
+from kv_connector.vllm.scheduling.prefix_borrower import MOST_AT_ONCE, PrefixBorrower
 
 __all__ = ["model", "stage"]
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_stage import BLOCK, FULL, SLIDING, MakeStage, Stage, model, stage, vllm_config
 
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.content import prefix_key
+from kv_connector.vllm.scheduling.content import prefix_key
 
 __all__ = ["model", "stage"]
 

@@ -13,11 +13,11 @@ from vllm_stage import BLOCK, FULL, SLIDING, WINDOW, MakeStage, Stage, model, pr
 
 from kv_connector.agent.commands import AnswerPrefix, EndLendings, FinishPrefill, NewPages, RefuseLending
 from kv_connector.protocol.actions import PrefixRequested
-from kv_connector.protocol.content_key import ContentKey, chain
-from kv_connector.protocol.messages import LendOutcome
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
-from kv_connector.vllm.content import content_key_of, hash_basis
+from kv_connector.protocol.wire.content_key import ContentKey, chain
+from kv_connector.protocol.wire.messages import LendOutcome
 from kv_connector.vllm.metadata import StepMetadata
+from kv_connector.vllm.scheduling.content import content_key_of, hash_basis
 
 __all__ = ["model", "stage"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.connector import _no_prefixes
 
 

@@ -33,9 +33,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm_pages import BLOCKS, Rank, attention, make_rank, name, transfer
 from vllm_stage import FULL, model, vllm_config
 
-from kv_connector.protocol.geometry import Place
-from kv_connector.protocol.plan import Plan
-from kv_connector.vllm import recurrent_pages
+from kv_connector.protocol.pages.geometry import Place
+from kv_connector.protocol.plans.plan import Plan
+from kv_connector.vllm.model import recurrent_pages
 
 __all__ = ["model"]
 

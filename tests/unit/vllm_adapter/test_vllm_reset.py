@@ -24,7 +24,7 @@ from vllm_stage import (
 )
 
 from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
-from kv_connector.protocol.layout import GroupTarget
+from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.forced_token import KEY
 

@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm_stage import BLOCK, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
 
-from kv_connector.vllm.blocks import blocks_of
-from kv_connector.vllm.kv_blocks import KvBlocks
-from kv_connector.vllm.model_facts import hit_tokens
+from kv_connector.vllm.model.model_facts import hit_tokens
+from kv_connector.vllm.scheduling.blocks import blocks_of
+from kv_connector.vllm.scheduling.kv_blocks import KvBlocks
 
 __all__ = ["model"]
 

@@ -29,8 +29,8 @@ from vllm_stage import (
 
 from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, Release, SetRanks
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.protocol.wire.prompt_hash import prompt_hash
 from kv_connector.vllm.forced_token import KEY
 from kv_connector.vllm.metadata import DescribedRank, StepMetadata
 

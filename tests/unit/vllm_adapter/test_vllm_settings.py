@@ -19,11 +19,11 @@ from kv_connector.agent.settings import Settings, SettingsError
 from kv_connector.agent.start import WorkerInfo
 from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
 from kv_connector.engine.placement import Device
-from kv_connector.protocol.layout import KvLayout
-from kv_connector.protocol.messages import Role
-from kv_connector.vllm.configuration import FORCED_TOKEN, forces_tokens
+from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.internals import RELEASES, UnsupportedVllm, release_of
+from kv_connector.vllm.model.configuration import FORCED_TOKEN, forces_tokens
 from kv_connector.vllm.plugin import register
 from kv_connector.vllm.process import adopt_vllm_logging, default_host
 
@@ -66,7 +66,7 @@ def test_a_token_is_forced_where_vllm_loads_the_plugin_for_it(
     forces: bool,
 ) -> None:
     points = [EntryPoint("kv_connector", FORCED_TOKEN, "vllm.logits_processors")] if installed else []
-    monkeypatch.setattr("kv_connector.vllm.configuration.entry_points", lambda group: points)
+    monkeypatch.setattr("kv_connector.vllm.model.configuration.entry_points", lambda group: points)
     assert forces_tokens(SimpleNamespace(speculative_config=drafts)) is forces
     assert ("is not installed" in caplog.text) is not installed
 

@@ -13,9 +13,9 @@ from opentelemetry.trace import StatusCode
 from recording_agent import RecordingAgent, agent
 from vllm_stage import FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
 
-from kv_connector.agent.ledger import Timing
+from kv_connector.agent.reports.ledger import Timing
 from kv_connector.protocol.actions import Ended, Outcome
-from kv_connector.protocol.messages import Role
+from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm import spans
 from kv_connector.vllm.metadata import StepMetadata
 from kv_connector.vllm.spans import TransferSpans

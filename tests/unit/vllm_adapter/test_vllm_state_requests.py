@@ -25,8 +25,8 @@ from vllm_stage import (
 )
 
 from kv_connector.agent.commands import FinishPrefill, Release
-from kv_connector.protocol.prompt_hash import prompt_hash
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
+from kv_connector.protocol.wire.prompt_hash import prompt_hash
 from kv_connector.vllm.metadata import StepMetadata
 from kv_connector.vllm.patches import leave_last_token
 

@@ -26,7 +26,7 @@ from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import StepMetadata
-from kv_connector.vllm.step_costs import Sample, StepCosts, fit
+from kv_connector.vllm.scheduling.step_costs import Sample, StepCosts, fit
 
 __all__ = ["model", "stage"]
 

@@ -24,7 +24,7 @@ from kv_connector.agent.commands import Release
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import News, StepMetadata
-from kv_connector.vllm.scheduler_side import SchedulerSide
+from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
 __all__ = ["model"]
 

@@ -11,8 +11,8 @@ from kv_connector.agent.settings import Settings
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.weights.endpoint import WeightsEndpoint
-from kv_connector.weights.geometry import Geometry
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
+from kv_connector.weights.mapping.geometry import Geometry
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 NOTHING = Geometry((), (), ())
 

@@ -6,10 +6,10 @@ import pytest
 from recording_agent import EXPECT, PAGES, PEER, RESERVE, RecordingAgent, agent
 
 from kv_connector.agent.commands import AnswerPrefix, CacheCleared, Command, FailLoad, FinishPrefill, NewPages
-from kv_connector.agent.ledger import Reports
+from kv_connector.agent.reports.ledger import Reports
 from kv_connector.protocol.actions import PrefixRequested
-from kv_connector.protocol.content_key import chain
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest
+from kv_connector.protocol.wire.content_key import chain
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.worker import IDLE_STEP_SECONDS, WorkerSide

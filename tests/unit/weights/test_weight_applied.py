@@ -17,16 +17,16 @@ from prometheus_client import CollectorRegistry
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 from kv_connector.weights.controller import Controller
-from kv_connector.weights.geometry import Geometry, Parameter, Write
-from kv_connector.weights.links import Link, News
-from kv_connector.weights.messages import Applied
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Write
 from kv_connector.weights.metrics import OUTCOMES, WeightMetrics
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError, Update
+from kv_connector.weights.wire.links import Link, News
+from kv_connector.weights.wire.messages import Applied
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
 PATIENCE_S = 30

@@ -9,7 +9,7 @@ import pytest
 import torch
 from weight_streams import Named, drawn, same
 
-from kv_connector.weights.buckets import Chunk, Filling, Merging, StreamError
+from kv_connector.weights.tensor_stream.buckets import Chunk, Filling, Merging, StreamError
 
 
 def through_buckets(weights: Iterable[Named], nbytes: int) -> tuple[list[Named], list[list[str]]]:

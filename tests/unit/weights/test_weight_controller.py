@@ -14,8 +14,8 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.controller import Controller
-from kv_connector.weights.links import LinkError, Links, News, questions
-from kv_connector.weights.messages import (
+from kv_connector.weights.wire.links import LinkError, Links, News, questions
+from kv_connector.weights.wire.messages import (
     Applied,
     Apply,
     Ask,

@@ -17,12 +17,12 @@ from weight_engines import Engine, Load, drawn, loads
 
 from kv_connector.cli.main import app
 from kv_connector.engine import ErrorCode, TransferError
-from kv_connector.weights.coverage import not_loaded
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.links import Links
-from kv_connector.weights.plan import PlanError
+from kv_connector.weights.mapping.coverage import not_loaded
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.plan import PlanError
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import SourceError, TensorSource, module_source
+from kv_connector.weights.wire.links import Links
 
 PATIENCE_S = 30
 

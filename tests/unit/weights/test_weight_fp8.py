@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from kv_connector.weights.block_fp8 import BLOCK, BlockFp8
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.plan import Box, PlanError, Shard, make_plan
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.plan import Box, PlanError, Shard, make_plan
 from kv_connector.weights.sources import Engines, Held, TensorSource
 
 PATIENCE_S = 60

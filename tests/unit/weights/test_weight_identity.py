@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 from weight_engines import Engine, drawn
 
-from kv_connector.protocol.version import MAX_NAME, identity, shown, shown_apart
+from kv_connector.protocol.wire.version import MAX_NAME, identity, shown, shown_apart
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, Source, TensorSource
 from kv_connector.weights.update import PushError

@@ -12,11 +12,11 @@ from weight_engines import Engine, drawn, expected
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.weights.geometry import Geometry, Parameter, Write
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Write
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import Held, TensorSource
 from kv_connector.weights.update import PushError
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
 PATIENCE_S = 30

@@ -6,21 +6,8 @@ from typing import TypeVar
 
 import pytest
 
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write, digest
-from kv_connector.weights.landing import Landing, Phase
-from kv_connector.weights.landing_actions import (
-    Action,
-    GiveUp,
-    HandOver,
-    LandingAccept,
-    LandingCloseCounter,
-    LandingFence,
-    LandingLog,
-    LandingOpenCounter,
-    LandingReply,
-    Record,
-)
-from kv_connector.weights.messages import (
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write, digest
+from kv_connector.weights.wire.messages import (
     NOT_DESCRIBED,
     REASON_S,
     Applied,
@@ -43,6 +30,19 @@ from kv_connector.weights.messages import (
     State,
     WeightMessage,
     WorkerAddress,
+)
+from kv_connector.weights.worker.landing import Landing, Phase
+from kv_connector.weights.worker.landing_actions import (
+    Action,
+    GiveUp,
+    HandOver,
+    LandingAccept,
+    LandingCloseCounter,
+    LandingFence,
+    LandingLog,
+    LandingOpenCounter,
+    LandingReply,
+    Record,
 )
 
 TENSORS = (Tensor("w", "float32", (4,)),)

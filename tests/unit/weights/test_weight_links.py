@@ -11,8 +11,8 @@ from weight_worker import FakeWorker
 
 from kv_connector.protocol.actions import Source
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.weights.links import Link, LinkError, Links, News, questions
-from kv_connector.weights.messages import (
+from kv_connector.weights.wire.links import Link, LinkError, Links, News, questions
+from kv_connector.weights.wire.messages import (
     Applied,
     Ask,
     Dropped,

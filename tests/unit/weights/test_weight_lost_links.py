@@ -29,7 +29,7 @@ def test_both_sides_log_a_lost_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
-    monkeypatch.setattr("kv_connector.weights.receiver._LOOK_S", 0.0)
+    monkeypatch.setattr("kv_connector.weights.worker.receiver._LOOK_S", 0.0)
     engine = Engine(1)
     try:
         with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], providers=("tcp",)) as pusher:

@@ -14,11 +14,11 @@ from kv_connector.agent.settings import SettingsError
 from kv_connector.cli.main import app
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.protocol.actions import Address
-from kv_connector.weights.geometry import Geometry
+from kv_connector.weights.mapping.geometry import Geometry
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 NICS = ("mlx5_2", "mlx5_3")
 
@@ -37,7 +37,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         raise Opened
 
     monkeypatch.setattr("kv_connector.weights.pusher.TransferEngine", open_engine)
-    monkeypatch.setattr("kv_connector.weights.receiver.TransferEngine", open_engine)
+    monkeypatch.setattr("kv_connector.weights.worker.receiver.TransferEngine", open_engine)
     monkeypatch.setattr("kv_connector.engine.placement._nics", lambda *_: ("near",))
     return configs
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.weights.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.plan import Box, Piece, PlanError, Shard, make_plan, runs
-from kv_connector.weights.staging import laid_out, split
+from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.plan import Box, Piece, PlanError, Shard, make_plan, runs
+from kv_connector.weights.trainer.staging import laid_out, split
 
 Shape = tuple[int, ...]
 

@@ -12,12 +12,12 @@ from agent_setup import until
 from weight_engines import PATIENT, Engine, Gate, drawn
 
 from kv_connector.protocol.actions import Source
-from kv_connector.weights.joining import TargetWorker
-from kv_connector.weights.messages import WeightMessage
 from kv_connector.weights.pusher import _Awaited
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.trainer.joining import TargetWorker
+from kv_connector.weights.trainer.version_news import WorkerNews
 from kv_connector.weights.update import PushError
-from kv_connector.weights.version_news import WorkerNews
+from kv_connector.weights.wire.messages import WeightMessage
 
 PATIENCE_S = 60.0
 

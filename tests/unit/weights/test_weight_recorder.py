@@ -11,9 +11,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kv_connector.weights import recorder
-from kv_connector.weights.geometry import Geometry, Tensor, Write
-from kv_connector.weights.recorder import RecordError, record
+from kv_connector.weights.mapping import recorder
+from kv_connector.weights.mapping.geometry import Geometry, Tensor, Write
+from kv_connector.weights.mapping.recorder import RecordError, record
 
 Given = Iterable[tuple[str, torch.Tensor]]
 View = Callable[[torch.Tensor], torch.Tensor]

@@ -27,12 +27,12 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import shown
-from kv_connector.weights.links import Links
+from kv_connector.protocol.wire.version import shown
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.seed import SeedError, seed, seed_at_start
+from kv_connector.weights.seeding.seed import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
+from kv_connector.weights.wire.links import Links
 
 PATIENCE_S = 60
 
@@ -76,7 +76,7 @@ def site() -> Iterator[Site]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate that holds the pushers of seeders."""
     gate = Gate()
-    monkeypatch.setattr("kv_connector.weights.seeder.WeightPusher", gate.pusher)
+    monkeypatch.setattr("kv_connector.weights.seeding.seeder.WeightPusher", gate.pusher)
     yield gate
     gate.go.set()
 
@@ -326,7 +326,7 @@ def test_an_arena_is_returned_whatever_becomes_of_the_seed(
     pushed("v1", 1, fleet)
     said = "the version was not written within 60 s"
     if how == "deadline":
-        monkeypatch.setattr("kv_connector.weights.seeder.threading.Timer", gate.timer)
+        monkeypatch.setattr("kv_connector.weights.seeding.seeder.threading.Timer", gate.timer)
     if how == "one worker cannot":
         said = "it is being seeded itself"
         monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
@@ -486,7 +486,7 @@ def test_an_engine_without_weights_of_its_own_ends_when_no_engine_can_seed_it(si
 def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.weights.seed.SEED_S", 0.0)
+    monkeypatch.setattr("kv_connector.weights.seeding.seed.SEED_S", 0.0)
     fleet, joiner = site.engine(1, streaming=True), site.engine(1)
     pushed("v1", 1, fleet)
     seed_at_start([fleet.address], joiner.address, None)
@@ -516,7 +516,7 @@ def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> Non
 def test_an_engine_asks_those_that_it_is_given_in_turn(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.weights.links.Timeouts", lambda: PATIENT)
+    monkeypatch.setattr("kv_connector.weights.wire.links.Timeouts", lambda: PATIENT)
     fleet, empty, joiner = site.engine(2), site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     with caplog.at_level(logging.INFO, "kv_connector"):

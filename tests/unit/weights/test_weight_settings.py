@@ -65,7 +65,7 @@ def test_a_directory_without_weights_is_said(command: str, tmp_path: Path) -> No
 
 
 def test_an_engine_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_connector.weights.links.Timeouts", partial(Timeouts, connect=0.2))
+    monkeypatch.setattr("kv_connector.weights.wire.links.Timeouts", partial(Timeouts, connect=0.2))
     done = CliRunner().invoke(app, ["weights", "status", "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.FAILURE
     assert "127.0.0.1:1: no answer within 0.2 s: check that it runs" in done.output

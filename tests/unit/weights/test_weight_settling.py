@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.weights import arena, buffer, writer
-from kv_connector.weights.arena import Arena
-from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.memory import arena, buffer
+from kv_connector.weights.memory.arena import Arena
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.trainer import writer
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 GEOMETRY = Geometry((Parameter("w", "float32", 4),), (Write(0, 0, (0,), (4,), 0, (1,)),), ())
 

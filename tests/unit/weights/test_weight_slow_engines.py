@@ -16,11 +16,11 @@ from weight_engines import PATIENT, Engine, Gate, drawn
 
 from kv_connector.cli.main import app
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.weights.joining import TargetWorker, workers_of
 from kv_connector.weights.pusher import WeightPusher, _Awaited
 from kv_connector.weights.sources import TensorSource
+from kv_connector.weights.trainer.joining import TargetWorker, workers_of
+from kv_connector.weights.trainer.version_news import WorkerNews
 from kv_connector.weights.update import PushError
-from kv_connector.weights.version_news import WorkerNews
 
 PATIENCE_S = 60
 NEVER_S = 10 * PATIENCE_S

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from kv_connector.weights.buffer import ALIGNMENT
-from kv_connector.weights.staging import Staging
+from kv_connector.weights.memory.buffer import ALIGNMENT
+from kv_connector.weights.trainer.staging import Staging
 
 CPU = torch.device("cpu")
 

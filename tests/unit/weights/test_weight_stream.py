@@ -28,9 +28,9 @@ from weight_streams import (
 )
 from weight_trainer import FORKSERVER
 
-from kv_connector.weights.buckets import StreamError
-from kv_connector.weights.stream import sockets_of
-from kv_connector.weights.stream_receiver import StreamReceiver
+from kv_connector.weights.tensor_stream.buckets import StreamError
+from kv_connector.weights.tensor_stream.stream import sockets_of
+from kv_connector.weights.tensor_stream.stream_receiver import StreamReceiver
 
 
 @pytest.mark.parametrize("provider", ["host", "tcp"])

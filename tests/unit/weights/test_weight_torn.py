@@ -11,10 +11,10 @@ from agent_setup import until
 from weight_engines import Engine, drawn
 
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.weights.messages import Begin, Ping
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
+from kv_connector.weights.wire.messages import Begin, Ping
 
 PATIENCE_S = 30
 

@@ -23,15 +23,15 @@ from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.version import shown
+from kv_connector.protocol.wire.version import shown
 from kv_connector.weights import sources
-from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
-from kv_connector.weights.joining import workers_of
-from kv_connector.weights.links import Link
+from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import NotLanded, ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
+from kv_connector.weights.trainer.joining import workers_of
 from kv_connector.weights.update import PushError, Update
+from kv_connector.weights.wire.links import Link
+from kv_connector.weights.worker.receiver import NotLanded, ReceiverConfig, WeightReceiver
 
 PADDED_ROWS = 32
 

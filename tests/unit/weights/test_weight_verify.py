@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from kv_connector.cli.main import app
 from kv_connector.protocol.actions import Address
-from kv_connector.weights.geometry import Constant, Geometry, Parameter, Tensor, Write
+from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.receiver import ReceiverConfig, WeightReceiver
 from kv_connector.weights.sources import CheckpointSource
+from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
 
 PATIENCE_S = 30
 

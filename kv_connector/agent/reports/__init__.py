@@ -1,0 +1,1 @@
+"""The records of the agent: ended requests, counts, timelines and log lines."""

@@ -1,0 +1,1 @@
+"""D's side of every transfer, and the prefixes that it borrows."""

@@ -1,0 +1,1 @@
+"""The place of each page of each layer in memory."""

@@ -1,0 +1,1 @@
+"""P's side of every transfer, and the prefixes that it lends."""

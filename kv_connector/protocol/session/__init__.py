@@ -1,0 +1,1 @@
+"""The sessions with peers: the handshake, heartbeats and the end of each session."""

@@ -1,0 +1,1 @@
+"""The parts of vLLM's configuration, model and KV cache that the connector reads or refuses."""

@@ -1,0 +1,1 @@
+"""The memory that weights are read from and written to."""

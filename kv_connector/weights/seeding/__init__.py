@@ -1,0 +1,1 @@
+"""Weights for an engine that joins, from an engine that serves."""

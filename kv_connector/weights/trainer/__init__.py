@@ -1,0 +1,1 @@
+"""The parts of a trainer's side behind WeightPusher."""

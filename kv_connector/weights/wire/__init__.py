@@ -1,0 +1,1 @@
+"""The messages about weights, and the thread and the connections that carry them."""
