@@ -387,7 +387,7 @@ def _engines(
     _check_engines(engines, router)
     if router is None:
         return engines or ()
-    from kv_connector.weights.router_list import RouterList
+    from kv_connector.weights.trainer.router_list import RouterList
     from kv_connector.weights.wire.links import LinkError
 
     listed = RouterList(router, cluster_key(key_file))

@@ -34,14 +34,14 @@ from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.version import MAX_NAME, identity, shown
-from kv_connector.weights.fleet import UNCHANGED, Fleet
 from kv_connector.weights.mapping.coverage import left_out
 from kv_connector.weights.mapping.geometry import Geometry
 from kv_connector.weights.mapping.plan import Plan, PlanError, Shard, check, make_plan
 from kv_connector.weights.memory.buffer import device_of
-from kv_connector.weights.router_list import RouterList
 from kv_connector.weights.sources import Engines, Source
+from kv_connector.weights.trainer.fleet import UNCHANGED, Fleet
 from kv_connector.weights.trainer.joining import RECORD_S, Joining, TargetEngine, TargetWorker, workers_of
+from kv_connector.weights.trainer.router_list import RouterList
 from kv_connector.weights.trainer.version_news import VersionNews, WorkerNews
 from kv_connector.weights.trainer.writer import STAGING_BYTES, Target, Writer
 from kv_connector.weights.update import PushError, Update

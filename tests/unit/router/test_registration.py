@@ -59,7 +59,7 @@ from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.weights import router_list
-from kv_connector.weights.router_list import NoEngines, RouterList
+from kv_connector.weights.trainer.router_list import NoEngines, RouterList
 from kv_connector.weights.wire.links import LinkError
 
 pytestmark = pytest.mark.anyio

@@ -25,9 +25,9 @@ from kv_connector.weights import router_list
 from kv_connector.weights.mapping.geometry import Geometry, Tensor
 from kv_connector.weights.mapping.plan import PlanError
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.router_list import RouterList
 from kv_connector.weights.sources import Agreed, Engines, TensorSource
 from kv_connector.weights.trainer.joining import TargetWorker, workers_of
+from kv_connector.weights.trainer.router_list import RouterList
 from kv_connector.weights.update import PushError
 from kv_connector.weights.wire.links import LinkError
 from kv_connector.weights.wire.messages import Begin
@@ -101,7 +101,7 @@ def test_push_includes_an_engine_that_has_joined(site: Site, streaming: bool) ->
 def test_workers_of_an_engine_have_joined_before_one_begins(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker in streaming mode is ready at once. The engine would be paused while the second engine joins."""
+    """A worker in streaming mode is ready at once. Without the order its engine pauses for the second one."""
     engine = site.engine(2, streaming=True)
     pusher = site.pusher()
     order: list[str] = []

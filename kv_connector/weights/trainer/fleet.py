@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from kv_connector.protocol.actions import Address
-from kv_connector.weights.router_list import NoEngines, RouterList
 from kv_connector.weights.sources import Engines
 from kv_connector.weights.trainer.joining import (
     RECORD_S,
@@ -17,6 +16,7 @@ from kv_connector.weights.trainer.joining import (
     absent,
     engines_of,
 )
+from kv_connector.weights.trainer.router_list import NoEngines, RouterList
 from kv_connector.weights.wire.links import LinkError
 
 logger = logging.getLogger("kv_connector")
