@@ -281,10 +281,16 @@ class Response:
         if status == 503:
             self.headers["retry-after"] = "7"
         self.content = self
+        self._error: Exception | None = None
+
+    def set_exception(self, error: Exception) -> None:
+        self._error = error
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for chunk in self._chunks:
             await asyncio.sleep(self._engines.rng.choice([0.0, 0.001]) if len(self._chunks) < 100 else 0)
+            if self._error is not None:
+                raise self._error
             yield chunk
         if self._chunks and self._chunks[-1] != DONE and self.headers["content-type"] == "text/event-stream":
             raise aiohttp.ClientPayloadError("died")

@@ -62,9 +62,8 @@ FLOORS: dict[str, list[list[str]]] = {
     "weights": [
         ["mapping", "metrics", "settings"],
         ["memory", "wire"],
-        ["controller", "router_list", "sources", "tensor_stream", "update"],
+        ["controller", "sources", "tensor_stream", "update"],
         ["block_fp8", "trainer", "verify"],
-        ["fleet"],
         ["pusher"],
         ["seeding"],
         ["worker"],

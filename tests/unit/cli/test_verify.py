@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,18 @@ def test_a_prompt_shares_its_first_half_with_an_earlier_one() -> None:
 
 def test_canaries_are_in_flight_together_under_load() -> None:
     most, now = 0, 0
+    together = asyncio.Event()
 
     class Slow(FakeModelServer):
         async def _complete(self, request: Any) -> Response:
             nonlocal most, now
             now += 1
             most = max(most, now)
-            await asyncio.sleep(0.002)
+            if now == 5:
+                together.set()
+            with suppress(TimeoutError):
+                # Canaries of the other passes are alone, and wait for nothing.
+                await asyncio.wait_for(together.wait(), 0.2)
             now -= 1
             return await super()._complete(request)
 

@@ -58,7 +58,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.settings import Objectives, Settings
 from kv_connector.router.front.app import DONE, create_app
-from kv_connector.weights import router_list
+from kv_connector.weights.trainer import router_list
 from kv_connector.weights.trainer.router_list import NoEngines, RouterList
 from kv_connector.weights.wire.links import LinkError
 
@@ -679,9 +679,15 @@ async def test_router_lists_the_controllers_of_engines_that_take_weights(
     await until_health(client, lambda found: len(found["decode"]) == 2 and len(found["prefill"]) == 1)
     listed = RouterList(cluster.address, cluster.key)
 
+    async def now_listed() -> list[Address]:
+        try:
+            return list(await asyncio.to_thread(listed.ask))
+        except NoEngines:
+            return []
+
     async def until_listed(*wanted: Address) -> None:
         async with asyncio.timeout(PATIENCE):
-            while await asyncio.to_thread(listed.ask) != list(wanted):
+            while await now_listed() != list(wanted):
                 await asyncio.sleep(0.01)  # each query is a message: there is no event to wait for
 
     try:

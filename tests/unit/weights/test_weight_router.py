@@ -21,11 +21,11 @@ from weight_trainer import Trainer
 from kv_connector.cli.main import app
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.weights import router_list
 from kv_connector.weights.mapping.geometry import Geometry, Tensor
 from kv_connector.weights.mapping.plan import PlanError
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import Agreed, Engines, TensorSource
+from kv_connector.weights.trainer import router_list
 from kv_connector.weights.trainer.joining import TargetWorker, workers_of
 from kv_connector.weights.trainer.router_list import RouterList
 from kv_connector.weights.update import PushError

@@ -221,7 +221,7 @@ def test_an_engine_that_dies_costs_only_itself(
         engines[0].assert_has("2", 3)
         # No answer is awaited of an engine that is gone.
         with monkeypatch.context() as patch:
-            patch.setattr(pusher._joining, "reach", None)
+            patch.setattr(pusher._joining, "_reached", None)
             update = pusher.push("2 again")
         with pytest.raises(PushError, match=r"it takes no connections \(Connection refused\)"):
             update.wait("landed", PATIENCE)
