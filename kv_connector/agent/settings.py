@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     verify_pages: bool = False
     """Whether a decode engine compares each page that it receives with the prefill engine's, by a sum. A page
-    that differs fails its KV load. The prefill engine needs no setting. See docs/reliability.md.
+    that differs fails its KV load. The prefill engine needs no setting. See docs/operate/verified-pages.md.
     """
     timelines: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
     """Number of transfers whose timelines each worker keeps for `kv-connector trace`. 0 records no

@@ -53,7 +53,7 @@ class Outcome:
         return [answer for answer in self.answers if answer.problem]
 
     def row(self, what: str) -> dict[str, Any]:
-        """Returns the figures for docs/reliability.md."""
+        """Returns the figures for docs/benchmarks."""
         latest = max((answer.ended - self.fault for answer in self.failed), default=0.0)
         touched = [a for a in self.answers if a.began < self.fault < a.ended]
         return {
@@ -209,7 +209,7 @@ class Load:
 
 
 def record(row: dict[str, Any]) -> None:
-    """Prints the figures of a fault for docs/reliability.md."""
+    """Prints the figures of a fault for docs/benchmarks."""
     print(f"\nRELIABILITY {json.dumps(row)}", flush=True)
     if path := os.environ.get("KVC_FAULT_RECORDS"):
         with suppress(OSError), Path(path).open("a") as records:

@@ -144,7 +144,7 @@ def report(directory: Path, outcome: Outcome | None) -> int:
     (directory / "report.jsonl").write_text(lines(verdicts))
     minutes, requests = samples[-1].at / 60, samples[-1].requests
     about = {
-        "log": "reliability.md",
+        "log": "benchmarks/2026-11-30-faults.md#growth-over-time",
         "command": f"make soak MINUTES={minutes:.0f}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
