@@ -20,7 +20,7 @@ from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Pa
 from kv_connector.router.failure import bad_request, overloaded
 
 # Longer bodies go to the child process. A text of this length holds the event loop for 0.1 ms, and a body
-# that is made to be slow for 2.6 ms (docs/decisions/012-cache-aware-placement.md).
+# that is made to be slow for 2.6 ms (docs/benchmarks/2026-11-29-placement.md).
 # The child needs 4 to 7 ms for 256 KiB, none of them in the event loop (two cores at load 5, 2026-11-28).
 LONG = 128 << 10
 # 60 MiB took 0.3 to 0.9 s on that machine.

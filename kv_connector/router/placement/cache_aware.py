@@ -62,7 +62,7 @@ _BORROWED = 1 / 2
 _CONTEXT = 1 / 4
 # Weight of a token of the last minute's work beyond that of the engine with the least. An engine with a hit
 # of H tokens is preferred until it has had H / _RECENT tokens more. See the sweep of
-# integration/benchmarks/conversation_simulation.py in docs/decisions/012-cache-aware-placement.md.
+# integration/benchmarks/conversation_simulation.py in docs/benchmarks/2026-11-29-placement.md.
 _RECENT = 1 / 8
 # Work of the last minute is even up to this factor. Sides are to differ by a factor of 1.5 at most.
 _EVEN = 1.25
