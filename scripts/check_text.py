@@ -4,9 +4,9 @@
     scripts/check_text.py [PATH ...]          prints each violation as `file:line: rule: text [hint]`
     scripts/check_text.py --counts [PATH ...] prints totals by rule and document
 
-It reads Markdown, docstrings and comments of Python, comments of C++, log lines, raised errors, help texts,
-metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code, link targets,
-quotations, generated tables and URLs. It exits with 1 if a text violates a rule.
+It reads Markdown, docstrings, comments and test names of Python, comments of C++, log lines, raised errors,
+help texts, metric descriptions, and the commit subjects of the branch. It skips code blocks, inline code,
+link targets, quotations, generated tables and URLs. It exits with 1 if a text violates a rule.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from prose import (
     HELP,
     PAGES,
     STRINGS,
+    TEST,
     Prose,
     masked,
     read,
@@ -42,8 +43,10 @@ OPERATOR_PAGES = re.compile(
     r"(README|SECURITY|docs/(get-started|operate)/.*|docs/(reference|router-api)|examples/.*"
     r"|integration/(helm|observability)/.*)\.md"
 )
-LONG, LONG_STRING, SUBJECT = 30, 25, 72
-"""Words of a sentence, words of a sentence in a string that operators see, columns of a commit subject."""
+LONG, LONG_STRING = 30, 25
+"""Words of a sentence, and words of a sentence in a string that operators see."""
+CHARACTERS = {COMMIT: (72, "long-subject"), TEST: (80 - len("test_"), "long-name")}
+"""Most characters of a commit subject and of a test name without its prefix, and the rule's name."""
 MEAN, MEAN_OF_BENCHMARKS = 18, 22
 """Words of a document's mean sentence, and of a benchmark log's."""
 
@@ -97,7 +100,7 @@ def _rules() -> Iterator[Rule]:
         "fragment",
         r"^(?:What|Who|Whose|Of|Where|By|As|Those|That|Until|Behind)\b",
         "say what the object is or does: a noun phrase, or a verb in the third person",
-        lambda prose: prose.kind in (DOCSTRING, HELP) and prose.first,
+        lambda prose: prose.kind in (DOCSTRING, HELP, TEST) and prose.first,
     )
     yield rule(
         "told", r"\b(?:is|are|was|were|be|been) told\b|\btells? of\b|\btold of\b", "report, notify, send"
@@ -117,7 +120,7 @@ def _rules() -> Iterator[Rule]:
         "nobody",
         r"\b(?:[Nn]obody|[Aa]nybody|[Ee]verybody|[Ss]omebody)\b",
         "name the component",
-        lambda prose: prose.kind == DOCSTRING or _operator(prose),
+        lambda prose: prose.kind in (DOCSTRING, TEST) or _operator(prose),
     )
     yield rule("of-ours", r"\bof (?:ours|theirs|its own|his)\b", "repeat the noun")
     yield rule("he", r"\b(?:he|him|his|He|His)\b", "it or they: software and attackers are no persons")
@@ -131,7 +134,17 @@ def _rules() -> Iterator[Rule]:
         "semicolons", r";[^.;]*;", "two or more sentences, or a list", lambda prose: prose.kind != CELL
     )
     yield rule(
-        "ask", r"\b(?:ask|asks|asked|meets?|met|owes?|owed)\b", "request, connect, hold", _kinds(*STRINGS)
+        "ask",
+        r"\b(?:ask|asks|asked|meets?|met|owes?|owed)\b",
+        "request, connect, hold",
+        _kinds(*STRINGS, TEST),
+    )
+    yield rule(
+        "name-words",
+        r"\b(?:who|whom|whoever|told|tells?|says?|said|hears?|heard|(?<!llm )[pd]s?)\b",
+        "name the component; report, send, receive; prefill engine, decode engine",
+        _kinds(TEST),
+        re.IGNORECASE,
     )
     yield rule(
         "filler",
@@ -150,7 +163,7 @@ def _rules() -> Iterator[Rule]:
 
 
 RULES = tuple(_rules())
-THRESHOLDS = ("long-sentence", "long-string", "long-subject", "mean")
+THRESHOLDS = ("long-sentence", "long-string", *(name for _, name in CHARACTERS.values()), "mean")
 
 
 def write(line: object) -> None:
@@ -187,9 +200,10 @@ def check(pieces: Iterable[Prose]) -> Iterator[Finding]:
             for match in rule.pattern.finditer(text):
                 line = prose.line + lined.count("\n", 0, match.start())
                 yield Finding(prose.path, line, rule.name, _excerpt(text, *match.span()), rule.hint)
-        if prose.kind == COMMIT:
-            if len(prose.text) > SUBJECT:
-                yield Finding(prose.path, 1, "long-subject", prose.text, f"at most {SUBJECT} characters")
+        if prose.kind in CHARACTERS:
+            most, name = CHARACTERS[prose.kind]
+            if len(prose.text) > most:
+                yield Finding(prose.path, prose.line, name, prose.text, f"at most {most} characters")
             continue
         limit, name = (LONG_STRING, "long-string") if prose.kind in STRINGS else (LONG, "long-sentence")
         for position, sentence in sentences(text):

@@ -1,7 +1,7 @@
 """The prose of the project's files: what scripts/check_text.py checks.
 
-Readers cut a file into pieces: paragraphs, list items, table cells, docstrings, comments, and the strings
-that operators see. Code blocks, link targets, quotations and generated tables are left out.
+Readers cut a file into pieces: paragraphs, list items, table cells, docstrings, comments, names of tests, and
+the strings that operators see. Code blocks, link targets, quotations and generated tables are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 DOCUMENT, TITLE, CELL = "document", "title", "cell"
 DOCSTRING, COMMENT, COMMIT = "docstring", "comment", "commit"
 LOG, ERROR, HELP, METRIC = "log", "error", "help", "metric"
+TEST = "test name"
 STRINGS = frozenset({LOG, ERROR, HELP, METRIC})
 """Kinds of text that an operator reads while the software runs."""
 PAGES = frozenset({DOCUMENT, TITLE, CELL})
@@ -339,13 +340,16 @@ def _strings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def _docstrings(path: str, body: list[ast.stmt], kind: str = DOCSTRING) -> Iterator[Prose]:
-    """The strings that stand alone in a body: docstrings of its owner and fields."""
+    """The strings that stand alone in a body (docstrings of its owner and fields), and names of tests."""
     for index, node in enumerate(body):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 field = index > 0 and path in PRINTED_FIELDS
                 yield from paragraphs(path, node.lineno, HELP if field else kind, text, node.col_offset)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
+                if node.name.startswith("test_"):
+                    name = node.name.removeprefix("test_").replace("_", " ")
+                    yield Prose(path, node.lineno, TEST, name[:1].upper() + name[1:])
                 calls = [one.func for one in node.decorator_list if isinstance(one, ast.Call)]
                 command = any(_name(one) in ("command", "callback") for one in calls)
                 yield from _docstrings(path, node.body, HELP if command else DOCSTRING)
@@ -357,7 +361,7 @@ def _docstrings(path: str, body: list[ast.stmt], kind: str = DOCSTRING) -> Itera
 
 
 def python(path: str, text: str) -> Iterator[Prose]:
-    """Docstrings, comments, and where an operator reads them, log lines, errors, help and metrics."""
+    """Docstrings, comments, test names, and where an operator reads them, logs, errors, help and metrics."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

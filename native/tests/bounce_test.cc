@@ -268,7 +268,7 @@ TEST_F(Bounce, ASlowGpuHoldsUpTheFence) {
   for (WorkId work = 101; work <= 132; ++work) EXPECT_TRUE(b.record().succeeded(work));
 }
 
-TEST_F(Bounce, WhatLandsUntilTheFenceIsThroughIsCountedAndItsSenderTold) {
+TEST_F(Bounce, WritesThatLandDuringAFenceAreCountedAndTheirSenderIsNotified) {
   if (!test::HeldCopies::possible())
     GTEST_SKIP() << "needs the stand-in CUDA driver, because a real driver cannot hold copies back";
   End a(nullptr);
@@ -310,7 +310,7 @@ TEST_F(Bounce, TheProcessorCopiesOneSlotATurn) {
   EXPECT_EQ(most, kPages);
 }
 
-TEST_F(Bounce, APeerThatHearsNothingIsNotWaitedFor) {
+TEST_F(Bounce, APeerThatReceivesNothingIsNotWaitedFor) {
   End a(nullptr);
   End b(nullptr);
   test::connect(*a.domain, *b.domain);

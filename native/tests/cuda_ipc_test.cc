@@ -200,7 +200,7 @@ TEST_F(CudaIpc, RegionsOfOneAllocationShareItsMapping) {
   part(a, b);
 }
 
-TEST_F(CudaIpc, ALinkThatEndedHereStillHasToBeLetGoOfThere) {
+TEST_F(CudaIpc, ALinkThatEndedHereStillHasToBeReleasedByThePeer) {
   End a(first_, 1);
   End b(second_, 2);
   test::connect(*a.domain, *b.domain);
@@ -279,7 +279,7 @@ TEST_F(CudaIpc, NothingIsMappedOnTheDomainsThread) {
   part(a, b);
 }
 
-TEST_F(CudaIpc, NobodyWritesOrMapsBeforeThePeersDomainHasTheLink) {
+TEST_F(CudaIpc, NoWriteOrMappingPrecedesTheLinkOfThePeersDomain) {
   End a(first_, 1);
   End b(second_, 2);
   const uint64_t gone = must(b.domain->register_region(b.memory.data() + kPage, kPage));
@@ -622,7 +622,7 @@ TEST_F(CudaProcess, DISABLED_Completes) {
   EXPECT_EQ(other.hear_number(), 2U);  // waits until the test is done with it
 }
 
-TEST_F(CudaProcess, WhoCompletesAndTakesNothingOverHasNothingMapped) {
+TEST_F(CudaProcess, CompletingWithoutATakeoverLeavesNothingMapped) {
   OtherProcess other("CudaProcess.DISABLED_Completes");
   const GpuBuffer memory(second_, kBytes);
   Driven domain([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });
@@ -687,7 +687,7 @@ class CudaProcesses : public test::Cuda, public testing::WithParamInterface<bool
 INSTANTIATE_TEST_SUITE_P(Sender, CudaProcesses, testing::Bool(),
                          [](const auto& dies) { return dies.param ? "Dies" : "Lives"; });
 
-TEST_P(CudaProcesses, MemoryIsFreedWhenNobodyHasItMappedAnyMore) {
+TEST_P(CudaProcesses, MemoryIsFreedWhenNoProcessHasItMappedAnyMore) {
   OtherProcess sender("CudaProcess.DISABLED_Writes");
   auto memory = std::make_unique<GpuBuffer>(second_, kBytes);
   Driven domain([](ControlQueue& control) { return test::open_nvlink(random_key(), control); });

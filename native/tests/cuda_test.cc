@@ -194,7 +194,7 @@ TEST_F(CopierWays, WhatTheDriverRefusesGoesByTheKernelAndSoDoesAllFromThenOn) {
   must(copier->health());
 }
 
-TEST_F(CopierWays, WhatNothingTakesHasEndedWhenThatIsSaid) {
+TEST_F(CopierWays, ARefusedCopyHasEndedWhenItsRefusalIsReported) {
   WatchedCopies watched(*driver_);
   const auto copier = must(cuda::Copier::open(first_, 2));
   watched.breaks_off = true;

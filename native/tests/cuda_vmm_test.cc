@@ -644,7 +644,7 @@ TEST_F(CudaVmmPeer, ARegionLargerThanItsPiecesFails) {
   EXPECT_EQ(find()->error().code, ErrorCode::kOutOfRange);
 }
 
-TEST_F(CudaVmmPeer, APeerThatCannotExportSaysSo) {
+TEST_F(CudaVmmPeer, APeerThatCannotExportReportsIt) {
   ASSERT_TRUE(hear_piece(0));
   ASSERT_TRUE(hear(0, UniqueFd{}));
   control_.work();
@@ -653,7 +653,7 @@ TEST_F(CudaVmmPeer, APeerThatCannotExportSaysSo) {
   EXPECT_EQ(peer_->useless(), nullptr) << "some of it could be mapped";
 }
 
-TEST_F(CudaVmmPeer, WhatIsForgottenIsUnmappedBeforeThePeerHearsOfIt) {
+TEST_F(CudaVmmPeer, AForgottenRegionIsUnmappedBeforeThePeerIsNotified) {
   const std::optional<int> before = mapped_pieces();
   for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(hear_piece(i));
   control_.work();

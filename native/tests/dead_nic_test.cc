@@ -81,7 +81,7 @@ TEST_P(DeadNic, CostsTheOfferThatWasMadeOverIt) {
   expect_writable(side, again.first_to_second, other, 1);
 }
 
-TEST_P(DeadNic, WhereAllAreTheReasonIsTold) {
+TEST_P(DeadNic, TheReasonIsReportedWhenAllNicsAreDead) {
   for (const bool fallback : {false, true}) {
     Nics nics;
     EngineConfig dead = nics.with(config("first", provider(), 2));

@@ -171,7 +171,7 @@ TEST_P(Disconnect, LeavesNothingBehind) {
 }
 
 // The acceptor sends its goodbye before the offerer knows that it is connected.
-TEST_P(Disconnect, AtOnceIsHeard) {
+TEST_P(Disconnect, AtOnceReachesThePeer) {
   Side first(config("first", provider()), 4096);
   Side second(config("second", provider()), 4096);
   const Handshake offer = must(first.engine->offer("second"));

@@ -146,7 +146,7 @@ Event wait_peer_down(TransferEngine& engine) {
   return event;
 }
 
-TEST_P(Faults, ADeadPeerFailsItsTransfersAndNobodyElses) {
+TEST_P(Faults, ADeadPeerFailsOnlyItsOwnTransfers) {
   Pair pair(provider(), 1 << 20);
   Side third(config("third", provider()), 1 << 20);
   const Connection other = connect(*pair.sender.engine, *third.engine);
@@ -257,7 +257,7 @@ TEST_P(Faults, FencingOneselfFailsTheOpenTransfers) {
             ErrorCode::kInvalidArgument);
 }
 
-TEST_P(Faults, AnOfferThatNobodyAnswersCanBeFenced) {
+TEST_P(Faults, AnUnansweredOfferCanBeFenced) {
   Side side(config("lonely", provider()), 4096);
   const Handshake offer = must(side.engine->offer("nobody"));
   EXPECT_EQ(side.engine->open_transfer(offer.peer).error().code, ErrorCode::kInvalidArgument);

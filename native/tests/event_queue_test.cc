@@ -66,7 +66,7 @@ TEST(EventQueue, AnEventThatIsWaitedForDoesNotShowUpInPoll) {
   EXPECT_EQ(got.value().id, 7U);
 }
 
-TEST(EventQueue, WhoIsAskedWhetherItStaysWaitsMeanwhile) {
+TEST(EventQueue, EventsOfAWaiterAreKeptWhileItsConditionIsEvaluated) {
   Queue queue;
   const Result<Event> got = queue.wait(Subject::kTransfer, 7, kLong, kPending, [&] {
     queue.push(done(7));

@@ -73,7 +73,7 @@ TEST_F(AgedScheduler, WritesGoOnWhereTheGenerationsBeginAnew) {
 
 // A goodbye is a flight like any other. It is never mistaken for a write or for the goodbye of another peer, and no
 // write is mistaken for it.
-TEST_F(AgedScheduler, AGoodbyeAndAWriteAreToldApartInEveryGeneration) {
+TEST_F(AgedScheduler, AGoodbyeAndAWriteAreDistinguishedInEveryGeneration) {
   connect(1);
   const std::array goodbye{static_cast<std::byte>(MessageTag::kGoodbye)};
   for (int i = 0; i < 8; ++i) {

@@ -252,7 +252,7 @@ TEST(Host, StrangersWithoutTheRightWordsAreDropped) {
   EXPECT_TRUE(end.record().down.empty()) << "none of them ever had a link";
 }
 
-TEST(Host, AHelloThatComesAfterTheConnectionIsHeardByComplete) {
+TEST(Host, AHelloThatComesAfterTheConnectionIsReadByComplete) {
   End end;
   const RawPeer raw(end);
   run_idle({end.domain.get()});  // faster than the peer: a connection without any data
@@ -279,7 +279,7 @@ TEST(Host, SilentStrangersDoNotKeepPeersOut) {
   run_until(pair.both(), [&] { return pair.a.record().counted == 1; }, "a write");
 }
 
-TEST(Host, AHelloInACrowdIsHeard) {
+TEST(Host, AHelloInACrowdIsRead) {
   End end;
   const RawPeer raw(end);
   run_idle({end.domain.get()});  // it was admitted and sends nothing
@@ -375,7 +375,7 @@ TEST(Host, ALyingBoardIsCheckedBeforeAnythingIsWritten) {
   EXPECT_EQ(end.record().failure(7), ErrorCode::kPeerDown);
 }
 
-TEST(Host, APeerThatDoesNotReadItsSocketHearsOfAllMemoryLater) {
+TEST(Host, APeerThatDoesNotReadItsSocketReceivesAllMemoryLater) {
   constexpr size_t kMemfds = 400;  // more than a socket takes
   End end;
   const RawPeer raw(end);

@@ -150,7 +150,7 @@ TEST_P(HostProcesses, WhatADeadPeerHasCountedStillCounts) {
   EXPECT_EQ(end.record().counted, 2000U);
 }
 
-TEST_P(HostProcesses, WhoHasTakenAMessageOrCountedMayLeaveAtOnce) {
+TEST_P(HostProcesses, AProcessThatHasTakenAMessageOrCountedMayLeaveAtOnce) {
   constexpr LinkId kLinks = 200;
   Child child([](const Pipe& pipe) {
     for (LinkId link = 1; link <= kLinks; ++link) {

@@ -91,7 +91,7 @@ TEST(Host, BatchesPostedBeforeTheLinkIsUpAreQueued) {
 
 // A connection exists before its domain has it. If a write were allowed then, no fence and no withdrawal would wait for
 // it.
-TEST(Host, NobodyWritesOverALinkThatTheDomainDoesNotHaveYet) {
+TEST(Host, NoWriteUsesALinkThatTheDomainDoesNotHaveYet) {
   End a;
   End b;
   const Bytes offer = a.domain->offer(kLinkOfA).value();
@@ -430,7 +430,7 @@ TEST(Host, AnOfferThatIsFencedCannotBeAccepted) {
   }
 }
 
-TEST(Host, ADomainThatEndsWithoutFencesLetsNobodyWrite) {
+TEST(Host, ADomainThatEndsWithoutFencesLetsNoPeerWrite) {
   Pair pair;
   pair.connect();
   const std::vector<std::byte> before = pair.b.contents();

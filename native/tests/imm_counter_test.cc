@@ -95,7 +95,7 @@ TEST(ImmCounter, GenerationsWrapAfterAllOfThem) {
   EXPECT_EQ(immediate, first);
 }
 
-TEST(ImmCounter, TheTargetIsReportedOnceByWhoeverReachesIt) {
+TEST(ImmCounter, TheTargetIsReportedOnceByTheRaiseThatReachesIt) {
   ImmCounterTable table;
   const uint32_t after = allocate_one(table, 11);
   EXPECT_FALSE(table.expect(after, 2));
@@ -199,7 +199,7 @@ TEST(ImmCounter, ReleaseUnderFireNeverCreditsTheNextOwner) {
   EXPECT_EQ(alien.load(), 0U);
 }
 
-TEST(ImmCounter, WhoWasNotGivenItRaisesNothing) {
+TEST(ImmCounter, APeerWithoutTheCounterRaisesNothing) {
   ImmCounterTable table;
   std::vector<uint32_t> immediates;
   const std::vector<PeerId> one{kPeer};

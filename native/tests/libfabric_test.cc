@@ -208,7 +208,7 @@ TEST_P(Libfabric, ARevokedKeyIsNotWrittenAnyMore) {
   EXPECT_TRUE(b->domain->deregister_region(b->rkey));
 }
 
-TEST_P(Libfabric, APeerThatWasToldOfARegionHasToLetGoOrToLose) {
+TEST_P(Libfabric, APeerThatReceivedARegionHasToReleaseItOrLoseIt) {
   connect();
   post(1, 1, b->rkey);
   EXPECT_FALSE(ended(1).has_value());
@@ -241,7 +241,7 @@ TEST_P(Libfabric, MemoryOfEachEndpoint) {
   EXPECT_TRUE(a->domain->deregister_region(a->rkey));
 }
 
-TEST_P(Libfabric, AfterFenceNothingLandsAndThePeerIsTold) {
+TEST_P(Libfabric, AfterFenceNothingLandsAndThePeerIsNotified) {
   connect();
   test::fill_random(a->memory.data(), a->memory.size(), 5);
   for (WorkId work = 1; work <= 20; ++work) post(work, 64, b->rkey);
@@ -319,7 +319,7 @@ TEST_P(Libfabric, WhatWasCountedOrTakenEndsWellThoughTheSenderSleeps) {
   EXPECT_TRUE(a->record().succeeded(3));
 }
 
-TEST_P(Libfabric, AnOfferThatNobodyTookIsVoidOnceItIsWithdrawn) {
+TEST_P(Libfabric, AnUnusedOfferIsVoidOnceItIsWithdrawn) {
   const Bytes offer = must(a->domain->offer(kA));
   const Bytes answer = must(b->domain->accept(kB, offer));
   EXPECT_TRUE(a->domain->fence(kA));  // withdraws the offer

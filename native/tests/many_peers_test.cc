@@ -161,7 +161,7 @@ TEST_P(ManyPeers, ThatComeAndGoLeaveNothingBehind) {
   EXPECT_EQ(settled(kDescriptors, descriptors_before), descriptors_before);
 }
 
-TEST_P(ManyPeers, ThatComeAndGoWhileOthersWriteDisturbNobody) {
+TEST_P(ManyPeers, ThatComeAndGoDisturbNoWriteOfTheOthers) {
   // 4 threads beside those of the transfer engines; each peer has two or more.
   const int peers = peers_over(GetParam()) / 10;
   Pair pair(GetParam(), kRegion);

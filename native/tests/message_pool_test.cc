@@ -38,7 +38,7 @@ TEST_F(Pool, HasRoomForSoManyInAllAndAQuarterForOnePeer) {
   EXPECT_TRUE(wake);
 }
 
-TEST_F(Pool, AsksForTheWorkerOnlyWhereAMessageWasRefused) {
+TEST_F(Pool, RequestsTheWorkerOnlyWhereAMessageWasRefused) {
   EXPECT_TRUE(put(1));
   EXPECT_FALSE(take());
   EXPECT_FALSE(pool.room_again());

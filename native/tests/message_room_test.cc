@@ -67,7 +67,7 @@ TEST_P(MessageRoom, IsThatOfEachLink) {
 
 // Both links are full of messages in both directions. When the NIC of one link dies, its traffic moves to the second
 // link.
-TEST_P(MessageRoom, FailoverFindsRoomBesideWhatNobodyReads) {
+TEST_P(MessageRoom, FailoverFindsRoomBesideUnreadMessages) {
   constexpr size_t kPage = 4096;
   constexpr size_t kPages = 4000;
   Nics nics;

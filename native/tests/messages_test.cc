@@ -170,7 +170,7 @@ TEST_P(Messages, GoToACallbackWhichMayAnswerAndThrow) {
   EXPECT_EQ(text_of(must(echo.wait_message(kLimit)).bytes), "to the pool");
 }
 
-TEST_P(Messages, AWaitThatNobodyAnswersTimesOut) {
+TEST_P(Messages, AnUnansweredWaitTimesOut) {
   Pair pair(provider(), 4096);
   EXPECT_EQ(pair.receiver.engine->wait_message(Timeout(1000)).error().code, ErrorCode::kTimeout);
 }

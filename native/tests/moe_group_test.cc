@@ -271,7 +271,7 @@ TEST_F(MoeGroup, AClosedGroupDoesNothing) {
   must(dispatch(1, {0, 1}, kSend));
 }
 
-TEST_F(MoeGroup, NoOneIsLostWhoseRowsAreThere) {
+TEST_F(MoeGroup, NoPeerIsLostWhoseRowsAreThere) {
   must(dispatch(0, {0, 1}, kSend));
   must(dispatch(1, {2, 3}, kSend));
   a().lose(1);

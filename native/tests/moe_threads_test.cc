@@ -187,7 +187,7 @@ TEST_P(MoeThreads, AFaultEndsTheWaitsOfBothSlots) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::nanoseconds(kTimeout));
 }
 
-TEST_P(MoeThreads, TheFirstFaultIsTold) {
+TEST_P(MoeThreads, TheFirstFaultIsReported) {
   form(50'000'000);
   const Place rows(context_, 16);
   must(dispatch(0, 0, rows));

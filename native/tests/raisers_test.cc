@@ -139,7 +139,7 @@ TEST_P(Raisers, AForeignImmediateTakesOutTheLinkItCameOver) {
   EXPECT_TRUE(receiver.poll_events(8).empty());
 }
 
-TEST_P(Raisers, OfSeveralEachMayRaiseAndNobodyElse) {
+TEST_P(Raisers, EachOfSeveralMayRaiseAndNoOtherPeer) {
   Pair pair(provider(), kPage * kPages);
   TransferEngine& receiver = *pair.receiver.engine;
   Other second("second", provider(), pair.receiver);

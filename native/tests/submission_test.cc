@@ -52,7 +52,7 @@ TEST(Submission, WhatEndsBeforeItIsTakenIsStillThere) {
 }
 
 // The same for all operations at once, for the sanitizers: regions and transfers are removed while other threads write.
-TEST(Submission, WritersAndThoseWhoForgetDoNotMeet) {
+TEST(Submission, WritingAndForgettingThreadsDoNotConflict) {
   constexpr int kRounds = 300;
   Pair pair("sim", kBytes);
   TransferEngine& engine = *pair.sender.engine;

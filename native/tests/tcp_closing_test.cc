@@ -157,7 +157,7 @@ struct ByHand {
   std::vector<RawSocket> peer;
 };
 
-TEST(TcpClosing, AllConnectionsAreHeardOut) {
+TEST(TcpClosing, AllConnectionsAreReadToTheirEnd) {
   Tuning tuning;
   tuning.closing_timeout = kLimitMs * 2;
   ByHand two(tuning);
@@ -178,7 +178,7 @@ TEST(TcpClosing, AllConnectionsAreHeardOut) {
   EXPECT_TRUE(two.end.record().succeeded(2));
 }
 
-TEST(TcpClosing, OneThatSaysNothingIsNotWaitedForLong) {
+TEST(TcpClosing, ASilentConnectionIsNotWaitedForLong) {
   Tuning tuning;
   tuning.closing_timeout = std::chrono::milliseconds(30);
   ByHand two(tuning);
@@ -256,7 +256,7 @@ void serve_until(LingeringSockets& lingering, const std::function<bool()>& done)
   }
 }
 
-TEST(TcpLingering, HearsThePeerOut) {
+TEST(TcpLingering, ReadsThePeerToItsEnd) {
   Tuning tuning;
   tuning.closing_timeout = kLimitMs * 2;
   const auto lingering = LingeringSockets::create(tuning).value();
@@ -298,7 +298,7 @@ TEST(TcpLingering, NotWithoutBound) {
   EXPECT_FALSE(left.peer[2].gone() || left.peer[3].gone() || left.peer[4].gone());
 }
 
-TEST(TcpLingering, WhoHasEndedIsNotKept) {
+TEST(TcpLingering, AnEndedConnectionIsNotKept) {
   const auto lingering = LingeringSockets::create(Tuning{}).value();
   Left left(1);
   left.peer[0].close();

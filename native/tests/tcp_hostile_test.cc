@@ -259,7 +259,7 @@ TEST_F(TcpHostile, ARefusalLeavesOnlyItsOwnBatchWithThatReason) {
 }
 
 // The peer writes with keys that were never valid, and reads none of the refusals.
-TEST_F(TcpHostile, RefusalsThatNobodyReadsEndTheLink) {
+TEST_F(TcpHostile, UnreadRefusalsEndTheLink) {
   open();
   FrameHeader header = write_header(1, 1);
   header.rkey ^= 1;
@@ -445,7 +445,7 @@ TEST(TcpStrangers, MayTakeTheirHelloInPieces) {
   EXPECT_TRUE(raw.receive<Welcome>().secret.equals(offer.listener));
 }
 
-TEST(TcpStrangers, WhoSaysNothingIsClosedInTime) {
+TEST(TcpStrangers, ASilentStrangerIsClosedInTime) {
   Tuning tuning;
   tuning.hello_timeout = std::chrono::milliseconds(30);
   End a(tuning);
@@ -477,7 +477,7 @@ TEST(TcpStrangers, ACrowdPushesOutItsOldest) {
   pair.run_until([&] { return pair.a.record().succeeded(1); });
 }
 
-TEST(TcpStrangers, AHelloInACrowdIsHeard) {
+TEST(TcpStrangers, AHelloInACrowdIsRead) {
   Tuning tuning;
   tuning.max_strangers = 24;
   End a(tuning);

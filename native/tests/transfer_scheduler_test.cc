@@ -664,7 +664,7 @@ TEST_F(Scheduler, ASourceThatIsDeregisteredMeanwhileFailsTheRecovery) {
 
 // --- Messages
 
-TEST_F(Scheduler, MessagesThatNobodyReadsStopNoWrites) {
+TEST_F(Scheduler, UnreadMessagesStopNoWrites) {
   connect(1);
   std::vector<std::shared_ptr<Transfer>> open_transfers;
   for (int i = 0; i < 20; ++i) {

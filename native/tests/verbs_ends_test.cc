@@ -310,7 +310,7 @@ TEST(VerbsEnds, AGoodbyeSaysWhatHasLandedAndNothingElseHas) {
 }
 
 // A peer that does not poll, and whose receives are all in use.
-TEST(VerbsEnds, AFenceDoesNotWaitForTheGoodbyeToBeHeard) {
+TEST(VerbsEnds, AFenceDoesNotWaitUntilTheGoodbyeArrives) {
   Tuning tuning;
   tuning.message_receives = 4;
   tuning.goodbye_timeout = std::chrono::hours(1);
@@ -368,7 +368,7 @@ TEST(VerbsEnds, ADomainThatClosesHasSaidGoodbye) {
   EXPECT_EQ(p.b.record.down[0].error.message, "the peer ended the link");
 }
 
-TEST(VerbsEnds, ADomainThatHadNoTimeToFenceLetsNobodyIn) {
+TEST(VerbsEnds, ADomainThatHadNoTimeToFenceAdmitsNoPeer) {
   FakePair p;
   p.connect();
   ASSERT_EQ(post(p.b, kLinkOfB, p.a, pages(1, 1)), Posted::kBusy);

@@ -226,7 +226,7 @@ TEST_P(VerbsDomains, WhatWasCompletedWasCountedBeforeTheFenceReturns) {
   EXPECT_EQ(p.b.record.counted, counted) << "nothing is counted after the fence";
 }
 
-TEST_P(VerbsDomains, WhoHasWhatItWaitedForAndFencesAtOnceFailsNoSender) {
+TEST_P(VerbsDomains, AReceiverThatFencesAtOnceAfterItsLastPageFailsNoSender) {
   Pair& p = pair();
   for (LinkId link = 1; link <= 10; ++link) {
     p.connect(link, link);

@@ -17,7 +17,7 @@ bool readable(const Waker& waker) {
   return poll(&wait, 1, 0) == 1;
 }
 
-TEST(Waker, SignalsOnlyWhoSleeps) {
+TEST(Waker, SignalsOnlySleepingThreads) {
   const auto waker = Waker::create().value();
   waker->wake();
   EXPECT_FALSE(readable(*waker));

@@ -79,7 +79,7 @@ async def test_page_shows_where_cached_tokens_came_from(
         await page.until(has("#engines", "678 from an engine"))
 
 
-async def test_a_failure_appears_with_its_reason_and_no_stranger_learns_more(browser: Chromium) -> None:
+async def test_page_shows_a_failure_with_its_reason_and_no_secret(browser: Chromium) -> None:
     decode = refuse(500, f"{COMPLETION['prompt']}{HOSTILE}")
     async with cluster(answer_ok, decode) as (p, d, client), shown(browser, client) as page:
         headers = {"x-request-id": "request-of-alice"}
@@ -105,7 +105,7 @@ async def test_an_operator_sees_an_engines_words_as_text(browser: Chromium) -> N
         assert "taken" not in await page.evaluate("document.title")
 
 
-async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(browser: Chromium) -> None:
+async def test_page_shows_the_lanes_of_joining_engines_and_marks_silent_engines(browser: Chromium) -> None:
     (port,) = free_ports(1)
     address = Address("127.0.0.1", port)
     settings = Settings((), (), registration=address, suspect=1.5, dead=60)
@@ -135,7 +135,9 @@ async def test_engines_that_join_tell_lanes_and_silent_ones_are_seen_to_be(brows
             await page.until(has("#failures", "decode 1 is silent"))
 
 
-async def test_it_says_when_the_router_does_not_answer_and_goes_on_when_it_does(browser: Chromium) -> None:
+async def test_page_marks_a_router_without_answer_and_continues_with_its_next_answer(
+    browser: Chromium,
+) -> None:
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
     (port,) = free_ports(1)
     async with contextlib.AsyncExitStack() as stack:

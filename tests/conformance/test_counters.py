@@ -80,7 +80,7 @@ def test_new_targets_are_refused_while_the_last_are_not_reached(new_pair: NewPai
     assert pair.engine.counter_values(counters.id) == [1, 2]
 
 
-def test_who_polls_a_counter_sees_what_it_counts(new_pair: NewPair) -> None:
+def test_polling_a_counter_returns_the_counted_writes(new_pair: NewPair) -> None:
     pages = 32
     pair = new_pair()
     pair.receiver.call("fill", 1)
@@ -101,7 +101,7 @@ def test_who_polls_a_counter_sees_what_it_counts(new_pair: NewPair) -> None:
     assert reader.value(1) == 0
 
 
-def test_a_stranger_raises_nothing_and_loses_his_link(new_pair: NewPair, new_receiver: NewReceiver) -> None:
+def test_stranger_raises_no_counter_and_loses_its_link(new_pair: NewPair, new_receiver: NewReceiver) -> None:
     pair = new_pair()
     engine = pair.engine
     other = connect(pair.sender, new_receiver("other"), "other")

@@ -40,7 +40,7 @@ def test_a_barrier_raises_each_members_counter_by_one(members: list[Pair]) -> No
         assert pair.receiver.call("read") == bytes(8192)
 
 
-def test_a_killed_member_fails_loudly_and_stops_no_other(members: list[Pair]) -> None:
+def test_killed_member_fails_with_an_error_and_stops_no_other(members: list[Pair]) -> None:
     engine = members[0].engine
     group = engine.add_peer_group([pair.to_receiver for pair in members])
     counters = [pair.counter(1) for pair in members]

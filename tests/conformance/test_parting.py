@@ -13,7 +13,7 @@ from kv_connector.engine import ErrorCode, EventKind, TransferError
 from .node import LIMIT, NewPair, connect
 
 
-def test_a_peer_leaves_once_all_has_ended_and_nobody_sees_an_error(new_pair: NewPair) -> None:
+def test_peer_disconnects_without_an_error_once_all_transfers_have_ended(new_pair: NewPair) -> None:
     pair = new_pair(sender_domains=2)
     pair.sender.fill(1)
     transfer = pair.engine.open_transfer(pair.to_receiver)

@@ -88,7 +88,7 @@ def test_no_bytes_are_an_immediate_alone_or_nothing(prepared: Prepared) -> None:
         prepared.check(number, 2)
 
 
-def test_what_was_not_prepared_is_refused_and_nothing_is_sent(prepared: Prepared) -> None:
+def test_unprepared_scatter_is_refused_and_sends_nothing(prepared: Prepared) -> None:
     good = ScatterUpdate(0, 0, 1)
     largest = 2**64 - 1
     for bad in [

@@ -164,7 +164,7 @@ def test_a_list_with_a_wrong_slice_adds_nothing(new_pair: NewPair) -> None:
     assert pair.engine.wait_transfer(transfer, LIMIT).pages == 0
 
 
-def test_who_waits_for_slices_hears_that_the_peer_is_down(new_pair: NewPair) -> None:
+def test_waiting_for_slices_fails_when_the_peer_is_down(new_pair: NewPair) -> None:
     pair = new_pair()
     signal = pair.engine.create_signal()
     transfer = pair.engine.open_transfer(pair.to_receiver)

@@ -59,7 +59,7 @@ def test_python_blocks_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", having(MARKED))
-def test_shell_blocks_run_and_say_what_is_shown(name: str, tmp_path: Path) -> None:
+def test_shell_blocks_run_and_print_the_shown_output(name: str, tmp_path: Path) -> None:
     for model, config in MODELS.items():
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text(json.dumps(config))

@@ -16,7 +16,9 @@ from kv_connector.vllm.plugin import CONNECTOR, register
 MODULE = "dynamo.vllm.kv_connector_protocols"
 
 
-def test_p_and_d_get_what_the_connector_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_gives_both_engines_the_fields_that_the_connector_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     file = importlib.metadata.distribution("ai-dynamo").locate_file(MODULE.replace(".", "/") + ".py")
     spec = importlib.util.spec_from_file_location(MODULE, str(file))
     assert spec is not None

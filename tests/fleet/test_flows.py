@@ -13,7 +13,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name.replace(" ", "-"))
-async def test_tokens_are_those_of_d_alone(fleet: Fleet, client: Client, flow: Flow, tmp_path: Path) -> None:
+async def test_tokens_equal_those_of_a_lone_decode_engine(
+    fleet: Fleet, client: Client, flow: Flow, tmp_path: Path
+) -> None:
     async def ask(one: list[int]) -> list[int]:
         return await flow.ask(client, fleet.prefill, fleet.decode, one, OUTPUT)
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("mode", ["nixl", "moriio"])
-async def test_tokens_are_those_of_d_alone(fleet: Fleet, client: Client, mode: str, tmp_path: Path) -> None:
+async def test_tokens_equal_those_of_a_lone_decode_engine(
+    fleet: Fleet, client: Client, mode: str, tmp_path: Path
+) -> None:
     """nixl requests D after P, moriio both at once."""
     url: str = getattr(fleet, mode)
 

@@ -22,7 +22,7 @@ def test_a_live_engine_takes_no_harm(lane: str, driver: str | None) -> None:
         assert "attacks" in next(lines)
 
 
-def test_nobody_passes_for_a_domain_of_our_own_process(driver: str | None) -> None:
+def test_attacker_cannot_pass_for_a_domain_of_the_victims_process(driver: str | None) -> None:
     """The victim would take such a peer's memory for an address in its own process."""
     with stage("nvlink", driver) as (victim, honest):
         attacker = SameHostAttacker(wire.NVLINK, victim, honest.immediate(), "ci")

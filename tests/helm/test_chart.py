@@ -173,7 +173,7 @@ def test_selectors_find_their_own_pods_and_no_others(chart: Any, file: Path) -> 
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_runs_may_do_no_more_than_it_must(chart: Any, file: Path) -> None:
+def test_pods_have_no_more_rights_than_they_need(chart: Any, file: Path) -> None:
     for _, pod in pods(render(chart, values_of(file))):
         assert pod["spec"]["automountServiceAccountToken"] is False
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -225,7 +225,7 @@ def test_the_key_is_one_that_engines_take(chart: Any, tmp_path: Path) -> None:
         assert volume["secret"]["secretName"] == "mine"
 
 
-def test_a_side_says_what_differs(chart: Any) -> None:
+def test_settings_of_a_side_override_the_common_settings(chart: Any) -> None:
     values = with_values(
         ("engine.replicas", 2),
         ("engine.args", ["--max-model-len=4096"]),
@@ -241,7 +241,7 @@ def test_a_side_says_what_differs(chart: Any) -> None:
     assert (extra["providers"], extra["timeouts"]) == (["bounce"], {"transfer": 60})
 
 
-def test_who_scales_itself_has_no_number_of_replicas(chart: Any) -> None:
+def test_autoscaled_deployment_sets_no_replicas(chart: Any) -> None:
     objects = render(chart, values_of(ROOT / "integration/helm/values/autoscaling.yaml"))
     for name, metrics in (("prefill", 1), ("decode", 2)):
         assert "replicas" not in objects["Deployment", name]["spec"]
@@ -278,7 +278,7 @@ def test_engines_of_several_hosts_are_leaders_with_workers(chart: Any) -> None:
         assert [port["containerPort"] for port in worker["ports"]] == list(range(5600, 5616))
 
 
-def test_behind_llm_d_the_sidecar_is_asked_and_there_is_no_router(chart: Any) -> None:
+def test_llm_d_deployment_has_a_sidecar_and_no_router(chart: Any) -> None:
     objects = render(chart, values_of(ROOT / "integration/helm/values/llmd.yaml"))
     assert not [name for _, name in objects if name.startswith("router")]
     found = dict(pods(objects))

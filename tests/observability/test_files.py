@@ -42,7 +42,7 @@ def exposed() -> set[str]:
     return {name + suffix for name in ours for suffix in suffixes} | recorded | VLLM
 
 
-def test_every_series_that_is_asked_for_exists() -> None:
+def test_every_queried_series_exists() -> None:
     asked = {name for text in expressions() for name in re.findall(r"\b(?:kv_connector|vllm)[\w:]+", text)}
     assert len(asked) > 20
     assert asked - exposed() == set()

@@ -56,7 +56,7 @@ def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("of", "bug"), [("requests", BUGS[0]), ("weights", WEIGHTS_BUGS[5])], ids=["requests", "weights"]
 )
-def test_a_failing_seed_is_told_and_repeated(of: str, bug: Bug, tmp_path: Path) -> None:
+def test_failing_seed_is_reported_and_repeatable(of: str, bug: Bug, tmp_path: Path) -> None:
     plant(bug, tmp_path)
     found = simulate(tmp_path, "--of", of, "--seeds", "100", "--jobs", "1", "--stop").stdout
     begin, end = found.index("\nseed ") + 1, found.index("replay: ")
@@ -68,7 +68,7 @@ def test_a_failing_seed_is_told_and_repeated(of: str, bug: Bug, tmp_path: Path) 
     assert repeated.stdout == f"{told}{command}\n"
 
 
-def test_three_hundred_peers_and_the_dead_among_them_delay_nobody() -> None:
+def test_three_hundred_peers_and_the_dead_among_them_delay_no_request() -> None:
     """One D and 300 P. Every third P loses power before it is dialled, and one in fifty a little later."""
     dead, dying = range(0, 300, 3), range(1, 300, 50)
     plans = tuple(Plan(f"r{i}", f"p{i}", "d0", prefill_at=0.0, decode_at=0.5, tokens=16) for i in range(300))

@@ -83,7 +83,7 @@ def rested(manager: Any, condition: Callable[[], object]) -> None:
     assert not scheduler.is_alive(), f"nothing has ended a rest in {PATIENCE} s"
 
 
-def test_what_a_scheduler_rests_for_ends_its_rest(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awaited_event_ends_the_schedulers_rest(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "_PATIENCE_MS", 10 * PATIENCE * 1000)
     sender, receiver = two.send_room(58), two.receive_room(58)
     assert sender.poll() == KVPoll.Bootstrapping
@@ -111,7 +111,7 @@ def test_a_worker_among_others_does_not_rest(two: Pair, monkeypatch: pytest.Monk
     "sizes",
     [("tp_size", "attn_tp_size", "moe_tp_size"), ("tp_size", "attn_dp_size", "moe_tp_size"), ("pp_size",)],
 )
-def test_who_is_alone(two: Pair, sizes: tuple[str, ...]) -> None:
+def test_rank_facts_recognise_a_lone_rank(two: Pair, sizes: tuple[str, ...]) -> None:
     args = two.decode.manager.kv_args
     assert rank_facts(args).alone
     with get_parallel().override(**dict.fromkeys(sizes, 2)):
@@ -123,7 +123,7 @@ def arrived(agent: Agent, transfer: str) -> int:
     return sum(agent._engine.progress(one.number).pages_done for one in agent._effects.writes.of((transfer,)))
 
 
-def test_what_went_before_the_last_chunk_was_computed_is_counted(two: Pair) -> None:
+def test_pages_sent_before_the_last_chunk_was_computed_are_counted(two: Pair) -> None:
     agent = two.prefill.manager.agent
     before = agent.stats().pages_before_prefill_end
     sender, receiver = two.bootstrapped(11, TARGET)
@@ -158,7 +158,7 @@ def send_suffix(two: Pair, room: int) -> None:
     sender.clear(), receiver.clear()
 
 
-def test_what_decode_has_is_not_sent(two: Pair) -> None:
+def test_pages_that_decode_has_are_not_sent(two: Pair) -> None:
     send_suffix(two, 12)
 
 
@@ -340,7 +340,7 @@ def test_sglangs_heartbeat_fails_what_waits_and_not_what_is_under_way(two: Pair)
     sender.clear(), receiver.clear(), waiting.clear()
 
 
-def test_after_a_failure_the_bootstrap_server_is_asked_anew(two: Pair) -> None:
+def test_bootstrap_server_is_queried_anew_after_a_failure(two: Pair) -> None:
     """P may have restarted at other ports."""
     sender, receiver = two.bootstrapped(51, TARGET)
     assert two.decode.manager._engines
@@ -351,7 +351,7 @@ def test_after_a_failure_the_bootstrap_server_is_asked_anew(two: Pair) -> None:
     receiver.clear(), sender.clear()
 
 
-def test_prefill_is_told_of_requests_that_queue_for_pages_alone(
+def test_prefill_is_notified_of_requests_that_queue_for_pages_alone(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[list[str]] = []
@@ -388,7 +388,7 @@ def test_decode_may_come_first(two: Pair) -> None:
     sender.clear(), receiver.clear()
 
 
-def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair) -> None:
+def test_later_pipeline_stage_reports_its_state_without_being_polled(two: Pair) -> None:
     manager = two.prefill.manager
     manager.agent.report_reached(manager._reached)
     sender, receiver = two.send_room(55), two.receive_room(55)
@@ -402,7 +402,7 @@ def test_a_later_stage_of_a_pipeline_has_its_say_without_being_polled(two: Pair)
     manager.agent.report_reached(lambda reached: None)
 
 
-def test_what_decode_has_asked_for_before_is_known_in_the_first_poll(two: Pair) -> None:
+def test_earlier_reservation_of_decode_is_known_in_the_first_poll(two: Pair) -> None:
     """Otherwise a batch would be computed without it."""
     receiver = two.receive_room(56)
     receiver.send_metadata(pages(TARGET[:1]), 5, [], decode_prefix_len=0)
@@ -453,7 +453,7 @@ def test_a_weight_version_whose_name_returns_is_warned_of(
     manager.note_weights()
 
 
-def test_weight_versions_of_long_names_are_told_apart(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_versions_of_long_names_are_distinguished(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A control message has room for 128 characters."""
     serving = SimpleNamespace(weight_version="v" * 200 + "1")
     monkeypatch.setattr(internals, "get_serving", lambda: serving)

@@ -186,7 +186,9 @@ async def test_decode_aborted_while_decoding(deployment: Deployment, client: Cli
 
 # The test waits for ten seconds, so it runs with one model.
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
-async def test_nobody_fetches_and_nobody_computes(deployment: Deployment, client: Client) -> None:
+async def test_unfetched_prompt_and_uncomputed_reservation_end_by_timeouts(
+    deployment: Deployment, client: Client
+) -> None:
     """A prompt on P that no D requests, and a reservation of D without a prompt, end by P's timeouts."""
     held = prompt("held", 300)
     await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params("held"))

@@ -251,7 +251,7 @@ TOLD = [{"role": "user", "content": "tell me"}]
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
-async def test_prefill_lets_go_of_what_decode_refuses(
+async def test_prefill_releases_prompts_that_decode_refuses(
     deployment: Deployment, client: Client, dispatch: str
 ) -> None:
     """The router shortens the prefill engine's body, so that engine computes a prompt that the decode engine

@@ -110,7 +110,7 @@ async def outcomes(client: Client, router: str) -> Counter[str]:
     return found
 
 
-async def test_an_answer_is_the_same_with_its_first_token_from_p(
+async def test_answer_is_the_same_with_its_first_token_from_prefill(
     deployment: Deployment, client: Client
 ) -> None:
     rng = random.Random(f"{deployment.shape}")  # other requests for each model
@@ -139,7 +139,7 @@ async def test_an_answer_is_the_same_with_its_first_token_from_p(
 
 
 @pytest.mark.parametrize("tokens", [1, 2 * BLOCK + 1, 200])
-async def test_d_goes_on_with_whatever_p_has_sampled(
+async def test_decode_continues_with_the_token_that_prefill_sampled(
     deployment: Deployment, client: Client, tokens: int
 ) -> None:
     """Without a seed, D alone would have another first token nine times in ten.

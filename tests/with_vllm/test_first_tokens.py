@@ -58,7 +58,7 @@ def pair(model_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         yield Pair(prefill, decode, early, late)
 
 
-async def test_an_answer_is_the_same_behind_ps_token(pair: Pair, client: Client) -> None:
+async def test_answer_is_the_same_behind_the_prefill_token(pair: Pair, client: Client) -> None:
     """This includes a seeded answer, whose second token is drawn by its position."""
     rng = random.Random("v2")
     before = await outcomes(client, pair.early)
@@ -77,7 +77,7 @@ async def test_an_answer_is_the_same_behind_ps_token(pair: Pair, client: Client)
     await assert_quiescent(client, pair.prefill, pair.decode)
 
 
-async def test_whatever_ends_the_prompts_pages(pair: Pair, client: Client) -> None:
+async def test_answer_is_the_same_wherever_the_prompts_pages_end(pair: Pair, client: Client) -> None:
     """Prompts end at a block's end and behind it, and where the window would lose a block to the last
     token."""
     lengths = [
@@ -101,7 +101,7 @@ async def test_whatever_ends_the_prompts_pages(pair: Pair, client: Client) -> No
     await assert_quiescent(client, pair.prefill, pair.decode)
 
 
-async def test_d_goes_on_with_whatever_p_has_sampled(pair: Pair, client: Client) -> None:
+async def test_decode_continues_with_the_token_that_prefill_sampled(pair: Pair, client: Client) -> None:
     """Without a seed, D alone would have another first token nine times in ten."""
     body = {"model": MODEL_NAME, "stream": True, "max_tokens": 5, "temperature": 2.0, "ignore_eos": True}
     body |= {"allowed_token_ids": READABLE, "prompt": prompt("v2", 100)}

@@ -41,7 +41,7 @@ def listener(deployment: Deployment) -> Iterator[Listener]:
     made.close()
 
 
-async def test_a_prefill_engine_tells_what_prompts_cost(
+async def test_prefill_engine_reports_the_cost_of_prompts(
     deployment: Deployment, client: Client, listener: Listener
 ) -> None:
     for tokens in (500, 100, 300, 700, 200, 600, 400, 800, 150, 250):
@@ -64,7 +64,7 @@ async def test_a_prefill_engine_tells_what_prompts_cost(
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_a_decode_engine_tells_of_its_streams(
+async def test_decode_engine_reports_its_streams(
     deployment: Deployment, client: Client, listener: Listener
 ) -> None:
     one = asyncio.create_task(client.stream(deployment.concurrent, prompt("long stream", 100), 1800))

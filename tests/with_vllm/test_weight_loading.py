@@ -502,7 +502,7 @@ def test_values_without_their_scales_and_scales_without_their_values(model: Mode
         assert message == f"not in the checkpoint: model.{lost}, beside model.{there}"
 
 
-def test_what_this_engine_cannot_take(model: Model) -> None:
+def test_engine_refuses_unsupported_settings(model: Model) -> None:
     found = model.do(refusals)
     assert found.pop("") is None
     assert found.pop("per tensor").startswith("only block fp8 quantization has been tested (")
@@ -516,7 +516,7 @@ def test_what_this_engine_cannot_take(model: Model) -> None:
     }
 
 
-def test_what_is_not_in_a_checkpoint_stays(model: Model) -> None:
+def test_tensors_that_are_not_in_a_checkpoint_stay(model: Model) -> None:
     found = model.process.submit(toy).result()
     names = (
         "layers.loaded.shift, layers.left.scale, layers.left.shift, layers.packed.scale, layers.packed.shift"

@@ -165,7 +165,7 @@ async def all_answers(
     return [await answers(client, engine, prompts) for engine in engines]
 
 
-async def test_what_is_pushed_is_served(site: Site, client: Client) -> None:
+async def test_pushed_weights_are_served(site: Site, client: Client) -> None:
     """Weights are pushed back and forth with the commands. Prompts cached under old weights are not used."""
     b = await answers(client, site.oracle, MORE_PROMPTS)
     a, same = await all_answers(client, site.engines, MORE_PROMPTS)
@@ -257,7 +257,7 @@ async def test_streams_go_on_over_an_update(number: int, site: Site, client: Cli
         assert one[same : same + TOKENS] == new
 
 
-async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) -> None:
+async def test_trainer_that_gives_up_pauses_only_an_overwritten_engine(site: Site, client: Client) -> None:
     """An engine in shadow mode loses nothing. An engine whose weights were overwritten stays paused until it
     has a whole version."""
     await asyncio.to_thread(site.push, "a", "--version", "a4")
@@ -298,7 +298,7 @@ async def test_what_a_trainer_that_gives_up_costs(site: Site, client: Client) ->
     assert await all_answers(client, site.engines) == [b, b]
 
 
-async def test_an_engine_that_starts_is_seeded_before_it_is_asked_and_seeds_others(
+async def test_starting_engine_is_seeded_before_it_gets_requests_and_seeds_others(
     site: Site, client: Client
 ) -> None:
     """An engine of one rank seeds one of two, and the reverse. The first engine that the joiner requests has

@@ -241,9 +241,7 @@ async def test_a_stream_that_waits_at_decode_keeps_its_first_token(fleet: Fleet,
     await assert_quiescent(client, fleet.prefill, fleet.decode)
 
 
-async def test_pages_of_other_weights_are_not_used_whoever_asks_for_them(
-    fleet: Fleet, client: Client
-) -> None:
+async def test_pages_of_other_weights_are_not_used_with_any_router(fleet: Fleet, client: Client) -> None:
     """The requests are those of a router that does not know versions. D computes the prompt itself, although
     its policy is to fail requests whose pages are not loaded."""
     for number, (first, second) in enumerate(((fleet.prefill, fleet.decode), (fleet.decode, fleet.prefill))):

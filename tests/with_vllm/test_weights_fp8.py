@@ -62,7 +62,7 @@ async def answers(client: Client, engine: EngineProcess) -> list[list[int]]:
     return [await client.complete(engine.url, prompt(*which), TOKENS) for which in PROMPTS]
 
 
-async def test_what_is_quantised_by_a_trainers_ranks_is_served(
+async def test_weights_quantised_by_a_trainers_ranks_are_served(
     site: Site, client: Client, tmp_path: Path
 ) -> None:
     """Three FSDP2 ranks push, whose rows end within blocks. Then the first checkpoint is pushed in block

@@ -112,7 +112,7 @@ def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
     assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
 
-def test_a_prompt_that_nobody_wants_expires_unless_decode_says_that_it_waits(sim: Stage) -> None:
+def test_unrequested_prompt_expires_unless_decode_reports_it_as_waiting(sim: Stage) -> None:
     prefill, decode = sim.pair(replace(TIMES, hold=3.0, heartbeat=0.1))
     decode.agent.set_waiting([("kept", prefill.address)])
     until(lambda: decode.agent.live().peers == 1)

@@ -279,7 +279,7 @@ def test_nothing_is_sent_while_nothing_changes(agent: CountingAgent, reporter: A
     assert reporter.take() is None
 
 
-def test_an_agent_that_has_done_nothing_is_not_looked_at(
+def test_phases_of_an_agent_at_rest_are_not_counted_again(
     agent: CountingAgent, reporter: AgentReporter
 ) -> None:
     reporter.take()
@@ -335,7 +335,7 @@ def test_gauges_show_the_latest_state_and_return_to_zero(
     assert [metrics.sample(name, rank="0") for name in names] == [0, 0, 0, 0, 0]
 
 
-def test_the_routers_are_told_lanes_transfers_and_bytes(agent: CountingAgent) -> None:
+def test_activity_reports_lanes_transfers_and_bytes_to_routers(agent: CountingAgent) -> None:
     agent.counted = replace(
         NO_STATS, bytes_pushed=1 << 40, peers=(peer("a", "tcp"), peer("b", "tcp"), peer("c", ""))
     )
@@ -363,7 +363,7 @@ def test_counters_of_ranks_add_up_and_gauges_stand_side_by_side(
     assert [metrics.sample("live_decode_requests", rank=rank) for rank in "01"] == [0, 1]
 
 
-def test_gauges_are_right_whichever_api_server_hears_of_them(
+def test_gauges_are_right_whichever_api_server_receives_them(
     agent: CountingAgent, servers: ApiServers
 ) -> None:
     first, second = AgentReporter(agent, 0), AgentReporter(agent, 1)  # type: ignore[arg-type]

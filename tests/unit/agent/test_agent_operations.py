@@ -20,7 +20,7 @@ def agents() -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("keys", ["another", "none"])
-def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
+def test_peer_without_the_key_fails_only_its_own_requests_with_the_reason(
     agents: Stage, keys: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = ClusterKey.generate()
@@ -50,7 +50,7 @@ def test_a_peer_without_the_key_fails_its_own_requests_and_says_why(
     assert decode.holds("t", (1, 2, 3), (11, 12, 13))
 
 
-def test_phases_say_what_a_request_waits_for(agents: Stage) -> None:
+def test_phases_show_what_a_request_waits_for(agents: Stage) -> None:
     prefill, decode = agents.pair()
     prefill.expect("early")
     until(lambda: prefill.agent.phases() == {"prefill waiting": 1})

@@ -152,9 +152,7 @@ def test_every_rank_of_another_topology_is_refused_at_once(
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
-def test_an_address_where_nobody_listens_fails_the_request(
-    sim: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_address_without_a_listener_fails_the_request(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
     decode = sim.side(Role.DECODE, timeouts=replace(TIMES, handshake=0.1, connect=0.3))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -182,7 +180,7 @@ def test_an_address_where_nobody_listens_fails_the_request(
     ],
     ids=["block size", "layout"],
 )
-def test_an_engine_that_does_not_fit_is_told_why_and_nobody_else_suffers(
+def test_engine_that_does_not_fit_gets_the_reason_and_affects_no_other_engine(
     sim: Stage, changes: dict[str, Any], words: str, naks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sim.pair()
@@ -197,7 +195,9 @@ def test_an_engine_that_does_not_fit_is_told_why_and_nobody_else_suffers(
     transfer(prefill, decode)
 
 
-def test_two_engines_of_one_role_are_told_so(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_engines_of_one_role_get_the_reason_for_their_refusal(
+    sim: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     decode, other = sim.side(Role.DECODE), sim.side(Role.DECODE, "other")
     decode.reserve(other.address)
     decode.wait(received=["d-t"])
@@ -206,7 +206,7 @@ def test_two_engines_of_one_role_are_told_so(sim: Stage, caplog: pytest.LogCaptu
     until(lambda: words in caplog.text)
 
 
-def test_without_a_common_lane_decode_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_decode_gets_the_reason_when_no_lane_is_common(caplog: pytest.LogCaptureFixture) -> None:
     with stage("sim") as one, stage("tcp") as two:
         prefill, decode = one.side(Role.PREFILL), two.side(Role.DECODE)
         decode.reserve(prefill.address)

@@ -190,7 +190,7 @@ def test_prefix_is_lent_to_no_engine_without_the_cluster_key(sim: Stage, has_key
     assert not lender.agent.stats().prefixes.lend
 
 
-def test_only_the_first_rank_asks(sim: Stage) -> None:
+def test_only_the_first_rank_requests_a_prefix(sim: Stage) -> None:
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), rank=1, ranks=2)
     borrower.agent.request_prefix(PrefixRequest("x", Address("127.0.0.1", 1, prefixes=True), KEY, 0, BLOCK))
     assert borrower.agent.catch_up(20.0)

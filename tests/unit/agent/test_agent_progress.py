@@ -34,7 +34,7 @@ def step(progress: LayerProgress, hooks: tuple[str, ...], *, by_layer: bool = Tr
     ],
     ids=["none", "first", "out of order", "twice", "unknown"],
 )
-def test_what_the_hooks_leave_out_is_signalled_at_the_end_of_the_step(
+def test_unsignalled_layers_are_signalled_at_the_end_of_the_step(
     hooks: tuple[str, ...], stores: list[int]
 ) -> None:
     stored: list[int] = []
@@ -54,7 +54,7 @@ def test_abandoned_progress_signals_no_layer_of_this_step_or_a_later_one() -> No
     ended.assert_not_called()
 
 
-def test_where_nobody_waits_for_single_layers_only_the_last_is_signalled() -> None:
+def test_only_the_last_layer_is_signalled_when_no_transfer_waits_for_single_layers() -> None:
     stored: list[int] = []
     progress = LayerProgress(TANGLED, stored.append)
     step(progress, HOOKED, by_layer=False)

@@ -94,7 +94,7 @@ def test_everything_can_be_set() -> None:
         ({"routers": ["10.0.0.1:8500"]}, "routers needs api_url"),
     ],
 )
-def test_what_cannot_be_used_is_named(extra: dict[str, Any], problem: str) -> None:
+def test_unusable_setting_is_named(extra: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         parse_settings(extra)
 

@@ -85,7 +85,7 @@ def free_again() -> bool:
     return claim is not None
 
 
-def test_it_listens_where_the_settings_say_and_ends_all_of_it(
+def test_agent_listens_at_the_address_of_its_settings_and_closes_everything(
     starts: Starts, claims: list[CoreClaim]
 ) -> None:
     running = starts(ANY_PORT)
@@ -112,7 +112,7 @@ def test_each_rank_has_its_port(starts: Starts) -> None:
 
 
 @pytest.mark.parametrize("protected", [True, False])
-def test_an_engine_that_anybody_may_write_to_says_so(
+def test_engine_warns_and_counts_when_it_has_no_cluster_key(
     starts: Starts, protected: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     ClusterKey.generate().write(tmp_path / "key")
@@ -126,7 +126,7 @@ def test_an_engine_that_anybody_may_write_to_says_so(
     assert interval.gauges["0"]["authenticated"] == protected
 
 
-def test_what_does_not_fit_the_worker_is_refused(starts: Starts) -> None:
+def test_settings_that_do_not_fit_the_worker_are_refused(starts: Starts) -> None:
     with pytest.raises(SettingsError, match="nvlink cannot move"):
         starts(Settings(providers=("nvlink",)))
     with pytest.raises(SettingsError, match="nics has 1 entries"):
@@ -199,7 +199,7 @@ def router() -> Iterator[Router]:
     made.close()
 
 
-def test_the_routers_hear_of_rank_0_of_its_sleep_and_of_its_end(starts: Starts, router: Router) -> None:
+def test_routers_receive_rank_0_its_sleep_and_its_end(starts: Starts, router: Router) -> None:
     load = WorkloadReport(8192, 512, 100_000)
     running = starts(
         registered(router.address),
@@ -247,14 +247,14 @@ def announced(**more: Any) -> Settings:
     )
 
 
-def test_an_engine_that_is_announced_without_a_key_says_so(
+def test_engine_that_is_announced_without_a_key_logs_a_warning(
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert starts(announced(), role=Role.PREFILL).registrar is not None
     assert "ANNOUNCED WITHOUT A KEY to 127.0.0.1:1" in caplog.text
 
 
-def test_what_cannot_be_announced_is_refused_and_leaves_nothing_open(starts: Starts) -> None:
+def test_unannounceable_engine_is_refused_and_leaves_nothing_open(starts: Starts) -> None:
     with pytest.raises(SettingsError, match="announce: vllm-router's moriio mode"):
         starts(announced(), role=Role.DECODE, data_parallel_rank=1)
     assert running_agents() == 0

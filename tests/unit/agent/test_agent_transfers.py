@@ -128,7 +128,7 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
         (Bursts(1, 2 * PAGE), True, [[2, 2], [4, 4], [3, 4]]),
     ],
 )
-def test_on_lanes_for_bursts_pages_wait_for_the_prompts_end_where_they_are_soon_gone_then(
+def test_burst_lanes_hold_pages_until_the_prompts_end_if_it_is_near(
     pair: tuple[Side, Side],
     monkeypatch: pytest.MonkeyPatch,
     bursts: Bursts | None,
@@ -181,7 +181,7 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
 
 
 @pytest.mark.parametrize("bursts", [False, True])
-def test_nothing_is_looked_at_while_a_step_is_launched_whose_pages_wait_anyway(
+def test_thread_is_held_off_while_a_step_whose_pages_wait_anyway_is_launched(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, bursts: bool
 ) -> None:
     """The thread is held off for a limited time. On lanes that send pages layer by layer it is not held
@@ -225,7 +225,7 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
     assert time.monotonic() - before < PATIENCE
 
 
-def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched(
+def test_awaited_token_is_sent_while_another_prompts_step_is_launched(
     pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", PATIENCE)
@@ -242,7 +242,7 @@ def test_a_token_that_d_waits_for_is_told_while_another_prompts_step_is_launched
     decode.wait(received=["d-t"])
 
 
-def test_numbers_are_not_said_to_be_the_same_while_the_thread_acts(pair: tuple[Side, Side]) -> None:
+def test_turn_number_is_unknown_while_the_thread_acts(pair: tuple[Side, Side]) -> None:
     """The engine may take a step's last report in the middle of a turn, and then make no further step."""
     prefill, decode = pair
     turns: list[int | None] = []
@@ -269,7 +269,7 @@ def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
         assert prefill.agent.leaves_by_layer([GroupPages(0, (1,))]) == (number > 0)
 
 
-def test_what_a_step_computes_is_counted_in_all_groups(sim: Stage) -> None:
+def test_pages_of_a_step_are_counted_in_all_groups(sim: Stage) -> None:
     """A block of the first group has pages of two layers, and a block of the second group has one page."""
     agent = sim.side(Role.PREFILL, pages=layout((2, 1))).agent
     agent._effects.gathered = 5 * PAGE
@@ -295,7 +295,7 @@ def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -
     assert prefill.agent.stats().layers_before_prefill_end == 2
 
 
-def test_of_pages_that_are_computed_already_each_naming_is_a_step(pair: tuple[Side, Side]) -> None:
+def test_each_naming_of_computed_pages_is_a_step(pair: tuple[Side, Side]) -> None:
     """Pages that arrive after the prefill's end belong to the last step, so no layer was complete before
     it."""
     prefill, decode = pair
@@ -372,7 +372,7 @@ def test_pages_come_from_several_stages(stages: tuple[Side, Side, Side]) -> None
         side.idle()
 
 
-def test_one_of_several_stages_that_fails_stops_the_others(stages: tuple[Side, Side, Side]) -> None:
+def test_failing_stage_stops_the_other_stages(stages: tuple[Side, Side, Side]) -> None:
     first, second, decode = stages
     decode.reserve(first.address)
     first.compute(SOURCE[:2])
@@ -447,7 +447,7 @@ def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
     assert decode.failed == []
 
 
-def test_the_prompt_may_be_computed_before_decode_asks(pair: tuple[Side, Side]) -> None:
+def test_prompt_may_be_computed_before_decode_requests_it(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect()
     prefill.compute(SOURCE[:2])

@@ -111,7 +111,7 @@ def test_prefix_whose_load_cannot_begin_is_stale(
     assert reports.stale == {"x"}
 
 
-def test_engines_of_waiting_transfers_are_looked_for(agent: RecordingAgent, ledger: CommandLedger) -> None:
+def test_waiting_transfers_are_passed_to_the_agent(agent: RecordingAgent, ledger: CommandLedger) -> None:
     ledger.waiting((("t", PEER), ("u", PEER)))
     assert agent.take_calls() == [("set_waiting", (("t", PEER), ("u", PEER)))]
 
@@ -152,7 +152,7 @@ def test_an_agent_that_refuses_fails_only_what_it_refused(
     assert ledger.take_reports() == Reports({"p"}, {"d"}, {"d"})
 
 
-def test_nobody_waits_for_news_that_is_there(agent: RecordingAgent, ledger: CommandLedger) -> None:
+def test_ledger_does_not_wait_for_news_that_has_arrived(agent: RecordingAgent, ledger: CommandLedger) -> None:
     def waits() -> bool:
         ledger.await_news(0.001)
         return agent.take_calls() == [("await_news", 0.001)]
@@ -211,7 +211,7 @@ class FickleAgent:
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
-def test_whatever_is_refused_each_request_is_reported_exactly_once(random: Any, requests: int) -> None:
+def test_each_request_is_reported_exactly_once_despite_refusals(random: Any, requests: int) -> None:
     agent = FickleAgent()
     ledger = CommandLedger(agent)  # type: ignore[arg-type]
     sent: list[str] = []

@@ -45,7 +45,7 @@ def test_news_ends_the_wait(report: Callable[[Ledger], None]) -> None:
     assert not waiter.is_alive()
 
 
-def test_what_is_there_already_is_not_waited_for_and_what_was_taken_is() -> None:
+def test_wait_ends_at_once_for_present_news_and_not_for_taken_news() -> None:
     ledger = Ledger()
     ledger.sent("p")
     ledger.await_news(LIMIT)
@@ -78,7 +78,7 @@ def test_a_state_is_kept_until_its_end_is_taken() -> None:
 
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
-def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
+def test_forgetting_a_request_leaves_no_state(side: Role) -> None:
     ledger = Ledger()
     ledger.reached(Reached(side, "t", "r", State.MOVING))
     ledger.reached(Reached(side, "t", "r", State.FAILED, "cancelled"))
@@ -92,7 +92,7 @@ def test_who_asks_for_states_and_forgets_leaves_nothing(side: Role) -> None:
 
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
-def test_what_is_forgotten_before_its_end_stays_until_then_and_is_not_told(side: Role) -> None:
+def test_request_forgotten_before_its_end_is_kept_until_then_and_not_reported(side: Role) -> None:
     ledger = Ledger()
     ledger.reached(Reached(side, "t", "r", State.MOVING, first_token=32))
     assert ledger.first_token("r") == 32

@@ -106,7 +106,7 @@ def test_the_newest_are_kept_and_an_id_or_a_part_of_it_chooses_among_them() -> N
     }
 
 
-def test_who_is_not_told_to_keeps_none_and_says_so(tmp_path: Path) -> None:
+def test_agent_without_the_timelines_setting_keeps_none_and_names_the_setting(tmp_path: Path) -> None:
     with stage("sim") as there:
         p, d = there.pair()
         transfer(p, d, "t")
@@ -134,7 +134,7 @@ def test_the_command_writes_the_trace_of_the_request_that_is_named(tmp_path: Pat
     assert names == {"one"}
 
 
-def test_an_end_is_told_with_what_went_and_how() -> None:
+def test_transfer_end_is_reported_with_its_sizes_and_outcome() -> None:
     """The callback runs for spans, whether timelines are kept or not."""
     told: list[tuple[Ended, Timing]] = []
     with stage("sim") as there:
@@ -152,14 +152,14 @@ def test_an_end_is_told_with_what_went_and_how() -> None:
     assert by_side[Role.PREFILL][1].nbytes == 6 * 64
 
 
-def test_all_workers_of_an_engine_are_asked() -> None:
+def test_every_worker_of_an_engine_is_queried() -> None:
     with stage("sim") as there:
         sides = [there.side(Role.PREFILL, rank=rank, ranks=2, timelines=1) for rank in (0, 1)]
         acquaint(sides)
         assert [worker.recalled.rank for worker in ask(sides[0])] == [0, 1]
 
 
-def test_nobody_there_is_an_error_that_says_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_an_error_that_names_the_control_port(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
     with pytest.raises(Unanswered, match="control_port"):
         ask_workers([Address("127.0.0.1", port)], None, "", 1, 0.1)
@@ -176,7 +176,7 @@ def recalled(host: str) -> Recalled:
     return Recalled("e", 0, Role.PREFILL, host, 0, 1, 0, (), (), (), ())
 
 
-def test_workers_of_one_host_share_the_best_round_trip_and_ours_needs_none() -> None:
+def test_workers_of_one_host_share_the_best_round_trip_and_the_local_host_needs_none() -> None:
     far = [Worker(recalled("far"), 1_000_000, 300), Worker(recalled("far"), 1_000_100, 90)]
     here = Worker(recalled(boot_id()), 40, 50)
     assert timelines._aligned([*far, here]) == [
@@ -264,7 +264,7 @@ def test_the_writes_of_a_layer_in_one_step_are_one_span() -> None:
     assert spans(kept) == [(0, 20, 30, 50, 80, 6)]
 
 
-def test_pages_that_waited_for_no_signal_are_told_apart_by_their_steps() -> None:
+def test_pages_that_waited_for_no_signal_are_distinguished_by_their_steps() -> None:
     engine = Steps()
     kept = kept_by(engine)
     for when in (20, 60):
@@ -276,9 +276,7 @@ def test_pages_that_waited_for_no_signal_are_told_apart_by_their_steps() -> None
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_layer_is_computed_when_its_hook_says_so_but_on_a_gpu(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_is_computed_at_its_hook_except_on_a_gpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the hook only enqueues, and the transfer thread sees the value that the stream has written. A
     layer without a hook is signalled with the next layer that has one."""
     engine = Steps()
@@ -291,7 +289,7 @@ def test_a_layer_is_computed_when_its_hook_says_so_but_on_a_gpu(
     assert [span[1] for span in spans(kept)] == ([20, 21] if on_gpu else [15, 15])
 
 
-def test_an_address_that_another_transfer_uses_again_is_the_others() -> None:
+def test_reused_address_belongs_to_the_later_transfer() -> None:
     engine = Steps()
     kept = kept_by(engine)
     kept.pushed(Share("t"), 5, 0)
@@ -333,7 +331,7 @@ def test_more_than_a_message_has_room_for_are_the_newest() -> None:
     assert decode(frame) == answer
 
 
-def test_what_the_engine_had_no_room_for_is_said() -> None:
+def test_events_lost_by_the_engine_are_counted() -> None:
     engine = Steps()
     kept = kept_by(engine)
     engine.lost = 7

@@ -260,7 +260,7 @@ def test_a_run_prints_conditions_tables_and_ratios_and_writes_json(tmp_path: Pat
     assert lines[0]["cores"] >= 1
 
 
-def test_who_cannot_be_imported_is_left_out_with_the_reason() -> None:
+def test_contestant_that_cannot_be_imported_is_left_out_with_the_reason() -> None:
     here = Contestant("here", "one that is here", FakeSide, module="json")
     missing = Contestant("gone", "one that is not", FakeSide, module="no_such_module")
     console = tables.make_console()

@@ -133,7 +133,7 @@ async def test_clients_leave_at_their_moments_and_so_many_at_a_time(monkeypatch:
 
 
 @pytest.mark.anyio
-async def test_who_has_an_answer_before_the_moment_has_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_with_an_answer_before_the_moment_has_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MOMENT_SECONDS", 1e6)
     async with serving_pair() as (_, one):
         await one.leave(engines(Pool(0.0)), LIMIT)
@@ -143,7 +143,7 @@ async def test_who_has_an_answer_before_the_moment_has_not_left(monkeypatch: pyt
 
 
 @pytest.mark.anyio
-async def test_a_kill_is_told_to_every_client_once() -> None:
+async def test_kill_is_reported_to_every_client_once() -> None:
     async with serving_pair() as (pair, one):
         empty = await one.lose(pair.kill, engines(Pool(0.5, 0.5, 0.0)), LIMIT)
         record = suffered(one, empty)
@@ -159,7 +159,7 @@ async def test_a_kill_is_told_to_every_client_once() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_kill_that_nobody_notices_ends_the_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unnoticed_kill_ends_the_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "AFTER_SECONDS", 0.0)
     async with serving_pair() as (_, one):
         assert await one.lose(lambda: None, engines(Pool(0.0)), LIMIT) is not None
@@ -255,7 +255,7 @@ async def test_blocks_that_stay_are_none(last: float | Exception) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pool_is_not_looked_at_as_empty_before_the_clients_are_done() -> None:
+async def test_pool_is_not_taken_as_empty_before_the_clients_are_done() -> None:
     wait = asyncio.Event()
 
     async def client() -> None:
@@ -280,7 +280,7 @@ async def test_an_engine_that_ends_by_itself_is_a_finding() -> None:
 
 
 @pytest.mark.anyio
-async def test_mooncakes_proxy_asks_again_for_the_engine_once_a_prefill_broke_off() -> None:
+async def test_mooncakes_proxy_queries_the_engine_again_once_a_prefill_broke_off() -> None:
     names = iter(("first", "second"))
     asked: list[str] = []
 
@@ -315,7 +315,7 @@ def record(fault: Fault, **more: Any) -> Suffered:
     return Suffered(**(values | more))
 
 
-def test_a_cell_says_what_happened() -> None:
+def test_cell_lists_the_outcomes() -> None:
     text = faults.cell(
         KILL_D, record(KILL_D, under_way=8, failed=7, last_failure_s=0.31, empty_s=10.2, right_s=1.5)
     )

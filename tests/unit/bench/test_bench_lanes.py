@@ -67,7 +67,7 @@ def test_sim_is_refused_where_two_processes_are_measured() -> None:
 # --- Engines that connect
 
 
-def test_engines_of_unequal_ranks_meet(tmp_path: Path) -> None:
+def test_engines_of_unequal_ranks_connect(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     words = ("--prefill", "2", "--decode", "1", "--rounds", "1", "--json", str(file))
     status, output = run("meeting", *words)
@@ -80,7 +80,7 @@ def test_engines_of_unequal_ranks_meet(tmp_path: Path) -> None:
 # --- peers
 
 
-def test_what_peers_cost_each_side(tmp_path: Path) -> None:
+def test_peers_bench_measures_the_cost_for_each_side(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     words = ("--provider", "host,tcp", "--peers", "20", "--rounds", "1", "--json", str(file))
     status, output = run("peers", *words)
@@ -150,7 +150,7 @@ def test_the_steps_of_a_scatter_and_of_a_barrier(provider: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("peers", ["eight", "0", ""])
-def test_a_group_of_nobody_is_refused(peers: str) -> None:
+def test_empty_group_is_refused(peers: str) -> None:
     assert run("groups", "--provider", "sim", "--peers", peers)[0] == 2
 
 

@@ -16,7 +16,7 @@ from kv_connector.cli.bench import app
 run = partial(invoke, app)
 
 
-def test_each_way_is_measured_and_the_page_is_looked_at(
+def test_each_way_is_measured_while_readers_query_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "_LOOK_SECONDS", 0.001)

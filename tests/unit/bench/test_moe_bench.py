@@ -22,7 +22,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: None)
 
 
-def test_bench_moe_measures_ours_and_gloo_over_host_memory(no_gpus: None, tmp_path: Path) -> None:
+def test_bench_moe_measures_the_connector_and_gloo_over_host_memory(no_gpus: None, tmp_path: Path) -> None:
     file = tmp_path / "results"
     arguments = "--hidden", "256", "--tokens", "3,8", "--iterations", "2", "--json", str(file)
     status, output = invoke(app, "moe", *arguments)

@@ -72,7 +72,7 @@ def test_cli_needs_the_packages_of_the_router_only_for_its_commands(
     assert shown in "".join(one_line(ran.stdout + ran.stderr).split())
 
 
-def test_the_version_is_told_to_programs() -> None:
+def test_version_is_printed_for_programs() -> None:
     assert run("--version") == (0, f"kv-connector {__version__}\n")
 
 
@@ -134,7 +134,7 @@ def test_the_router_refuses_objectives_that_are_none(options: list[str], why: st
 
 
 @pytest.mark.parametrize("missing", ["uvloop", "httptools"])
-def test_the_router_runs_on_a_fast_loop_or_says_what_to_install(
+def test_router_runs_on_a_fast_loop_or_names_the_extra_to_install(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("router", "--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200")
@@ -191,13 +191,13 @@ def test_an_unknown_option_is_wrong_usage(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("words", [("doctor",), ("topology",)], ids=" ".join)
-def test_what_a_command_finds_is_one_json_object(words: tuple[str, ...]) -> None:
+def test_findings_of_a_command_are_one_json_object(words: tuple[str, ...]) -> None:
     status, output = run(*words, "--json")
     assert status == ExitStatus.SUCCESS
     assert isinstance(json.loads(output), dict)
 
 
-def test_a_machine_on_which_no_engine_can_run_is_told_as_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_json_reports_a_machine_without_a_usable_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_engine, "providers", lambda: [])
     status, output = run("doctor", "--json")
     assert status == ExitStatus.FAILURE
@@ -227,7 +227,7 @@ def test_records_may_have_standard_output_to_themselves() -> None:
     assert "submit" in errors, "the table"
 
 
-def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
+def test_interrupted_command_exits_with_its_own_status(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     process = kv_connector("config", "check", pipe)

@@ -202,7 +202,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("x.yaml", "services: {p: {command: vllm 'serve}}", "is not a command: No closing quotation"),
     ],
 )
-def test_what_cannot_be_read_is_wrong_usage(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_unreadable_file_is_wrong_usage(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
     status, output = run("config", "check", str(tmp_path / name))
     assert status == 2
@@ -270,7 +270,7 @@ def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
         (transfer(nics=[["a"], ["b"]]), "nics has 2 entries, and this engine has 1 ranks"),
     ],
 )
-def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], words: str) -> None:
+def test_problem_of_an_engine_is_found(check: Check, config: dict[str, Any], words: str) -> None:
     (found,) = check(p_json=config)
     assert words in found
 
@@ -299,12 +299,12 @@ def test_what_is_wrong_with_an_engine(check: Check, config: dict[str, Any], word
         ("export KV_CONNECTOR_KEYFILE=key\n" + P, "unknown variable `KV_CONNECTOR_KEYFILE`: did you mean"),
     ],
 )
-def test_what_is_wrong_with_a_server(check: Check, line: str, words: str) -> None:
+def test_problem_of_a_server_is_found(check: Check, line: str, words: str) -> None:
     (found,) = check(start_sh=line)
     assert words in found
 
 
-def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
+def test_existing_key_file_is_checked(check: Check, tmp_path: Path) -> None:
     key = tmp_path / "key"
     config = transfer(control_host="10.0.0.1", control_key_file=str(key))
     assert check(p_json=config) == []
@@ -330,7 +330,7 @@ def test_a_key_that_is_here_is_looked_at(check: Check, tmp_path: Path) -> None:
         ("--registration 127.0.0.1:8500 --port 99999", "65535"),
     ],
 )
-def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -> None:
+def test_problem_of_a_router_is_found(check: Check, arguments: str, words: str) -> None:
     (found,) = check(start_sh=f"kv-connector router {arguments}")
     assert words in found
 
@@ -391,7 +391,7 @@ def test_what_is_wrong_with_a_router(check: Check, arguments: str, words: str) -
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together(check: Check, script: str, words: str) -> None:
+def test_conflict_between_parts_is_found(check: Check, script: str, words: str) -> None:
     found = check(start_sh=script)
     assert [one for one in found if words in one], found
 
@@ -401,7 +401,7 @@ def test_engines_of_both_roles_may_be_listed_for_one_of_them(check: Check) -> No
     assert check(start_sh=both + ROUTER) == []
 
 
-def test_p_and_d_may_be_two_files(check: Check) -> None:
+def test_prefill_and_decode_may_be_two_files(check: Check) -> None:
     p, d = transfer(), transfer("kv_consumer")
     (words,) = check(p_json=p, d_json=d)
     assert "port 5600" in words, "both are at 127.0.0.1, so on one machine"
@@ -434,7 +434,7 @@ def test_containers_have_ports_and_loopback_to_themselves(check: Check) -> None:
     assert len([one for one in check(compose_yaml=json.dumps({"services": services})) if "port" in one]) == 2
 
 
-def test_what_one_side_leaves_to_the_model_is_no_contradiction(check: Check) -> None:
+def test_value_that_one_side_leaves_to_the_model_is_no_contradiction(check: Check) -> None:
     assert check(start_sh=P + vllm("kv_consumer", 8200, "--dtype bfloat16", control_port=5700)) == []
     both = [
         vllm("kv_producer", 8100, "--dtype float16"),

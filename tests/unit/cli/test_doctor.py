@@ -297,7 +297,7 @@ def test_a_nics_device_file_is_missing_or_forbidden_or_fine(
         ({"link_layer": "InfiniBand"}, "uverbs0 does not exist"),
     ],
 )
-def test_what_keeps_a_nic_from_being_used(roots: Roots, nic: dict[str, str], words: str) -> None:
+def test_reason_for_an_unusable_nic_is_reported(roots: Roots, nic: dict[str, str], words: str) -> None:
     sys = machines.FakeSys(roots.sys)
     sys.nic("mlx5_0", "pci0000:10", "0000:10:00.0", **nic)  # type: ignore[arg-type]
     assert words in nic_words(roots, sys)["NIC mlx5_0"][1]

@@ -58,14 +58,14 @@ def test_a_prompt_of_grouped_query_attention(tmp_path: Path) -> None:
     assert (cost["writes"], cost["page_writes"], cost["many"]) == (63 * 4, 1, False)
 
 
-def test_of_a_window_only_its_tokens_are_wanted(tmp_path: Path) -> None:
+def test_only_the_tokens_of_a_window_are_counted(tmp_path: Path) -> None:
     """The token after 4,095 attends to itself and 511 tokens before it: from block 224 to block 255."""
     report = judge(tmp_path, CONFIGS["gemma3"])
     assert report["layers"] == {"full attention": 1, "sliding window (512 tokens)": 6}
     assert report["costs"][0]["writes"] == 256 + 6 * 32
 
 
-def test_of_a_chunk_only_its_tokens_are_wanted(tmp_path: Path) -> None:
+def test_only_the_tokens_of_a_chunk_are_counted(tmp_path: Path) -> None:
     """Token 999 is in the chunk that begins at 768. One layer of four attends to all tokens."""
     report = judge(tmp_path, CONFIGS["llama4"], tokens=1000)
     assert report["costs"][0]["writes"] == 63 + 3 * (63 - 48)
@@ -100,7 +100,7 @@ def test_layers_that_keep_nothing_are_divided_among_stages_too(tmp_path: Path) -
 # --- Many writes
 
 
-def test_many_writes_are_told_with_what_makes_them_few(tmp_path: Path) -> None:
+def test_many_writes_are_reported_with_their_remedy(tmp_path: Path) -> None:
     """If tokens come first in a block, a slice of the block's heads is one run for each token."""
     report = judge(tmp_path, LLAMA, "tp=2,order=tokens", "tp=1,order=tokens")
     (cost,) = report["costs"]
@@ -131,7 +131,7 @@ def test_remedies_are_the_fewest_that_help(
     assert judge(tmp_path, CONFIGS[kind], prefill, decode)["remedy"] == f"{remedy} on both sides"
 
 
-def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_remedy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "scattered", lambda _: (9, 1))
     _, output = run("doctor", "--model", str(write(tmp_path, LLAMA)))
     assert "Start both engines with the same parallelism" in output
@@ -161,7 +161,7 @@ def test_where_no_setting_helps_that_is_said(tmp_path: Path, monkeypatch: pytest
         ("llama", "block=16", "block=4096", "blocks of full_attention differ too much: 16 tokens and 4096"),
     ],
 )
-def test_what_does_not_fit_is_said_in_the_planners_words(
+def test_misfit_is_reported_with_the_planners_message(
     tmp_path: Path, kind: str, prefill: str, decode: str, words: str
 ) -> None:
     report = judge(tmp_path, CONFIGS[kind], prefill, decode)
@@ -227,7 +227,7 @@ def test_a_drafter_on_decode_alone_costs_drafts(tmp_path: Path) -> None:
     assert not both["notes"]
 
 
-def test_a_draft_model_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+def test_draft_model_has_a_separate_configuration(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2})
     report = judge(tmp_path, LLAMA, f"drafter={draft}", f"tp=2,drafter={draft}/config.json,order=heads")
     # Each rank of the decode engine has two heads of four layers, and one head of the drafter.

@@ -111,7 +111,7 @@ def test_every_router_is_waited_for(routers: list[Router]) -> None:
     assert len(routers[1].asked) >= 4
 
 
-def test_what_routers_say_is_told_as_json(routers: list[Router]) -> None:
+def test_drain_reports_the_routers_answers_as_json(routers: list[Router]) -> None:
     begin(routers, Router(2), Router(0))
     status, output = run(*words(routers, "--timeout", "0.5", "--json"))
     assert status == 1
@@ -150,14 +150,14 @@ def test_a_router_that_knows_no_such_engine_has_nothing_there(routers: list[Rout
     assert run(*words(routers))[0] == 0
 
 
-def test_where_no_router_knows_the_engine_its_name_is_wrong(routers: list[Router]) -> None:
+def test_engine_name_is_wrong_when_no_router_knows_it(routers: list[Router]) -> None:
     begin(routers, Router(None), Router(None))
     status, output = run(*words(routers))
     assert status == 2
     assert "does not know the engine" in output
 
 
-def test_where_no_router_answers_it_is_said_soon() -> None:
+def test_unreachable_routers_are_reported_soon() -> None:
     away = Router(), Router()
     began = time.monotonic()
     status, output = run(*words(away, "--timeout", "60"))
@@ -166,7 +166,7 @@ def test_where_no_router_answers_it_is_said_soon() -> None:
     assert all(f"no router answers at {router.address}" in output for router in away)
 
 
-def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[Router]) -> None:
+def test_moved_and_remaining_requests_are_summed_over_all_routers(routers: list[Router]) -> None:
     one = Draining(3, 2, {"seed": 2, "tools": 1}), Draining(0, 5)
     begin(routers, Router(*one), Router(Draining(1, 4, {"seed": 1}), Draining(0, 4)))
     status, output = run(*words(routers, "--move"))
@@ -176,7 +176,7 @@ def test_what_has_moved_and_what_has_not_is_told_over_all_routers(routers: list[
     assert all(router.moves for router in routers)
 
 
-def test_what_ends_there_is_told_once_all_routers_have_said_it(
+def test_remaining_requests_are_reported_once_all_routers_have_answered(
     routers: list[Router], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late router answers several queries at once."""
@@ -200,7 +200,7 @@ def test_a_router_that_refuses_the_drain_is_named(routers: list[Router]) -> None
     assert "--force" in output
 
 
-def test_undrain_asks_all_routers_and_says_when_it_is_done(routers: list[Router]) -> None:
+def test_undrain_reaches_all_routers_and_reports_its_end(routers: list[Router]) -> None:
     begin(routers, Router(), Router(draining=None))
     status, output = run("undrain", *words(routers)[1:])
     assert (status, output.strip()) == (0, f"the drain of {ENGINE} has ended")
@@ -214,7 +214,7 @@ def test_undrain_of_an_engine_that_does_not_agree_fails(routers: list[Router]) -
     assert f"{ENGINE} still reports its drain after 0.5 s" in output
 
 
-def test_undrain_says_which_router_does_not_answer(routers: list[Router]) -> None:
+def test_undrain_names_the_router_that_does_not_answer(routers: list[Router]) -> None:
     begin(routers, Router())
     away = Router()
     status, output = run("undrain", *words([*routers, away])[1:], "--timeout", "60")
@@ -235,7 +235,7 @@ def test_a_drain_with_force_is_one_that_routers_of_before_know(routers: list[Rou
     assert b"last" not in encode(Draining(0))
 
 
-def test_a_drain_that_moves_nothing_asks_routers_of_before(routers: list[Router]) -> None:
+def test_drain_without_move_sends_older_routers_no_new_field(routers: list[Router]) -> None:
     begin(routers, Router(0))
     assert run(*words(routers))[0] == 0
     assert not routers[0].moves

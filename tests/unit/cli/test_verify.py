@@ -488,7 +488,7 @@ def started(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_an_interrupted_run_says_so_and_aborts_its_requests() -> None:
+def test_interrupted_run_reports_it_and_aborts_its_requests() -> None:
     arrived, gone = threading.Event(), threading.Event()
 
     class Silent(FakeModelServer):

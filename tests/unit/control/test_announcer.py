@@ -137,9 +137,7 @@ def test_a_drain_falls_silent(discovery: Discovery, announced: Callable[..., Reg
         ({"url": "https://10.0.0.1:8100"}, "api_url with http"),
     ],
 )
-def test_what_the_router_would_take_for_something_else_is_refused(
-    change: dict[str, Any], problem: str
-) -> None:
+def test_announcement_that_the_router_would_misread_is_refused(change: dict[str, Any], problem: str) -> None:
     fields = {name: getattr(REGISTRATION, name) for name in REGISTRATION.__struct_fields__}
     with pytest.raises(AnnouncementError, match=problem):
         Announcement.of(Register(**{**fields, **change}))

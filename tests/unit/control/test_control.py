@@ -77,7 +77,7 @@ def test_messages_go_both_ways(
     assert receive(client) == [Received(link, Pong(1))]
 
 
-def test_connections_are_told_apart(
+def test_connections_are_distinguished(
     make: Callable[[], ControlPlane], server: tuple[ControlPlane, Address]
 ) -> None:
     plane, address = server
@@ -94,7 +94,7 @@ def test_connections_are_told_apart(
     assert answers == {link: Pong(number) for number, link in enumerate(links)}
 
 
-def test_what_is_dialled_before_it_listens_is_reached_later(make: Callable[[], ControlPlane]) -> None:
+def test_dialled_address_that_listens_later_is_reached(make: Callable[[], ControlPlane]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = Address("127.0.0.1", probe.getsockname()[1])
@@ -136,7 +136,7 @@ def test_bye_before_hanging_up_arrives(
     [[b"garbage"], [b""], [encode(Ping(1)), b"and more"], [b"", encode(Ping(1))], [b"\xdd\xff\xff\xff\xff"]],
     ids=["garbage", "empty", "two frames", "request envelope", "huge array"],
 )
-def test_a_malformed_message_costs_its_sender_the_standing_and_nobody_else(
+def test_malformed_message_costs_only_its_sender_the_standing(
     make: Callable[[], ControlPlane],
     server: tuple[ControlPlane, Address],
     stranger: zmq.Socket[bytes],

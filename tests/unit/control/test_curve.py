@@ -53,7 +53,7 @@ def receive(server: ControlPlane, *others: ControlPlane) -> Received:
     return found[0]
 
 
-def test_two_with_the_key_talk(make: Make, key: ClusterKey) -> None:
+def test_two_sockets_with_the_key_exchange_messages(make: Make, key: ClusterKey) -> None:
     server, client = make(key), make(key)
     link = client.dial(server.bind(LOCAL))
     client.send(link, Ping(1))
@@ -100,7 +100,9 @@ def other_pair() -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("who", ["plain", "another key", "knows the public key only"])
-def test_strangers_get_nothing_and_are_heard_by_nobody(make: Make, key: ClusterKey, who: str) -> None:
+def test_stranger_receives_nothing_and_its_messages_are_dropped(
+    make: Make, key: ClusterKey, who: str
+) -> None:
     server, client = make(key), make(key)
     address = server.bind(LOCAL)
     public, secret = other_pair()
@@ -131,7 +133,7 @@ def test_strangers_get_nothing_and_are_heard_by_nobody(make: Make, key: ClusterK
         stranger.close()
 
 
-def test_a_client_with_the_key_tells_a_plain_server_nothing(make: Make, key: ClusterKey) -> None:
+def test_client_with_the_key_sends_nothing_to_a_plain_server(make: Make, key: ClusterKey) -> None:
     """An impostor took over the port of a peer's address."""
     impostor, client = make(None), make(key)
     with socket.socket() as listener:
@@ -156,7 +158,7 @@ def test_a_client_with_the_key_tells_a_plain_server_nothing(make: Make, key: Clu
     assert receive(impostor, client, stranger).message == Ping(3), "only who has no key is heard"
 
 
-def test_a_stranger_who_says_nothing_is_thrown_out(
+def test_silent_stranger_is_disconnected(
     make: Make, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_connector.control.sockets._HANDSHAKE_MS", 200)
@@ -167,9 +169,7 @@ def test_a_stranger_who_says_nothing_is_thrown_out(
             pass  # the server's greeting, then the end
 
 
-def test_a_flood_costs_its_sender_the_standing_and_nobody_else(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flood_costs_only_its_sender_the_standing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_connector.control.sockets._BURST", 100.0)
     monkeypatch.setattr("kv_connector.control.sockets._UNITS_PER_S", 0.001)
     server, client, flood = make(None), make(None), make(None)
@@ -214,7 +214,9 @@ def test_a_key_survives_its_file(tmp_path: Path, key: ClusterKey) -> None:
         (None, 0o600, "Copy the cluster's key there. Make the first one with: kv-connector keygen"),
     ],
 )
-def test_what_is_no_key_is_named(tmp_path: Path, content: bytes | None, mode: int, problem: str) -> None:
+def test_bad_key_file_is_refused_with_the_reason(
+    tmp_path: Path, content: bytes | None, mode: int, problem: str
+) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)

@@ -69,7 +69,7 @@ def test_a_loop_awaits_many_at_once(loopback: Loopback) -> None:
     run(loopback, body)
 
 
-def test_messages_are_awaited_and_wait_for_who_awaits_them(loopback: Loopback) -> None:
+def test_messages_are_awaited_and_wait_for_their_reader(loopback: Loopback) -> None:
     async def body(events: AsyncEvents) -> None:
         awaited = [asyncio.create_task(events.message()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -102,7 +102,7 @@ def test_a_cancelled_await_loses_nothing(loopback: Loopback) -> None:
     run(loopback, body)
 
 
-def test_what_nobody_awaits_comes_to_other(loopback: Loopback) -> None:
+def test_unawaited_event_is_returned_by_other(loopback: Loopback) -> None:
     async def body(events: AsyncEvents) -> None:
         other = asyncio.create_task(events.other())
         await asyncio.sleep(0)

@@ -172,7 +172,7 @@ def test_shared_memory_starts_at_zero_and_is_writable() -> None:
         SharedMemory("test", 0)
 
 
-def test_a_closed_engine_says_so(engine: TransferEngine) -> None:
+def test_closed_engine_raises_an_error(engine: TransferEngine) -> None:
     signal = engine.create_signal()
     engine.close()
     engine.close()

@@ -169,7 +169,7 @@ def test_only_cores_that_this_process_may_use_are_chosen(tmp_path: Path) -> None
     assert "0 cores of NUMA node 1" in elsewhere.reason
 
 
-def test_where_the_engine_may_need_every_core_nothing_is_pinned(tmp_path: Path) -> None:
+def test_nothing_is_pinned_when_the_engine_may_need_every_core(tmp_path: Path) -> None:
     machine = machines.laptop(tmp_path).machine()
     in_use = CoresInUse(everything(machine), frozenset())
     full = choose_core(machine, in_use, numa_node=0, engine_threads=8)
@@ -179,7 +179,7 @@ def test_where_the_engine_may_need_every_core_nothing_is_pinned(tmp_path: Path) 
     assert choose_core(machine, in_use, numa_node=0, engine_threads=1).cores[0] == 7
 
 
-def test_without_a_device_the_engines_own_cores_say_which_node(tmp_path: Path) -> None:
+def test_numa_node_follows_the_engines_cores_without_a_device(tmp_path: Path) -> None:
     machine = machines.two_sockets_one_nic(tmp_path).machine()
     bound = CoresInUse(everything(machine), frozenset(range(16, 26)))
     assert set(choose_core(machine, bound, numa_node=None, engine_threads=0).cores) == set(range(26, 32))
@@ -190,7 +190,7 @@ def test_without_a_device_the_engines_own_cores_say_which_node(tmp_path: Path) -
     assert "NUMA node" in unknown.reason
 
 
-def test_where_the_firmware_says_nothing_the_only_node_is_meant(tmp_path: Path) -> None:
+def test_only_numa_node_is_assumed_when_the_firmware_names_none(tmp_path: Path) -> None:
     machine = machines.virtual(tmp_path).machine()
     assert [gpu.location.numa_node for gpu in machine.gpus] == [None, None]
     assert {choice.nearness for choice in choose_nics(machine, machine.gpus, "verbs").values()} == {

@@ -31,7 +31,7 @@ def test_a_dgx(tmp_path: Path) -> None:
     assert gpu.common_depth(other) == 0
 
 
-def test_efa_is_told_from_reliable_connections_and_iwarp(tmp_path: Path) -> None:
+def test_efa_is_distinguished_from_reliable_connections_and_iwarp(tmp_path: Path) -> None:
     assert {nic.kind for nic in machines.p5(tmp_path / "p5").machine().nics} == {"efa"}
     kinds = {nic.name: nic.kind for nic in machines.soft_roce(tmp_path / "vm").machine().nics}
     assert kinds == {"rxe0": "rc", "rxe1": "rc", "siw0": "iwarp"}
@@ -116,6 +116,6 @@ def test_core_lists_are_read_as_the_kernel_writes_them(cores: set[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "1,x", "1--2"])
-def test_what_is_no_core_list_is_refused(text: str) -> None:
+def test_malformed_core_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="list of cores"):
         parse_cores(text)

@@ -17,6 +17,7 @@ from prose import (
     HELP,
     LOG,
     METRIC,
+    TEST,
     Prose,
     cpp,
     markdown,
@@ -54,12 +55,18 @@ EXAMPLES = [
     ("p-and-d", COMMIT, "vllm: send D's token", "vllm: send the early first token"),
     ("semicolons", COMMENT, "One waits; two go; three end.", "One waits; two go. Three end."),
     ("ask", ERROR, "the checkpoint asks for 3 ranks", "the checkpoint needs 3 ranks"),
+    ("fragment", TEST, "What is pushed is served", "Pushed weights are served"),
+    ("nobody", TEST, "Failed reset releases nobody", "Failed reset releases no request"),
+    ("ask", TEST, "Only the first rank asks", "Only the first rank requests a prefix"),
+    ("name-words", TEST, "Decode is told the token", "Decode receives the token"),
+    ("name-words", TEST, "Ps error is the answer", "Prefill error behind llm d is the answer"),
     ("filler", DOCUMENT, "It is easy to start.", "Start it with one command."),
     ("subject-form", COMMIT, "Changed the router", "router: count retries"),
     ("empty-subject", COMMIT, "Lint", "router: sort imports"),
     ("long-sentence", COMMENT, "word " * 31 + ".", "word " * 30 + "."),
     ("long-string", METRIC, "word " * 26 + ".", "word " * 25 + "."),
     ("long-subject", COMMIT, "router: " + "x" * 65, "router: " + "x" * 64),
+    ("long-name", TEST, "x" * 76, "x" * 75),
     ("mean", DOCUMENT, "word " * 19 + ".", "word " * 18 + "."),
 ]
 
@@ -334,6 +341,16 @@ def test_python_is_read_by_kind() -> None:
 
 def test_strings_of_tests_are_not_read() -> None:
     assert {one.line for one in check(python("tests/a.py", PYTHON))} == {1, 5, 6, 7, 12}
+
+
+def test_names_of_tests_are_read() -> None:
+    functions = "    async def test_who_joins() -> None: ...\n    def helper_told() -> None: ...\n"
+    found = check(python("tests/a.py", f"class TestA:\n{functions}"))
+    assert {(one.line, one.rule) for one in found} == {
+        (2, "fragment"),
+        (2, "name-words"),
+        (2, "relative-subject"),
+    }
 
 
 CPP = """// It is told

@@ -123,7 +123,7 @@ def test_answers_are_in_milliseconds() -> None:
         {"errors": ["", "ClientPayloadError"]},
     ],
 )
-def test_what_is_not_whole_has_failed(broken: dict[str, list[Any]]) -> None:
+def test_incomplete_answer_has_failed(broken: dict[str, list[Any]]) -> None:
     rows = [{"output_length": 3}, {"output_length": 3}]
     whole = answers(result(**broken), rows)
     assert len(whole) == 1
@@ -177,7 +177,7 @@ def test_a_system_holds_up_to_the_last_rate_before_it_breaks() -> None:
     assert "| 4 | plain | 4.00 | 100 / 100 / 100 | 30.0 / 30.0 / 30.0 | 0.00 (over) | 0 |" in table
 
 
-def test_what_was_measured_again_replaces_the_earlier() -> None:
+def test_new_measurement_replaces_the_earlier() -> None:
     table = report([line("plain", 2, False), line("plain", 2, True)]).splitlines()
     assert [row for row in table if row.startswith("| 2 ")] == [
         "| 2 | plain | 2.00 | 100 / 100 / 100 | 5.0 / 5.0 / 5.0 | 2.00 | 0 |"

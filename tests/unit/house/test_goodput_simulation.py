@@ -21,7 +21,7 @@ def test_a_prompt_by_itself_takes_what_its_steps_cost() -> None:
 
 
 @pytest.mark.parametrize(("step_tokens", "waits"), [(64, True), (128, False)])
-def test_prompts_that_take_whole_steps_keep_who_comes_waiting(step_tokens: int, waits: bool) -> None:
+def test_prompts_that_take_whole_steps_keep_later_requests_waiting(step_tokens: int, waits: bool) -> None:
     """vLLM does the same with two prompts in steps of twice their threshold."""
     clock = Clock()
     engine = Engine(clock, step_tokens, threshold=32)
@@ -34,7 +34,7 @@ def test_prompts_that_take_whole_steps_keep_who_comes_waiting(step_tokens: int, 
 
 
 @pytest.mark.parametrize("steps", [(256, 512), (256, 1024)])
-def test_no_stream_waits_for_prompts_that_d_computes(steps: tuple[int, int]) -> None:
+def test_no_stream_waits_for_prompts_that_decode_computes(steps: tuple[int, int]) -> None:
     clock = Clock()
     pair = Pair(clock, Objectives(1000, 25), *steps)
     told = simulate(ROWS, clock, pair)

@@ -99,7 +99,7 @@ def test_load_line_is_json_with_a_row_for_each_turn() -> None:
 # --- goals ---
 
 
-def test_goals_compare_ours_with_plain_engines_in_turns_after_the_first() -> None:
+def test_goals_compare_the_connector_with_plain_engines_in_turns_after_the_first() -> None:
     lines = [
         load(
             "chat",

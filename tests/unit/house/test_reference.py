@@ -28,7 +28,7 @@ def test_every_generated_table_is_up_to_date() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_stale_table_is_told_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_table_is_reported_and_regenerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     page = tmp_path / "README.md"
@@ -110,7 +110,7 @@ def test_every_field_is_described(owner: type, names: tuple[str, ...]) -> None:
     assert tuple(reference.field_docs(owner)) == names
 
 
-def test_a_setting_without_a_default_of_its_own_says_what_happens() -> None:
+def test_setting_without_a_fixed_default_describes_what_happens() -> None:
     _, rows = reference.settings()
     assert not [row for row in rows if row[2] in ("`null`", "`[]`", "`{}`", "")]
 

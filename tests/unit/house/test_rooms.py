@@ -148,7 +148,7 @@ def test_a_folder_of_a_room_with_floors_hands_on_nothing(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "router").rglob("__init__.py")), ids=lambda p: p.parent.name
 )
-def test_a_room_of_the_router_says_what_it_is_for_and_hands_on_nothing(path: Path) -> None:
+def test_each_router_package_has_only_a_one_line_docstring(path: Path) -> None:
     (docstring,) = ast.parse(path.read_text()).body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(docstring.value, ast.Constant)
@@ -166,7 +166,7 @@ def test_frameworks_are_imported_by_their_adapters_alone(room: str) -> None:
     assert not wrong
 
 
-def test_of_vllm_only_the_plugin_names_its_weights() -> None:
+def test_only_the_vllm_plugin_names_its_weights() -> None:
     """vllm/weights imports the rest of vllm. plugin.py names it as a string, and vLLM imports it."""
     weights = "kv_connector.vllm.weights"
     wrong = [
@@ -191,7 +191,7 @@ def test_vllm_is_imported_by_four_modules() -> None:
     }
 
 
-def test_each_patch_of_vllm_says_what_it_replaces_why_and_until_when() -> None:
+def test_each_patch_of_vllm_documents_its_target_reason_and_end() -> None:
     tree = ast.parse((PACKAGE / "vllm" / "patches.py").read_text())
     patches = [
         node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")

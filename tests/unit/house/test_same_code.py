@@ -89,7 +89,7 @@ def test_main_prints_the_files_whose_code_changed(
     assert capsys.readouterr().out.endswith("new.py: added\n")
 
 
-def test_what_cannot_be_compared_is_an_error(
+def test_files_that_cannot_be_compared_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*arguments: str) -> str:

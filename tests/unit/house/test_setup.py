@@ -84,7 +84,7 @@ def test_uv_looks_where_pip_looks(tmp_path: Path) -> None:
     assert not any("-m pip install" in call for call in calls)
 
 
-def test_what_uv_does_not_find_pip_does(tmp_path: Path) -> None:
+def test_pip_installs_what_uv_does_not_find(tmp_path: Path) -> None:
     done, calls = vllm(tmp_path, without=0, uv=1)
     assert done.returncode == 0, done.stderr
     installed = [call for call in calls if call.startswith("-m pip install")]
@@ -92,7 +92,7 @@ def test_what_uv_does_not_find_pip_does(tmp_path: Path) -> None:
     assert "uv failed" in done.stdout
 
 
-def test_what_is_compiled_of_python_is_kept_whatever_the_environment_says(
+def test_bytecode_is_kept_whatever_the_environment_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Packages are not compiled at installation. If bytecode is not kept, each engine compiles vLLM anew."""

@@ -107,7 +107,7 @@ def test_pre_commit_runs_what_lint_runs() -> None:
 
 
 @pytest.mark.parametrize("template", ["bug", "performance", "feature"])
-def test_each_issue_template_asks_for_something(template: str) -> None:
+def test_each_issue_template_requires_a_field(template: str) -> None:
     form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{template}.yml").read_text())
     required = [field for field in form["body"] if field.get("validations", {}).get("required")]
     assert form["name"]

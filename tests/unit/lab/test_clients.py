@@ -31,7 +31,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], None]:
     return use
 
 
-def test_they_ask_until_they_are_left(engine: Callable[[Reply], None]) -> None:
+def test_clients_send_requests_until_they_are_left(engine: Callable[[Reply], None]) -> None:
     asked: list[int] = []
 
     def reply(prompt: list[int]) -> list[int]:
@@ -71,7 +71,7 @@ def test_another_answer_to_the_same_prompt_is_a_failure(engine: Callable[[Reply]
             some.wait_answered(1000, seconds=0.0)
 
 
-def test_who_waits_in_vain_is_told_what_failed(engine: Callable[[Reply], None]) -> None:
+def test_waiting_in_vain_raises_the_clients_failure(engine: Callable[[Reply], None]) -> None:
     def reply(prompt: list[int]) -> list[int]:
         raise CompletionError("refused")
 

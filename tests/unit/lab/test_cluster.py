@@ -209,19 +209,19 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_process_that_dies_early_is_told_with_the_end_of_its_log(start: Start) -> None:
+def test_early_death_of_a_process_is_reported_with_the_end_of_its_log(start: Start) -> None:
     process = start("import os; print(os.environ['GREETING'], 'from the log'); raise SystemExit(3)")
     with pytest.raises(StartError, match=r"(?s)child ended with status 3 .*hello from the log"):
         wait_healthy({process: "http://127.0.0.1:1/health"}, deadline=time.monotonic() + PATIENCE)
 
 
-def test_a_process_that_is_never_ready_is_told_at_the_deadline(start: Start) -> None:
+def test_process_that_is_never_ready_is_reported_at_the_deadline(start: Start) -> None:
     process = start("import time; time.sleep(600)")
     with pytest.raises(StartError, match="child was not ready in time"):
         wait_healthy({process: "http://127.0.0.1:1/health"}, deadline=time.monotonic())
 
 
-def test_a_process_that_dies_is_told_while_another_is_waited_for(start: Start) -> None:
+def test_death_of_a_process_is_reported_while_another_is_awaited(start: Start) -> None:
     slow = start("import time; time.sleep(600)")
     dead = start("raise SystemExit(3)")
     url = "http://127.0.0.1:1/health"
@@ -283,7 +283,7 @@ def test_ports_are_free(behind: int) -> None:
         assert port not in once_around
 
 
-def test_a_port_that_nobody_has_bound_yet_is_not_given_out_again() -> None:
+def test_unbound_port_is_not_given_out_again() -> None:
     calls = [free_ports(500) for _ in range(4)]
     assert len({port for ports in calls for port in ports}) == 2000
 

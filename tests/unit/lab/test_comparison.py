@@ -43,7 +43,7 @@ def test_equal_tokens_with_another_text_differ() -> None:
     assert (found.unit, found.position) == ("character", 1)
 
 
-def test_of_long_answers_only_the_texts_around_the_difference_are_kept() -> None:
+def test_only_the_texts_around_the_difference_of_long_answers_are_kept() -> None:
     found = first_difference(of("a" * 5000 + "b" * 5000), of("a" * 5000 + "c" * 5000))
     assert found is not None
     assert len(found.expected) == len(found.got) == 2 * CHARACTERS_AROUND

@@ -104,7 +104,7 @@ def draw_timeline(file: Path) -> set[str]:
 
 @drawing
 @pytest.mark.parametrize("draw", [draw_bench, draw_pd, draw_demo, draw_timeline])
-def test_a_picture_says_what_it_shows_on_bright_and_on_dark_pages(
+def test_picture_has_its_labels_and_contrast_on_bright_and_dark_pages(
     draw: Callable[[Path], set[str]], tmp_path: Path
 ) -> None:
     file = tmp_path / "picture.svg"
@@ -126,7 +126,7 @@ def test_the_same_numbers_make_the_same_file(tmp_path: Path) -> None:
 
 
 @drawing
-def test_a_trace_without_prefill_is_refused_with_what_to_ask(tmp_path: Path) -> None:
+def test_trace_without_prefill_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(plots.PlotError, match="no step of a prefill engine"):
         plots.timeline(tmp_path / "picture.svg", {"traceEvents": []})
 

@@ -26,7 +26,7 @@ def test_a_gate_lets_in_what_fits_its_share() -> None:
     assert not gate.must_wait("c", 4)
 
 
-def test_nobody_passes_who_waits_first() -> None:
+def test_no_later_request_passes_the_first_in_the_queue() -> None:
     gate = AdmissionGate(10)
     gate.enter("a", 4)
     assert gate.must_wait("large", 7)
@@ -38,7 +38,7 @@ def test_nobody_passes_who_waits_first() -> None:
     assert not gate.must_wait("small", 1)
 
 
-def test_who_leaves_the_queue_holds_up_nobody() -> None:
+def test_request_that_leaves_the_queue_holds_up_no_other() -> None:
     gate = AdmissionGate(10)
     gate.enter("a", 4)
     assert gate.must_wait("large", 7)
@@ -46,7 +46,7 @@ def test_who_leaves_the_queue_holds_up_nobody() -> None:
     assert not gate.must_wait("small", 1)
 
 
-def test_what_is_larger_than_the_share_goes_alone() -> None:
+def test_request_larger_than_the_quota_goes_alone() -> None:
     gate = AdmissionGate(10)
     assert not gate.must_wait("huge", 30)
     gate.enter("huge", 30)
@@ -266,7 +266,7 @@ def test_lender_refuses_more_than_a_quarter_of_its_pool() -> None:
     assert not may_lend(4, 4, POOL)
 
 
-def test_gate_lets_an_earlier_place_pass_who_waits_first() -> None:
+def test_gate_lets_an_earlier_place_pass_the_first_in_the_queue() -> None:
     gate = AdmissionGate(10)
     gate.enter("a", 5)
     assert gate.must_wait("large", 7, (5, 1.0))
@@ -281,7 +281,7 @@ def test_gate_lets_an_earlier_place_pass_who_waits_first() -> None:
     assert not gate.must_wait("large and urgent", 8, (0, 4.0))
 
 
-def test_gate_forgets_who_has_left() -> None:
+def test_gate_forgets_requests_that_have_left() -> None:
     gate = AdmissionGate(10)
     gate.enter("a", 10)
     assert gate.must_wait("first", 1)

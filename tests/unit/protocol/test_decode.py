@@ -128,14 +128,14 @@ def test_a_request_without_a_session_has_failed(machine: DecodeMachine) -> None:
 # --- Versions of the weights
 
 
-def test_decode_asks_for_pages_of_the_weights_that_it_serves(machine: DecodeMachine) -> None:
+def test_decode_requests_pages_of_the_weights_that_it_serves(machine: DecodeMachine) -> None:
     assert reserved(machine).weights == ""
     machine.set_weights("v2")
     assert reserved(machine, "u").weights == "v2"
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
-def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, quiesced: bool) -> None:
+def test_stale_load_fails_without_blame(machine: DecodeMachine, quiesced: bool) -> None:
     attempt = reserved(machine).attempt
     actions = machine.fail(1.0, PEER, Fail("t", attempt, FailCode.STALE, "prefill engine has v2", quiesced))
     if not quiesced:
@@ -146,7 +146,7 @@ def test_a_load_that_is_stale_fails_as_nobodys_fault(machine: DecodeMachine, qui
     assert report(actions) == FinishedReceiving("d-t", failed=True, stale=True)
 
 
-def test_another_prompt_at_prefill_is_nobodys_fault_and_prefill_need_not_keep_it(
+def test_other_prompt_at_prefill_fails_without_blame_and_releases_the_prefill(
     machine: DecodeMachine,
 ) -> None:
     """A clock in a chat template: decode computes its own rendering, whatever the policy."""
@@ -213,7 +213,7 @@ def test_a_token_may_come_before_the_last_page(machine: DecodeMachine) -> None:
     assert_over(machine)
 
 
-def test_of_who_wants_the_token_alone_p_is_told_that_it_has_left(machine: DecodeMachine) -> None:
+def test_cancel_is_sent_to_prefill_when_only_the_token_was_wanted(machine: DecodeMachine) -> None:
     """P may still be computing the prompt, unlike P of a request whose pages have all arrived."""
     attempt = waiting_for_token(machine, blocks=(0, 0)).attempt
     cancel = sent(machine.cancel(2.0, "d-t"), Cancel)
@@ -224,7 +224,7 @@ def test_of_who_wants_the_token_alone_p_is_told_that_it_has_left(machine: Decode
     assert_over(machine)
 
 
-def test_who_does_not_want_the_token_does_not_wait_for_it(machine: DecodeMachine) -> None:
+def test_request_that_does_not_want_the_token_does_not_wait_for_it(machine: DecodeMachine) -> None:
     assert not reserved(machine).wants_sampled
     assert report(machine.counter_reached(1.0, "d-t")) == done()
 
@@ -241,7 +241,7 @@ def test_who_does_not_want_the_token_does_not_wait_for_it(machine: DecodeMachine
     ],
     ids=["lost", "failed", "late", "closed"],
 )
-def test_with_all_pages_a_request_goes_on_without_the_token_if_it_is_not_to_be_had(
+def test_request_with_all_pages_continues_without_an_unavailable_token(
     machine: DecodeMachine, lose: Callable[[DecodeMachine, int], list[DecodeAction]]
 ) -> None:
     attempt = waiting_for_token(machine).attempt
@@ -296,7 +296,7 @@ def test_the_last_page_ends_the_transfer(machine: DecodeMachine) -> None:
     assert_over(machine)
 
 
-def test_a_prompt_without_a_hash_is_asked_for_without_one(machine: DecodeMachine) -> None:
+def test_prompt_without_a_hash_is_reserved_without_a_hash(machine: DecodeMachine) -> None:
     machine.peer_up(0.0, P_ADDRESS, PEER)
     machine.reserve(0.0, decode_request(prompt_hash=None))
     assert sent(machine.counter_opened(0.0, "d-t", IMMEDIATE), Reserve).prompt_hash is None
@@ -325,9 +325,7 @@ def test_a_request_is_received_once(machine: DecodeMachine) -> None:
         (decode_request(transfer="\ud800"), "valid Unicode"),
     ],
 )
-def test_a_request_that_cannot_be_asked_for_fails_at_once(
-    machine: DecodeMachine, request_: object, words: str
-) -> None:
+def test_unusable_request_fails_at_once(machine: DecodeMachine, request_: object, words: str) -> None:
     actions = machine.reserve(0.0, request_)  # type: ignore[arg-type]
     assert report(actions).failed
     assert words in only(actions, Ended).reason
@@ -398,7 +396,7 @@ def test_a_decode_engine_that_shuts_down_waits_for_no_abort(machine: DecodeMachi
     assert_over(machine)
 
 
-def test_an_abort_at_prefill_excuses_no_earlier_failure(machine: DecodeMachine) -> None:
+def test_abort_at_prefill_does_not_hide_an_earlier_failure(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     (cancel,) = machine.tick(TIMES.transfer)
     assert cancel == Send(PEER, Cancel("t", attempt))
@@ -436,7 +434,9 @@ def test_messages_about_other_transfers_change_nothing(machine: DecodeMachine) -
 # --- Abort
 
 
-def test_an_abort_before_reserve_was_sent_is_reported_at_once_and_frees_p(machine: DecodeMachine) -> None:
+def test_abort_before_reserve_was_sent_is_reported_at_once_and_releases_prefill(
+    machine: DecodeMachine,
+) -> None:
     machine.reserve(0.0, decode_request())
     actions = machine.cancel(0.0, "d-t")
     assert report(actions) == done()
@@ -445,7 +445,7 @@ def test_an_abort_before_reserve_was_sent_is_reported_at_once_and_frees_p(machin
     assert sent(machine.peer_up(1.0, P_ADDRESS, PEER), Release) == Release("t")
 
 
-def test_an_abort_is_reported_when_p_has_stopped(machine: DecodeMachine) -> None:
+def test_abort_is_reported_when_prefill_has_stopped(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     actions = machine.cancel(1.0, "d-t")
     assert actions == [Send(PEER, Cancel("t", attempt))]
@@ -472,7 +472,7 @@ def test_a_fail_ends_a_cancellation(machine: DecodeMachine) -> None:
     assert_over(machine)
 
 
-def test_an_acknowledgement_that_cannot_tell_is_fenced(machine: DecodeMachine) -> None:
+def test_acknowledgement_without_a_drain_is_fenced(machine: DecodeMachine) -> None:
     attempt = reserved(machine).attempt
     machine.cancel(1.0, "d-t")
     actions = machine.cancel_ack(2.0, PEER, CancelAck("t", attempt, drained=False))
@@ -568,7 +568,7 @@ def halves(machine: DecodeMachine, wants_sampled: bool = False) -> int:
     return reserve.attempt
 
 
-def test_all_sources_are_asked_at_once_and_counted_together(divided: DecodeMachine) -> None:
+def test_all_sources_are_reserved_at_once_and_counted_together(divided: DecodeMachine) -> None:
     assert divided.reserve(0.0, decode_request()) == []
     assert divided.peer_up(0.0, OTHER_ADDRESS, OTHER) == []
     assert divided.peer_up(0.0, P_ADDRESS, PEER) == [OpenCounter((PEER, OTHER), "d-t", 6)]
@@ -578,7 +578,7 @@ def test_all_sources_are_asked_at_once_and_counted_together(divided: DecodeMachi
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
-def test_where_one_source_fails_the_others_are_stopped(divided: DecodeMachine, quiesced: bool) -> None:
+def test_failure_of_one_source_stops_the_others(divided: DecodeMachine, quiesced: bool) -> None:
     attempt = halves(divided)
     actions = divided.fail(1.0, PEER, Fail("t", attempt, FailCode.WRITE_ERROR, "x", quiesced))
     if not quiesced:
@@ -632,7 +632,7 @@ def test_the_last_page_beats_the_end_of_a_source(divided: DecodeMachine) -> None
     assert_over(divided)
 
 
-def test_one_source_is_enough_to_say_what_was_sampled(divided: DecodeMachine) -> None:
+def test_token_of_one_source_is_enough(divided: DecodeMachine) -> None:
     attempt = halves(divided, wants_sampled=True)
     assert divided.counter_reached(1.0, "d-t") == []
     assert divided.peer_down(1.0, PEER, "left") == []
@@ -649,7 +649,7 @@ def test_without_any_source_the_token_is_not_waited_for(divided: DecodeMachine) 
     assert_over(divided)
 
 
-def test_a_source_that_cannot_be_reached_fails_the_request_and_frees_the_others(
+def test_unreachable_source_fails_the_request_and_releases_the_others(
     divided: DecodeMachine,
 ) -> None:
     divided.peer_up(0.0, OTHER_ADDRESS, OTHER)
@@ -679,7 +679,7 @@ def test_a_counter_that_comes_after_the_end_is_closed(machine: DecodeMachine) ->
     assert machine.counter_failed(0.0, "d-t", "x") == []
 
 
-def test_an_engine_that_cannot_serve_fails_its_requests_in_words() -> None:
+def test_requests_to_an_engine_that_cannot_serve_fail_with_the_reason() -> None:
     for ranks, words in (
         ((worker(PAGES, layers=(0,)),), "layer layer1: no prefill rank has it"),
         (
@@ -727,7 +727,7 @@ def test_a_drafter_goes_without_its_layers() -> None:
     assert every(machine.engine_found(0.0, P_ADDRESS, (worker(PAGES),)), Log) == []
 
 
-def test_pages_that_come_in_many_writes_are_told_of() -> None:
+def test_pages_that_arrive_in_many_writes_are_logged() -> None:
     """Tokens first on one side, heads first on the other: one write for each head of each token."""
 
     def pages(parts: tuple[Part, ...]) -> KvLayout:
@@ -756,7 +756,7 @@ def test_workers_of_decode_share_a_worker_of_prefill() -> None:
     assert sent(machine.release(0.0, "u", P_ADDRESS), Release) == Release("u", 1)
 
 
-def test_a_worker_that_nobody_draws_on_is_released() -> None:
+def test_unused_prefill_worker_is_released() -> None:
     """Three prefill workers with the same layer, two decode workers: each draws from one of them."""
     pages = layout(groups=(1,))
     third = Address("127.0.0.3", 5600)
@@ -826,7 +826,7 @@ def test_after_a_death_the_next_request_dials_again(machine: DecodeMachine) -> N
     assert machine.peer_up(3.0, P_ADDRESS, OTHER) == [OpenCounter((OTHER,), "d-u", 6)]
 
 
-def test_an_engine_is_looked_for_once(machine: DecodeMachine) -> None:
+def test_engine_is_located_once(machine: DecodeMachine) -> None:
     elsewhere = Address("10.0.0.9", 5600)
     assert machine.reserve(0.0, decode_request("t", engine=elsewhere)) == [FindEngine(elsewhere)]
     assert machine.reserve(0.0, decode_request("u", engine=elsewhere)) == []

@@ -216,7 +216,7 @@ def small_parts(draw: st.DrawFn) -> tuple[Part, ...]:
 
 @settings(max_examples=sample(500), database=None, derandomize=True)
 @given(small_parts(), st.integers(1, 3))
-def test_what_is_taken_overlaps_nowhere(parts: tuple[Part, ...], blocks: int) -> None:
+def test_accepted_layout_has_no_overlap(parts: tuple[Part, ...], blocks: int) -> None:
     layout = KvLayout((GroupLayout(blocks, 1, "full"),), (LayerLayout("layer", 0, "", parts),))
     taken = layout_problem(layout, 1) is None
     event(f"taken: {taken}")

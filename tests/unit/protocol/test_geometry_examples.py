@@ -263,7 +263,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
         draws(own, 0, stages[:1])
 
 
-def test_what_nobody_has_is_refused() -> None:
+def test_units_that_no_rank_has_are_refused() -> None:
     def rank(first: int, count: int) -> Rank:
         return on_rank(one_layer(heads_first(Units(first, count, 8), N)))
 
@@ -330,7 +330,7 @@ OURS = one_layer(heads_first(UNITS, N))
         ),
     ],
 )
-def test_what_cannot_be_copied_is_named_with_both_values(theirs: KvLayout, words: str) -> None:
+def test_layouts_that_cannot_be_copied_are_named_with_both_values(theirs: KvLayout, words: str) -> None:
     assert layout_problem(theirs, 1) is None
     assert words in misfit(OURS, theirs)
 

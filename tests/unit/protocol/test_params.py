@@ -42,11 +42,11 @@ def test_a_request_may_be_no_half_of_anything(params: dict[str, Any]) -> None:
     ],
     ids=["concurrent", "serial", "serial is no truth value", "unnamed"],
 )
-def test_p_may_be_told_no_name(params: dict[str, Any], expected: PrefillParams) -> None:
+def test_prefill_params_may_lack_a_name(params: dict[str, Any], expected: PrefillParams) -> None:
     assert parse_params(params) == expected
 
 
-def test_d_is_told_whom_to_ask() -> None:
+def test_decode_params_name_the_prefill_address() -> None:
     expected = DecodeParams("t", Address("10.0.0.1", 5600))
     assert parse_params(OF_D) == expected
     assert parse_params({**OF_D, "do_remote_decode": False, "remote_engine_id": "e"}) == expected
@@ -134,7 +134,7 @@ anything = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(sorted({*OF_P, *OF_D, "serial"})), anything))
-def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any]) -> None:
+def test_client_params_are_refused_or_usable(params: dict[str, Any]) -> None:
     try:
         parsed = parse_params(params)
     except BadParams:

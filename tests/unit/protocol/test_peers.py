@@ -130,7 +130,9 @@ def nak(actions: list[PeersAction]) -> HelloNak:
 # --- Coming up
 
 
-def test_a_session_comes_up_and_both_say_so_once_with_its_lane(decode: PeerTable, prefill: PeerTable) -> None:
+def test_session_comes_up_and_both_sides_report_it_once_with_its_lane(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
     hello = dial(decode)
     assert (hello.engine_id, hello.role) == ("d0", Role.DECODE)
     assert (hello.offer, hello.regions) == (b"offer", (b"region",))
@@ -252,7 +254,7 @@ def test_a_peer_that_differs_in_everything_fills_no_log(prefill: PeerTable) -> N
     assert len(only(actions, Log).text) < 2 * MAX_TEXT
 
 
-def test_without_a_lane_the_refusal_says_why(decode: PeerTable, prefill: PeerTable) -> None:
+def test_refusal_without_a_lane_has_its_reason(decode: PeerTable, prefill: PeerTable) -> None:
     ask = only(prefill.receive(0.0, CALLER, dial(decode)), Accept)
     actions = prefill.refused(0.0, ask.peer, NakReason.NO_LANE, "NOT_REACHABLE in accept")
     assert nak(actions) == HelloNak(NakReason.NO_LANE, "NOT_REACHABLE in accept")
@@ -286,7 +288,7 @@ def test_a_refusal_that_comes_back_after_a_session_is_logged_again(
     assert every(decode.receive(0.0, DIALLED, refusal), Log)
 
 
-def test_an_engine_that_leaves_takes_nobody_new(decode: PeerTable, prefill: PeerTable) -> None:
+def test_leaving_engine_accepts_no_new_peer(decode: PeerTable, prefill: PeerTable) -> None:
     prefill.drain()
     assert nak(prefill.receive(0.0, CALLER, dial(decode))).reason is NakReason.DRAINING
     decode_leaving = table("d1", Role.DECODE)
@@ -311,7 +313,7 @@ def ask(decode: PeerTable, now: float = 0.0, source: bytes = DIALLED) -> Locate:
     return reply.message
 
 
-def test_an_engine_says_who_its_workers_are(decode: PeerTable, prefill: PeerTable) -> None:
+def test_engine_lists_its_workers(decode: PeerTable, prefill: PeerTable) -> None:
     prefill.set_ranks(RANKS)
     told = only(prefill.receive(0.0, CALLER, ask(decode)), Reply).message
     assert told == Directory("p0", RANKS)
@@ -322,21 +324,21 @@ def test_an_engine_says_who_its_workers_are(decode: PeerTable, prefill: PeerTabl
     assert not any((decode._sessions.by_source, decode._sessions.finding))
 
 
-def test_an_engine_is_looked_for_once_at_a_time(decode: PeerTable) -> None:
+def test_engine_is_located_once_at_a_time(decode: PeerTable) -> None:
     ask(decode)
     assert decode.find(0.0, P_ADDRESS) == []
     decode.receive(0.0, DIALLED, Directory("p0", RANKS))
     assert only(decode.find(0.0, P_ADDRESS), Inquire)
 
 
-def test_an_engine_that_starts_is_asked_again(decode: PeerTable, prefill: PeerTable) -> None:
+def test_starting_engine_is_queried_again(decode: PeerTable, prefill: PeerTable) -> None:
     assert prefill.receive(0.0, CALLER, ask(decode)) == []
     prefill.set_ranks(RANKS)
     again = only(decode.tick(1.0), Reply).message
     assert only(prefill.receive(1.0, CALLER, again), Reply).message == Directory("p0", RANKS)
 
 
-def test_where_no_engine_answers_none_is_found(decode: PeerTable) -> None:
+def test_no_engine_is_found_when_none_answers(decode: PeerTable) -> None:
     ask(decode)
     actions = decode.tick(TIMES.connect)
     missing = only(actions, EngineNotFound)
@@ -356,7 +358,7 @@ def test_a_connection_that_cannot_be_made_finds_no_engine(decode: PeerTable) -> 
     assert only(actions, EngineNotFound) == EngineNotFound(P_ADDRESS, "no such host")
 
 
-def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill: PeerTable) -> None:
+def test_engine_that_does_not_fit_refuses_to_list_its_workers(prefill: PeerTable) -> None:
     prefill.set_ranks(RANKS)
     decode = table("d0", Role.DECODE, rank=1, fingerprint=pairs(model="other"))
     refusal = nak(prefill.receive(0.0, CALLER, ask(decode)))
@@ -375,7 +377,7 @@ def test_an_engine_that_does_not_fit_refuses_to_say_who_its_workers_are(prefill:
     assert nak(prefill.receive(0.0, CALLER, ask(other))).reason is NakReason.DRAINING
 
 
-def test_an_engine_that_is_looked_for_says_nothing_else(decode: PeerTable) -> None:
+def test_engine_that_is_being_located_may_send_no_other_message(decode: PeerTable) -> None:
     ask(decode)
     actions = decode.receive(
         0.0, DIALLED, HelloAck("p0", "boot", Role.PREFILL, 0, "tcp", layout(), b"answer")
@@ -384,7 +386,7 @@ def test_an_engine_that_is_looked_for_says_nothing_else(decode: PeerTable) -> No
     assert only(actions, EngineNotFound).engine == P_ADDRESS
 
 
-def test_who_leaves_finds_nobody(decode: PeerTable) -> None:
+def test_leaving_engine_finds_no_engine(decode: PeerTable) -> None:
     decode.drain()
     assert decode.find(0.0, P_ADDRESS) == [EngineNotFound(P_ADDRESS, "this engine is shutting down")]
 
@@ -414,7 +416,7 @@ def test_request_messages_of_a_session_are_delivered(decode: PeerTable, prefill:
         assert decode.receive(0.0, DIALLED, answer) == [Deliver(p, answer)]
 
 
-def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
+def test_connection_without_a_session_gets_a_bye(prefill: PeerTable) -> None:
     for message in (reserve(), Ping(1), Cancel("t", 1)):
         assert isinstance(only(prefill.receive(0.0, CALLER, message), Reply).message, Bye)
     assert prefill.receive(0.0, CALLER, Bye()) == []  # a BYE gets no answer, or the exchange would never end
@@ -423,7 +425,9 @@ def test_a_connection_without_a_session_is_told_so(prefill: PeerTable) -> None:
 @pytest.mark.parametrize(
     "message", [HelloNak(NakReason.PROTOCOL, ""), Directory("p", RANKS), Pong(1), CancelAck("t", 1, True)]
 )
-def test_decode_must_not_say_what_prefill_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
+def test_decode_must_not_send_messages_of_prefill(
+    decode: PeerTable, prefill: PeerTable, message: Any
+) -> None:
     _, d = up(decode, prefill)
     actions = prefill.receive(0.0, CALLER, message)
     assert only(actions, Distrust).source == CALLER
@@ -431,14 +435,16 @@ def test_decode_must_not_say_what_prefill_says(decode: PeerTable, prefill: PeerT
 
 
 @pytest.mark.parametrize("message", [reserve(), Ping(1), Release("t")])
-def test_prefill_must_not_say_what_decode_says(decode: PeerTable, prefill: PeerTable, message: Any) -> None:
+def test_prefill_must_not_send_messages_of_decode(
+    decode: PeerTable, prefill: PeerTable, message: Any
+) -> None:
     p, _ = up(decode, prefill)
     actions = decode.receive(0.0, DIALLED, message)
     assert only(actions, Distrust).source == DIALLED
     assert only(actions, SessionOver).peer == p
 
 
-def test_one_connection_speaks_for_one_engine(decode: PeerTable, prefill: PeerTable) -> None:
+def test_one_connection_belongs_to_one_engine(decode: PeerTable, prefill: PeerTable) -> None:
     _, d = up(decode, prefill)
     actions = prefill.receive(0.0, CALLER, dial(table("d1", Role.DECODE)))
     assert only(actions, Distrust).source == CALLER
@@ -571,12 +577,12 @@ def listed(decode: PeerTable, now: float) -> tuple[str, ...]:
     return ping.waiting
 
 
-def test_engines_of_waiting_requests_are_looked_for(decode: PeerTable) -> None:
+def test_engines_of_waiting_requests_are_located(decode: PeerTable) -> None:
     assert only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire).address == P_ADDRESS
     assert decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", P_ADDRESS)]) == []
 
 
-def test_an_engine_is_found_anew_at_once_when_a_session_ends_while_requests_wait_for_it(
+def test_engine_is_located_again_at_once_when_a_session_ends_before_waiting_requests(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     up(decode, prefill)
@@ -613,7 +619,7 @@ def test_a_worker_that_was_restarted_with_other_pages_is_left() -> None:
     assert isinstance(only(actions, Reply).message, Bye)
 
 
-def test_an_engine_that_refuses_is_not_asked_all_the_time(decode: PeerTable) -> None:
+def test_refusing_engine_is_queried_only_after_a_pause(decode: PeerTable) -> None:
     inquire = only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire)
     decode.connected(0.0, inquire.peer, DIALLED)
     assert every(decode.receive(0.1, DIALLED, HelloNak(NakReason.DRAINING, "later")), EngineNotFound)
@@ -622,7 +628,7 @@ def test_an_engine_that_refuses_is_not_asked_all_the_time(decode: PeerTable) -> 
     assert only(decode.tick(TIMES.connect), Inquire)
 
 
-def test_an_engine_of_which_nothing_comes_is_not_asked_all_the_time(decode: PeerTable) -> None:
+def test_engine_without_a_usable_answer_is_queried_only_after_a_pause(decode: PeerTable) -> None:
     """The engine was found, and its pages do not fit, so its workers are not dialled."""
     inquire = only(decode.set_waiting(0.0, [("t", P_ADDRESS)]), Inquire)
     decode.connected(0.0, inquire.peer, DIALLED)
@@ -631,7 +637,7 @@ def test_an_engine_of_which_nothing_comes_is_not_asked_all_the_time(decode: Peer
     assert only(decode.tick(TIMES.connect), Inquire)
 
 
-def test_nobody_is_dialled_again_for_requests_that_wait_no_more(
+def test_no_engine_is_dialled_again_for_requests_that_have_stopped_waiting(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     up(decode, prefill)
@@ -666,7 +672,7 @@ def test_bye_ends_the_session_on_the_other_side(decode: PeerTable, prefill: Peer
     assert decode.peers() == prefill.peers() == ()
 
 
-def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
+def test_sleep_ends_the_sessions_and_wake_sends_the_new_descriptors(
     decode: PeerTable, prefill: PeerTable
 ) -> None:
     p, _ = up(decode, prefill)
@@ -687,7 +693,7 @@ def test_sleep_ends_the_sessions_and_wake_tells_the_new_descriptors(
     assert hello.regions == (b"another",)
 
 
-def test_a_sleeping_engine_lets_nobody_in(decode: PeerTable, prefill: PeerTable) -> None:
+def test_sleeping_engine_accepts_no_peer(decode: PeerTable, prefill: PeerTable) -> None:
     prefill.suspend()
     nak = only(prefill.receive(0.0, CALLER, dial(decode)), Reply).message
     assert nak == HelloNak(NakReason.DRAINING, "prefill engine p0 is asleep")
@@ -757,7 +763,7 @@ def test_hello_of_a_replaced_process_is_refused_while_its_successor_lives(prefil
     accept(prefill, dial(table("d0", Role.DECODE, incarnation="boot1")), 2.0, b"4")
 
 
-def test_a_refused_hello_replaces_nobody(decode: PeerTable, prefill: PeerTable) -> None:
+def test_refused_hello_replaces_no_session(decode: PeerTable, prefill: PeerTable) -> None:
     _, d = up(decode, prefill)
     stranger = table("d0", Role.DECODE, incarnation="x", fingerprint=pairs(model="other"))
     assert nak(prefill.receive(1.0, b"router 2", dial(stranger))).reason is NakReason.INCOMPATIBLE

@@ -41,7 +41,7 @@ def counted(pages: KvLayout, groups: Sequence[GroupTarget], tokens: int = 3 * BL
     return sum(Plan(pages, pages).counts(groups, tokens).values())
 
 
-def test_what_lands_are_the_non_null_blocks_of_each_layers_group() -> None:
+def test_non_null_blocks_of_each_layers_group_are_counted() -> None:
     groups = (GroupTarget(0, (5, 6, 7)), GroupTarget(0, (0, 0, 8)))
     # Layers alternate: full, sliding, full, sliding.
     assert counted(layout(groups=(2, 2)), groups) == 8
@@ -168,7 +168,7 @@ def test_groups_are_paired_by_their_layers() -> None:
         (((0,), (0,)), "HELLO requests layer layer1, which the prefill engine lacks"),
     ],
 )
-def test_nobody_wants_what_is_not_there(wants: Wants, words: str) -> None:
+def test_plan_refuses_to_request_missing_pages(wants: Wants, words: str) -> None:
     theirs = layout()
     ours = msgspec.structs.replace(theirs, layers=theirs.layers[:1])
     assert wants_problem(ours, theirs, wants) == words

@@ -43,7 +43,7 @@ def pushed_group(group: int, source: tuple[int, ...], target: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("token", [7, None])
-def test_decode_is_told_the_token_when_the_prompt_is_finished(
+def test_decode_receives_the_token_when_the_prompt_is_finished(
     machine: PrefillMachine, token: int | None
 ) -> None:
     machine.expect(0.0, prefill_request())
@@ -53,7 +53,7 @@ def test_decode_is_told_the_token_when_the_prompt_is_finished(
     assert machine.request_finished(0.0, "t", True, "", token) == [said, Seal(Share("t"))]
 
 
-def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machine: PrefillMachine) -> None:
+def test_decode_that_requests_a_finished_prompt_receives_the_token_at_once(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1, 2, 3)))
     machine.request_finished(0.0, "t", True, "", 7)
@@ -61,7 +61,7 @@ def test_decode_that_asks_for_a_finished_prompt_is_told_the_token_at_once(machin
     assert message(actions) == Sampled("t", reserve().attempt, 7)
 
 
-def test_the_token_is_not_told_of_a_prompt_that_was_given_up(machine: PrefillMachine) -> None:
+def test_token_of_an_abandoned_prompt_is_not_sent(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
     actions = machine.request_finished(0.0, "t", False, "aborted", 7, aborted=True)
@@ -71,7 +71,7 @@ def test_the_token_is_not_told_of_a_prompt_that_was_given_up(machine: PrefillMac
 # --- The good path
 
 
-def test_pages_go_as_they_are_computed_and_the_request_is_reported_when_they_have_arrived(
+def test_pages_are_sent_when_computed_and_the_request_is_reported_on_their_arrival(
     machine: PrefillMachine,
 ) -> None:
     machine.expect(0.0, prefill_request())

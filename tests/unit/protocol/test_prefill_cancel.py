@@ -47,7 +47,9 @@ def test_cancel_of_a_finished_request_frees_it_when_drained(machine: PrefillMach
     assert_over(machine)
 
 
-def test_cancel_that_cannot_tell_says_so_and_so_does_its_repetition(machine: PrefillMachine) -> None:
+def test_undrained_cancel_is_acknowledged_as_undrained_and_so_is_its_repetition(
+    machine: PrefillMachine,
+) -> None:
     active(machine)
     machine.cancel(0.0, PEER, Cancel("t", 1))
     actions = machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, "")

@@ -46,7 +46,7 @@ def test_an_orphan_waits_no_longer_than_its_own_deadline(machine: PrefillMachine
     assert machine.next_deadline() == 2.0
 
 
-def test_a_finished_request_expires_when_nobody_asks(machine: PrefillMachine) -> None:
+def test_finished_request_expires_when_no_decode_engine_requests_it(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1, 2, 3)))
     assert machine.next_deadline() is None  # the engine owns the request while it computes

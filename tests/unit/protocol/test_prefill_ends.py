@@ -23,7 +23,7 @@ from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, Writes
 from kv_connector.protocol.wire.messages import Cancel, Fail, FailCode
 
 
-def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machine: PrefillMachine) -> None:
+def test_abort_stops_the_writes_and_notifies_decode_once_they_have_drained(machine: PrefillMachine) -> None:
     active(machine)
     assert machine.request_finished(0.0, "t", False, "client left", aborted=True) == [
         CancelWrites(Share("t"))
@@ -36,7 +36,7 @@ def test_an_abort_stops_the_writes_and_tells_decode_once_they_have_drained(machi
     assert_over(machine)
 
 
-def test_an_abort_whose_bytes_may_still_land_says_so(machine: PrefillMachine) -> None:
+def test_abort_whose_bytes_may_still_land_is_reported_as_not_quiesced(machine: PrefillMachine) -> None:
     active(machine)
     machine.request_finished(0.0, "t", False, "", aborted=True)
     fail = message(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, False, ""))
@@ -115,7 +115,7 @@ def test_pages_that_were_never_computed_fail_the_transfer(machine: PrefillMachin
     assert_over(machine)
 
 
-def test_a_failed_write_fails_the_transfer_and_the_request_is_reported_when_it_finishes(
+def test_failed_write_fails_the_transfer_and_the_request_is_reported_at_its_end(
     machine: PrefillMachine,
 ) -> None:
     active(machine)
@@ -145,7 +145,7 @@ def test_a_wrong_number_of_groups_fails_the_transfer(machine: PrefillMachine) ->
     assert machine.pages_computed(0.0, computed((3,), first=2, more=[(5,)])) == [CancelWrites(Share("t"))]
 
 
-def test_finished_is_heard_once(machine: PrefillMachine) -> None:
+def test_finished_request_is_reported_once(machine: PrefillMachine) -> None:
     active(machine)
     machine.request_finished(0.0, "t", False, "")
     assert machine.request_finished(0.0, "t", False, "") == []

@@ -135,7 +135,7 @@ def test_a_share_is_cancelled_or_released_alone(machine: PrefillMachine) -> None
     assert_over(machine)
 
 
-def test_a_prompt_that_fails_fails_for_everybody(machine: PrefillMachine) -> None:
+def test_failing_prompt_fails_for_every_decode_worker(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))
@@ -146,7 +146,7 @@ def test_a_prompt_that_fails_fails_for_everybody(machine: PrefillMachine) -> Non
     assert_over(machine)
 
 
-def test_preemption_asks_for_every_share(machine: PrefillMachine) -> None:
+def test_preemption_covers_every_share(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, half(0))
     machine.reserve(0.0, OTHER, half(1))

@@ -44,14 +44,14 @@ def test_a_request_moves_once_both_halves_are_here_and_is_done_with_its_report(
     assert actions[-1] == FinishedSending("p-t")
 
 
-def test_a_failure_is_told_before_the_request_finishes_and_once(machine: PrefillMachine) -> None:
+def test_failure_is_reported_once_and_before_the_request_finishes(machine: PrefillMachine) -> None:
     active(machine)
     actions = machine.writes_ended(0.0, Share("t"), WritesEnd.FAILED, True, "PEER_DOWN over tcp")
     assert only(actions, Reached) == Reached(Role.PREFILL, "t", "p-t", State.FAILED, "PEER_DOWN over tcp")
     assert machine.request_finished(1.0, "t", True, "") == [FinishedSending("p-t")]
 
 
-def test_who_names_no_tokens_takes_decodes_word_and_hears_what_decode_has(machine: PrefillMachine) -> None:
+def test_prompt_without_tokens_takes_the_prefix_length_from_decode(machine: PrefillMachine) -> None:
     machine.expect(0.0, replace(prefill_request(prompt_hash=None), prompt_tokens=None))
     asked = msgspec.structs.replace(reserve(blocks=(12, 13), prompt_hash=None), first_token=BLOCK)
     (moving,) = machine.reserve(0.0, PEER, asked)
@@ -73,7 +73,7 @@ def test_a_computed_prompt_is_given_up_while_it_is_sent(machine: PrefillMachine)
     assert_over(machine)
 
 
-def test_what_drains_still_moves(machine: PrefillMachine) -> None:
+def test_cancelled_transfer_fails_only_after_its_writes_have_ended(machine: PrefillMachine) -> None:
     active(machine)
     assert states(machine.cancel(0.0, PEER, Cancel("t", 1))) == []
     assert states(machine.writes_ended(1.0, Share("t"), WritesEnd.CANCELLED, True, "")) == [
@@ -95,6 +95,6 @@ def test_a_second_request_of_a_transfer_that_is_complete_has_failed(machine: Pre
     assert machine.request_finished(2.0, "t", True, "") == [FinishedSending("again")]
 
 
-def test_what_nobody_here_asked_for_has_no_state(machine: PrefillMachine) -> None:
+def test_reservation_without_a_local_request_has_no_state(machine: PrefillMachine) -> None:
     machine.reserve(0.0, PEER, reserve())
     assert states(machine.tick(TIMES.orphan)) == []

@@ -102,7 +102,7 @@ def test_weights_that_change_before_anything_is_computed_end_the_transfer(machin
     assert machine.pages_computed(0.0, computed((1, 2, 3))) == []
 
 
-def test_a_prompt_that_nobody_has_asked_for_yet_is_the_new_weights(machine: PrefillMachine) -> None:
+def test_unrequested_prompt_belongs_to_the_new_weights(machine: PrefillMachine) -> None:
     machine.expect(0.0, prefill_request())
     machine.pages_computed(0.0, computed((1, 2)))  # with the old weights: these pages are not pushed
     machine.set_weights(0.0, "v2")
@@ -122,7 +122,7 @@ def test_a_finished_prompt_stays_the_old_weights(machine: PrefillMachine) -> Non
     assert only(actions, FinishedSending).request_id == "p-u", "its blocks are free at once"
 
 
-def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_prompt_itself(
+def test_decode_that_waits_for_the_token_receives_it_before_it_computes_the_prompt(
     machine: PrefillMachine,
 ) -> None:
     """The client may have the token already, and D would sample another one."""
@@ -141,7 +141,7 @@ def test_a_decode_that_waits_for_the_token_hears_it_before_it_computes_the_promp
 
 
 @pytest.mark.parametrize("when", ["before its request", "before its end", "behind its end"])
-def test_a_decode_with_other_weights_that_wants_the_token_hears_it(
+def test_decode_with_other_weights_that_wants_the_token_receives_it(
     machine: PrefillMachine, when: str
 ) -> None:
     message = msgspec.structs.replace(wanting(), weights="v2")
@@ -164,7 +164,9 @@ def test_a_decode_with_other_weights_that_wants_the_token_hears_it(
     assert_over(machine)
 
 
-def test_who_waits_for_the_token_of_a_prompt_that_is_given_up_hears_that(machine: PrefillMachine) -> None:
+def test_decode_that_waits_for_the_token_of_an_abandoned_prompt_receives_a_failure(
+    machine: PrefillMachine,
+) -> None:
     machine.expect(0.0, prefill_request())
     machine.reserve(0.0, PEER, wanting())
     machine.set_weights(0.0, "v2")

@@ -122,14 +122,14 @@ def test_borrower_reports_what_is_lent(borrower: DecodeMachine) -> None:
     assert_over(borrower)
 
 
-def test_borrower_asks_at_once_over_a_session_that_is_up(borrower: DecodeMachine) -> None:
+def test_borrower_sends_its_request_at_once_over_a_session_that_is_up(borrower: DecodeMachine) -> None:
     asked(borrower)
     borrower.borrowing.lent(0.3, PEER, Lent("t", 32))
     again = borrower.borrowing.ask(1.0, replace(ASKED, transfer_id="u"))
     assert again == [Send(PEER, msgspec.structs.replace(BORROW, transfer_id="u"))]
 
 
-def test_borrower_asks_with_the_version_of_its_weights(borrower: DecodeMachine) -> None:
+def test_borrower_requests_the_version_of_its_weights(borrower: DecodeMachine) -> None:
     borrower.set_weights("7")
     borrower.borrowing.ask(0.0, ASKED)
     borrower.engine_found(0.0, LENDER, (worker(PAGES),))
@@ -208,7 +208,7 @@ def test_question_ends_once_and_releases_what_may_be_lent(
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 40, 64])
-def test_borrower_refuses_a_length_that_it_has_not_asked_for(borrower: DecodeMachine, tokens: int) -> None:
+def test_borrower_refuses_a_length_that_it_has_not_requested(borrower: DecodeMachine, tokens: int) -> None:
     asked(borrower)
     log, *rest = borrower.borrowing.lent(0.5, PEER, Lent("t", tokens))
     assert isinstance(log, Log)
@@ -250,7 +250,7 @@ def skipped(name: str = "u") -> list[PrefixAnswered]:
 
 
 @pytest.mark.parametrize("located", [False, True])
-def test_lender_that_did_not_answer_is_asked_again_after_some_time(
+def test_lender_that_did_not_answer_is_queried_again_after_some_time(
     borrower: DecodeMachine, located: bool
 ) -> None:
     if located:
@@ -281,7 +281,7 @@ def test_refusal_costs_one_question_and_does_not_count_as_silence(
 
 
 @pytest.mark.parametrize("located", [False, True], ids=["other layout", "other hashes"])
-def test_engine_that_cannot_lend_is_not_asked_for_some_time(borrower: DecodeMachine, located: bool) -> None:
+def test_engine_that_cannot_lend_is_not_queried_for_some_time(borrower: DecodeMachine, located: bool) -> None:
     if located:
         asked(borrower)
         answers = borrower.borrowing.lent(0.3, PEER, Lent("t", 0, "no", LendOutcome.UNLIKE))
@@ -295,7 +295,7 @@ def test_engine_that_cannot_lend_is_not_asked_for_some_time(borrower: DecodeMach
 
 @pytest.mark.parametrize(("incarnation", "asks"), [("first", False), ("second", True)])
 @pytest.mark.parametrize("prefixes", [False, True], ids=["prompts", "prefixes"])
-def test_new_process_of_a_silent_lender_is_asked_at_once(
+def test_new_process_of_a_silent_lender_is_queried_at_once(
     borrower: DecodeMachine, incarnation: str, asks: bool, prefixes: bool
 ) -> None:
     borrower.borrowing.ask(0.0, ASKED)

@@ -18,7 +18,7 @@ def test_another_prompt_has_another(other: list[int]) -> None:
     assert prompt_hash(other) != prompt_hash([1, 2])
 
 
-def test_what_stands_beside_the_tokens_counts_too() -> None:
+def test_prompt_hash_covers_the_facts_beside_the_tokens() -> None:
     beside = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a\0b",), ("a", "1 b"), ("a1 b",))
     hashes = [prompt_hash([1, 2], words) for words in beside]
     assert len(set(hashes)) == len(hashes)

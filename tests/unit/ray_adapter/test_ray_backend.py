@@ -138,7 +138,7 @@ def test_the_operators_word_stands(backend: Backend) -> None:
     }
 
 
-def test_ranks_on_several_nodes_have_no_one_address_and_d_is_told_the_first_ones(backend: Backend) -> None:
+def test_decode_gets_the_first_of_several_addresses_when_ranks_span_nodes(backend: Backend) -> None:
     made = backend("kv_producer", {"control_host": None})
     assert settings(made)["control_host"] is None
     assert where(made) == ("10.0.0.7", 5600 + 2 * RANKS)
@@ -185,7 +185,7 @@ def test_both_halves_mean_one_transfer(backend: Backend) -> None:
     assert len(names) == 2
 
 
-def test_a_p_with_another_connector_is_named(backend: Backend) -> None:
+def test_prefill_engine_with_another_connector_is_named(backend: Backend) -> None:
     decode = backend("kv_consumer")
     request = Request(kv_transfer_params={"transfer_id": "t"})
     with pytest.raises(ValueError, match="must name WriteImmConnector"):

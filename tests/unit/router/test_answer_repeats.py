@@ -197,7 +197,7 @@ def test_answer_that_thinks_aloud_is_not_expected_if_next_turns_have_other_ids(t
     assert second.decode_cached == pytest.approx(PROMPT, abs=60)
 
 
-def test_models_are_learned_apart(talk: Talk) -> None:
+def test_each_model_has_a_separate_forecast(talk: Talk) -> None:
     for _ in range(6):
         talk.turn(PROMPT)
     assert Talk(talk.fleet, "other").expected() == pytest.approx(ANSWER, abs=60)

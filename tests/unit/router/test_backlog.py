@@ -47,7 +47,7 @@ def test_prompts_are_computed_one_after_the_other(backlog: Backlog, clock: Clock
     assert (backlog.left(), backlog.tokens) == (0.0, 0)
 
 
-def test_one_that_takes_longer_than_forecast_does_not_shorten_the_others(
+def test_prompt_that_takes_longer_than_forecast_does_not_shorten_the_others(
     backlog: Backlog, clock: Clock
 ) -> None:
     late, behind = Work(10, 1.0), Work(20, 3.0)
@@ -67,7 +67,7 @@ def test_one_that_ends_out_of_turn_leaves_the_oldest_as_it_is(backlog: Backlog, 
     assert backlog.left() == pytest.approx(1.0)
 
 
-def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: Clock) -> None:
+def test_unreported_prompt_ends_as_forecast(backlog: Backlog, clock: Clock) -> None:
     silent, reported = Work(100, 2.0, reported=False), Work(10, 1.0)
     backlog.add(silent)
     backlog.add(reported)
@@ -79,7 +79,7 @@ def test_what_nobody_tells_the_end_of_ends_as_forecast(backlog: Backlog, clock: 
     assert backlog.left() == pytest.approx(0.5)
 
 
-def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> None:
+def test_step_has_a_chunk_of_each_prompt(backlog: Backlog, clock: Clock) -> None:
     backlog.add(Work(1000, 2.0, reported=False))
     backlog.add(Work(50, 1.0))
     assert (backlog.in_a_step(256), backlog.in_a_step(10)) == (306, 20)
@@ -87,9 +87,7 @@ def test_of_each_prompt_a_step_has_a_chunk(backlog: Backlog, clock: Clock) -> No
     assert backlog.in_a_step(256) == 50, "the first is taken to be over"
 
 
-def test_what_nobody_tells_the_end_of_is_computed_beside_those_behind_it(
-    backlog: Backlog, clock: Clock
-) -> None:
+def test_unreported_prompt_is_computed_beside_the_prompts_behind_it(backlog: Backlog, clock: Clock) -> None:
     works = [Work(1000, 1.0, reported=False) for _ in range(3)]
     for work in works:
         backlog.add(work)
@@ -102,7 +100,7 @@ def test_what_nobody_tells_the_end_of_is_computed_beside_those_behind_it(
     assert backlog.in_a_step(256) == 0
 
 
-def test_what_other_routers_sent_counts_and_fades(clock: Clock) -> None:
+def test_work_sent_by_other_routers_counts_and_fades(clock: Clock) -> None:
     workload = Workload(clock)
     cost = Cost(step=0.005, token=0.001, pair=0.0)
 

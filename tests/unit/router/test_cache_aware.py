@@ -856,7 +856,7 @@ def test_proposal_is_counted_by_what_the_prefill_engine_reports(
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3000)), min_size=8, max_size=8))
-def test_engines_whose_lenders_are_not_looked_for_would_not_be_chosen(
+def test_engines_whose_lenders_are_not_searched_would_not_be_chosen(
     state: list[tuple[int, int]],
 ) -> None:
     """Each engine has so many messages of the prompt, and so many tokens in its queue."""
@@ -870,7 +870,7 @@ def test_engines_whose_lenders_are_not_looked_for_would_not_be_chosen(
     assert (placed.prefill, placed.decode, placed.prefix) == expected
 
 
-def test_lenders_are_looked_for_only_where_a_loan_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lenders_are_searched_only_where_a_loan_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, asked = lending(3, 3), Counter[str]()
     first = fleet.serve(user(LONG))
     propose = Lenders.propose

@@ -45,12 +45,12 @@ def told(*events: bytes) -> EarlyToken | None:
 # --- The prefill engine's stream
 
 
-def test_ps_token_is_passed_on_without_ps_end() -> None:
+def test_prefill_token_is_passed_on_without_the_prefill_end() -> None:
     token = told(completion(" a", finish="length"), USAGE, DONE)
     assert token == EarlyToken(completion(" a"), "text", " a", (), 7)
 
 
-def test_of_a_chat_the_role_comes_first() -> None:
+def test_role_of_a_chat_comes_first() -> None:
     token = told(chat(ROLE), chat({"content": "Hi"}, finish="length"))
     assert token == EarlyToken(chat(ROLE) + chat({"content": "Hi"}), "content", "Hi", (), 7)
 
@@ -80,7 +80,7 @@ def test_nothing_is_passed_on_that_is_not_one_text(last: bytes) -> None:
     assert told(last) is None
 
 
-def test_ps_error_is_a_failure() -> None:
+def test_prefill_error_is_a_failure() -> None:
     with pytest.raises(Failure) as failed:
         told(event(error={"message": "no", "code": 404}))
     assert failed.value.status == 404
@@ -88,7 +88,7 @@ def test_ps_error_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_ps_cached_tokens_are_found(apart: bool) -> None:
+def test_prefill_cached_tokens_are_found(apart: bool) -> None:
     stream, events = PrefillStream(), (completion("a", finish="length"), USAGE, DONE)
     told = [stream.feed(one) for one in (events if apart else [b"".join(events)])]
     assert [token.text for token in told if token is not None] == ["a"]
@@ -96,7 +96,7 @@ def test_ps_cached_tokens_are_found(apart: bool) -> None:
 
 
 @pytest.mark.parametrize("text", [" \n", "<", "<think", "[THINK]", "<|channel|>"])
-def test_what_ds_parsers_may_hold_back_is_not_passed_on_in_a_chat(text: str) -> None:
+def test_text_that_the_decode_parsers_may_hold_back_is_not_passed_on_in_a_chat(text: str) -> None:
     assert told(chat({"content": text}, finish="length")) is None
     assert told(completion(text, finish="length")) is not None
 
@@ -118,7 +118,7 @@ def rest(first: bytes, *events: bytes) -> bytes:
     return b"".join(behind.of(one) for one in events)
 
 
-def test_what_the_client_has_is_left_out_of_ds_stream() -> None:
+def test_text_that_the_client_has_is_left_out_of_the_decode_stream() -> None:
     assert rest(completion("a"), completion("a"), completion("b"), DONE) == completion("b") + DONE
 
 
@@ -130,11 +130,11 @@ def test_one_token_in_several_events_is_left_out_of_all() -> None:
     assert rest(completion("abc"), completion("a"), completion("b"), completion("cd")) == completion("d")
 
 
-def test_an_end_is_told_even_where_no_text_is_left() -> None:
+def test_end_is_passed_on_even_without_remaining_text() -> None:
     assert rest(completion("a"), completion("a", finish="length")) == completion("", finish="length")
 
 
-def test_ds_role_is_left_out() -> None:
+def test_decode_role_is_left_out() -> None:
     given = chat(ROLE), chat({"content": "Hi"}), chat({"content": " you"}, finish="stop")
     assert rest(chat({"content": "Hi"}), *given) == chat({"content": " you"}, finish="stop")
 
@@ -158,7 +158,7 @@ def test_other_things_than_the_tokens_text_are_a_mismatch(delta: dict[str, Any])
         rest(chat({"content": "a"}), chat(delta))
 
 
-def test_what_comes_in_one_event_with_the_tokens_text_and_behind_it_is_told() -> None:
+def test_text_in_one_event_with_the_tokens_text_is_passed_on() -> None:
     merged = chat({"reasoning": "Okay.", "content": "Hi"})
     assert rest(chat({"reasoning": "Okay"}), merged) == chat({"reasoning": ".", "content": "Hi"})
     with pytest.raises(Mismatch):
@@ -177,7 +177,7 @@ def ids(text: str, tokens: list[int], finish: str | None = None, **more: Any) ->
     return event(choices=[{"text": text, "token_ids": tokens, "finish_reason": finish, **more}])
 
 
-def test_where_a_client_wants_ids_they_are_cut_as_the_text_is() -> None:
+def test_ids_are_cut_like_the_text_when_a_client_wants_ids() -> None:
     first = ids("a", [1], finish="length", prompt_token_ids=[8, 9])
     given = ids("a", [1], prompt_token_ids=[8, 9]), ids("b", [2], finish="length")
     assert rest(first, *given) == given[1]
@@ -211,7 +211,7 @@ def test_a_token_without_text_is_passed_on_by_its_id() -> None:
     assert rest(ids("", [1], finish="length"), ids("xy", [1, 2])) == ids("xy", [2])
 
 
-def test_a_mark_that_is_told_by_its_id_may_come_with_what_is_behind_it() -> None:
+def test_mark_that_is_known_by_its_id_may_arrive_with_the_text_behind_it() -> None:
     def of(delta: dict[str, Any], tokens: list[int]) -> bytes:
         return event(choices=[{"delta": delta, "token_ids": tokens, "finish_reason": None}])
 
@@ -252,7 +252,7 @@ def test_another_id_is_a_mismatch() -> None:
         ({"tools": [{}]}, "tools"),
     ],
 )
-def test_a_request_says_whether_its_first_token_may_come_from_p(
+def test_request_determines_whether_its_first_token_may_come_from_prefill(
     more: dict[str, Any], reason: str | None
 ) -> None:
     request = Completion({"prompt": [1], "stream": True, **more})
@@ -260,7 +260,7 @@ def test_a_request_says_whether_its_first_token_may_come_from_p(
     assert request.behind_its_token().late_reason() == "begun"
 
 
-def test_p_streams_one_token_and_may_not_end_where_the_client_forbids_it() -> None:
+def test_prefill_streams_one_token_and_may_not_end_where_the_client_forbids_it() -> None:
     request = Completion({"prompt": [1], "stream": True, "min_tokens": 5, "max_tokens": 9, "n": 1})
     body = json.loads(cast(bytes, request.prefill_body("t", serial=False, early=True)))
     assert (body["stream"], body["min_tokens"], body["max_tokens"]) == (True, 1, 1)
@@ -290,7 +290,7 @@ async def outcomes(client: Any) -> dict[str, float]:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_the_client_has_ps_token_before_d_says_anything() -> None:
+async def test_client_has_the_prefill_token_before_decode_answers() -> None:
     go = asyncio.Event()
     decode = streaming(go, completion("a"), completion("b", finish="stop"), DONE)
     async with (
@@ -309,7 +309,7 @@ async def test_the_client_has_ps_token_before_d_says_anything() -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_the_stream_begins_when_both_engines_have_begun_theirs() -> None:
+async def test_stream_begins_when_both_engines_have_begun_their_streams() -> None:
     """An engine's own stream also begins before any token is sampled."""
     go = asyncio.Event()
     async with (
@@ -325,7 +325,7 @@ async def test_the_stream_begins_when_both_engines_have_begun_theirs() -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_what_goes_wrong_in_a_stream_that_has_begun_is_told_in_it() -> None:
+async def test_failure_in_a_begun_stream_is_reported_in_the_stream() -> None:
     go, problem = asyncio.Event(), event(error={"message": "out of luck", "code": 500})
     counted = 'kv_connector_router_requests_total{route="/v1/completions",status="500"} 1.0'
     engines = cluster(streaming(go, problem), streaming(asyncio.Event()))
@@ -351,7 +351,7 @@ async def test_a_refusal_by_either_engine_is_a_status(side: str) -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_where_p_has_no_text_to_pass_on_the_answer_is_ds() -> None:
+async def test_decode_answers_when_prefill_has_no_text_to_pass_on() -> None:
     go, end = asyncio.Event(), completion("", finish="stop")
     async with cluster(streaming(end, DONE), streaming(go, end, DONE)) as (_, _, client):
         asking = asyncio.create_task(client.post("/v1/completions", json=REQUEST))
@@ -363,7 +363,7 @@ async def test_where_p_has_no_text_to_pass_on_the_answer_is_ds() -> None:
 
 
 @pytest.mark.anyio
-async def test_engines_that_have_not_said_that_they_can_are_not_asked_for_it() -> None:
+async def test_engines_without_early_token_support_get_no_request_for_it() -> None:
     async def whole(request: Request, body: dict[str, Any]) -> Response:
         return Response(b'{"choices":[]}', media_type="application/json")
 
@@ -377,7 +377,7 @@ async def test_engines_that_have_not_said_that_they_can_are_not_asked_for_it() -
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_another_first_token_of_ds_ends_the_stream_with_an_error() -> None:
+async def test_different_first_token_of_decode_ends_the_stream_with_an_error() -> None:
     go = asyncio.Event()
     async with (
         cluster(streaming(*FROM_P), streaming(go, completion("z"), DONE)) as (_, _, client),
@@ -393,7 +393,7 @@ async def test_another_first_token_of_ds_ends_the_stream_with_an_error() -> None
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_ds_failure_behind_the_token_is_an_error_in_the_stream() -> None:
+async def test_decode_failure_behind_the_token_is_an_error_in_the_stream() -> None:
     go = asyncio.Event()
     decode = streaming(go, event(error={"message": "broken", "code": 500}))
     async with (
@@ -411,7 +411,7 @@ async def test_ds_failure_behind_the_token_is_an_error_in_the_stream() -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_a_refusal_of_ds_is_the_answer_though_p_has_a_token() -> None:
+async def test_decode_refusal_is_the_answer_though_prefill_has_a_token() -> None:
     over = asyncio.Event()
 
     async def refusing(request: Request, body: dict[str, Any]) -> Response:
@@ -429,7 +429,7 @@ async def test_a_refusal_of_ds_is_the_answer_though_p_has_a_token() -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_a_client_that_leaves_behind_the_token_aborts_d() -> None:
+async def test_client_that_leaves_behind_the_token_aborts_decode() -> None:
     gone = asyncio.Event()
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
@@ -453,7 +453,7 @@ async def test_a_client_that_leaves_behind_the_token_aborts_d() -> None:
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.anyio
-async def test_ps_refusal_is_the_answer() -> None:
+async def test_prefill_refusal_is_the_answer() -> None:
     engines = refuse(422, "no such thing"), streaming(asyncio.Event())
     async with cluster(*engines, patience=0.05) as (_, _, client):
         answer = await client.post("/v1/completions", json=REQUEST)

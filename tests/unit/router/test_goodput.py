@@ -116,7 +116,7 @@ def test_an_idle_prefill_engine_computes_a_long_prompt(router: Router) -> None:
     assert not placement.late
 
 
-def test_behind_a_queue_a_short_prompt_is_computed_where_it_decodes(router: Router) -> None:
+def test_short_prompt_behind_a_queue_is_computed_where_it_decodes(router: Router) -> None:
     _, decode = router.pair()
     router.serve(8000, first=1)  # 205 ms
     short = router.place(500, first=2)
@@ -164,7 +164,7 @@ def test_prompts_leave_tokens_for_streams_that_come(step_tokens: int, prompts: i
     assert (short.prefill, short.reason) == (None, "decode_sooner"), "they fit in beside"
 
 
-def test_requests_that_wait_for_p_take_no_tokens_of_ds_steps() -> None:
+def test_requests_that_wait_for_prefill_take_no_tokens_of_decode_steps() -> None:
     router = Router(tbt=100 * MS)
     prefill, decode = router.pair(load(step_tokens=512, prompt_tokens=256, running=1))
     for _ in range(300):
@@ -173,7 +173,7 @@ def test_requests_that_wait_for_p_take_no_tokens_of_ds_steps() -> None:
     assert router.place(4000).reason == "decode_sooner"
 
 
-def test_what_is_believed_to_be_cached_may_fill_the_steps() -> None:
+def test_prompt_that_is_believed_to_be_cached_may_fill_the_steps() -> None:
     router = Router()
     prefill, _ = router.pair(load(step_tokens=256, prompt_tokens=256, running=1))
     router.serve(6000, computed=True)
@@ -197,7 +197,7 @@ def test_a_prompt_that_a_decode_engine_has_cached_is_computed_there(router: Rout
     assert anew.work.tokens == 6400, "another process has nothing cached"
 
 
-def test_what_is_late_anyway_does_not_delay_others(router: Router) -> None:
+def test_late_prompt_does_not_delay_others(router: Router) -> None:
     prefill, _ = router.pair()
     late = router.place(20_000, first=1)  # 505 ms, or 895 ms in small steps
     assert (late.prefill, late.reason, late.late) == (None, "late_anyway", True)
@@ -227,7 +227,7 @@ def test_other_routers_prompts_count(router: Router) -> None:
     assert router.place(1000, first=5).prefill == first
 
 
-def test_what_an_engine_says_is_not_counted_twice(router: Router) -> None:
+def test_work_that_an_engine_reports_is_not_counted_twice(router: Router) -> None:
     router.pair(load())
     router.serve(7000, first=1)
     router.join(Role.PREFILL, 0, load(waiting=7000))
@@ -235,7 +235,7 @@ def test_what_an_engine_says_is_not_counted_twice(router: Router) -> None:
     assert not behind.late, "360 ms, if counted twice 540"
 
 
-def test_a_decode_engine_that_has_computed_no_prompt_is_judged_by_the_others(router: Router) -> None:
+def test_cost_of_a_decode_engine_without_prompts_is_judged_by_the_other_engines(router: Router) -> None:
     router.pair(load(step_tokens=512, prompt_tokens=256, prompt=None, decode_ns=9_000_000))
     router.serve(8000, first=1)
     assert router.place(200, first=2).reason == "decode_sooner", "9 ms and 5"
@@ -267,7 +267,7 @@ def test_while_nothing_is_measured_every_prompt_goes_to_a_prefill_engine(
     assert (placement.prefill, placement.reason) == (prefill, "unmeasured")
 
 
-def test_a_decode_engine_that_says_nothing_computes_nothing(router: Router) -> None:
+def test_decode_engine_without_a_report_gets_no_prompt_to_compute(router: Router) -> None:
     prefill, _ = router.pair(None)
     router.serve(8000, first=1)
     assert router.place(100, first=2).prefill == prefill
@@ -326,7 +326,7 @@ def test_the_streams_do_not_rely_on_what_is_believed_to_be_cached(router: Router
     assert (again.prefill, again.reason) == (prefill, "streams_first"), "205 ms if it is not"
 
 
-def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) -> None:
+def test_decode_engine_without_streams_keeps_no_request_waiting(router: Router) -> None:
     prefill, decode = router.pair(load())
     router.pools[Side.PREFILL].acquire(prefill, Work(8000, 0.2))
     for tokens in (8000, 9000):  # in one step, and in two
@@ -344,7 +344,7 @@ def test_a_decode_engine_without_streams_keeps_nobody_waiting(router: Router) ->
         (None, None),
     ],
 )
-def test_what_an_engine_says_of_a_prompts_length(usage: object, tokens: int | None) -> None:
+def test_usage_of_an_engine_gives_the_prompts_length(usage: object, tokens: int | None) -> None:
     assert prompt_tokens(usage) == tokens
 
 

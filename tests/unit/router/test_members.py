@@ -123,7 +123,7 @@ def test_a_silent_engine_gets_nothing_new_and_then_loses_what_it_has(
     assert words == ["JOINING", "READY", "SILENT", "DEAD"]
 
 
-def test_an_engine_that_is_heard_again_is_used_again(router: Fixture) -> None:
+def test_engine_that_registers_again_is_used_again(router: Fixture) -> None:
     router.join(0.0)
     for now in (1.0, 2.0, 3.0, 4.0):
         router.members.tick(now)
@@ -134,7 +134,7 @@ def test_an_engine_that_is_heard_again_is_used_again(router: Fixture) -> None:
     assert router.usable()
 
 
-def test_a_router_that_was_stopped_itself_blames_nobody(router: Fixture) -> None:
+def test_router_that_was_stopped_itself_marks_no_engine_silent(router: Fixture) -> None:
     router.join(0.0)
     router.members.tick(1.0)
     router.members.tick(61.0)
@@ -144,7 +144,7 @@ def test_a_router_that_was_stopped_itself_blames_nobody(router: Fixture) -> None
     assert router.state() is State.SILENT
 
 
-def test_who_leaves_is_gone_at_once_and_what_it_has_goes_on(router: Fixture) -> None:
+def test_leaving_engine_is_unusable_at_once_and_its_requests_continue(router: Fixture) -> None:
     async def scenario() -> None:
         router.join()
         lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
@@ -173,7 +173,7 @@ def test_a_draining_engine_gets_nothing_new(router: Fixture) -> None:
     assert router.members.outstanding(URL) == 0
 
 
-def test_another_router_learns_of_the_drain_from_the_engine(router: Fixture) -> None:
+def test_another_router_receives_the_drain_from_the_engine(router: Fixture) -> None:
     router.join(draining=True)
     assert router.state() is State.DRAINING
 
@@ -201,7 +201,7 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
     asyncio.run(scenario())
 
 
-def test_an_unreachable_engine_is_looked_at_until_it_answers(router: Fixture) -> None:
+def test_unreachable_engine_is_probed_until_it_answers(router: Fixture) -> None:
     router.join()
     endpoint = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint
     router.members.failed(endpoint, "connection refused")
@@ -214,7 +214,7 @@ def test_an_unreachable_engine_is_looked_at_until_it_answers(router: Fixture) ->
     assert router.usable()
 
 
-def test_who_hangs_loses_what_waits_at_all_its_ranks_and_is_back_when_it_answers(ranks: Fixture) -> None:
+def test_hanging_server_loses_the_requests_of_all_ranks_and_returns_when_it_answers(ranks: Fixture) -> None:
     async def scenario() -> None:
         pool = ranks.pools[Side.PREFILL]
         leases = [pool.acquire(pool.fewest()) for _ in range(2)]
@@ -259,7 +259,7 @@ def test_undrain_waits_for_the_word_of_an_engine_that_registers(router: Fixture)
     assert router.members.undrain(URL) is False
 
 
-def test_undrain_reaches_routers_that_nobody_has_asked(router: Fixture) -> None:
+def test_undrain_reaches_routers_that_did_not_receive_the_command(router: Fixture) -> None:
     router.join(draining=True)
     router.members.register(1.0, register())
     assert router.state() is State.READY
@@ -323,7 +323,7 @@ def test_one_look_without_an_answer_ends_no_drain() -> None:
     assert router.state(side=Side.DECODE) is State.READY
 
 
-def test_an_engine_that_registers_drains_until_it_says_that_it_is_another(router: Fixture) -> None:
+def test_drain_of_a_registered_engine_lasts_until_a_new_process_registers(router: Fixture) -> None:
     router.join()
     endpoint = router.pools[Side.PREFILL].fewest()
     router.members.drain(URL)
@@ -333,7 +333,7 @@ def test_an_engine_that_registers_drains_until_it_says_that_it_is_another(router
     assert router.state() is State.DRAINING
 
 
-def test_listed_engines_are_used_without_a_word_of_theirs() -> None:
+def test_listed_engines_are_used_without_a_registration() -> None:
     router = Fixture(prefill=(URL,), decode=("http://10.0.0.2:8100",))
     router.members.tick(0.0)
     router.members.tick(1000.0)
@@ -412,7 +412,7 @@ def test_ranks_take_turns_and_no_beat_of_one_costs_the_other_its_requests(ranks:
     asyncio.run(scenario())
 
 
-def test_ranks_are_told_apart_where_states_are_shown(ranks: Fixture) -> None:
+def test_ranks_are_distinguished_where_states_are_shown(ranks: Fixture) -> None:
     assert ranks.members.states()[Side.PREFILL] == {URL: State.READY, f"{URL} rank 1": State.READY}
 
 
@@ -427,7 +427,7 @@ def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) 
     assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
 
 
-def test_what_a_replaced_rank_broke_is_not_held_against_its_api_server(ranks: Fixture) -> None:
+def test_failure_of_a_replaced_rank_does_not_count_against_its_api_server(ranks: Fixture) -> None:
     gone = Endpoint(URL, "10.0.0.1", 5601, rank=1)
     ranks.join(6.0, **rank(1, incarnation="again", control_port=5701))
     ranks.members.failed(gone, "connection reset")

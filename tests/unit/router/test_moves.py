@@ -143,7 +143,7 @@ async def test_chat_moves_where_its_parser_holds_no_text_back() -> None:
         assert await s.outcomes() == {"moved": 1}
 
 
-async def test_where_nobody_knows_the_text_of_several_tokens_the_stream_stays() -> None:
+async def test_stream_stays_when_the_text_of_several_tokens_is_unknown() -> None:
     async with site() as s:
         s.second.app.router.routes.pop(0)
         s.first.an_event, s.first.limits, s.first.pace = 3, (24, LENGTH), 0.01
@@ -155,7 +155,7 @@ async def test_where_nobody_knows_the_text_of_several_tokens_the_stream_stays() 
         assert await s.outcomes() == {"no_text": 3}
 
 
-async def test_a_request_that_has_said_nothing_yet_moves_when_it_has() -> None:
+async def test_stream_without_an_event_moves_after_its_first_event() -> None:
     async with site() as s:
         s.first.limits = (0, 24)
         reading = Reading(s.client, COMPLETION, BODY)
@@ -166,7 +166,7 @@ async def test_a_request_that_has_said_nothing_yet_moves_when_it_has() -> None:
         assert await reading.end() == await alone(s.first, COMPLETION, BODY)
 
 
-async def test_a_stream_whose_first_token_came_from_p_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_whose_first_token_came_from_prefill_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
     async with site() as s:
         s.first.limits = (0, 24)
@@ -184,9 +184,7 @@ async def test_a_stream_whose_first_token_came_from_p_moves(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(400, {"refused": 3}), (500, {"engine_failed": 3})])
-async def test_where_the_new_engine_refuses_the_stream_goes_on(
-    status: int, outcome: dict[str, float]
-) -> None:
+async def test_stream_continues_when_the_new_engine_refuses(status: int, outcome: dict[str, float]) -> None:
     async with site() as s:
         s.first.limits, s.second.refuses = (8, LENGTH), status
         s.first.pace = 0.01  # it sends an event after each failed move
@@ -198,7 +196,7 @@ async def test_where_the_new_engine_refuses_the_stream_goes_on(
         assert events == await alone(s.first, COMPLETION, BODY)
 
 
-async def test_where_the_new_engine_dies_before_it_says_anything_the_stream_goes_on() -> None:
+async def test_stream_continues_when_the_new_engine_dies_before_its_first_event() -> None:
     async with site() as s:
         s.first.limits, s.second.dies_behind = (8, LENGTH), 0
         reading = await moving(s)
@@ -219,7 +217,7 @@ async def test_an_answer_that_ends_meanwhile_ends() -> None:
         assert events == await alone(s.first, COMPLETION, BODY)
 
 
-async def test_a_new_engine_that_says_nothing_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_engine_without_an_event_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_connector.router.streams.stream._MAX_PAUSE_S", 0.1)
     async with site() as s:
         s.first.limits, s.second.limits = (8, LENGTH), (0, 0)
@@ -282,7 +280,7 @@ async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(
         assert (await s.client.get("/status.json")).json()["failures"] == []
 
 
-async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_drain_logs_how_many_requests_stay_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kv_connector.router.streams.moves")
     async with site() as s:
         s.first.limits = (8, LENGTH)
@@ -311,7 +309,7 @@ async def test_a_drain_says_how_many_requests_stay_and_why(caplog: pytest.LogCap
     assert "(2 seed, 1 stop_strings" in line
 
 
-async def test_where_there_is_no_other_engine_nothing_moves() -> None:
+async def test_no_stream_moves_when_there_is_no_other_engine() -> None:
     async with site() as s:
         s.first.limits = (8, LENGTH)
         reading = await moving(s)
@@ -338,7 +336,7 @@ async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
             assert len(await reading.end()) == 60
 
 
-async def test_an_ordinary_prompt_is_no_matter_of_an_engine_of_both_roles_where_there_is_another() -> None:
+async def test_engine_of_both_roles_gets_no_ordinary_prompt_beside_a_prefill_engine() -> None:
     async with site(dispatch="serial") as s:
         s.first.limits = (LENGTH, LENGTH)
         for _ in range(4):
@@ -511,7 +509,7 @@ def test_an_answer_is_as_long_as_it_would_have_been(
         ({"anything": None}, "other_key"),
     ],
 )
-def test_a_request_says_whether_it_may_move(more: dict[str, Any], reason: str | None) -> None:
+def test_request_determines_whether_it_may_move(more: dict[str, Any], reason: str | None) -> None:
     body = json.dumps({"model": "m", "prompt": [1], "stream": True, **more}).encode()
     assert stay_reason(COMPLETION, Completion.decode(body)) == reason
     assert stay_reason("/v1/messages", Completion.decode(body)) == "other_api"
@@ -528,7 +526,7 @@ def test_a_request_says_whether_it_may_move(more: dict[str, Any], reason: str | 
         ({"type": "image_url"}, False),
     ],
 )
-def test_a_chat_with_more_than_text_is_told_apart(content: Any, text: bool) -> None:
+def test_chat_with_more_than_text_is_recognised(content: Any, text: bool) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
     assert Completion.decode(body).only_text() is text
 

@@ -260,7 +260,7 @@ async def test_answer_to_a_picture_is_not_loaded() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{"n": 2}, {"return_token_ids": "yes"}])
-async def test_engine_is_asked_for_no_token_ids_that_the_router_cannot_use(
+async def test_engine_gets_no_request_for_token_ids_that_the_router_cannot_use(
     more: dict[str, Any], stream: bool
 ) -> None:
     async with site() as s:

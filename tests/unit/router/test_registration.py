@@ -200,7 +200,7 @@ async def test_the_first_request_waits_for_the_engines_to_join(cluster: Cluster)
 
 
 @pytest.mark.parametrize("faulty", ["tick", "to_probe", "to_watch"])
-async def test_a_fault_of_its_own_does_not_end_the_routers_ear_for_engines(
+async def test_internal_fault_does_not_end_the_routers_registration_loop(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, faulty: str
 ) -> None:
     sound = getattr(Members, faulty)
@@ -220,7 +220,7 @@ async def test_a_fault_of_its_own_does_not_end_the_routers_ear_for_engines(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_without_engines_a_request_is_told_so(cluster: Cluster, side: str) -> None:
+async def test_request_without_engines_gets_the_reason(cluster: Cluster, side: str) -> None:
     client = await cluster.router(patience=0.05, require_prefill=side == "prefill")
     answer = await ask(client)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -255,7 +255,7 @@ async def test_without_a_prefill_engine_decode_engines_compute_the_prompts(
     assert len(p.engine.bodies) == 1
 
 
-async def test_a_router_that_has_just_started_waits_for_prefill_engines(cluster: Cluster) -> None:
+async def test_newly_started_router_waits_for_prefill_engines(cluster: Cluster) -> None:
     client = await cluster.router(patience=PATIENCE)
     d = await cluster.engine(Role.DECODE)
     await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
@@ -266,7 +266,7 @@ async def test_a_router_that_has_just_started_waits_for_prefill_engines(cluster:
     assert len(p.engine.bodies) == 1
 
 
-async def test_where_prefill_is_required_a_router_without_is_unready(cluster: Cluster) -> None:
+async def test_router_without_a_required_prefill_engine_is_unready(cluster: Cluster) -> None:
     client = await cluster.router(patience=0.05, require_prefill=True)
     d = await cluster.engine(Role.DECODE)
     await until_health(client, lambda state: state["decode"] == {d.engine.url: "ready"})
@@ -287,7 +287,7 @@ async def test_an_engine_whose_api_server_is_not_up_is_not_used(cluster: Cluster
         late.fall_silent()
 
 
-async def test_who_leaves_gets_nothing_more(cluster: Cluster) -> None:
+async def test_leaving_engine_gets_no_further_request(cluster: Cluster) -> None:
     client = await cluster.router()
     p, _ = await cluster.pair()
     other = await cluster.engine(Role.PREFILL)
@@ -385,7 +385,7 @@ async def test_an_api_server_that_hangs_loses_its_requests_and_they_go_elsewhere
 
 
 @pytest.mark.usefixtures("watched")
-async def test_an_api_server_that_is_late_or_refuses_to_say_how_it_is_keeps_its_requests(
+async def test_api_server_with_a_late_or_failed_health_answer_keeps_its_requests(
     cluster: Cluster,
 ) -> None:
     answers = [no_answer, lambda _: refuse(500, "busy")(_, {}), no_answer]
@@ -436,7 +436,7 @@ async def test_the_routers_health_is_read_without_a_look_at_engines() -> None:
         assert looks <= 1, "the router's own look, one at a time"
 
 
-async def test_a_router_that_comes_back_knows_everybody(cluster: Cluster) -> None:
+async def test_restarted_router_knows_every_engine(cluster: Cluster) -> None:
     async with cluster.running_router() as client:
         p, d = await cluster.pair()
         assert (await ask(client)).status_code == 200
@@ -585,7 +585,7 @@ async def test_the_drain_of_the_last_decode_engine_is_refused(cluster: Cluster, 
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_a_drained_p_is_not_idle_while_d_lacks_its_pages(
+async def test_drained_prefill_engine_is_not_idle_while_decode_lacks_its_pages(
     cluster: Cluster, tmp_path: Any, dispatch: str
 ) -> None:
     loaded = asyncio.Event()
@@ -645,7 +645,7 @@ async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes(cluster: Cluste
         assert (await ask(client)).status_code == status
 
 
-async def test_an_engine_that_is_torn_gets_nothing_and_its_version_is_told(cluster: Cluster) -> None:
+async def test_torn_engine_gets_no_request_and_its_version_is_shown(cluster: Cluster) -> None:
     client = await cluster.router(status_details=True, patience=0.05)
     await cluster.engine(Role.PREFILL)
     decode = await cluster.engine(Role.DECODE)
@@ -814,7 +814,7 @@ async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_load_that_fails_is_told_with_its_reason(cluster: Cluster, stream: bool, late: bool) -> None:
+async def test_failed_load_is_answered_with_its_reason(cluster: Cluster, stream: bool, late: bool) -> None:
     """vLLM's own answer has no reason, and may arrive before it."""
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
@@ -868,7 +868,7 @@ async def test_reason_is_accepted_from_another_rank_of_the_decode_engine(cluster
     assert answer.json()["error"]["message"].endswith(": no pages came")
 
 
-async def test_an_engine_that_says_no_reason_has_its_own_error_told(cluster: Cluster) -> None:
+async def test_failure_without_a_reported_reason_is_answered_with_the_engines_error(cluster: Cluster) -> None:
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, refuse(500, "of vLLM's own"))
     d.registrar.load_failed("another transfer", "another reason")
@@ -914,7 +914,7 @@ async def test_the_clients_own_error_is_not_tried_elsewhere() -> None:
         assert not other.bodies
 
 
-async def test_a_request_that_breaks_every_engine_does_not_meet_all_of_them() -> None:
+async def test_request_that_breaks_every_engine_does_not_reach_all_of_them() -> None:
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serve_engine(refuse(500, "broken"))) for _ in range(5)]
         d = await stack.enter_async_context(serve_engine(answer_ok))
@@ -970,7 +970,7 @@ async def test_with_objectives_a_prompt_does_not_queue_behind_another(
     assert await metric(client, "kv_connector_router_late_forecasts_total") == 0
 
 
-async def test_nobody_joins_without_the_key(cluster: Cluster) -> None:
+async def test_no_engine_joins_without_the_key(cluster: Cluster) -> None:
     client = await cluster.router(patience=0.05)
     await cluster.pair()
     await until_health(client, lambda state: list(state["decode"].values()) == ["ready"])
@@ -1072,7 +1072,7 @@ async def test_an_engine_that_was_refused_is_used_once_its_rival_has_left(
         encode(Register("x", "1", Role.DECODE, "http://h:1", "h", 1, controller=ControllerAddress("h", 0))),
     ],
 )
-def test_what_is_no_membership_message_is_malformed(frame: bytes) -> None:
+def test_frame_that_is_no_membership_message_is_malformed(frame: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode(frame)
 
@@ -1083,7 +1083,7 @@ def test_page_of_controllers_with_the_longest_names_fits_into_a_message() -> Non
     assert decode(encode(page)) == page
 
 
-def test_each_heartbeat_says_the_last_load() -> None:
+def test_each_heartbeat_has_the_last_workload() -> None:
     load = WorkloadReport(8192, 512, 100_000)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -152,7 +152,7 @@ async def test_an_engine_that_answers_no_look_is_marked() -> None:
             await until(members, State.READY)
 
 
-async def test_registry_learns_the_length_of_an_engines_model() -> None:
+async def test_registry_stores_the_length_of_an_engines_model() -> None:
     with engine() as server:
         server.body = b'{"data": [{"id": "adapter"}, {"id": "m", "max_model_len": 2048}]}'
         async with watching(server.url) as members:

@@ -44,7 +44,7 @@ EVENTS = "kv_connector.router.requests.events.EventStream"
 # --- Dispatch
 
 
-async def test_p_and_d_are_dispatched_at_the_same_time() -> None:
+async def test_prefill_and_decode_are_dispatched_at_the_same_time() -> None:
     together = Rendezvous()
     async with cluster(together, together) as (p, d, client):
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 7})
@@ -53,7 +53,7 @@ async def test_p_and_d_are_dispatched_at_the_same_time() -> None:
         assert len(p.bodies) == len(d.bodies) == 1
 
 
-async def test_p_gets_one_token_and_d_the_request_with_ps_control_address() -> None:
+async def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_control_address() -> None:
     request = {
         "prompt": "hello",
         "max_tokens": 7,
@@ -99,7 +99,7 @@ async def test_each_request_has_its_own_transfer() -> None:
         assert first != second
 
 
-async def test_p_counts_as_free_once_it_has_answered() -> None:
+async def test_prefill_engine_counts_as_free_once_it_has_answered() -> None:
     release = asyncio.Event()
 
     async def hold(request: Request, body: dict[str, Any]) -> Response:
@@ -123,7 +123,7 @@ async def test_p_counts_as_free_once_it_has_answered() -> None:
             await until_metric(client, "kv_connector_router_in_flight", 0)
 
 
-async def test_listed_ranks_are_asked_in_turn_each_for_its_own_pages() -> None:
+async def test_listed_ranks_are_used_in_turn_each_with_its_own_pages() -> None:
     """The router sets the rank of each request. A client's header does not change it."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         settings = Settings(
@@ -190,13 +190,13 @@ async def test_a_400_of_another_cause_is_the_requests_fault() -> None:
     assert len(d.bodies) == 2
 
 
-async def test_a_request_that_d_prefills_itself_goes_to_the_rank_that_was_chosen() -> None:
+async def test_locally_prefilled_request_goes_to_the_chosen_rank() -> None:
     async with cluster(answer_ok, answer_ok) as (_, d, client):
         await client.post("/v1/completions", json={"prompt": ["x", "y"]})
         assert d.headers[0]["x-data-parallel-rank"] == "0"
 
 
-async def test_a_chat_for_p_has_both_names_of_the_limit_set() -> None:
+async def test_chat_for_prefill_has_both_names_of_the_limit_set() -> None:
     request = {
         "messages": [],
         "stream": True,
@@ -215,7 +215,7 @@ async def test_a_chat_for_p_has_both_names_of_the_limit_set() -> None:
         assert to_d["max_completion_tokens"] == 9
 
 
-async def test_serial_dispatch_hands_ps_answer_to_d() -> None:
+async def test_serial_dispatch_passes_the_prefill_answer_to_decode() -> None:
     async with cluster(answer_ok, answer_ok, dispatch="serial") as (p, d, client):
         answer = await client.post("/v1/completions", json={"prompt": "hello"})
         assert answer.status_code == 200
@@ -223,7 +223,7 @@ async def test_serial_dispatch_hands_ps_answer_to_d() -> None:
         assert d.bodies[0]["kv_transfer_params"] == {"do_remote_prefill": True, "from": "p"}
 
 
-async def test_serial_dispatch_waits_for_p() -> None:
+async def test_serial_dispatch_waits_for_prefill() -> None:
     release = asyncio.Event()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
@@ -264,7 +264,9 @@ async def test_serial_dispatch_refuses_to_prefill_twice() -> None:
         ({"prompt": "one", "echo": True, "logprobs": 1}, "prompt_logprobs"),
     ],
 )
-async def test_what_cannot_be_shared_is_prefilled_by_d(request_body: dict[str, Any], reason: str) -> None:
+async def test_request_that_cannot_be_shared_is_prefilled_by_decode(
+    request_body: dict[str, Any], reason: str
+) -> None:
     async with cluster(answer_ok, answer_ok) as (p, d, client):
         answer = await client.post("/v1/completions", json=request_body | {"kv_transfer_params": {"a": 1}})
         assert answer.status_code == 200
@@ -286,7 +288,7 @@ def test_a_prompt_is_passed_on_as_it_came() -> None:
     assert prompt in cast(bytes, completion.local_body())
 
 
-async def test_an_answer_of_ps_that_is_no_text_is_ps_failure() -> None:
+async def test_undecodable_answer_of_prefill_is_a_prefill_failure() -> None:
     async def garbled(request: Request, body: dict[str, Any]) -> Response:
         return Response(b'{"kv_transfer_params": {"a": "\xff"}}', media_type="application/json")
 
@@ -299,7 +301,7 @@ async def test_an_answer_of_ps_that_is_no_text_is_ps_failure() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
+async def test_router_fault_is_reported_and_counted_as_a_router_fault(
     begun: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fault(*_: Any, **__: Any) -> Any:
@@ -341,7 +343,7 @@ async def test_a_fault_of_the_routers_own_is_told_and_counted_as_one(
         (b"\xff", "\N{REPLACEMENT CHARACTER}"),
     ],
 )
-def test_whatever_a_failure_says_its_event_is_one(body: bytes, message: str) -> None:
+def test_failure_is_one_event_whatever_its_message(body: bytes, message: str) -> None:
     data, end, rest = Failure(500, body).event().partition(b"\n")
     assert (end, rest) == (b"\n", b"\n")
     assert json.loads(data.removeprefix(b"data: "))["error"]["message"] == message
@@ -390,7 +392,7 @@ async def test_chunks_pass_through_one_by_one() -> None:
         assert await metric(client, "kv_connector_router_first_byte_seconds_count") == 1
 
 
-async def test_the_status_waits_for_the_first_byte_so_that_ps_error_can_still_be_told() -> None:
+async def test_status_waits_for_the_first_byte_so_that_a_prefill_error_can_be_reported() -> None:
     fail = asyncio.Event()
     stream = Stream()
 
@@ -408,7 +410,7 @@ async def test_the_status_waits_for_the_first_byte_so_that_ps_error_can_still_be
         await within(stream.aborted.wait())
 
 
-async def test_a_p_that_never_answers_is_left_once_d_has() -> None:
+async def test_prefill_that_never_answers_is_left_once_decode_has_answered() -> None:
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         return await p.until_gone(request)
 
@@ -419,7 +421,7 @@ async def test_a_p_that_never_answers_is_left_once_d_has() -> None:
         await until_metric(client, "kv_connector_router_in_flight", 0)
 
 
-async def test_d_goes_on_when_p_fails_after_the_first_byte() -> None:
+async def test_decode_continues_when_prefill_fails_after_the_first_byte() -> None:
     fail = asyncio.Event()
     stream = Stream()
 
@@ -440,7 +442,7 @@ async def test_d_goes_on_when_p_fails_after_the_first_byte() -> None:
             stream.queue.put_nowait(None)
 
 
-async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
+async def test_broken_decode_stream_ends_with_an_error_event() -> None:
     stream = Stream()
     async with cluster(answer_ok, stream) as (_, d, client):
         stream.queue.put_nowait(b"data: 1\n\n")
@@ -460,7 +462,7 @@ async def test_d_breaking_off_ends_the_stream_with_an_error_event() -> None:
 # --- Errors
 
 
-async def test_ps_error_is_the_answer_and_d_is_aborted() -> None:
+async def test_prefill_error_is_the_answer_and_decode_is_aborted() -> None:
     async def decode(request: Request, body: dict[str, Any]) -> Response:
         return await d.until_gone(request)
 
@@ -471,7 +473,7 @@ async def test_ps_error_is_the_answer_and_d_is_aborted() -> None:
         await within(d.aborted.wait())
 
 
-async def test_ds_error_is_the_answer_and_p_is_aborted() -> None:
+async def test_decode_error_is_the_answer_and_prefill_is_aborted() -> None:
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         return await p.until_gone(request)
 
@@ -521,7 +523,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_a_request_whose_only_prefill_engine_is_down_is_served_by_d_alone(dispatch: str) -> None:
+async def test_request_whose_only_prefill_engine_is_down_is_served_by_decode_alone(dispatch: str) -> None:
     async def load(request: Request, body: dict[str, Any]) -> Response:
         if "kv_transfer_params" in body:
             return await d.until_gone(request)
@@ -548,7 +550,7 @@ async def test_a_request_whose_only_prefill_engine_is_down_is_served_by_d_alone(
                 assert await metric(client, name) == 2
 
 
-async def test_a_prefill_engine_whose_requests_fail_gets_trials_and_d_serves_alone() -> None:
+async def test_failing_prefill_engine_gets_trials_and_decode_serves_alone() -> None:
     async with cluster(refuse(500, "broken"), answer_ok, dispatch="serial") as (p, d, client):
         statuses = [
             (await client.post("/v1/completions", json={"prompt": "x"})).status_code for _ in range(6)
@@ -618,7 +620,7 @@ async def test_a_client_that_leaves_before_the_answer_aborts_the_engines(dispatc
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) -> None:
+async def test_prefill_is_notified_of_a_client_that_left_before_decode_answered(dispatch: str) -> None:
     """The decode engine may not know the request, and the prefill engine would hold the prompt for it."""
     told = asyncio.Event()
 
@@ -657,7 +659,7 @@ async def test_p_is_told_of_a_client_that_left_before_d_answered(dispatch: str) 
         ("/v1/messages", {"messages": []}),
     ],
 )
-async def test_p_is_told_when_d_refuses_a_body_that_p_took(
+async def test_prefill_is_notified_when_decode_refuses_a_body_that_prefill_accepted(
     path: str, body: dict[str, Any], dispatch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode engine's validation of a body ends before its connector knows the request."""
@@ -754,7 +756,7 @@ async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:
         )
 
 
-async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:
+async def test_prefill_is_notified_of_a_client_that_left_between_prefill_and_decode() -> None:
     """In serial dispatch, the decode engine never got the request."""
     told = asyncio.Event()
 
@@ -774,7 +776,7 @@ async def test_p_is_told_of_a_client_that_left_between_p_and_d() -> None:
         assert len(d.bodies) == 1
 
 
-async def test_a_router_that_ends_waits_until_p_is_told() -> None:
+async def test_stopping_router_waits_until_prefill_is_notified() -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
 
     async def decode(request: Request, body: dict[str, Any]) -> Response:
@@ -803,7 +805,7 @@ async def test_a_router_that_ends_waits_until_p_is_told() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-async def test_p_is_told_of_a_d_that_could_not_be_asked() -> None:
+async def test_prefill_is_notified_of_an_unreachable_decode_engine() -> None:
     """The request continues with another decode engine, under a new transfer id."""
     told = asyncio.Event()
 
@@ -846,7 +848,7 @@ async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
         assert (await client.get("/status.json")).json()["failures"] == []
 
 
-async def test_p_is_not_aborted_because_d_was_faster() -> None:
+async def test_prefill_is_not_aborted_when_decode_is_faster() -> None:
     release = asyncio.Event()
     finished = asyncio.Event()
 
@@ -932,7 +934,7 @@ def test_the_pool_gives_the_least_loaded_engine_and_lets_equals_take_turns() -> 
         assert {first.endpoint, second.endpoint, pool.fewest()} == {a, b, c}
 
 
-def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_pages() -> None:
+def test_request_is_unfinished_once_while_it_runs_or_lacks_its_pages() -> None:
     pool, [engine] = pool_of(1)
 
     def counts() -> tuple[int, int]:
@@ -956,7 +958,7 @@ def test_a_request_is_unfinished_once_whether_it_is_with_the_engine_or_owed_its_
         assert counts() == (0, 0)
 
 
-def test_the_pool_avoids_what_it_is_told_to_unless_there_is_nothing_else() -> None:
+def test_pool_avoids_the_given_engines_unless_no_other_is_usable() -> None:
     pool, [a, b] = pool_of(2)
     assert [pool.acquire(pool.fewest(avoid={a})).endpoint for _ in range(3)] == [b, b, b]
     assert pool.acquire(pool.fewest(avoid={a, b})).endpoint == a
@@ -995,7 +997,7 @@ def test_a_router_needs_both_sides() -> None:
         Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
 
 
-def test_two_ranks_of_a_listed_p_have_two_control_addresses() -> None:
+def test_two_ranks_of_a_listed_prefill_engine_have_two_control_addresses() -> None:
     twice = (Endpoint.parse("http://h:1"),) * 2
     with pytest.raises(ValueError, match="own control address"):
         Settings(prefill=twice, decode=twice)

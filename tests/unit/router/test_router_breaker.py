@@ -96,7 +96,7 @@ async def test_one_request_that_breaks_connections_takes_no_engine_out(dispatch:
         assert await ask(client) == 200
 
 
-async def test_where_all_engines_fail_their_own_errors_are_the_answer() -> None:
+async def test_engines_errors_are_the_answer_when_all_engines_fail() -> None:
     async with routed([answer_ok], [refuse(500, "broken")]) as (_, d, client):
         for _ in range(FAILURES + 2):
             response = await client.post("/v1/completions", json={"prompt": "x"})

@@ -72,7 +72,7 @@ def test_events_come_whole_and_nothing_is_lost(size: int) -> None:
         b"data: 1\n\n",
     ],
 )
-def test_an_answer_begins_with_what_tells_something(first: bytes, size: int) -> None:
+def test_answer_begins_with_its_first_event_that_has_content(first: bytes, size: int) -> None:
     async def opening() -> tuple[bytes, bytes]:
         events = EventStream(cut(b": hello\n\n" + role(0) + role(1) + first + b"data: next\n\n", size))
         begun = await events.opening()
@@ -86,7 +86,7 @@ def test_an_answer_begins_with_what_tells_something(first: bytes, size: int) -> 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])
 @pytest.mark.parametrize("beginning", [MESSAGE, RESPONSE])
-def test_named_events_that_begin_an_answer_tell_nothing(beginning: bytes, size: int) -> None:
+def test_named_events_that_open_an_answer_have_no_content(beginning: bytes, size: int) -> None:
     async def opening(first: bytes) -> bytes:
         return await EventStream(cut(beginning + first + b": more\n\n" * 50, size)).opening()
 

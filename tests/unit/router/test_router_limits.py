@@ -513,7 +513,7 @@ async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
 
 
 @pytest.mark.parametrize("reason", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
-async def test_a_router_without_descriptors_reports_itself_and_blames_no_engine(
+async def test_router_without_descriptors_reports_itself_and_marks_no_engine_failed(
     reason: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = True

@@ -318,9 +318,7 @@ async def test_child_that_does_not_answer_gets_503(
     assert child._child is None
 
 
-async def test_cancelled_parse_leaves_the_body_to_nobody(
-    child: BodyParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_parse_discards_the_body(child: BodyParser, monkeypatch: pytest.MonkeyPatch) -> None:
     await stopped(child, monkeypatch)
     asking = asyncio.create_task(child.fields(BODIES["text"]))
     await asyncio.sleep(0)

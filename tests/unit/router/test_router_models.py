@@ -111,7 +111,7 @@ async def test_two_models_behind_one_router(dispatch: str) -> None:
         assert [[body["model"] for body in engine.bodies] for engine in engines] == [["a"] * 2, ["b"] * 3]
 
 
-async def test_a_model_that_nobody_has_is_404_at_once() -> None:
+async def test_model_that_no_engine_has_is_404_at_once() -> None:
     prefill, decode = [Engine("a"), Engine("a")], [Engine("a"), Engine("a")]
     async with router(prefill, decode) as client:
         answer = await ask(client, "b")

@@ -68,7 +68,9 @@ prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
 
 
 @given(st.lists(prompts), st.integers(0, 20), prompts)
-def test_of_an_engine_whose_room_is_known_all_is_known(asked: list[Prompt], room: int, probe: Prompt) -> None:
+def test_prefix_cache_with_known_capacity_predicts_every_hit(
+    asked: list[Prompt], room: int, probe: Prompt
+) -> None:
     router = Router(room, Engine(room))
     for one in asked:
         assert router.forecast(one) == router.engine.leading(one)
@@ -77,7 +79,7 @@ def test_of_an_engine_whose_room_is_known_all_is_known(asked: list[Prompt], room
 
 
 @given(st.data(), st.integers(0, 20), st.integers(0, 20))
-def test_whatever_is_said_when_no_more_is_kept_than_there_is_room_for_and_beginnings_last(
+def test_forecasts_fit_the_room_and_hold_each_prefix_with_its_beginning(
     data: st.DataObject, room: int, keeps: int
 ) -> None:
     router = Router(room, Engine(keeps))
@@ -146,7 +148,7 @@ def test_prompts_that_are_computed_side_by_side_do_not_miss_each_other() -> None
 
 
 @pytest.mark.parametrize("keeps", [0, 55])
-def test_of_an_engine_that_keeps_less_than_it_says_less_is_expected(keeps: int) -> None:
+def test_forecast_shrinks_when_an_engine_keeps_less_than_it_reports(keeps: int) -> None:
     router = Router(1000, Engine(keeps))
     asked = random.Random(1).choices([prompt([name, *range(10)]) for name in range(20)], k=500)
     wrong = []
@@ -157,7 +159,7 @@ def test_of_an_engine_that_keeps_less_than_it_says_less_is_expected(keeps: int) 
     assert sum(wrong[250:]) <= 2
 
 
-def test_of_an_engine_that_keeps_more_than_was_expected_more_is_expected() -> None:
+def test_forecast_grows_when_an_engine_keeps_more_than_expected() -> None:
     router = Router(1000, Engine(0))
     others = [prompt([name, *range(10)]) for name in range(20)]
     for _ in range(3):
@@ -238,7 +240,7 @@ def test_prompts_that_an_engine_receives_take_room_before_they_have_arrived() ->
     assert held() == list(range(10, 20))
 
 
-def test_an_engine_that_does_not_say_its_room_has_a_usual_one() -> None:
+def test_engine_without_a_reported_capacity_gets_the_default_capacity() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(3000)]
     for one in pieces:

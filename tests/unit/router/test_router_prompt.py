@@ -85,7 +85,7 @@ def test_prefix_of_token_ids_ends_each_256_bytes() -> None:
     assert prompt(prompt=whole).prefixes[: len(after.prefixes)] == after.prefixes
 
 
-def test_no_more_than_the_beginning_of_a_huge_prompt_is_looked_at() -> None:
+def test_only_the_beginning_of_a_huge_prompt_is_hashed() -> None:
     seen = prompt(prompt="x" * (3 << 20))
     assert seen.size == (3 << 20) + 2
     assert len(seen.prefixes) == (1 << 20) // PREFIX_BYTES
@@ -155,7 +155,7 @@ def test_conversations_share_their_tools() -> None:
         ("mm_processor_kwargs", {"fps": 1}),
     ],
 )
-def test_what_makes_other_kv_makes_other_prefixes(field: str, value: Any) -> None:
+def test_fields_that_change_the_kv_change_the_prefixes(field: str, value: Any) -> None:
     plain, other = (prompt(CHAT, messages=turns(LONG), **more) for more in ({}, {field: value}))
     assert plain.prefixes
     assert shared(plain, other) == 0
@@ -179,7 +179,7 @@ def test_a_text_and_a_chat_have_nothing_in_common() -> None:
         ("cache_salt", None),
     ],
 )
-def test_what_makes_the_same_kv_makes_the_same_prefixes(field: str, value: Any) -> None:
+def test_fields_that_keep_the_kv_keep_the_prefixes(field: str, value: Any) -> None:
     assert prompt(CHAT, messages=turns(LONG), **{field: value}) == prompt(CHAT, messages=turns(LONG))
 
 
@@ -192,7 +192,7 @@ def text(size: int, model: str = "m") -> Prompt:
     return Prompt(model, size, None, ())
 
 
-def test_tokens_are_forecast_by_the_prior_until_an_answer_tells() -> None:
+def test_tokens_are_forecast_by_the_prior_until_an_answer_arrives() -> None:
     sizes = TokenSizes()
     assert sizes.tokens(text(4000)) == 4000 / PRIOR_BYTES_PER_TOKEN
     assert sizes.tokens(text(0)) == 1
@@ -201,7 +201,7 @@ def test_tokens_are_forecast_by_the_prior_until_an_answer_tells() -> None:
 
 
 @given(st.floats(1.0, 16.0), st.integers(1000, 1_000_000))
-def test_the_forecast_comes_near_what_answers_tell(bytes_per_token: float, size: int) -> None:
+def test_forecast_approaches_the_measured_tokens(bytes_per_token: float, size: int) -> None:
     sizes = TokenSizes()
     for _ in range(500):
         sizes.learn(text(size), round(size / bytes_per_token))
@@ -214,7 +214,7 @@ def test_each_model_has_its_own_tokens() -> None:
     assert sizes.tokens(text(4000, "b")) == 1000
 
 
-def test_a_long_prompt_tells_more_than_a_short_one() -> None:
+def test_long_prompt_weighs_more_than_a_short_prompt() -> None:
     short, long = TokenSizes(), TokenSizes()
     short.learn(text(10), 5)
     long.learn(text(100_000), 50_000)
@@ -222,7 +222,7 @@ def test_a_long_prompt_tells_more_than_a_short_one() -> None:
 
 
 @pytest.mark.parametrize(("size", "tokens", "least"), [(10, 1000, 1.0), (1_000_000, 10, 16.0)])
-def test_what_is_no_text_does_not_spoil_the_forecast(size: int, tokens: int, least: float) -> None:
+def test_implausible_token_sizes_do_not_spoil_the_forecast(size: int, tokens: int, least: float) -> None:
     sizes = TokenSizes()
     for _ in range(1000):
         sizes.learn(text(size), tokens)

@@ -51,7 +51,7 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
         ("/v1/responses", {"input": "hello"}, {"max_output_tokens": 1, "stream": False, "store": False}),
     ],
 )
-async def test_p_gets_one_token_and_d_the_request(
+async def test_prefill_gets_one_token_and_decode_gets_the_request(
     path: str, request_body: dict[str, Any], for_p: dict[str, Any]
 ) -> None:
     async with cluster(answer_ok, answer_ok) as (p, d, client):
@@ -75,7 +75,7 @@ async def test_p_gets_one_token_and_d_the_request(
         ({"input": "x", "tools": ["what"]}, "engine_tools"),
     ],
 )
-async def test_a_response_that_cannot_be_shared_is_prefilled_by_d(
+async def test_response_that_cannot_be_shared_is_prefilled_by_decode(
     request_body: dict[str, Any], reason: str
 ) -> None:
     async with cluster(answer_ok, answer_ok) as (p, d, client):
@@ -129,7 +129,7 @@ async def test_a_message_that_fails_before_its_first_word_goes_to_another_engine
             assert await metric(client, "kv_connector_router_retries_total") == 1
 
 
-async def test_d_breaking_off_ends_a_stream_of_named_events_with_one() -> None:
+async def test_broken_decode_stream_of_named_events_ends_with_a_named_error_event() -> None:
     stream = Stream()
     first = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
     async with cluster(answer_ok, stream) as (_, d, client):

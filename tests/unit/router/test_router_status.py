@@ -73,7 +73,7 @@ async def test_the_status_has_the_engines_and_what_was_answered() -> None:
         assert status["failures"] == []
 
 
-async def test_what_is_under_way_is_counted_where_it_is() -> None:
+async def test_requests_in_flight_are_counted_at_their_engine() -> None:
     async def decode(request: Request, body: dict[str, Any]) -> Response:
         return await d.until_gone(request)
 
@@ -192,7 +192,7 @@ def joined() -> Joined:
     return Joined()
 
 
-def test_lanes_transfers_and_rate_are_what_an_engine_last_said(joined: Joined) -> None:
+def test_lanes_transfers_and_rate_are_those_of_an_engines_last_report(joined: Joined) -> None:
     for second in range(60):
         joined.clock.now += 1.0
         joined.register("p", Role.PREFILL, Activity({"tcp": 1}, 0, second // 2 * 4_000_000))
@@ -212,7 +212,7 @@ def test_lanes_transfers_and_rate_are_what_an_engine_last_said(joined: Joined) -
     }
 
 
-def test_an_engine_that_pushes_no_more_is_soon_told_so(joined: Joined) -> None:
+def test_engine_that_pushes_no_more_is_soon_shown_as_idle(joined: Joined) -> None:
     for pushed in (0, 1 << 30, 1 << 30, 1 << 30):
         joined.clock.now += 5.0
         joined.register("p", Role.PREFILL, Activity({}, 0, pushed))
@@ -232,7 +232,7 @@ def test_an_engine_keeps_its_name_when_it_comes_back_to_its_place(joined: Joined
     assert "prefill and decode 1" in joined.names()
 
 
-def test_an_engine_that_dies_is_told_of_with_its_name(joined: Joined) -> None:
+def test_death_of_an_engine_is_listed_with_its_name(joined: Joined) -> None:
     joined.register("d", Role.DECODE)
     joined.members.tick(joined.clock.now)
     for _ in range(6):
@@ -278,7 +278,7 @@ def test_equal_incidents_are_counted_and_the_memory_is_bounded() -> None:
     assert incidents.latest()[0].engine == "decode 999"
 
 
-def test_first_bytes_are_told_by_slice_of_time() -> None:
+def test_first_bytes_are_reported_by_slice_of_time() -> None:
     clock = Clock()
     first_bytes = FirstBytes(clock)
     for hundredths in range(1, 101):

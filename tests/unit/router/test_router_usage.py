@@ -52,7 +52,7 @@ REQUEST = {"prompt": "hello"}
         (None, 99),
     ],
 )
-async def test_cached_tokens_are_ps_where_p_names_them(params: object, cached: int) -> None:
+async def test_cached_tokens_come_from_prefill_when_it_reports_them(params: object, cached: int) -> None:
     async with cluster(prefill(params), decode) as (_, _, client):
         assert (await client.post("/v1/completions", json=REQUEST)).json() == answer(cached)
 
@@ -65,7 +65,7 @@ async def test_an_answer_without_cached_tokens_gets_none() -> None:
         assert (await client.post("/v1/completions", json=REQUEST)).json() == answer(None)
 
 
-async def test_the_last_event_of_a_stream_waits_for_ps_count() -> None:
+async def test_last_event_of_a_stream_waits_for_the_prefill_count() -> None:
     released = asyncio.Event()
 
     async def late(request: Request, body: dict[str, Any]) -> Response:
@@ -206,7 +206,7 @@ async def test_a_streams_events_count_as_one_engines(
         assert reply.content == b"".join(map(named, told))
 
 
-async def test_usage_without_cached_tokens_waits_for_nobody() -> None:
+async def test_usage_without_cached_tokens_does_not_wait_for_prefill() -> None:
     told = asyncio.Event()
 
     async def late(request: Request, body: dict[str, Any]) -> Response:
@@ -241,7 +241,7 @@ async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
             assert len(both.bodies) == 1
 
 
-async def test_written_tokens_are_ps_where_p_names_them() -> None:
+async def test_written_tokens_come_from_prefill_when_it_reports_them() -> None:
     """The decode engine writes none of the received tokens to its prefix cache."""
 
     async def p(request: Request, body: dict[str, Any]) -> Response:

@@ -96,7 +96,7 @@ def test_a_torn_engine_gets_nothing_new_until_it_is_repaired(
     assert (incident.detail, incident.times) == ("worker 1: no such tensor", 1)
 
 
-def test_what_is_drained_too_is_told_as_torn(router: Router) -> None:
+def test_torn_engine_that_is_drained_is_shown_as_torn(router: Router) -> None:
     router.says("d1", torn="why")
     router.members.drain("http://d1:8000")
     assert router.members.states()[Side.DECODE] == {"http://d1:8000": State.TORN}
@@ -116,7 +116,7 @@ def test_engines_that_are_updated_one_by_one_pair_with_their_like(router: Router
     assert {one for pair in router.pairs(50) for one in pair} == {"p1", "p2", "d1", "d2"}
 
 
-def test_where_no_two_have_the_same_decode_engines_compute_prompts(router: Router) -> None:
+def test_decode_engines_compute_prompts_when_no_two_engines_share_a_version(router: Router) -> None:
     router.says("p1", "v1")
     router.says("d1", "v2")
     router.says("d2")
@@ -124,7 +124,7 @@ def test_where_no_two_have_the_same_decode_engines_compute_prompts(router: Route
     assert router.place().reason == "other_weights"
 
 
-def test_engines_that_say_nothing_of_weights_are_of_one_version(router: Router) -> None:
+def test_engines_without_a_reported_version_have_one_version(router: Router) -> None:
     router.says("p1")
     router.says("d1")
     assert router.pairs() == {("p1", "d1")}
@@ -153,7 +153,7 @@ def test_an_engine_that_has_failed_is_avoided_for_one_of_other_weights(router: R
     assert (placement.prefill.control_host, placement.decode.control_host) == ("p2", "d2")
 
 
-def test_a_decode_engine_that_is_asked_later_is_of_prefills_weights() -> None:
+def test_later_chosen_decode_engine_has_the_weights_of_prefill() -> None:
     """The same holds in serial dispatch, and for streams that move."""
     router = Router()
     prefill = router.says("p1", "v1")

@@ -52,7 +52,7 @@ def test_it_is_rung_before_the_wait_or_during_it() -> None:
     waiting.ends()
 
 
-def test_what_was_heard_does_not_end_the_next_wait() -> None:
+def test_received_ring_does_not_end_the_next_wait() -> None:
     ours = Bell()
     ours.ring()
     Waiting(ours).ends()
@@ -70,7 +70,7 @@ def test_a_request_ends_the_wait_and_is_left_to_sglang(
         assert requests.recv(zmq.NOBLOCK) == b"%d" % number
 
 
-def test_what_follows_at_once_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immediate_ring_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "_PATIENCE_MS", HOUR_MS)
     monkeypatch.setattr(bell, "_AWAKE_S", HOUR_MS)
     ours = Bell()

@@ -11,7 +11,7 @@ STATES = [None, *State]
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_bootstrap_queue_hears_nothing_of_pages(state: State | None) -> None:
+def test_bootstrap_queue_sees_no_page_states(state: State | None) -> None:
     legal = {Poll.FAILED, Poll.BOOTSTRAPPING, Poll.WAITING_FOR_INPUT}
     assert sending(state, complete=False) in legal
     assert receiving(state, reserved=False) in legal

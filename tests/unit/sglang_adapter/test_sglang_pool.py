@@ -169,7 +169,7 @@ def test_a_window_is_divided_by_heads(prefill: int, decode: int) -> None:
 
 
 @pytest.mark.parametrize(("pieces", "parts"), [(None, 1), ([4, 4, 8], 3)])
-def test_a_recurrent_state_is_divided_as_sglang_says(pieces: list[int] | None, parts: int) -> None:
+def test_recurrent_state_is_divided_like_in_sglang(pieces: list[int] | None, parts: int) -> None:
     def state(rank: int, ranks: int) -> KvLayout:
         given: dict[str, Any] = {"layer_ids": [[3]], "dim_per_tensor": [[16 // ranks]]}
         given |= {"slice_outer_counts": [[2]], "conv_shard_groups": [[pieces]]}

@@ -25,13 +25,13 @@ def test_settings_are_a_json_object() -> None:
         ('{"port": 1}', "unknown field `port`"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_where_it_stands(text: str, words: str) -> None:
+def test_unusable_setting_is_refused_with_its_variable(text: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as refused:
         read_settings({SETTINGS_VARIABLE: text})
     assert SETTINGS_VARIABLE in str(refused.value)
 
 
-def test_sglangs_word_for_nics_is_taken_unless_ours_is_given() -> None:
+def test_nics_option_of_sglang_applies_unless_the_setting_is_given() -> None:
     settings = read_settings({})
     assert with_nics(settings, None, 0, 2) is settings
     assert with_nics(settings, "mlx5_0, mlx5_1", 0, 2).nics_of(1) == ("mlx5_0", "mlx5_1")

@@ -148,7 +148,7 @@ def test_a_body(
     assert parse_params(in_our_words(params, request_id)) == expected
 
 
-def test_an_address_that_is_said_goes_before_the_one_in_the_id() -> None:
+def test_address_in_the_params_takes_precedence_over_the_address_in_the_id() -> None:
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.9", "remote_port": 7}
     assert parse_params(in_our_words(params, MORIIO_ID)) == DecodeParams("t", Address("10.0.0.9", 7))
 
@@ -166,7 +166,7 @@ def test_an_address_that_is_said_goes_before_the_one_in_the_id() -> None:
         ("r", {"remote_prefiller": {"kv_request_id": "k"}}, "remote_host must be"),
     ],
 )
-def test_what_is_missing_is_named(request_id: str, params: dict[str, Any], problem: str) -> None:
+def test_missing_parameter_is_named(request_id: str, params: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadParams, match=problem):
         parse_params(in_our_words(params, request_id))
 
@@ -195,7 +195,7 @@ ids = st.text() | st.builds(
 
 
 @given(whatever, ids)
-def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any], request_id: str) -> None:
+def test_client_params_in_any_dialect_are_refused_or_usable(params: dict[str, Any], request_id: str) -> None:
     before = repr(params)
     try:
         parsed = parse_params(in_our_words(params, request_id))
@@ -211,7 +211,7 @@ def test_whatever_clients_send_is_refused_or_usable(params: dict[str, Any], requ
 
 @given(st.dictionaries(st.sampled_from(words), anything), ids)
 @example({**ANSWER_OF_P}, MORIIO_ID)
-def test_what_our_router_sends_stays_as_it_is(params: dict[str, Any], request_id: str) -> None:
+def test_params_of_this_projects_router_stay_unchanged(params: dict[str, Any], request_id: str) -> None:
     """This project's router always names P's address: no request's id can lead D to another address."""
     said = {**params, "remote_host": params.get("remote_host") or "10.0.0.1"}
     assert in_our_words(said, request_id) is said

@@ -64,7 +64,7 @@ def test_pages_arrive_again_after_a_sleep(every_lane: Stage, who: str) -> None:
     decode.idle()
 
 
-def test_an_engine_that_sleeps_is_not_reached_and_says_why(
+def test_sleeping_engine_refuses_requests_with_the_reason(
     pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
@@ -78,7 +78,7 @@ def test_an_engine_that_sleeps_is_not_reached_and_says_why(
     transfer(prefill, decode, "u")
 
 
-def test_a_sleeping_engine_dials_nobody_until_it_wakes(pair: tuple[Side, Side]) -> None:
+def test_sleeping_engine_dials_no_engine_until_it_wakes(pair: tuple[Side, Side]) -> None:
     prefill, decode = pair
     prefill.expect("waiting")
     sleep(decode)
@@ -126,7 +126,7 @@ def test_a_sleeping_prefill_engine_ends_what_it_sends(pair: tuple[Side, Side]) -
     decode.idle()
 
 
-def test_what_was_computed_before_a_sleep_is_sent_only_when_it_is_computed_again(
+def test_pages_computed_before_a_sleep_are_sent_only_when_they_are_computed_again(
     pair: tuple[Side, Side],
 ) -> None:
     prefill, decode = pair
@@ -145,7 +145,7 @@ def test_what_was_computed_before_a_sleep_is_sent_only_when_it_is_computed_again
     assert decode.holds("t", (4, 5, 6), TARGET)
 
 
-def test_a_finished_prompt_that_nobody_has_fetched_is_given_up(
+def test_unfetched_prompt_is_given_up_at_sleep(
     pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
@@ -256,7 +256,7 @@ def test_the_hooks_reach_the_agent_and_the_routers(registers: bool) -> None:
     assert words == (["unregister", True, "register", False] if registers else ["unregister", "register"])
 
 
-def test_a_refused_sleep_raises_and_the_routers_do_not_hear_of_it() -> None:
+def test_refused_sleep_raises_and_is_not_reported_to_routers() -> None:
     def refuses() -> None:
         raise AgentError("must stay mapped")
 

@@ -48,7 +48,7 @@ def test_its_layers_are_moved_like_any_other(model: Path, specs: list[KVCacheSpe
 @both_kinds_of_model
 @pytest.mark.parametrize("drafter", ["eagle", "draft_model"])
 @pytest.mark.parametrize("cached", [0, 3 * BLOCK])
-def test_d_asks_for_all_but_the_last_token_and_p_has_it(
+def test_decode_requests_all_but_the_last_token_and_prefill_has_them(
     model: Path, specs: list[KVCacheSpec], drafter: str, cached: int
 ) -> None:
     """The drafter's KV of a token depends on the next token, which P knows for all that it sends.

@@ -130,7 +130,9 @@ def test_a_checkpoint_with_other_scales_is_refused(config: Any) -> None:
         (torch.int8, {"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head, 64 + 64 a head"),
     ],
 )
-def test_what_the_numbers_are(config: Any, dtype: torch.dtype, layer: dict[str, Any], words: str) -> None:
+def test_format_names_the_type_of_the_numbers(
+    config: Any, dtype: torch.dtype, layer: dict[str, Any], words: str
+) -> None:
     """vLLM stores both kinds of fp8 as bytes."""
     groups = [KVCacheGroupSpec([name(0)], replace(FULL, dtype=dtype))]
 
@@ -168,7 +170,7 @@ def test_how_many_heads_the_model_has(
     assert kv_heads(engine({}, ranks, **said), of_rank) == heads
 
 
-def test_a_models_own_configuration_says_its_heads(tmp_path: Path) -> None:
+def test_number_of_heads_comes_from_the_models_configuration(tmp_path: Path) -> None:
     made = make_llama(tmp_path, hidden=64, intermediate=64, heads=4, kv_heads=2, head_dim=16)
     config = vllm_config(made, "kv_both")
     for ranks in (1, 2, 4):
@@ -177,7 +179,7 @@ def test_a_models_own_configuration_says_its_heads(tmp_path: Path) -> None:
         assert kv_heads(config, of_rank) == 2
 
 
-def test_layers_that_differ_are_told_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_differ_are_distinguished(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arch = SimpleNamespace(per_layer_overrides=[{"total_num_kv_heads": 8}, {"total_num_kv_heads": 4}])
     mixed = engine({}, 4, kv_heads=8)
     mixed.model_config.model_arch_config = arch

@@ -159,7 +159,7 @@ def test_without_its_pages_it_computes_its_prompt(decode: MakeDecode, reports: d
     run_out(stage)
 
 
-def test_one_that_is_gone_is_told_nothing(decode: MakeDecode) -> None:
+def test_aborted_request_gets_no_first_token(decode: MakeDecode) -> None:
     stage = decode()
     stage.add("d", prompt(100), PARAMS, max_tokens=3)
     stage.step()
@@ -222,7 +222,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_answer(
     run_out(stage)
 
 
-def test_where_every_token_has_more_than_its_id_none_is_given(v2: None, model: Path) -> None:
+def test_no_first_token_is_given_when_every_token_has_more_than_its_id(v2: None, model: Path) -> None:
     config = vllm_config(model, "kv_consumer")
     config.model_config.return_sampling_mask = True
     stage = Stage(config, (FULL,), 100, FirstTokenScheduler)
@@ -231,7 +231,9 @@ def test_where_every_token_has_more_than_its_id_none_is_given(v2: None, model: P
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_vllm_takes_it_for_a_d(v2: None, model: Path, role: str, ahead: bool) -> None:
+def test_vllm_chooses_the_first_token_scheduler_for_a_decode_engine(
+    v2: None, model: Path, role: str, ahead: bool
+) -> None:
     config = vllm_config(model, role)
     config.scheduler_config.async_scheduling = ahead
     WriteImmConnector.get_required_kvcache_layout(config)
@@ -261,16 +263,16 @@ def gives_first_tokens(config: Any) -> bool:
     return issubclass(chosen, FirstTokenScheduler)
 
 
-def test_d_does_not_begin_with_ps_token_with_runner_v1(model: Path) -> None:
+def test_decode_does_not_begin_with_the_prefill_token_with_runner_v1(model: Path) -> None:
     assert not gives_first_tokens(vllm_config(model, "kv_consumer"))
 
 
-def test_d_does_not_begin_with_ps_token_where_something_is_drafted(v2: None, model: Path) -> None:
+def test_decode_does_not_begin_with_the_prefill_token_when_it_drafts(v2: None, model: Path) -> None:
     """Such a D does not request P's token."""
     assert not gives_first_tokens(vllm_config(model, "kv_consumer", drafter="eagle"))
 
 
-def test_what_somebody_has_chosen_is_taken(v2: None, model: Path) -> None:
+def test_configured_scheduler_class_is_kept(v2: None, model: Path) -> None:
     config = vllm_config(model, "kv_consumer")
     config.scheduler_config.scheduler_cls = Scheduler
     WriteImmConnector.get_required_kvcache_layout(config)

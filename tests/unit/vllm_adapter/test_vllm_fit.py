@@ -170,7 +170,7 @@ def test_layouts_and_costs_are_those_of_vllms_own_model(
         ),
     ],
 )
-def test_what_a_side_is_started_with(
+def test_doctor_computes_the_layout_that_vllm_makes_for_a_side(
     ranks: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -62,7 +62,7 @@ def test_a_client_cannot_set_it() -> None:
         ForcedToken.validate_params(params(3))
 
 
-def test_what_else_a_request_carries_stays() -> None:
+def test_other_extra_arguments_of_a_request_stay() -> None:
     assert params(3).extra_args == {"another": 1, KEY: 3}
 
 

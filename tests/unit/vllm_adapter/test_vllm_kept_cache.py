@@ -46,7 +46,7 @@ def hit(engine: Stage, name: str, ids: list[int], **more: Any) -> int:
     return len(ids) - computed
 
 
-def test_new_request_finds_only_kv_of_its_own_version(stage: MakeStage) -> None:
+def test_new_request_finds_only_kv_of_the_same_weight_version(stage: MakeStage) -> None:
     engine = stage("kv_both")
     assert hit(engine, "first", PROMPT) == 0
     assert hit(engine, "second", PROMPT) == FULL_BLOCKS
@@ -199,7 +199,7 @@ def test_engine_that_clears_its_cache_borrows_no_kv_of_an_earlier_version(stage:
     assert answer(lender, "d", question(keeps, "d")).tokens == FULL_BLOCKS
 
 
-def test_kv_events_say_that_no_earlier_block_is_found(stage: MakeStage) -> None:
+def test_kv_events_report_that_no_earlier_block_is_found(stage: MakeStage) -> None:
     engine = stage("kv_both", FULL)
     pool = engine.scheduler.kv_cache_manager.block_pool
     engine.keep_cache("1")

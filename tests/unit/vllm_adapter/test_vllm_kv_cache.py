@@ -311,7 +311,7 @@ def test_a_latent_without_declared_replicas_goes_from_rank_to_rank(config: Any, 
     assert "each rank of 2 its own" in misfit(prefill[0].layout, one.layout)
 
 
-def test_a_window_whose_merged_spec_has_lost_its_quantization_is_copied_in_whole_blocks(config: Any) -> None:
+def test_window_whose_merged_spec_lost_its_quantization_is_copied_in_whole_blocks(config: Any) -> None:
     spec = SlidingWindowMLASpec.merge([replace(WINDOW_MLA, kv_quant_mode=KVQuantMode.NVFP4)])
     assert spec.kv_quant_mode is KVQuantMode.NONE
     for dtype, part in (("auto", "latent"), ("nvfp4", "page")):
@@ -445,7 +445,7 @@ def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
         ),
     ],
 )
-def test_what_the_kernels_write_is_copied_into_blocks_of_another_size_and_other_ranks(
+def test_pages_written_by_kernels_are_copied_into_other_block_sizes_and_ranks(
     config: Any, isa: str, head_size: int, dtype: torch.dtype
 ) -> None:
     """K is stored by dimension and V by token, in a plane of each for every head.
@@ -513,7 +513,7 @@ def fake(backend: str, **more: Any) -> Callable[[str], Any]:
     ],
     ids=["nvfp4", "turboquant", "unknown", "shuffled"],
 )
-def test_pages_that_nobody_can_cut_go_from_rank_to_rank(config: Any, spec: Any, backend: str) -> None:
+def test_indivisible_pages_go_from_rank_to_rank(config: Any, spec: Any, backend: str) -> None:
     def make(rank: int, ranks: int, block_size: int = 32) -> Rank:
         groups = [layers_of(2, replace(spec, block_size=block_size))]
         return make_rank(config, groups, fake(backend), rank=rank, ranks=ranks, kv_heads=4)
@@ -535,7 +535,7 @@ def test_pages_that_nobody_can_cut_go_from_rank_to_rank(config: Any, spec: Any, 
         assert problem.endswith(ALIKE)
 
 
-def test_a_page_of_several_kernel_blocks_that_nobody_can_cut_further(config: Any) -> None:
+def test_kernel_blocks_of_a_larger_page_are_copied_whole(config: Any) -> None:
     source, target = (
         make_rank(config, [layers_of(1, replace(FULL, block_size=n))], fake("HPC"), kernel_blocks=[32])
         for n in (32, 64)
@@ -567,7 +567,7 @@ def test_whole_pages_in_pieces_are_refused(config: Any) -> None:
         make_rank(config, [layers_of(2, FULL)], fake("SOMEBODY_ELSES"), order="LHBNC")
 
 
-def test_heads_of_a_number_that_nobody_says_are_whole_pages(config: Any) -> None:
+def test_heads_of_an_unknown_number_are_whole_pages(config: Any) -> None:
     """A rank with one head may have a fourth of four heads, or share one of two with other ranks."""
     spec = replace(FULL, num_kv_heads=1)
     rank = make_rank(config, [layers_of(1, spec)], ranks=4, kv_heads=32)
@@ -626,7 +626,7 @@ def test_a_cache_that_no_engine_has_run_is_named(
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_sleep_is_refused_where_vllm_does_not_tell_of_it(
+def test_sleep_is_refused_when_vllm_does_not_report_it(
     config: Any, follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
@@ -673,7 +673,9 @@ def test_anothers_handshake_metadata_is_refused(config: Any) -> None:
 
 
 @pytest.mark.parametrize(("latent", "layout"), [(False, "LBHNC"), (True, "LBNHC")])
-def test_vllm_is_asked_for_heads_first(latent: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connector_requests_the_heads_first_layout_of_vllm(
+    latent: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some kernels prefer tokens first."""
     config = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout=None),

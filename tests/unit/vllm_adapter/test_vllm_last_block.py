@@ -70,6 +70,6 @@ def test_a_block_of_several_kernel_blocks_is_emptied_as_a_whole(config: Any) -> 
         assert emptied(config, groups, request, splits=2) == {4, 3}
 
 
-def test_where_vllm_zeroes_no_blocks_none_is_emptied(config: Any) -> None:
+def test_no_block_is_emptied_when_vllm_zeroes_no_blocks(config: Any) -> None:
     layers = [KVCacheGroupSpec([name(0)], FULL), KVCacheGroupSpec([name(1)], replace(FULL))]
     assert emptied(config, layers, load(BLOCK + 5, (1, 4), (2, 3))) == set()

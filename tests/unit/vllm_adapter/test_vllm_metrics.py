@@ -42,7 +42,7 @@ def stats(rank: int, pages: int) -> TransferStats:
     )
 
 
-def test_what_the_workers_counted_is_shown() -> None:
+def test_counts_of_the_workers_are_shown() -> None:
     metrics = build()
     both = stats(0, 3).aggregate(stats(1, 4))
     metrics.observe(over_the_wire(both), engine_idx=1)

@@ -32,7 +32,7 @@ def update(metadata: Any, heard: list[Any]) -> None:
     model_runner.GPUModelRunner.update_requests(runner, step)
 
 
-def test_a_preemption_is_told_before_new_blocks_are_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_is_reported_before_new_blocks_are_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = model_runner.GPUModelRunner
     monkeypatch.setattr(runner, "update_requests", runner.update_requests)  # and back
     step, heard, before = StepMetadata(preempted=("t",)), [], []  # type: ignore[var-annotated]

@@ -50,7 +50,7 @@ def test_an_idle_engine_waits_as_vllm_lets_it(slept: list[float]) -> None:
     assert slept == []
 
 
-def test_the_engine_loop_pauses_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_loop_calls_the_replaced_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "time", core.time)  # for the end of the test
     pauses: list[float] = []
     patches.replace_idle_pause(pauses.append)

@@ -62,7 +62,7 @@ def test_dynamos_worker_knows_it_as_one_like_nixls(monkeypatch: pytest.MonkeyPat
     assert table == {"NixlConnector": NixlConnectorProtocol, CONNECTOR: NixlConnectorProtocol}
 
 
-def test_what_dynamo_has_of_its_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_dynamo_entry_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     table: dict[str, type] = {CONNECTOR: Own}
     monkeypatch.setitem(sys.modules, PROTOCOLS, protocols(table))
     register()

@@ -254,7 +254,7 @@ def test_pause_ends_what_is_lent_and_refuses_until_it_is_over(stage: MakeStage, 
     assert metadata.after_pages[-1] == AnswerPrefix("x", TOKENS)
 
 
-def test_pause_of_an_engine_that_no_engine_has_asked_costs_no_step(stage: MakeStage) -> None:
+def test_pause_of_an_engine_without_borrowers_costs_no_step(stage: MakeStage) -> None:
     lender = stage("kv_consumer")
     request = run(lender)
     lender.step()

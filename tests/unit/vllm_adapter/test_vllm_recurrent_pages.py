@@ -219,7 +219,7 @@ def state_format(rank: Rank) -> str:
     return rank.layout.layers[0].format
 
 
-def test_what_must_be_alike_is_said(config: Any, order: Callable[[bool], None]) -> None:
+def test_misfit_of_recurrent_states_names_the_difference(config: Any, order: Callable[[bool], None]) -> None:
     order(SD)
     ours = state_rank(config, mamba2(4), 0, 1)
     assert state_format(ours) == "MAMBA2 on cpu, a convolution of 3 rows in bfloat16, SD, a state in float32"
@@ -250,7 +250,7 @@ def test_what_must_be_alike_is_said(config: Any, order: Callable[[bool], None]) 
     ],
     ids=["another layer", "other shapes", "another kind", "more states"],
 )
-def test_states_that_nobody_knows_go_whole_from_rank_to_rank(
+def test_states_of_an_unknown_kind_go_whole_from_rank_to_rank(
     config: Any, order: Callable[[bool], None], of: Model
 ) -> None:
     order(SD)

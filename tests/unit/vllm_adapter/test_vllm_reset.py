@@ -88,7 +88,7 @@ def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy
     decode.assert_idle()
 
 
-def test_a_load_that_is_over_and_waits_for_its_next_block_does_not_keep_a_reset_from_succeeding(
+def test_finished_load_that_waits_for_its_next_block_does_not_fail_a_reset(
     stage: MakeStage,
 ) -> None:
     """vLLM has promoted the request: it waits with the blocks of its load, and vLLM cannot preempt it."""
@@ -139,7 +139,7 @@ def test_a_load_of_other_weights_is_computed_here_whatever_the_policy(
     finish(decode)
 
 
-def test_a_load_of_before_whose_client_may_have_ps_token_waits_for_it(stage: MakeStage) -> None:
+def test_earlier_load_whose_client_may_have_the_prefill_token_waits_for_it(stage: MakeStage) -> None:
     """It then computes its prompt locally, like every other request."""
     decode = stage("kv_consumer")
     decode.add("d-t", prompt(100, 1), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
@@ -166,7 +166,7 @@ def waits_for_room(decode: Stage, **sampling: int) -> None:
 
 
 @pytest.mark.parametrize("sampled", [{"d-t": 9}, {}])
-def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
+def test_request_that_waits_for_room_requests_only_the_prefill_token_after_a_reset(
     stage: MakeStage, sampled: dict[str, int]
 ) -> None:
     """The request goes out before the engine resumes, because a pause of P waits for it.
@@ -202,7 +202,7 @@ def test_who_waits_for_room_asks_for_ps_token_alone_after_a_reset(
     finish(decode)
 
 
-def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
+def test_request_that_waits_for_the_prefill_token_leaves_when_aborted(stage: MakeStage) -> None:
     """vLLM forgets the request at once. The engine takes steps until the workers have forgotten it, too."""
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode)
@@ -221,7 +221,7 @@ def test_who_has_asked_for_ps_token_leaves(stage: MakeStage) -> None:
     finish(decode)
 
 
-def test_who_has_asked_for_ps_token_and_does_not_wait_keeps_its_blocks(stage: MakeStage) -> None:
+def test_request_that_needs_its_whole_prompt_computed_keeps_its_blocks(stage: MakeStage) -> None:
     """vLLM neither loads nor holds the request, which needs the whole prompt computed."""
     decode = stage("kv_consumer", blocks=8)
     waits_for_room(decode, prompt_logprobs=0)
@@ -292,7 +292,7 @@ def test_two_loads_that_share_blocks_keep_them(stage: MakeStage) -> None:
     finish(decode)
 
 
-def test_prompts_of_before_are_computed_anew_and_p_is_told(stage: MakeStage) -> None:
+def test_earlier_prompts_are_computed_anew_and_prefill_is_notified(stage: MakeStage) -> None:
     """One prompt is in the middle, and one is complete.
 
     The connector holds window blocks of the complete one.
@@ -339,7 +339,7 @@ def test_a_reset_that_fails_changes_nothing(stage: MakeStage) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_reset_that_fails_releases_nobody(stage: MakeStage, before: bool) -> None:
+def test_failed_reset_releases_no_request(stage: MakeStage, before: bool) -> None:
     """A request without transfer runs. P's pushed pages and D's waiting loads stay as they are.
 
     ``before``: an earlier reset emptied the cache without a call of the connector.

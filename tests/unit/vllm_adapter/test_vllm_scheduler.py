@@ -190,7 +190,9 @@ class TestPrefill:
         assert prefill.step(sent=["p"]).commands == (FinishPrefill("p", "t", True, "", sampled=7),)
         prefill.assert_idle()
 
-    def test_serial_dispatch_hands_d_what_it_needs(self, prefill: Stage, decode: Stage) -> None:
+    def test_serial_dispatch_gives_decode_the_params_that_it_needs(
+        self, prefill: Stage, decode: Stage
+    ) -> None:
         # The fields that NIXL's proxy sends to P.
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         prefill.add("p", prompt(40), {"do_remote_decode": True, "do_remote_prefill": False, **nothing})
@@ -387,7 +389,7 @@ class TestDecode:
             decode.step()
         decode.assert_idle()
 
-    def test_a_request_goes_on_with_ps_token_where_its_client_has_it(self, decode: Stage) -> None:
+    def test_request_continues_with_the_prefill_token_when_its_client_has_it(self, decode: Stage) -> None:
         decode.add("d", prompt(100), PARAMS_OF_D | {"early_token": True}, max_tokens=3)
         output, metadata = decode.schedule()
         assert reservation(metadata).wants_sampled
@@ -401,7 +403,9 @@ class TestDecode:
         decode.assert_idle()
 
     @pytest.mark.parametrize("tokens", [1, BLOCK + 1])
-    def test_ps_token_is_waited_for_though_nothing_else_is_wanted(self, decode: Stage, tokens: int) -> None:
+    def test_decode_waits_for_the_prefill_token_though_nothing_else_is_wanted(
+        self, decode: Stage, tokens: int
+    ) -> None:
         """vLLM has in advance all of the prompt that it can have."""
         decode.add("first", prompt(tokens), max_tokens=2)
         for _ in range(4):
@@ -420,7 +424,7 @@ class TestDecode:
             decode.step()
         decode.assert_idle()
 
-    def test_an_engine_that_drafts_does_not_ask_for_ps_token(self, stage: MakeStage) -> None:
+    def test_engine_that_drafts_does_not_request_the_prefill_token(self, stage: MakeStage) -> None:
         decode = stage("kv_consumer", drafter="eagle")
         assert not decode.side._decode._early_tokens
 
@@ -486,7 +490,7 @@ class TestDecode:
         assert output.num_scheduled_tokens == {"other": 100}
         decode.update(output)
 
-    def test_only_what_the_own_cache_lacks_is_asked_for(self, decode: Stage) -> None:
+    def test_only_blocks_that_the_own_cache_lacks_are_requested(self, decode: Stage) -> None:
         decode.add("first", prompt(70))
         decode.step()
         decode.step()
@@ -557,7 +561,7 @@ class TestDecode:
         decode.step()
         decode.assert_idle()
 
-    def test_a_failed_load_is_recomputed_where_the_policy_says_so(self, stage: MakeStage) -> None:
+    def test_failed_load_is_recomputed_with_the_recompute_policy(self, stage: MakeStage) -> None:
         decode = stage("kv_consumer", policy="recompute")
         decode.add("d", prompt(100), dict(PARAMS_OF_D))
         decode.step()
@@ -640,7 +644,7 @@ class TestDecode:
 
 @pytest.mark.parametrize(("group", "reach"), [(SLIDING, WINDOW), (CHUNKED, None)], ids=["sliding", "chunked"])
 @pytest.mark.parametrize("cached", [0, 64])
-def test_d_asks_for_all_that_its_token_attends_to_and_p_keeps_it(
+def test_decode_requests_all_that_its_token_attends_to_and_prefill_keeps_it(
     stage: MakeStage, group: Any, reach: int | None, cached: int
 ) -> None:
     """The test covers every length around window and block bounds.
@@ -703,7 +707,7 @@ def test_unusable_parameters_are_named_and_the_prompt_is_computed_alone(
     engine.assert_idle()
 
 
-def test_the_workers_are_told_of_each_other_before_any_request(prefill: Stage) -> None:
+def test_workers_receive_each_others_addresses_before_any_request(prefill: Stage) -> None:
     connector = prefill.scheduler.connector
     assert connector is not None
     assert not connector.has_pending_push_work(), "a single worker has nobody to hear of"

@@ -28,7 +28,7 @@ from kv_connector.vllm.plugin import register
 from kv_connector.vllm.process import adopt_vllm_logging, default_host
 
 
-def test_a_wrong_setting_is_told_with_where_it_is_written() -> None:
+def test_wrong_setting_is_reported_with_its_place() -> None:
     config = VllmConfig(
         kv_transfer_config=KVTransferConfig(
             kv_connector="WriteImmConnector",

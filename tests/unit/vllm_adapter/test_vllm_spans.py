@@ -47,7 +47,7 @@ def of(exported: InMemorySpanExporter, ended: Ended, timing: Timing) -> Readable
     return span
 
 
-def test_a_push_says_when_its_first_page_went_and_its_last_was_there(exported: InMemorySpanExporter) -> None:
+def test_span_of_a_push_has_the_times_of_its_first_and_last_page(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.PREFILL, "t", 1, Outcome.COMPLETED, seconds=2.0, request_id="r")
     span = of(exported, ended, Timing(Role.PREFILL, "tcp", 2.0, 0.5, nbytes=640, pages=10))
     assert span.name == "kv.push"
@@ -65,7 +65,7 @@ def test_a_push_says_when_its_first_page_went_and_its_last_was_there(exported: I
     assert events == {"first push": 500_000_000, "last landing": 2_000_000_000}
 
 
-def test_load_of_a_prefix_has_a_span_of_its_own(exported: InMemorySpanExporter) -> None:
+def test_load_of_a_prefix_has_a_separate_span(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.DECODE, "t", 1, Outcome.COMPLETED, seconds=2.0, request_id="r", prefix_tokens=96)
     span = of(exported, ended, Timing(Role.DECODE, "tcp", 2.0, pages=10))
     assert span.name == "kv.borrow"
@@ -73,7 +73,7 @@ def test_load_of_a_prefix_has_a_span_of_its_own(exported: InMemorySpanExporter) 
     assert span.attributes["kv.tokens"] == 96
 
 
-def test_what_fails_is_an_error_with_its_reason(exported: InMemorySpanExporter) -> None:
+def test_failed_transfer_is_an_error_with_its_reason(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.DECODE, "t", 1, Outcome.FAILED, "the peer is gone", 1.0, request_id="r")
     span = of(exported, ended, Timing(Role.DECODE, "tcp", 1.0))
     assert span.name == "kv.receive"
@@ -82,7 +82,7 @@ def test_what_fails_is_an_error_with_its_reason(exported: InMemorySpanExporter) 
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CANCELLED, Outcome.RELEASED])
-def test_what_its_client_or_decode_gave_up_is_no_error(
+def test_transfer_abandoned_by_its_client_or_decode_is_no_error(
     exported: InMemorySpanExporter, outcome: Outcome
 ) -> None:
     ended = Ended(Role.PREFILL, "t", 1, outcome, "its client left", 1.0, request_id="r")
@@ -93,7 +93,7 @@ def test_what_its_client_or_decode_gave_up_is_no_error(
     assert not span.events
 
 
-def test_a_request_that_nobody_traces_has_no_span(exported: InMemorySpanExporter) -> None:
+def test_untraced_request_has_no_span(exported: InMemorySpanExporter) -> None:
     ended = Ended(Role.DECODE, "t", 1, Outcome.COMPLETED, seconds=1.0, request_id="another")
     TransferSpans(rank=0).over(ended, Timing(Role.DECODE, "tcp", 1.0))
     assert not exported.get_finished_spans()
@@ -107,7 +107,7 @@ def test_contexts_of_requests_that_come_to_nothing_are_forgotten(exported: InMem
     assert str(2 * spans._REMEMBERED - 1) in traced._contexts
 
 
-def test_the_worker_hears_of_contexts_with_the_step_and_of_ends_from_its_agent(
+def test_worker_receives_contexts_with_the_step_and_ends_from_its_agent(
     agent: RecordingAgent, exported: InMemorySpanExporter
 ) -> None:
     class NoLastBlocks:

@@ -136,7 +136,7 @@ class TestPrefill:
         prefill.step(sent=["p"])
         prefill.assert_idle()
 
-    def test_it_ends_with_one_token_whatever_is_asked_for(self, prefill: Stage) -> None:
+    def test_prefill_request_ends_with_one_token_whatever_the_client_requests(self, prefill: Stage) -> None:
         """The next token would be computed into the state that is being sent."""
         request = prefill.add("p", prompt(40), dict(PARAMS_OF_P), max_tokens=40)
         assert request.sampling_params is not None
@@ -164,7 +164,7 @@ class TestPrefill:
         prefill.step(sent=["p"])
         prefill.assert_idle()
 
-    def test_requests_of_its_own_are_left_alone(self, prefill: Stage) -> None:
+    def test_local_requests_are_left_alone(self, prefill: Stage) -> None:
         request = prefill.add("own", prompt(40), max_tokens=3)
         for _ in range(5):
             prefill.step()
@@ -227,7 +227,9 @@ class TestPrefill:
         prefill.assert_idle()
 
     @pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5])
-    def test_what_is_left_is_like_a_prompt_of_its_own(self, prefill: Stage, tokens: int) -> None:
+    def test_shortened_prompt_equals_a_prompt_without_its_last_token(
+        self, prefill: Stage, tokens: int
+    ) -> None:
         def make(text: list[int]) -> Request:
             sampling = SamplingParams(max_tokens=9)
             return Request("p", text, sampling, None, block_hasher=prefill._hasher)
@@ -247,7 +249,7 @@ class TestPrefill:
         assert (len(request.prompt_embeds), len(embeds)) == (3, 4)
         assert request.prompt_is_token_ids == [True, False, True]
 
-    def test_a_prompt_counts_with_its_state_while_d_has_no_room(self, stage: MakeStage) -> None:
+    def test_prompt_counts_with_its_state_while_decode_has_no_room(self, stage: MakeStage) -> None:
         """Half of 99 blocks has room for two prompts of 22, and their states.
 
         A state takes one block, and one for each draft.

@@ -171,7 +171,7 @@ def test_a_step_that_was_scheduled_early_lasts_from_the_end_of_the_one_before() 
     assert list(engine.costs._decodes) == [1 * MS, *[5 * MS] * 5]
 
 
-def test_prompts_and_decodes_are_told_apart_though_steps_overlap() -> None:
+def test_prompts_and_decodes_are_distinguished_though_steps_overlap() -> None:
     engine = decoding(in_flight=2)
     engine.ask("p", 100)
     engine.schedule(d=1)
@@ -278,7 +278,7 @@ def test_a_step_of_several_prompts_has_the_tokens_and_pairs_of_all() -> None:
     assert found == Sample(200, 100 * 50 + 100 * 2050, 8 * MS)
 
 
-def test_a_cost_is_told_once_enough_steps_show_it() -> None:
+def test_cost_is_reported_once_enough_steps_show_it() -> None:
     engine = Engine()
     for _ in range(20):
         engine.prefill(40)  # mostly the cost of a step
@@ -308,7 +308,7 @@ def test_many_short_prompts_do_not_push_out_the_long_ones() -> None:
 # --- When it is reported
 
 
-def test_a_load_is_told_ten_times_a_second_and_at_once_when_nothing_is_left() -> None:
+def test_workload_is_reported_ten_times_a_second_and_at_once_when_it_ends() -> None:
     engine = Engine()
     engine.ask("a", 3000)
     first = engine.step(50.0, a=1000)
@@ -368,7 +368,7 @@ def test_a_prompts_life(stage: MakeStage) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_who_leaves_is_not_counted(stage: MakeStage, steps: int) -> None:
+def test_aborted_request_is_not_counted(stage: MakeStage, steps: int) -> None:
     engine = stage("kv_both", budget=256, extra=ROUTERS)
     engine.add("a", prompt(600), max_tokens=9)
     for _ in range(steps):
@@ -378,7 +378,7 @@ def test_who_leaves_is_not_counted(stage: MakeStage, steps: int) -> None:
     assert counts(engine) == (0, 0)
 
 
-def test_what_a_preemption_took_is_to_be_computed_again(stage: MakeStage) -> None:
+def test_preempted_tokens_are_counted_as_uncomputed_again(stage: MakeStage) -> None:
     engine = stage("kv_both", blocks=20, budget=400, extra=ROUTERS)
     engine.add("old", prompt(250, seed=1), max_tokens=60)
     engine.step()
@@ -397,7 +397,7 @@ def test_what_a_preemption_took_is_to_be_computed_again(stage: MakeStage) -> Non
     assert counts(engine) == (0, 1), "old has ended"
 
 
-def test_what_a_p_computes_is_not_counted_until_it_is_here(stage: MakeStage) -> None:
+def test_prompt_of_a_prefill_engine_is_not_counted_until_it_arrives(stage: MakeStage) -> None:
     decode = stage("kv_consumer", extra=ROUTERS)
     decode.add("first", prompt(600), dict(PARAMS_OF_D), max_tokens=5)
     decode.add("sample", prompt(600), dict(PARAMS_OF_D), max_tokens=5)
@@ -410,7 +410,7 @@ def test_what_a_p_computes_is_not_counted_until_it_is_here(stage: MakeStage) -> 
     assert counts(decode) == (0, 2)
 
 
-def test_what_no_p_computes_is_counted(stage: MakeStage) -> None:
+def test_prompt_without_a_prefill_engine_is_counted(stage: MakeStage) -> None:
     decode = stage("kv_consumer", policy="recompute", extra=ROUTERS)
     decode.add("d", prompt(200), dict(PARAMS_OF_D), max_tokens=5)
     decode.add("own", prompt(100, seed=2), max_tokens=5)
@@ -434,7 +434,7 @@ def test_a_prefill_engines_requests_end_with_their_prompts(stage: MakeStage) -> 
     assert last.load.waiting == 0, "vLLM takes one more step when a request has ended"
 
 
-def test_what_the_engine_can_hold_and_does_in_a_step(stage: MakeStage) -> None:
+def test_report_has_the_engines_capacity_and_step_sizes(stage: MakeStage) -> None:
     load = costs_of(stage("kv_both", budget=512, extra=ROUTERS)).load()
     assert (load.step_tokens, load.prompt_tokens, load.cache_tokens) == (512, 512, 100 * BLOCK)
     assert load.prompt is load.decode_ns is None
@@ -460,7 +460,7 @@ def test_reported_block_is_the_unit_of_prefix_hits(stage: MakeStage, other: Any)
             engine.step()
 
 
-def test_a_threshold_for_long_prompts_is_said(stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_the_threshold_for_long_prompts(stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm_stage
 
     made = vllm_stage.vllm_config

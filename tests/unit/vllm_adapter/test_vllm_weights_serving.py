@@ -202,7 +202,7 @@ class Client:
 
 
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_engine_that_keeps_its_cache_separates_versions_before_it_reports_the_new_one(
+def test_engine_that_keeps_its_cache_separates_versions_before_it_reports_a_new_one(
     monkeypatch: pytest.MonkeyPatch, clear_cache: bool
 ) -> None:
     monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", f'{{"clear_cache": {str(clear_cache).lower()}}}')

@@ -107,7 +107,7 @@ def test_waiting_transfers_are_listed_when_they_change(agent: RecordingAgent, wo
     assert "set_waiting" not in [call[0] for call in agent.take_calls()]
 
 
-def test_what_has_ended_is_reported_at_the_steps_end(agent: RecordingAgent, worker: WorkerSide) -> None:
+def test_ended_requests_are_reported_at_the_steps_end(agent: RecordingAgent, worker: WorkerSide) -> None:
     agent.reports = Reports(finished_sending={"p"}, finished_recving={"good", "bad"}, failed_recving={"bad"})
     results = step(worker, FinishPrefill("p", "t", True, ""), FailLoad("broken"))
     assert results.finished_sending == {"p"}
@@ -239,7 +239,7 @@ def test_commands_that_follow_pages_come_after_them(worker: WorkerSide, agent: R
     assert order == sorted(order)
 
 
-def test_what_p_sampled_is_passed_on_with_the_end_of_its_load(
+def test_token_sampled_by_prefill_is_passed_on_with_the_end_of_its_load(
     agent: RecordingAgent, worker: WorkerSide
 ) -> None:
     agent.take_reserved = set  # type: ignore[attr-defined]

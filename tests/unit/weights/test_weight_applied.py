@@ -60,7 +60,7 @@ class Engine:
         self.known_at_resume = self.is_known()
 
 
-def test_rank_0_is_told_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_notified_when_the_engine_has_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = WeightReceiver(ReceiverConfig("worker", Address("127.0.0.1", 0), ("tcp",)), lambda _: GEOMETRY)
     engine = Engine(worker)
     port = free_ports(1)[0]
@@ -117,7 +117,7 @@ class TornEngine:
         """Does nothing: this engine computes nothing."""
 
 
-def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_on() -> None:
+def test_first_worker_receives_the_reason_and_the_end_of_a_pause() -> None:
     """The first worker receives the reason, and the metrics count the torn version."""
     registry = CollectorRegistry()
     seen = []
@@ -170,7 +170,7 @@ def test_the_first_worker_is_told_why_the_engine_stays_paused_and_when_it_goes_o
     assert versions == ["better"], "the one before is no series any more"
 
 
-def test_of_several_api_servers_one_version_is_reported(tmp_path: Path) -> None:
+def test_several_api_servers_report_one_version(tmp_path: Path) -> None:
     """With several API servers, one series reports the version.
 
     prometheus_client removes no series there, and reads its setting when it is imported.

@@ -197,7 +197,7 @@ def test_each_version_is_made_anew_in_the_same_memory() -> None:
     assert vllms(whole, trainer.sends(whole))
 
 
-def test_what_is_no_number_is_none_in_the_whole_block() -> None:
+def test_scale_of_a_block_with_a_nan_is_nan() -> None:
     whole = torch.randn(256, 256)
     whole[3, 5], whole[200, 200] = float("nan"), float("-inf")
     values, scales = Trainer(whole, rows(64, 100, 92, columns=256)).sends(whole)
@@ -220,7 +220,7 @@ def alone(*named: tuple[str, torch.Tensor]) -> BlockFp8:
     return BlockFp8(TensorSource(named))
 
 
-def test_what_no_engine_has_in_float8_goes_as_it_is() -> None:
+def test_tensor_that_no_engine_has_in_float8_is_sent_unchanged() -> None:
     source = alone(("w.weight", torch.ones(4, 4)))
     source.agree(asks(source, "bfloat16"))
     source.refresh()
@@ -228,7 +228,7 @@ def test_what_no_engine_has_in_float8_goes_as_it_is() -> None:
     assert source.held()[0].local().tolist() == [[1.0] * 4] * 4
 
 
-def test_what_cannot_be_quantised_is_said_by_name() -> None:
+def test_tensor_that_cannot_be_quantised_is_named() -> None:
     source = alone(("w.weight", torch.ones(4, 4)))
     with pytest.raises(PlanError, match=r"some of the engines load w\.weight in float8 and some do not"):
         source.agree(asks(source, "float8_e4m3fn", "bfloat16"))

@@ -103,7 +103,7 @@ def test_a_version_without_a_tag_is_shown_as_it_is() -> None:
     ]
 
 
-def test_versions_of_one_name_are_told_apart() -> None:
+def test_versions_of_one_name_are_distinguished() -> None:
     one, other = identity("1", "this run"), identity("1", "that run")
     assert shown_apart(one, other) == (one, other)
     assert shown_apart(one, "2") == ("1", "2")

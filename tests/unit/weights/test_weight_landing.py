@@ -148,7 +148,7 @@ def test_the_next_version_is_dropped_with_the_one_before() -> None:
     assert landing.phase is Phase.EMPTY
 
 
-def test_what_was_not_applied_can_be_applied_again() -> None:
+def test_version_that_was_not_applied_can_be_applied_again() -> None:
     landing, _, _ = landing_of_two()
     landing.reached()
     assert landing.take("1") == [HandOver()]
@@ -285,7 +285,7 @@ def test_one_that_left_while_its_offer_was_accepted_is_fenced() -> None:
     ]
 
 
-def test_checkpoints_are_looked_at_once() -> None:
+def test_checkpoints_are_examined_once() -> None:
     landing = described()
     assert replies(landing.receive(0, b"x", Describe(TENSORS))) == {b"x": Described(GEOMETRY)}
     (refused,) = replies(landing.receive(0, b"y", Join("run", 0, "t", b"another", b"offer"))).values()
@@ -295,7 +295,7 @@ def test_checkpoints_are_looked_at_once() -> None:
     assert "version 99" in refused.reason
 
 
-def test_what_cannot_be_recorded_is_said() -> None:
+def test_checkpoint_that_cannot_be_recorded_is_refused_with_the_reason() -> None:
     landing = Landing(DEAD)
     landing.receive(0, b"x", Describe(TENSORS))
     assert replies(landing.not_recorded("w is not taken")) == {b"x": Refused("w is not taken")}
@@ -346,7 +346,7 @@ def test_without_room_for_a_version_it_lands_round_by_round_when_it_is_taken() -
     assert landing.receive(0, a, begin("2", pages=(1, 1, 1, 1))) == []
 
 
-def test_a_round_to_which_nobody_writes_is_there_at_once() -> None:
+def test_round_without_writers_is_complete_at_once() -> None:
     landing = streaming_of_two()[0]
     for source in (b"0", b"1"):
         landing.receive(0, source, begin("2", pages=(1, 0, 1, 1)))
@@ -516,7 +516,7 @@ def seeder(landing: Landing, rank: int = 7) -> bytes:
     return source
 
 
-def test_what_is_lent_is_written_when_it_is_returned() -> None:
+def test_lent_arena_is_written_when_it_is_returned() -> None:
     landing, a, b = serving_one()
     assert landing.lend(SEED, TO) == ""
     assert landing.state().seeding == TO
@@ -544,7 +544,7 @@ def test_it_is_returned_when_all_have_done_so() -> None:
     assert landing.returned(second) == [LandingOpenCounter((0, 1), 6)]
 
 
-def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
+def test_another_checkpoint_is_not_examined_while_the_arena_is_lent() -> None:
     landing, a, b = serving_one()
     for source in (a, b):
         landing.receive(0, source, Leave())
@@ -554,7 +554,7 @@ def test_another_checkpoint_is_not_looked_at_while_the_arena_is_lent() -> None:
     assert replies(landing.receive(0, b"same", Describe(TENSORS))) == {b"same": Described(GEOMETRY)}
 
 
-def test_nobody_may_write_while_another_checkpoint_is_looked_at() -> None:
+def test_no_sender_may_write_while_another_checkpoint_is_examined() -> None:
     landing = described()
     other = (Tensor("v", "float32", (4,)),)
     assert landing.receive(0, b"other", Describe(other)) == [Record(other)]
@@ -564,7 +564,7 @@ def test_nobody_may_write_while_another_checkpoint_is_looked_at() -> None:
     assert landing.state().senders == 0
 
 
-def test_who_describe_the_same_checkpoint_are_answered_together() -> None:
+def test_senders_that_describe_the_same_checkpoint_are_answered_together() -> None:
     landing = Landing(DEAD)
     assert landing.receive(0, b"one", Describe(TENSORS)) == [Record(TENSORS)]
     assert landing.receive(0, b"two", Describe(TENSORS)) == []
@@ -601,7 +601,7 @@ def test_why_nothing_is_lent() -> None:
     assert landing.lend(SEED, TO) == "it is being seeded itself"
 
 
-def test_of_trainers_and_of_seeding_engines_there_is_one_each() -> None:
+def test_one_trainer_and_one_seeding_engine_may_join() -> None:
     landing = described()
     join(landing, 0)
     seeder(landing)
@@ -627,7 +627,7 @@ def test_a_trainer_waits_for_a_seed_that_lands_until_it_is_applied() -> None:
 
 
 @pytest.mark.parametrize("when", ["landing", "landed"])
-def test_a_trainer_that_waits_for_a_seed_is_next_when_who_seeds_is_lost(when: str) -> None:
+def test_trainer_that_waits_for_a_seed_is_next_when_the_seeding_engine_is_lost(when: str) -> None:
     landing = described()
     trainer, seeding = join(landing, 0), seeder(landing)
     landing.receive(0, seeding, begin("1", senders=1, nbytes=NBYTES))
@@ -641,7 +641,7 @@ def test_a_trainer_that_waits_for_a_seed_is_next_when_who_seeds_is_lost(when: st
     assert landing.fenced(7) == [LandingOpenCounter((0,), 3)]
 
 
-def test_a_trainer_that_begins_goes_before_who_has_not_begun_to_seed() -> None:
+def test_trainer_that_begins_goes_before_a_seeder_that_has_not_begun() -> None:
     landing = described()
     trainer, seeding = join(landing, 0), seeder(landing)
     said = replies(landing.receive(0, trainer, begin("2", senders=1, nbytes=NBYTES)))

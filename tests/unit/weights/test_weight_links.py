@@ -116,7 +116,7 @@ def test_worker_that_does_not_answer_in_time_is_given_up(site: Site) -> None:
     assert isinstance(site.worker.got.get(timeout=PATIENCE_S), Leave)
 
 
-def test_news_is_heard_beside_a_question(site: Site) -> None:
+def test_news_arrives_while_a_question_is_open(site: Site) -> None:
     site.connect()
     answer = site.links.ask(site.link, Ask())
     site.worker.say(Ready("v1"))
@@ -126,7 +126,7 @@ def test_news_is_heard_beside_a_question(site: Site) -> None:
     assert site.links.wait(answer, site.link, PATIENCE_S) == State("v1")
 
 
-def test_dropped_version_is_heard_and_ends_the_link(site: Site) -> None:
+def test_dropped_version_is_received_and_ends_the_link(site: Site) -> None:
     site.connect()
     site.worker.say(Dropped("v1", "no room"))
     assert site.heard.get(timeout=PATIENCE_S) == Dropped("v1", "no room")

@@ -151,7 +151,7 @@ def geometry_of(shape: Shape) -> Geometry:
         ([Box((0,), (4,))], "in 1 dimensions"),
     ],
 )
-def test_what_is_not_held_once_is_refused_by_name(boxes: list[Box], problem: str) -> None:
+def test_elements_that_are_not_held_once_are_refused_by_name(boxes: list[Box], problem: str) -> None:
     tensor = Tensor("model.norm.weight", "float32", (4, 4))
     with pytest.raises(PlanError, match=f"model.norm.weight of shape .*{problem}"):
         make_plan([tensor], [[Shard(0, box) for box in boxes]], [geometry_of((4, 4))], 0)

@@ -139,7 +139,7 @@ def places(draw: st.DrawFn, shape: torch.Size) -> tuple[torch.Size, View]:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_what_is_recorded_is_what_the_loader_does(data: st.DataObject) -> None:
+def test_recorded_writes_equal_those_of_the_loader(data: st.DataObject) -> None:
     sizes = st.lists(st.integers(1, 6), max_size=4)
     checkpoint = [
         torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape) + 10_000 * index
@@ -395,7 +395,7 @@ def test_a_copy_of_too_many_boxes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert message == "copy_ of tensor 'x' to parameter 'p' falls into more than 3 boxes"
 
 
-def test_what_the_loader_raises_names_the_tensor() -> None:
+def test_error_of_the_loader_names_the_tensor() -> None:
     def missing(weights: Given) -> None:
         for name, _ in weights:
             {"a": 0}[name]

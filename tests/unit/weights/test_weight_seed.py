@@ -194,7 +194,7 @@ def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate:
     assert joiner.model.labels == ["v1", "v2"]
 
 
-def test_who_has_a_trainers_version_is_not_seeded(site: Site) -> None:
+def test_engine_with_a_trainers_version_is_not_seeded(site: Site) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     with trainer(2, joiner, name="grpo") as pusher:
@@ -208,7 +208,7 @@ def test_who_has_a_trainers_version_is_not_seeded(site: Site) -> None:
 # --- What cannot be
 
 
-def test_why_an_engine_cannot_seed_is_said(site: Site) -> None:
+def test_engine_that_cannot_seed_reports_the_reason(site: Site) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     with pytest.raises(SeedError, match="serves the weights that it was started with: push a version"):
         site.seed(fleet, joiner)
@@ -319,7 +319,7 @@ def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gat
 
 
 @pytest.mark.parametrize("how", ["deadline", "who asked leaves", "one worker cannot"])
-def test_an_arena_is_returned_whatever_becomes_of_the_seed(
+def test_arena_is_returned_whatever_the_outcome_of_the_seed(
     site: Site, gate: Gate, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     fleet, joiner = site.engine(2), site.engine(1)
@@ -423,7 +423,7 @@ def test_the_command(site: Site) -> None:
     assert "it is in streaming mode" in done.output
 
 
-def test_status_says_to_whom_an_engine_writes(site: Site, gate: Gate) -> None:
+def test_status_names_the_engine_that_a_seeder_writes_to(site: Site, gate: Gate) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner)
@@ -477,7 +477,7 @@ def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
         logger.removeHandler(warned)
 
 
-def test_an_engine_without_weights_of_its_own_ends_when_no_engine_can_seed_it(site: Site) -> None:
+def test_start_with_a_required_seed_fails_when_no_engine_can_seed(site: Site) -> None:
     empty, joiner = site.engine(1), site.engine(1)
     with pytest.raises(SeedError, match=r"no own weights.*serves the weights that it was started with"):
         seed_at_start([empty.address], joiner.address, None, required=True)
@@ -507,13 +507,13 @@ def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
         ),
     ],
 )
-def test_what_the_command_cannot_use_is_said(words: list[str], said: str) -> None:
+def test_unusable_arguments_of_the_command_are_reported(words: list[str], said: str) -> None:
     done = run("seed", *words)
     assert done.exit_code == ExitStatus.USAGE
     assert said in one_line(done.output)
 
 
-def test_an_engine_asks_those_that_it_is_given_in_turn(
+def test_engine_tries_the_given_seeders_in_turn(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_connector.weights.wire.links.Timeouts", lambda: PATIENT)

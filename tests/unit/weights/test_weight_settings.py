@@ -51,20 +51,20 @@ def test_defaults() -> None:
         ('{"providers": ["host"]}', f"{SETTINGS_VARIABLE}: providers: host cannot move"),
     ],
 )
-def test_what_cannot_be_used_is_said(text: str, words: str) -> None:
+def test_unusable_setting_is_reported(text: str, words: str) -> None:
     with pytest.raises(SettingsError) as refused:
         weight_settings({SETTINGS_VARIABLE: text}, "cuda")
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("command", ["push", "plan"])
-def test_a_directory_without_weights_is_said(command: str, tmp_path: Path) -> None:
+def test_directory_without_weights_is_reported(command: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["weights", command, str(tmp_path), "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.USAGE
     assert "no .safetensors files are in" in done.output
 
 
-def test_an_engine_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_connector.weights.wire.links.Timeouts", partial(Timeouts, connect=0.2))
     done = CliRunner().invoke(app, ["weights", "status", "--engine", "127.0.0.1:1"])
     assert done.exit_code == ExitStatus.FAILURE

@@ -46,7 +46,7 @@ def test_zeros_of_a_buffer_are_written_before_a_peer_can_write(monkeypatch: pyte
     assert settled == [torch.device("meta")]
 
 
-def test_an_arena_is_cleared_before_anybody_can_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_is_cleared_before_any_peer_can_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: seen.append("filled"))
     monkeypatch.setattr(arena, "settle", lambda device: seen.append(f"settled {device}"))

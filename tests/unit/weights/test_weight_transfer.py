@@ -250,7 +250,7 @@ def test_a_second_trainer_is_refused_with_words(engines: list[Engine]) -> None:
         pusher.push("1").wait("landed", PATIENCE)
 
 
-def test_who_has_not_the_key_gets_no_answer(tmp_path: Path) -> None:
+def test_trainer_without_the_key_gets_no_answer(tmp_path: Path) -> None:
     key, other = ClusterKey.generate(), tmp_path / "other"
     ClusterKey.generate().write(other)
     engine = Engine("tcp", key)
@@ -331,7 +331,7 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(engines: list[Engi
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
-def test_what_the_engine_cannot_load_is_said_by_name(error: type[Exception]) -> None:
+def test_tensor_that_the_engine_cannot_load_is_named(error: type[Exception]) -> None:
     def record(tensors: Sequence[Tensor]) -> Geometry:
         raise error(f"{tensors[0].name} is not in this model")
 
@@ -387,7 +387,7 @@ def end_push(pusher: WeightPusher) -> None:
         pusher._news.lost(worker.link, "the test ends")
 
 
-def test_a_trainer_that_leaves_between_two_rounds_is_told_of() -> None:
+def test_trainer_that_leaves_between_two_rounds_is_reported() -> None:
     engine = Engine("tcp", streaming=True)
     worker = engine.workers[0]
     rounds = ThreadPoolExecutor(1)
@@ -450,7 +450,7 @@ def test_asking_engines_of_which_one_is_not_there_leaves_no_links(
         assert len(pusher._links._links) == 1, "to the engine that is there"
 
 
-def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
+def test_unexpected_error_of_rank_0_reaches_the_other_ranks(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the other ranks would wait for ever for rank 0's result."""
@@ -463,7 +463,7 @@ def test_what_nobody_expects_of_rank_0_is_told_to_the_other_ranks(
         assert "ZMQError: Too many open files" in str(pusher._joining.safely(pusher._joining.ask_engines))
 
 
-def test_an_error_of_the_trainer_is_what_engines_are_told(engines: list[Engine]) -> None:
+def test_error_of_the_trainer_reaches_the_engines(engines: list[Engine]) -> None:
     gate, worker = Gate(), engines[0].workers[0]
     pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None)
     with ThreadPoolExecutor(1) as threads:

@@ -69,7 +69,7 @@ def pushed(directory: Path, address: Address) -> None:
         pusher.push("v1").wait("landed", PATIENCE_S)
 
 
-def test_what_was_pushed_is_the_checkpoints(worker: WeightReceiver, tmp_path: Path) -> None:
+def test_pushed_weights_equal_the_checkpoint(worker: WeightReceiver, tmp_path: Path) -> None:
     address = worker.start()
     same = checkpoint(tmp_path / "same")
     pushed(same, address)
@@ -81,7 +81,9 @@ def test_what_was_pushed_is_the_checkpoints(worker: WeightReceiver, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("tensor", "parameter"), [("q", "qk"), ("k", "qk"), ("norm", "norm")])
-def test_what_differs_is_named(worker: WeightReceiver, tmp_path: Path, tensor: str, parameter: str) -> None:
+def test_differing_parameter_is_named(
+    worker: WeightReceiver, tmp_path: Path, tensor: str, parameter: str
+) -> None:
     address = worker.start()
     pushed(checkpoint(tmp_path / "pushed"), address)
     changed = torch.zeros(3, 4) if tensor == "norm" else torch.zeros(4, 8)
@@ -103,7 +105,7 @@ def test_rows_that_the_engine_does_not_load_are_not_compared(worker: WeightRecei
     assert f"{address} would not load all of k [4, 8] (16 of 32 elements)" in done.output
 
 
-def test_what_is_broken_in_the_arena_is_found(worker: WeightReceiver, tmp_path: Path) -> None:
+def test_broken_value_in_the_arena_is_found(worker: WeightReceiver, tmp_path: Path) -> None:
     address = worker.start()
     same = checkpoint(tmp_path / "same")
     pushed(same, address)
@@ -112,7 +114,7 @@ def test_what_is_broken_in_the_arena_is_found(worker: WeightReceiver, tmp_path: 
     assert "1 of 2 parameters differ: qk\n" in verify(same, address).output
 
 
-def test_where_nothing_can_be_compared_it_is_said(worker: WeightReceiver, tmp_path: Path) -> None:
+def test_verify_reports_that_nothing_can_be_compared(worker: WeightReceiver, tmp_path: Path) -> None:
     address = worker.start()
     same = checkpoint(tmp_path / "same")
     done = verify(same, address)
