@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,7 +133,13 @@ def push(
         try:
             with push_progress(pusher.progress, Console()):
                 update = pusher.push(version)
-            update.wait("landed", max(timeout - (time.monotonic() - began), 0))
+            try:
+                update.wait("landed", max(timeout - (time.monotonic() - began), 0))
+            except PushError:
+                # The other engines apply the version. They need this process until then.
+                with suppress(PushError):
+                    update.wait("applied", max(timeout - (time.monotonic() - began), 0))
+                raise
             landed = time.monotonic() - began
             typer.echo(f"landed in {landed:.2f} s ({nbytes / 1e9 / landed:.2f} GB/s)")
             update.wait("applied", max(timeout - landed, 0))

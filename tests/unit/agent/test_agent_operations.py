@@ -67,7 +67,7 @@ def test_phases_show_what_a_request_waits_for(agents: Stage) -> None:
 def test_a_transfer_that_takes_long_is_named_once(
     agents: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in ("effects", "slow_transfers"):
+    for module in ("loop.effects", "reports.slow_transfers"):
         monkeypatch.setattr(f"kv_connector.agent.{module}.SLOW_S", 0.1)
     prefill, decode = agents.pair(replace(TIMES, heartbeat=0.05))
     decode.reserve(prefill.address)
