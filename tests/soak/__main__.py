@@ -148,6 +148,7 @@ def report(directory: Path, outcome: Outcome | None) -> int:
         "command": f"make soak MINUTES={minutes:.0f}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "method": f"The values are medians of {minutes / 12:.0f} minutes.",
         "caption": f"{requests:,} requests in {minutes:.0f} minutes",
     }
     (directory / "picture.json").write_text(json.dumps(picture(samples, about), indent=1))

@@ -129,7 +129,7 @@ def _line(one: Verdict) -> dict[str, Any]:
 
 def picture(samples: Sequence[Sample], about: Mapping[str, str]) -> dict[str, Any]:
     """Returns the data of a picture for scripts/pictures, of servers and workers. ``about``: log, command,
-    machine, date, caption."""
+    machine, date, method, caption."""
     last = max(sample.at for sample in samples)
     width = last / _COLUMNS
     columns = [f"{(number + 1) * width / 60:.0f}" for number in range(_COLUMNS)]
@@ -149,6 +149,13 @@ def picture(samples: Sequence[Sample], about: Mapping[str, str]) -> dict[str, An
             medians = [round(statistics.median(part), 1) if part else None for part in parts]
             drawn.append({"name": process, "values": medians})
         panels.append(
-            {"title": series, "unit": unit, "columns_are": "minutes", "columns": columns, "series": drawn}
+            {
+                "title": series,
+                "unit": unit,
+                "columns_are": "minutes",
+                "columns": columns,
+                "format": ".1f",
+                "series": drawn,
+            }
         )
     return {"kind": "lines", **about, "panels": panels}
