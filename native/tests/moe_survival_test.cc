@@ -269,6 +269,23 @@ void run_in_parts(Survivor& survivor, const Step& step, const std::function<void
   meet();
 }
 
+// Waits for all present ranks, calls `meanwhile`, and lets them go on.
+void meet_present(RankProcesses& processes, const std::function<void()>& meanwhile = [] {}) {
+  for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+    if (rank != kAbsent) processes[rank].told();
+  }
+  meanwhile();
+  for (uint32_t rank = 0; rank < processes.size(); ++rank) {
+    if (rank != kAbsent) processes[rank].go();
+  }
+}
+
+void continue_absent(RankProcesses& processes) {
+  processes[kAbsent].go();
+  ::kill(processes[kAbsent].pid, SIGCONT);
+  wait_for_end(processes[kAbsent]);
+}
+
 TEST_P(MoeSurvival, AStoppedRankIsMaskedAtTheDeadlineAndEndsWhenItContinues) {
   run_ranks(
       ranks(), gpu(),
@@ -298,27 +315,11 @@ TEST_P(MoeSurvival, AStoppedRankIsMaskedAtTheDeadlineAndEndsWhenItContinues) {
         run_in_parts(survivor, random_step(2, ranks()), meet);
       },
       [](RankProcesses& processes) {
-        const auto all_meet = [&processes] {
-          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-            if (rank != kAbsent) processes[rank].told();
-          }
-          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-            if (rank != kAbsent) processes[rank].go();
-          }
-        };
         processes[kAbsent].told();
         processes[kAbsent].stop();
-        for (int meeting = 0; meeting < 4; ++meeting) all_meet();
-        for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-          if (rank != kAbsent) processes[rank].told();
-        }
-        processes[kAbsent].go();
-        ::kill(processes[kAbsent].pid, SIGCONT);
-        wait_for_end(processes[kAbsent]);
-        for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-          if (rank != kAbsent) processes[rank].go();
-        }
-        for (int meeting = 0; meeting < 4; ++meeting) all_meet();
+        for (int meeting = 0; meeting < 4; ++meeting) meet_present(processes);
+        meet_present(processes, [&] { continue_absent(processes); });
+        for (int meeting = 0; meeting < 4; ++meeting) meet_present(processes);
       });
 }
 
@@ -365,25 +366,12 @@ TEST_P(MoeSurvival, ARankThatWaitsForTheStoppedRankIsNotMasked) {
         run_in_parts(survivor, random_step(2, ranks()), meet);
       },
       [](RankProcesses& processes) {
-        const auto meet = [&processes](const std::function<void()>& first) {
-          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-            if (rank != kAbsent) processes[rank].told();
-          }
-          first();
-          for (uint32_t rank = 0; rank < processes.size(); ++rank) {
-            if (rank != kAbsent) processes[rank].go();
-          }
-        };
         processes[kAbsent].told();
         processes[kAbsent].stop();
-        meet([] {});
-        meet([] {});
-        meet([&] {
-          processes[kAbsent].go();
-          ::kill(processes[kAbsent].pid, SIGCONT);
-          wait_for_end(processes[kAbsent]);
-        });
-        for (int meeting = 0; meeting < 4; ++meeting) meet([] {});
+        meet_present(processes);
+        meet_present(processes);
+        meet_present(processes, [&] { continue_absent(processes); });
+        for (int meeting = 0; meeting < 4; ++meeting) meet_present(processes);
       });
 }
 
