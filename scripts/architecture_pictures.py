@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from svg_page import page, write
+
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 STYLE = """
   text { font-family: system-ui, sans-serif; font-size: 12px; fill: #1c2430; text-anchor: middle }
@@ -80,7 +82,8 @@ def request() -> str:
             lines.append(f'<text x="{middle:.0f}" y="{y - 6}">{escape(step.message)}</text>')
         if step.then:
             lines.append(f'<text class="beside left" x="{end + 10}" y="{y + 16}">{escape(step.then)}</text>')
-    return page(1010, height, "A request between the router, a prefill and a decode engine", lines)
+    label = "A request between the router, a prefill and a decode engine"
+    return page(1010, height, label, STYLE, lines, f"<defs>{HEAD}</defs>")
 
 
 # --- The threads of a transfer engine
@@ -144,7 +147,8 @@ def threads() -> str:
         ]
     for arrow in ARROWS:
         lines += _between(THREADS[arrow.source], THREADS[arrow.target], arrow)
-    return page(970, 450, "The threads of a transfer engine and what they exchange", lines)
+    label = "The threads of a transfer engine and what they exchange"
+    return page(970, 450, label, STYLE, lines, f"<defs>{HEAD}</defs>")
 
 
 def _between(source: Box, target: Box, arrow: Arrow) -> Iterator[str]:
@@ -180,25 +184,13 @@ def _between(source: Box, target: Box, arrow: Arrow) -> Iterator[str]:
 # --- Both
 
 
-def page(width: int, height: int, label: str, lines: list[str]) -> str:
-    """Returns a whole SVG file."""
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(label)}">'
-    background = f'<rect class="page" width="{width}" height="{height}"/>'
-    return "\n".join([head, f"<defs>{HEAD}</defs><style>{STYLE}</style>", background, *lines, "</svg>", ""])
-
-
 def pictures() -> dict[Path, str]:
     """Returns the contents of each file."""
     return {PICTURES / "request.svg": request(), PICTURES / "threads.svg": threads()}
 
 
 def main(words: list[str]) -> None:
-    for path, text in pictures().items():
-        if words != ["--check"]:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            sys.exit(f"architecture_pictures: {path} is out of date: run scripts/architecture_pictures.py")
+    write(pictures(), "architecture_pictures", words)
 
 
 if __name__ == "__main__":

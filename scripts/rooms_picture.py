@@ -10,7 +10,7 @@ A room is above all rooms that it imports. A line is an import. Imports that fol
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from html import escape
 from pathlib import Path
 
@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests" / "support"))
 
 from rooms import FLOORS, IN_WORDS, NATIVE_ROOMS, ROOMS, ROUTER  # noqa: E402
+from svg_page import page, write  # noqa: E402
 
 PACKAGE, DRAWN = ROOT / "kv_connector", ROOT / "docs" / "pictures"
 # In units of the picture. A box holds 24 letters of its second line, and is narrower if a floor has many
 # boxes.
 WIDTH, BOX, GAP, HEIGHT, FLOOR, MARGIN = 1120, 160, 10, 44, 84, 16
+LABEL = "Rooms and their imports"
 STYLE = """
   text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1c2430 }
   .name { font-size: 14px; font-weight: 600 } .words { font-size: 11px; fill: #46505e }
@@ -103,7 +105,7 @@ def picture() -> str:
     native, end = draw(
         NATIVE_ROOMS, "native, and native/providers (the lanes and their factory)", end, "native"
     )
-    return page([*package, *router, *native], end)
+    return page(WIDTH, end, LABEL, STYLE, [*package, *router, *native])
 
 
 def floors_picture() -> str:
@@ -125,28 +127,16 @@ def floors_picture() -> str:
                     f"{name}{'/' if folder else ''}</text></g>"
                 ]
         top += 28 + len(made) * step + GAP
-    return page(lines, top)
+    return page(WIDTH, top, LABEL, STYLE, lines)
 
 
-def page(lines: list[str], end: int) -> str:
-    size = f'width="{WIDTH}" height="{end}" viewBox="0 0 {WIDTH} {end}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Rooms and their imports">'
-    paper = f'<rect class="page" width="{WIDTH}" height="{end}"/>'
-    return "\n".join([head, f"<style>{STYLE}</style>", paper, *lines, "</svg>", ""])
-
-
-PICTURES: dict[Path, Callable[[], str]] = {DRAWN / "rooms.svg": picture, DRAWN / "floors.svg": floors_picture}
+def pictures() -> dict[Path, str]:
+    """Returns the contents of each file."""
+    return {DRAWN / "rooms.svg": picture(), DRAWN / "floors.svg": floors_picture()}
 
 
 def main(words: list[str]) -> None:
-    if words == ["--check"]:
-        for path, drawn in PICTURES.items():
-            if not path.exists() or path.read_text() != drawn():
-                name = path.relative_to(ROOT)
-                sys.exit(f"rooms_picture: {name} is out of date: run scripts/rooms_picture.py")
-    else:
-        for path, drawn in PICTURES.items():
-            path.write_text(drawn())
+    write(pictures(), "rooms_picture", words)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def test_nothing_lies_about_outside_of_the_rooms() -> None:
 
 
 def test_the_picture_of_the_documents_shows_the_tables() -> None:
-    for path, drawn in rooms_picture.PICTURES.items():
-        assert path.read_text() == drawn()
+    for path, drawn in rooms_picture.pictures().items():
+        assert path.read_text() == drawn
 
 
 def test_the_table_has_no_way_back() -> None:
