@@ -7,7 +7,6 @@ Ends with status 1 if a family fails.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,7 +14,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "bench
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import drawn_weights
 import family_configs as configs
-from gpu_engines import HOST, Body, Server, direct, ours, rests, stream, wait_ready
+from gpu_engines import Body, Server, direct, rests, stream, wait_ready
+from side_by_side import counted, run_cases, server
 
 # Around the edges of blocks (16, 64, 256 tokens), of windows (128) and of compressed states (4, 16, 128).
 LENGTHS = (1, 3, 5, 63, 64, 65, 127, 128, 129, 255, 257, 511, 700, 1025, 2100)
@@ -71,12 +70,6 @@ FAMILIES = (
     Family("OLMo-hybrid", configs.OLMO_HYBRID, GDN, caching=False),
     Family("MiniMax-M3", configs.MINIMAX_M3),
 )
-
-
-async def counted(client: httpx.AsyncClient, server: Server, metric: str) -> float:
-    text = (await client.get(f"{server.url}/metrics")).text
-    found = re.findall(rf"^vllm:{metric}_total(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(value) for value in found)
 
 
 async def rated(
@@ -198,35 +191,36 @@ class Check:
         self._words.append(f"{preempted:.0f} preemptions by D")
 
 
-def run(family: Family, directory: Path, port: int, provider: str) -> str:
+def write_model(family: Family, directory: Path) -> None:
     model = directory / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(family.config))
     write_tokenizer(model)
+
+
+def run(family: Family, directory: Path, port: int, provider: str) -> str:
+    model = directory / "model"
     path = ":".join(filter(None, [drawn_weights.install(directory / "plugin"), os.environ.get("PYTHONPATH")]))
     caching = "--enable-prefix-caching" if family.caching else "--no-enable-prefix-caching"
 
-    def server(side: str, gpu: int, number: int, pool: int) -> Server:
-        role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
-        control = port + 10 + number
-        url, registration = f"http://{HOST}:{port + number}", port + 20  # no router listens there
+    def engine(side: str, pool: int) -> Server:
         flags = [*ARGUMENTS, "--kv-cache-memory-bytes", str(pool), caching, *family.flags.split()]
-        transfer = None if role is None else ours(role, control, provider, url, registration)
-        name = f"{family.name}-{side}"
         more = {"PYTHONPATH": path}
-        return Server(name, [gpu], port + number, model, flags, directory.parent, transfer, control, more)
+        return server(family.name, side, port, model, flags, directory.parent, provider, more)
 
-    prefill, alone = server("prefill", 0, 0, POOL), server("alone", 0, 2, POOL)
+    begin = time.monotonic()
+    prefill, alone = engine("prefill", POOL), engine("alone", POOL)
     started = [prefill, alone]
     try:
         for one in started:
             one.start()
         log = directory.parent / f"{alone.name}.log"
-        decode = server("decode", 1, 1, int(POOL / _concurrency(log, alone) * SMALL_POOL))
+        decode = engine("decode", int(POOL / _concurrency(log, alone) * SMALL_POOL))
         started.append(decode)
         decode.start()
         wait_ready(started)
-        return asyncio.run(Check(family, prefill, decode, alone).run())
+        said = asyncio.run(Check(family, prefill, decode, alone).run())
+        return f"{said} ({time.monotonic() - begin:.0f} s)"
     finally:
         stop([one.process for one in started if one.process is not None])
 
@@ -245,33 +239,14 @@ def _concurrency(log: Path, server: Server) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    families = {family.name: family for family in FAMILIES}
+    run_cases(
+        __doc__,
+        "family",
+        list(families),
+        lambda name, directory: write_model(families[name], directory),
+        lambda name, *where: run(families[name], *where),
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-families"), help="models and logs")
-    parser.add_argument("--provider", default="nvlink")
-    names = [family.name for family in FAMILIES]
-    parser.add_argument("--family", nargs="*", default=names, choices=names)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many families side by side")
-    plan = parser.parse_args()
-    plan.work = plan.work.resolve()
-    plan.work.mkdir(parents=True, exist_ok=True)
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
-
-    def result(index: int, family: Family) -> bool:
-        begin = time.monotonic()
-        try:
-            said = run(family, plan.work / family.name, 9100 + 40 * index, plan.provider)
-        except Exception as error:
-            print(f"{family.name}: FAILED: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            return False
-        print(f"{family.name}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
-        return True
-
-    chosen = [(index, one) for index, one in enumerate(FAMILIES) if one.name in plan.family]
-    with ThreadPoolExecutor(plan.at_once) as pool:
-        right = [*pool.map(lambda one: result(*one), chosen)]
-    sys.exit(not all(right))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,11 @@ tokens differ, or an engine does not start.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,8 @@ from kv_connector.lab.process import stop
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
-from gpu_engines import HOST, Body, Server, direct, ours, rests, stream, wait_ready
+from gpu_engines import Body, Server, direct, rests, stream, wait_ready
+from side_by_side import counted, run_cases, server
 
 LENGTHS = (1, 2, 7, 33, 100, 300, 700, 1500)
 OUTPUT = 16
@@ -51,8 +49,8 @@ TRITON = "--attention-backend TRITON_ATTN"
 TRITON_MLA = "--attention-backend TRITON_MLA"
 EAGLE3 = '--speculative-config {"method":"eagle3","model":"@eagle3","num_speculative_tokens":3}'
 MTP = '--speculative-config {"method":"mtp","num_speculative_tokens":2}'
-FETCHED = re.compile(r"^vllm:external_prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+FETCHED = "external_prefix_cache_hits"
+ACCEPTED = "spec_decode_num_accepted_tokens"
 FP8 = "--kv-cache-dtype fp8"
 GDN = "--gdn-prefill-backend triton"  # this backend needs no other package
 CASES = (
@@ -128,13 +126,10 @@ async def compare(case: Case, prefill: Server, decode: Server, alone: Server) ->
     )
 
 
-async def counted(client: httpx.AsyncClient, server: Server, metric: re.Pattern[str]) -> float:
-    found = metric.findall((await client.get(f"{server.url}/metrics")).text)
-    return sum(float(value) for value in found)
-
-
 def beside_tier(settings: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the settings of a MultiConnector with this connector and a tier in CPU memory."""
+    """Returns the settings of a MultiConnector with this connector and a tier in CPU memory. "": no tier."""
+    if not place:
+        return settings
     tier: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     tier["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 30}
     connectors = [tier, settings] if place == "first" else [settings, tier]
@@ -152,33 +147,22 @@ def write_models(case: Case, directory: Path) -> None:
 
 
 def run(case: Case, models: Path, port: int, provider: str) -> str:
-    work = models.parent
     base = [*ARGUMENTS, "--dtype", case.dtype]
 
-    def server(side: str, gpu: int, number: int, flags: str) -> Server:
-        role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(side)
-        control = port + 10 + number
-        url, registration = f"http://{HOST}:{port + number}", port + 20  # no router listens there
-        transfer = None if role is None else ours(role, control, provider, url, registration)
-        if transfer is not None and case.tier:
-            transfer = beside_tier(transfer, case.tier)
-        return Server(
-            f"{case.name.replace(' ', '-')}-{side}",
-            [gpu],
-            port + number,
+    def engine(side: str, flags: str) -> Server:
+        return server(
+            case.name.replace(" ", "-"),
+            side,
+            port,
             models / "model",
             [*base, *re.sub(r"@([\w-]+)", lambda name: str(models / name[1]), flags).split()],
-            work,
-            transfer,
-            control,
+            models.parent,
+            provider,
             case.environment if side == "prefill" else {},
+            lambda transfer: beside_tier(transfer, case.tier),
         )
 
-    servers = [
-        server("prefill", 0, 0, case.prefill),
-        server("decode", 1, 1, case.decode),
-        server("alone", 0, 2, case.decode),
-    ]
+    servers = [engine("prefill", case.prefill), engine("decode", case.decode), engine("alone", case.decode)]
     try:
         for one in servers:
             one.start()
@@ -189,35 +173,14 @@ def run(case: Case, models: Path, port: int, provider: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    cases = {case.name: case for case in CASES}
+    run_cases(
+        __doc__,
+        "case",
+        list(cases),
+        lambda name, directory: write_models(cases[name], directory),
+        lambda name, *where: run(cases[name], *where),
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kvc-gpu-topologies"), help="models and logs")
-    parser.add_argument("--provider", default="nvlink")
-    names = [case.name for case in CASES]
-    parser.add_argument("--case", nargs="*", default=names, choices=names)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="as many cases side by side")
-    plan = parser.parse_args()
-    plan.work = plan.work.resolve()
-    plan.work.mkdir(parents=True, exist_ok=True)
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
-
-    def result(index: int, case: Case, models: Path) -> bool:
-        try:
-            print(f"{case.name}: {run(case, models, 9100 + 40 * index, plan.provider)}", flush=True)
-        except Exception as error:
-            print(f"{case.name}: FAILED: {type(error).__name__}: {error}", flush=True)
-            return False
-        return True
-
-    chosen = []
-    for index, case in enumerate(CASES):
-        if case.name in plan.case:
-            chosen.append((index, case, plan.work / case.name.replace(" ", "-")))
-            write_models(*chosen[-1][1:])
-    with ThreadPoolExecutor(plan.at_once) as pool:
-        right = [*pool.map(lambda one: result(*one), chosen)]
-    sys.exit(not all(right))
 
 
 if __name__ == "__main__":
