@@ -2,14 +2,16 @@
 
 A prefill and two decode engines on CPUs serve greedy streams. One decode engine is killed in the middle. The
 systems are kv-connector's router with WriteImmConnector, and vllm-router with NixlConnector. Exits with 1 if
-a stream of kv-connector does not end with the whole answer of one engine.
+a stream of kv-connector does not end with the whole answer of one engine, or if the kill met no stream.
 """
 # ruff: noqa: T201  (its output is a table)
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -178,6 +180,35 @@ async def measure(router: str, engines: Sequence[EngineProcess], streams: int, t
 SYSTEMS = ("kv-connector", "vllm-router and NixlConnector")
 
 
+async def until_used(router: str, engines: Sequence[EngineProcess]) -> None:
+    """Waits until kv-connector's router sends requests to each of these engines.
+
+    It finds a started engine some time after the engine answers. Streams that begin earlier all run at the
+    engine that it found first.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        while True:
+            health = (await client.get(f"{router}/health")).json()
+            states = {**health["prefill"], **health["decode"]}
+            if all(states.get(engine.url) == "ready" for engine in engines):
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the router does not use all engines after {START_SECONDS:g} s: {states}")
+            await asyncio.sleep(0.1)
+
+
+def missing(system: str, vllm_router: str) -> str | None:
+    """Returns what this system needs and does not have, or None."""
+    if system == SYSTEMS[0]:
+        return None
+    if importlib.util.find_spec("nixl") is None:
+        return "the Python package nixl is not installed: run `scripts/setup rivals`"
+    if shutil.which(vllm_router) is None:
+        return f"{vllm_router} does not exist: run `scripts/setup fleet`, and use .venv-fleet/bin/python"
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
@@ -189,6 +220,9 @@ def main() -> int:
         "--vllm-router", default=beside, help="vllm-router's command. Default: beside this Python."
     )
     options = parser.parse_args()
+    for system in options.systems:
+        if lack := missing(system, options.vllm_router):
+            parser.error(f"{system}: {lack}")
     # At one decode engine all streams have a place, with their prompts of up to 20 + streams tokens.
     blocks = options.streams * ((20 + options.streams + options.tokens) // BLOCK + 1) + 100
     settings = EngineSettings(
@@ -206,8 +240,13 @@ def main() -> int:
                 cluster.vllm_router = options.vllm_router
                 router, engines = cluster.start(system)
                 cluster.wait_ready(seconds=START_SECONDS)
+                if system == SYSTEMS[0]:
+                    asyncio.run(until_used(router, engines))
                 row = asyncio.run(measure(router, engines, options.streams, options.tokens))
             print(json.dumps({"system": system, **row}), flush=True)
+            if row["at_the_killed_engine"] == 0:
+                print(f"{system}: no stream ran at the killed engine", file=sys.stderr)
+                failed = True
             failed |= system == SYSTEMS[0] and set(row["ends"]) != {WHOLE}
     return int(failed)
 
