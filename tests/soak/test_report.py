@@ -36,6 +36,20 @@ def test_report_finds_the_process_that_leaks() -> None:
     assert abs(router.per_week / (2000 * 20 / 10 * 604_800) - 1) < 0.01
 
 
+def test_report_expects_an_api_server_to_grow_as_without_this_connector() -> None:
+    """But not by more, and no other process of an engine."""
+
+    def word(process: str, growth: float) -> str:
+        found = [
+            Sample(10.0 * number, 200 * number, process, 1, {"memory": 100 * MIB + growth * 200 * number})
+            for number in range(180)
+        ]
+        (verdict,) = judged(found)
+        return verdict.word
+
+    assert [word("p0", 400), word("p0", 600), word("p0 worker", 400)] == ["flat", "GROWS", "GROWS"]
+
+
 def test_report_has_a_row_and_a_line_for_each_series() -> None:
     verdicts = judged(samples(leak=2000))
     assert "| router | memory | 102.3 MiB | 1,907 ± 0 MiB | 2,307 MiB | GROWS |" in table(verdicts)
