@@ -32,7 +32,6 @@ NAME = "alone"
 
 async def run(directory: Path, minutes: float, rate: float) -> list[Sample]:
     """Returns the samples of the engine's processes."""
-    directory.mkdir(parents=True, exist_ok=True)
     model = make_llama(directory / "model", layers=LAYERS, **SMALL)
     found: list[Sample] = []
     with nursery(directory, {"OMP_NUM_THREADS": "1"}) as interpreter, Site(directory, model) as site:
@@ -61,8 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rate", type=positive, default=8.0, help="requests a second")
     parser.add_argument("--out", type=Path, default=Path("build/soak-alone"), help="directory of logs")
     given = parser.parse_args(arguments)
+    directory = given.out.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
     with leave_on_signals():
-        samples = asyncio.run(run(given.out.resolve(), given.minutes, given.rate))
+        samples = asyncio.run(run(directory, given.minutes, given.rate))
     print(table(judged(samples)), end="")
     return 0
 
