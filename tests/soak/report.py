@@ -23,8 +23,8 @@ SHORTEST_LIFE = 0.5
 RESOLUTION = {"memory": MIB, BYTES_OF_STATUS: 512.0, "vllm:kv_cache_usage_perc": 0.05}
 OTHER_RESOLUTION = 2.0
 # Bytes by which an API server of vLLM 0.32 may grow with each request. Without this connector it grew by
-# 429 ± 12 bytes a request in 14 minutes of this load (tests/soak/alone.py, 2026-11-30). A prefill and a decode
-# engine beside it grew by 462 ± 12 and 398 ± 10 bytes, so 70 bytes are noise.
+# 429 ± 12 bytes in 14 minutes of this load (tests/soak/alone.py, 2026-11-30). A prefill and a decode engine
+# beside it grew by 462 ± 12 and 398 ± 10 bytes, so 70 bytes are noise.
 API_SERVER_GROWTH = 500.0
 # Gauges with many units also need growth by this share.
 SHARE = 0.02
