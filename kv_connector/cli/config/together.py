@@ -120,15 +120,16 @@ def _roles(engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
 def _of_two_models(p: CheckedEngine, d: CheckedEngine, engines: Sequence[CheckedEngine]) -> bool:
     """Returns whether the engines are of two models that both have engines of both roles.
 
-    A router places requests by model, so these two engines exchange nothing.
+    A router places requests by the names that engines serve, so these two engines exchange nothing.
     """
-    roles = {(_model(one), one.engine.role) for one in engines}
-    ours, theirs = _model(p), _model(d)
+    roles = {(_served(one), one.engine.role) for one in engines}
+    ours, theirs = _served(p), _served(d)
     return None not in (ours, theirs) and ours != theirs and {(ours, "decode"), (theirs, "prefill")} <= roles
 
 
-def _model(checked: CheckedEngine) -> str | None:
-    return (checked.engine.options or {}).get("model")
+def _served(checked: CheckedEngine) -> str | None:
+    options = checked.engine.options or {}
+    return options.get("served-model-name", options.get("model"))
 
 
 def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:

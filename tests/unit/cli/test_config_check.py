@@ -385,6 +385,17 @@ def test_engines_of_two_models_behind_one_router_are_no_conflict(check: Check) -
     assert found == ["model is B at the prefill engine and A at the decode engine"]
 
 
+def test_two_models_under_one_name_are_a_conflict(check: Check) -> None:
+    """The router would send the pages of model A to engines of model B."""
+    p, d = vllm("kv_producer", 8300, control_port=5620), vllm("kv_consumer", 8400, control_port=5630)
+    four = of_model("A", P) + of_model("A", D) + of_model("B", p) + of_model("B", d)
+    found = check(start_sh=four.replace("--port", "--served-model-name m --port"))
+    assert sorted(found) == [
+        "model is A at the prefill engine and B at the decode engine",
+        "model is B at the prefill engine and A at the decode engine",
+    ]
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
