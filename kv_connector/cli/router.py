@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -378,6 +379,12 @@ def router(
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
     """Dispatches each completion to a prefill and a decode engine at the same time."""
+    reload_due = asyncio.Event()
+    reloads = any(map(context.params.get, _FILES))
+    if reloads:
+        # The server's own handler comes a second later. Until then, SIGHUP would end the process, and systemd
+        # does not restart a service that SIGHUP has ended.
+        signal.signal(signal.SIGHUP, lambda *_: reload_due.set())
     try:
         import httptools  # noqa: F401
         import uvicorn  # noqa: F401
@@ -431,7 +438,8 @@ def router(
             timeout_graceful_shutdown=shutdown_timeout,
         ),
         settings.admin,
-        Reloads(context, app, requests, certificate).reload if any(map(context.params.get, _FILES)) else None,
+        Reloads(context, app, requests, certificate).reload if reloads else None,
+        reload_due,
     )
     # A full collection looks at all objects, while no stream gets a token. The 70,000 of a router without
     # requests took 45 ms (two busy cores, 2026-11-30).

@@ -53,7 +53,19 @@ _POD_MONITOR = _closed(
     podTargetLabels={"type": "array", "items": _STRING},
     podMetricsEndpoints={
         "type": "array",
-        "items": _closed(port=_STRING, path=_STRING, interval={"type": "string", "pattern": r"^\d+s$"}),
+        "items": _closed(
+            port=_STRING,
+            path=_STRING,
+            interval={"type": "string", "pattern": r"^\d+s$"},
+            relabelings={
+                "type": "array",
+                "items": _closed(
+                    action={"enum": ["drop"]},
+                    sourceLabels={"type": "array", "items": _STRING},
+                    regex=_STRING,
+                ),
+            },
+        ),
     },
 )
 

@@ -349,6 +349,50 @@ def test_a_router_pod_has_time_for_its_streams(chart: Any) -> None:
     assert "--shutdown-timeout=300" in container["args"]
 
 
+def test_router_with_an_admin_port_has_probes_and_metrics_there(chart: Any) -> None:
+    keys = {"name": "clients", "secret": {"secretName": "clients", "defaultMode": 0o440}}
+    mount = {"name": "clients", "mountPath": "/etc/router", "readOnly": True}
+    who = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    values = with_values(
+        ("router.adminPort", 9000),
+        ("router.args", ["--api-key-file=/etc/router/clients"]),
+        ("router.volumes", [keys]),
+        ("router.volumeMounts", [mount]),
+        ("monitoring.podMonitor", True),
+        ("networkPolicy.metricsFrom", who),
+    )
+    objects = render(chart, values)
+    for release in RELEASES:
+        for kind in ("StatefulSet", "NetworkPolicy"):
+            kubernetes_validate.validate(objects[kind, "router"], release, strict=True)
+    pod = objects["StatefulSet", "router"]["spec"]["template"]["spec"]
+    (router,) = pod["containers"]
+    assert "--admin=0.0.0.0:9000" in router["args"]
+    assert {"name": "admin", "containerPort": 9000} in router["ports"]
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert router[probe]["httpGet"]["port"] == "admin"
+    assert keys in pod["volumes"]
+    assert mount in router["volumeMounts"]
+    rules = objects["NetworkPolicy", "router"]["spec"]["ingress"]
+    assert [one for one in rules if one["ports"] == [{"port": "admin"}]] == [
+        {"from": who, "ports": [{"port": "admin"}]}
+    ]
+    (monitor,) = [thing for (kind, _), thing in objects.items() if kind == "PodMonitor"]
+    jsonschema.validate(monitor, CRDS["PodMonitor"])
+    engines, routers = monitor["spec"]["podMetricsEndpoints"]
+    assert (engines["port"], engines["relabelings"][0]["regex"]) == ("http", "router")
+    assert routers["port"] == "admin"
+
+
+def test_router_without_an_admin_port_has_probes_at_its_first_port(chart: Any) -> None:
+    objects = render(chart, with_values(("monitoring.podMonitor", True)))
+    (router,) = objects["StatefulSet", "router"]["spec"]["template"]["spec"]["containers"]
+    assert [port["name"] for port in router["ports"]] == ["http", "registration"]
+    assert router["livenessProbe"]["httpGet"]["port"] == "http"
+    (monitor,) = [thing for (kind, _), thing in objects.items() if kind == "PodMonitor"]
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics", "interval": "15s"}]
+
+
 def test_routers_are_spread_over_nodes(chart: Any) -> None:
     pod = render(chart, LEAST)["StatefulSet", "router"]["spec"]["template"]
     (spread,) = pod["spec"]["topologySpreadConstraints"]
@@ -395,6 +439,7 @@ def test_addresses_of_ipv6_have_brackets_in_urls(chart: Any) -> None:
         ("decode.replicas", -1, "/decode/replicas"),
         ("router.replicas", 0, "/router/replicas"),
         ("router.drainSeconds", -1, "/router/drainSeconds"),
+        ("router.adminPort", 8000, "/router/adminPort"),
         ("ipFamily", "IPv5", "/ipFamily"),
         ("engine.resources", {"limits": {"nvidia.com/gpu": "one"}}, "nvidia.com"),
         ("engine.settings", {}, "settings.providers: name the lanes"),

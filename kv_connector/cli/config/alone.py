@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class CheckedRouter:
     registration: Address | None
     host: str
     port: int
+    admin: Address | None
     key_file: str | None
 
     @property
@@ -83,15 +84,15 @@ def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
         words = f"configuration file {file} is not on this machine, so the router was not checked"
         return None, [Finding(written.where, Verdict.NOTE, words)]
     try:
-        checked = _parsed(written)
+        checked, given = _parsed(written)
     except UsageError as error:
         return None, [Finding(written.where, Verdict.FAIL, message_of(error))]
     fine = Finding(written.where, Verdict.OK, f"router at {checked.host}:{checked.port}")
-    return checked, [*_key(written.where, checked.key_file), fine]
+    return checked, [*_key(written.where, checked.key_file), *_router_files(written.where, given), fine]
 
 
-def _parsed(written: Router) -> CheckedRouter:
-    """Parses the arguments as the command itself does. Raises UsageError."""
+def _parsed(written: Router) -> tuple[CheckedRouter, Mapping[str, Any]]:
+    """Parses the arguments as the command itself does. Returns the parameters, too. Raises UsageError."""
     alone = typer.Typer(add_completion=False)
     alone.command()(router)
     command = typer.main.get_command(alone)
@@ -106,9 +107,44 @@ def _parsed(written: Router) -> CheckedRouter:
     # The key file may be on another machine. Whether it is valid is checked by _key().
     key = None if named is None else ClusterKey(b"", b"")
     settings = settings_of(given, key, RouterSettings.requests)
-    return CheckedRouter(
-        written, settings.prefill, settings.decode, settings.registration, given["host"], given["port"], named
+    checked = CheckedRouter(
+        written,
+        settings.prefill,
+        settings.decode,
+        settings.registration,
+        given["host"],
+        given["port"],
+        settings.admin,
+        named,
     )
+    return checked, given
+
+
+def _router_files(where: str, given: Mapping[str, Any]) -> Iterator[Finding]:
+    """Reads the router's files of keys and certificates, as far as they are on this machine."""
+    try:
+        from kv_connector.router.engines.client import read_authority
+        from kv_connector.router.front.api_keys import ApiKeys, read_engine_key
+        from kv_connector.router.front.certificate import Certificate
+    except ImportError:
+        return  # the router itself names the extra to install
+    readers: Mapping[tuple[str, ...], Callable[..., object]] = {
+        ("api_key_file",): ApiKeys.read,
+        ("engine_key_file",): read_engine_key,
+        ("engine_ca",): read_authority,
+        ("ssl_certfile", "ssl_keyfile"): Certificate,
+    }
+    for names, read in readers.items():
+        files = [given[name] for name in names]
+        missing = [file for file in files if file is not None and not file.exists()]
+        for file in missing:
+            yield Finding(where, Verdict.NOTE, f"file {file} is not on this machine and was not checked")
+        if missing or files[0] is None:
+            continue
+        try:
+            read(*files)
+        except ValueError as error:
+            yield Finding(where, Verdict.FAIL, str(error))
 
 
 def _engine_problems(checked: CheckedEngine) -> Iterator[str]:

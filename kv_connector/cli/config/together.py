@@ -35,7 +35,8 @@ def check_together(engines: Sequence[CheckedEngine], routers: Sequence[CheckedRo
     yield from _roles(engines)
     for one in engines:
         for other in engines:
-            if one.engine.role == "prefill" and other.engine.role == "decode":
+            roles = one.engine.role, other.engine.role
+            if roles == ("prefill", "decode") and not _of_two_models(one, other, engines):
                 yield from _pair(one, other)
     for router in routers:
         for engine in engines:
@@ -76,6 +77,8 @@ def _of_router(router: CheckedRouter) -> Iterator[Listener]:
     if router.registration is not None:
         host, port = router.registration.host, router.registration.port
         yield Listener(router.where, "the registration", machine, host, _one(port))
+    if router.admin is not None:
+        yield Listener(router.where, "the admin address", machine, router.admin.host, _one(router.admin.port))
 
 
 def _one(port: int) -> range:
@@ -112,6 +115,21 @@ def _roles(engines: Sequence[CheckedEngine]) -> Iterator[Finding]:
                 f"together. Otherwise set {remedy}"
             )
         yield Finding(" and ".join(engine.where for engine in engines), verdict, words)
+
+
+def _of_two_models(p: CheckedEngine, d: CheckedEngine, engines: Sequence[CheckedEngine]) -> bool:
+    """Returns whether the engines are of two models that both have engines of both roles.
+
+    A router places requests by the names that engines serve, so these two engines exchange nothing.
+    """
+    roles = {(_served(one), one.engine.role) for one in engines}
+    ours, theirs = _served(p), _served(d)
+    return None not in (ours, theirs) and ours != theirs and {(ours, "decode"), (theirs, "prefill")} <= roles
+
+
+def _served(checked: CheckedEngine) -> str | None:
+    options = checked.engine.options or {}
+    return options.get("served-model-name", options.get("model"))
 
 
 def _pair(p: CheckedEngine, d: CheckedEngine) -> Iterator[Finding]:

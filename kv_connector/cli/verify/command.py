@@ -46,6 +46,14 @@ def verify(
             "engine that the router lists at /health.",
         ),
     ] = None,
+    admin: Annotated[
+        Endpoint | None,
+        typer.Option(
+            parser=endpoint,
+            metavar="URL",
+            help="URL of the router's --admin address, where its metrics and its list of engines are.",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to query. Needed if both servers list several models.")
     ] = None,
@@ -116,7 +124,16 @@ def verify(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="File with the API key that both servers request (vLLM's --api-key)."
+            metavar="FILE",
+            help="File with the API key that both servers request: vLLM's --api-key, or a client's key of "
+            "the router.",
+        ),
+    ] = None,
+    reference_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the API key that the reference requests, if it is another than --api-key-file.",
         ),
     ] = None,
     json: Annotated[
@@ -146,6 +163,7 @@ def verify(
     wanted = Wanted(
         target=target.url,
         reference=None if reference is None else reference.url,
+        admin=target.url if admin is None else admin.url,
         model=model,
         routes=tuple(dict.fromkeys(route or ())),
         load=load,
@@ -158,7 +176,8 @@ def verify(
         keep_going=keep_going,
         timeout=timeout,
         salt=salt or secrets.token_hex(4),
-        api_key=_api_key(api_key_file),
+        api_key=_api_key(api_key_file, "--api-key-file"),
+        reference_key=_api_key(reference_key_file or api_key_file, "--reference-key-file"),
     )
     to_errors = json == STANDARD_OUTPUT
     result = asyncio.run(_verify(wanted, lambda line: typer.echo(line, err=to_errors)))
@@ -180,6 +199,8 @@ class Wanted(msgspec.Struct, kw_only=True, frozen=True):
 
     target: str
     reference: str | None
+    admin: str
+    """URL at which the router lists its engines and has its metrics."""
     model: str | None
     routes: tuple[Route, ...]
     load: int
@@ -193,6 +214,7 @@ class Wanted(msgspec.Struct, kw_only=True, frozen=True):
     timeout: float
     salt: str
     api_key: str | None
+    reference_key: str | None
 
 
 async def _verify(wanted: Wanted, say: Callable[[str], None]) -> Result | str:
@@ -220,25 +242,25 @@ async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
     from kv_connector.cli.verify.run import Plan, UnusableError
     from kv_connector.cli.verify.server import Sampling, Server, ServerError
 
-    headers = {} if wanted.api_key is None else {"authorization": f"Bearer {wanted.api_key}"}
-
-    def server(url: str) -> Server:
+    def server(url: str, key: str | None) -> Server:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return Server(url, client, headers, wanted.timeout)
 
-    target = server(wanted.target)
+    target, admin = server(wanted.target, wanted.api_key), server(wanted.admin, wanted.api_key)
     listed = await target.models()
     engines = transfers.Engines()
     if wanted.reference is None or wanted.require_transfer:
         try:
-            engines = await transfers.engines(target)
+            engines = await transfers.engines(admin)
         except ServerError as error:
             if wanted.reference is None:
                 raise UnusableError(f"{error}. Name an engine that computes alone: --reference URL") from None
     if wanted.reference is None and not engines.decode:
         raise UnusableError(
-            f"{target.url} lists no ready decode engine. Name an engine that computes alone: --reference URL"
+            f"{admin.url} lists no ready decode engine. If the router has an --admin address, name it with "
+            "--admin. Or name an engine that computes alone: --reference URL"
         )
-    reference = server(wanted.reference or engines.decode[0])
+    reference = server(wanted.reference or engines.decode[0], wanted.reference_key)
     model, most = _model(wanted, listed, await reference.models())
     # One token is the room that some templates and servers add for the beginning of a sequence.
     longest = min(wanted.longest, most - wanted.max_tokens - 1) if most else wanted.longest
@@ -246,7 +268,7 @@ async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
         raise UnusableError(
             f"a sequence of {model} has at most {most} tokens. Lower --max-tokens from {wanted.max_tokens}"
         )
-    decode = [server(url) for url in engines.decode]
+    decode = [server(url, wanted.reference_key) for url in engines.decode]
     return Plan(
         target=target,
         reference=reference,
@@ -260,7 +282,7 @@ async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
         salt=wanted.salt,
         tie=wanted.tie,
         keep_going=wanted.keep_going,
-        meter=transfers.Meter(target, decode) if wanted.require_transfer else None,
+        meter=transfers.Meter(admin, decode) if wanted.require_transfer else None,
     )
 
 
@@ -299,16 +321,16 @@ async def _block(reference: Server) -> int | None:
     return None
 
 
-def _api_key(file: Path | None) -> str | None:
+def _api_key(file: Path | None, option: str) -> str | None:
     if file is None:
         return None
     try:
         with file.open() as opened:
             key = opened.read(_LONGEST_KEY + 1).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--api-key-file") from None
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint=option) from None
     if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
-        raise typer.BadParameter(f"{file} must hold one API key", param_hint="--api-key-file")
+        raise typer.BadParameter(f"{file} must hold one API key", param_hint=option)
     return key
 
 

@@ -81,7 +81,10 @@ class Meter:
         """ServerError: the router is not a kv-connector router, or does not answer."""
         found = await self._router.metrics()
         if not any(metric.name == _LOCAL for metric in found):
-            words = f"{self._router.url}/metrics has no {_LOCAL}_total: it is not a kv-connector router"
+            words = (
+                f"{self._router.url}/metrics has no {_LOCAL}_total: it is not a kv-connector router, or its "
+                "metrics are at its --admin address"
+            )
             raise ServerError(Trouble.UNREADABLE, words)
         local = dict(_samples(found, _LOCAL, "reason"))
         return Counts(local, await self._completed())

@@ -142,12 +142,14 @@ class RouterServer(uvicorn.Server):
         config: ServerConfig,
         admin: Address | None = None,
         reload: Callable[[], Awaitable[None]] | None = None,
+        reload_due: asyncio.Event | None = None,
     ) -> None:
-        """``reload``: called at each SIGHUP, one call after the other. None: SIGHUP ends the process."""
+        """``reload``: called at each SIGHUP, one call after the other. None: SIGHUP ends the process.
+        ``reload_due``: set at SIGHUP. The caller sets it for a SIGHUP before the server runs."""
         super().__init__(config)
         self._admin = admin
         self._reload = reload
-        self._reload_due = asyncio.Event()
+        self._reload_due = reload_due or asyncio.Event()
 
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
         try:

@@ -121,7 +121,8 @@ class AccessLog:
     def to(cls, target: str | None, dropped: Callable[[], None] = lambda: None) -> AccessLog:
         """Returns the log that writes to a file or to standard output. Raises AccessLogError.
 
-        ``dropped``: called for each line that is dropped, because too many wait for a slow reader or disk.
+        ``dropped``: called, from any thread, for each line that is lost. Too many wait for a slow reader or
+        disk, or the file cannot be written.
         """
         return AccessLog() if target is None else _Written(target, dropped)
 
@@ -166,6 +167,7 @@ class _Written(AccessLog):
         try:
             self._target.write(line + "\n")
         except OSError as error:
+            self._dropped()
             self._report("a line was not written", f": {error}")
 
     def _report(self, event: str, reason: str = "") -> None:

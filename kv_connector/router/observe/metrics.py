@@ -128,7 +128,7 @@ class Metrics:
         )
         self.access_log_drops = Counter(
             "kv_connector_router_access_log_dropped_lines",
-            "Dropped lines of the access log, because 10,000 lines waited for a slow reader or disk",
+            "Lost lines of the access log: 10,000 lines waited for a slow reader or disk, or a write failed",
             registry=self.registry,
         )
         self.moves = Counter(

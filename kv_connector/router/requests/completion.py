@@ -44,6 +44,9 @@ _OF_PICTURES = (
     *("cache_salt", "priority"),
 )
 
+# Texts that vLLM and SGLang read as true, by pydantic's rules, in any case. 1 and 1.0 are true, too.
+_TRUE = ("1", "on", "t", "true", "y", "yes")
+
 # Only the router sets parameters of a transfer, never a client. vLLM also reads them in vllm_xargs.
 _OF_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
@@ -57,6 +60,9 @@ class Completion:
     def __init__(self, body: Body, shapes: Shapes | None = None) -> None:
         self.body = {key: value for key, value in body.items() if key not in _OF_TRANSFERS}
         """The fields. Fields that are passed on, and long fields, stay JSON."""
+        if _is_true(self.body.get("stream")):
+            # The router's time limits of streams, and all that it decides by this field, then apply.
+            self.body["stream"] = True
         self._shapes = shapes or Shapes()
         self._prompts: dict[str, Prompt] = {}
         self._begun = False
@@ -305,3 +311,7 @@ def disowned_body(transfer_id: str, prefill: Endpoint) -> bytes:
     """
     body = {"model": f"nobody-wants/{transfer_id}", "prompt": [0], "max_tokens": 1}
     return msgspec.json.encode({**body, "kv_transfer_params": decode_params(transfer_id, prefill)})
+
+
+def _is_true(value: object) -> bool:
+    return value.lower() in _TRUE if isinstance(value, str) else value == 1

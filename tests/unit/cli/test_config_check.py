@@ -335,13 +335,76 @@ def test_problem_of_a_router_is_found(check: Check, arguments: str, words: str) 
     assert words in found
 
 
+CERTIFICATES = ROOT / "tests" / "support" / "certificates"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--api-key-file", "line 1 of the key file"),
+        ("--engine-key-file", "must hold one key"),
+        ("--engine-ca", "Change --engine-ca"),
+        ("--ssl-certfile", "Change --ssl-certfile or --ssl-keyfile"),
+    ],
+)
+def test_existing_file_of_a_router_is_checked(check: Check, tmp_path: Path, option: str, words: str) -> None:
+    file = tmp_path / "file"
+    started = {"start_sh": f"{ROUTER} {option} {file}"}
+    assert check(**started) == []
+    assert any(f"file {file} is not on this machine" in one["words"] for one in check.findings(**started))
+    file.write_text("not a key")
+    file.chmod(0o600)
+    (found,) = check(**started)
+    assert words in found
+
+
+def test_sound_files_of_a_router_are_fine(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice {'a' * 16}\n")
+    (tmp_path / "keys").chmod(0o600)
+    server, authority = (CERTIFICATES / name for name in ("server.pem", "authority.pem"))
+    options = f"--api-key-file {tmp_path / 'keys'} --engine-ca {authority} --ssl-certfile {server}"
+    (finding,) = check.findings(start_sh=f"{ROUTER} {options} --ssl-keyfile {server}")
+    assert finding["verdict"] == "ok"
+    (missing,) = check.findings(start_sh=f"{ROUTER} {options} --ssl-keyfile {tmp_path / 'none'}")[:-1]
+    assert (missing["verdict"], "none is not on this machine" in missing["words"]) == ("note", True)
+
+
 # --- Several
+
+
+def of_model(model: str, engine: str) -> str:
+    return engine.replace("MODEL", model)
+
+
+def test_engines_of_two_models_behind_one_router_are_no_conflict(check: Check) -> None:
+    p, d = vllm("kv_producer", 8300, control_port=5620), vllm("kv_consumer", 8400, control_port=5630)
+    pair = of_model("A", P) + of_model("A", D)
+    lists = "--prefill http://127.0.0.1:8300@127.0.0.1:5620 --decode http://127.0.0.1:8400"
+    assert check(start_sh=pair + of_model("B", p) + of_model("B", d) + f"{ROUTER} {lists}") == []
+    found = check(start_sh=pair + of_model("B", p))
+    assert found == ["model is B at the prefill engine and A at the decode engine"]
+
+
+def test_two_models_under_one_name_are_a_conflict(check: Check) -> None:
+    """The router would send the pages of model A to engines of model B."""
+    p, d = vllm("kv_producer", 8300, control_port=5620), vllm("kv_consumer", 8400, control_port=5630)
+    four = of_model("A", P) + of_model("A", D) + of_model("B", p) + of_model("B", d)
+    found = check(start_sh=four.replace("--port", "--served-model-name m --port"))
+    assert sorted(found) == [
+        "model is A at the prefill engine and B at the decode engine",
+        "model is B at the prefill engine and A at the decode engine",
+    ]
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
         (P + vllm("kv_consumer", 8200, control_port=5600), "port 5600 is used twice"),
+        (P + f"{ROUTER} --admin 127.0.0.1:5600", "a control socket and the admin address"),
+        (
+            f"{ROUTER} --registration 127.0.0.1:9000 --admin 127.0.0.1:9000",
+            "the registration and the admin address",
+        ),
         (vllm("kv_producer", 8100, "-tp 2") + vllm("kv_consumer", 8200, control_port=5601), "port 5601"),
         (P + vllm("kv_consumer", 8100, control_port=5700), "port 8100 is used twice"),
         (P + D + ROUTER + " --port 8200", "port 8200 is used twice, by the API server and the router"),

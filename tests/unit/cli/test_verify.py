@@ -454,6 +454,18 @@ def test_the_api_key_is_sent_to_both_servers(tmp_path: Path) -> None:
     assert "secret" not in output
 
 
+def test_the_reference_may_have_another_api_key(tmp_path: Path) -> None:
+    client, engine = tmp_path / "client", tmp_path / "engine"
+    client.write_text("of-a-client\n")
+    engine.write_text("of-the-engines\n")
+    target, reference = FakeModelServer(), FakeModelServer()
+    keys = ("--api-key-file", str(client), "--reference-key-file", str(engine))
+    status, output = check(target, reference, *keys, *FEW)
+    assert status == ExitStatus.SUCCESS, output
+    assert {asked.headers["authorization"] for asked in target.asked} == {"Bearer of-a-client"}
+    assert {asked.headers["authorization"] for asked in reference.asked} == {"Bearer of-the-engines"}
+
+
 def test_the_default_reference_is_a_decode_engine_that_the_router_lists() -> None:
     target, reference = FakeModelServer(), FakeModelServer()
     with running(target, reference):
@@ -566,3 +578,21 @@ def test_require_transfer_needs_our_routers_metrics() -> None:
     status, output = check(target, FakeModelServer(), *FEW, "--require-transfer")
     assert status == ExitStatus.USAGE
     assert "kv_connector_router_local_prefills" in output
+
+
+def test_metrics_and_engines_are_read_at_the_routers_admin_address() -> None:
+    router, admin = Router(FakeModelServer()), FakeModelServer()
+    admin.registry, router.registry = router.registry, router.registry.__class__()
+    with running(router, router.engine, admin):
+        router.health = {"status": "ready"}
+        admin.health = {"prefill": {}, "decode": {router.engine.url: "ready"}}
+        words = ("verify", router.url, *SMALL, *FEW, "--require-transfer")
+        status, output = run(*words, "--admin", admin.url)
+        assert status == ExitStatus.SUCCESS, output
+        assert f"reference {router.engine.url}" in output
+        status, output = run(*words)
+        assert status == ExitStatus.USAGE
+        assert "name it with --admin" in " ".join(output.split())
+        status, output = run(*words, "--reference", router.engine.url)
+        assert status == ExitStatus.USAGE
+        assert "metrics are at its --admin address" in " ".join(output.split())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from kv_connector.cli.router import SHUTDOWN_S
+
 COMPOSE = Path(__file__).parents[3] / "examples/compose"
 UP = COMPOSE / "up"
 DOCKER = """#!/bin/sh
@@ -42,3 +44,9 @@ def test_only_the_router_is_published_beyond_the_loopback_address() -> None:
     assert len(published.pop("router")) == 1
     assert {"prometheus", "grafana"} == set(published)
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_router_is_not_killed_before_its_streams_have_an_error_event() -> None:
+    router = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["router"]
+    assert "--shutdown-timeout" not in router["command"]
+    assert router["stop_grace_period"] == f"{SHUTDOWN_S + 10}s"

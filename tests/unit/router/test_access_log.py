@@ -177,7 +177,8 @@ def test_access_log_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 
 
 def test_full_disk_costs_a_line_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    log = AccessLog.to("/dev/full")
+    lost: list[None] = []
+    log = AccessLog.to("/dev/full", lambda: lost.append(None))
     scope = {"method": "GET", "path": "/", "client": None}
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
@@ -185,6 +186,7 @@ def test_full_disk_costs_a_line_and_no_request(caplog: pytest.LogCaptureFixture)
                 pass
         log.close()
     assert caplog.text.count("access log: a line was not written") == 1
+    assert len(lost) == 3
 
 
 def test_file_that_cannot_be_opened_again_costs_lines_and_no_request(

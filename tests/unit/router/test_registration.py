@@ -27,9 +27,11 @@ from router_setup import (
     refuse,
     serve,
     serve_engine,
+    streaming,
     until_metric,
     within,
 )
+from scaling_simulation import Autoscaler
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
@@ -932,6 +934,54 @@ async def test_one_engine_for_both_sides_prefills_itself() -> None:
     ):
         assert (await ask(client)).status_code == 200
         assert both.bodies == [{"prompt": "x"}]
+
+
+# --- Forecasts
+
+
+async def test_autoscaler_starts_engines_of_the_side_that_is_short(cluster: Cluster) -> None:
+    """The recipe of docs/operate/autoscaling.md, over stubs. Only the time of its window is a stand-in."""
+    ended = asyncio.Event()
+    client = await cluster.router(prefetch_answers=False)
+    load = WorkloadReport(8192, 8192, 10_000, prompt=PromptCost(0, 1_000_000, 0))  # 1 ms a token
+    decoding = streaming(b'data: {"choices": []}\n\n', ended, DONE)
+    for role, handler in ((Role.PREFILL, answer_ok), (Role.DECODE, decoding)):
+        await cluster.engine(role, handler, load)
+    numbers = iter(range(1, 1000))
+    busy = 'kv_connector_router_prompt_work_seconds_total{side="prefill"}'
+    filled = "kv_connector_router_decode_caches_filled"
+
+    async def stream() -> None:
+        body = {"prompt": [next(numbers)] * 3000, "stream": True}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    async def rate(streams: int, seconds: float) -> float:
+        before = await metric(client, busy)
+        tasks = [asyncio.create_task(stream()) for _ in range(streams)]
+        async with asyncio.timeout(PATIENCE):
+            while await metric(client, filled) < 0.3 * streams - 1e-6:
+                await asyncio.sleep(0.01)  # each query is a request: there is no event to wait for
+        found = (await metric(client, busy) - before) / seconds
+        ended.set()
+        await within(asyncio.gather(*tasks))
+        ended.clear()
+        return found
+
+    scalers = {side: Autoscaler(most=8) for side in (Role.PREFILL, Role.DECODE)}
+    # Five prompts of 3 s within 5 s, whose streams fill one and a half caches.
+    assert await rate(streams=5, seconds=5) == pytest.approx(3.0)
+    wanted = {Role.PREFILL: scalers[Role.PREFILL].wanted(0, 3.0, 1)}
+    wanted[Role.DECODE] = scalers[Role.DECODE].wanted(0, 1.5, 1)
+    assert wanted == {Role.PREFILL: 5, Role.DECODE: 3}
+    for role, handler in ((Role.PREFILL, answer_ok), (Role.DECODE, decoding)):
+        for _ in range(1, wanted[role]):
+            await cluster.engine(role, handler, load)
+        ready = f'kv_connector_router_engines{{side="{role.value}",state="ready"}}'
+        await until_metric(client, ready, wanted[role])
+    # The same load asks for no more engines.
+    demand = await rate(streams=5, seconds=5)
+    assert scalers[Role.PREFILL].wanted(15, demand, 5) == 5
+    assert scalers[Role.DECODE].wanted(15, 1.5, 3) == 3
 
 
 # --- Unknown senders

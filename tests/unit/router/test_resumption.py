@@ -200,7 +200,6 @@ async def test_text_that_a_chats_parser_holds_back_reaches_the_client() -> None:
         ({"presence_penalty": 1}, "penalties", "penalties"),
         ({"logprobs": 1}, "more_than_text", "log probabilities"),
         ({"unknown": 1}, "other_key", "does not know"),
-        ({"stream": 1}, "not_streamed", "another value than true"),  # vLLM streams this answer
         ({"return_token_ids": 1}, "other_key", "does not know"),  # vLLM reports ids
     ],
 )

@@ -24,10 +24,14 @@ from router_setup import (
     answer_ok,
     client_of,
     cluster,
+    refuse,
     serve,
     serve_engine,
     within,
 )
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kv_connector.cli.main import app
 from kv_connector.control.cluster_key import KeyFileError
@@ -194,6 +198,32 @@ async def test_engines_get_the_key_that_they_expect(key_file: str, tmp_path: Pat
     async with cluster(answer_ok, answer_ok, engine_key_file=engine_key) as (p, _, client):
         await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer("of-the-client"))
         assert p.headers[0]["authorization"] == "Bearer of-the-client"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_that_refuses_the_routers_key_is_no_fault_of_the_client(
+    stream: bool, key_file: str
+) -> None:
+    unauthorized, body = refuse(401, "Unauthorized"), {"prompt": "x", "stream": stream}
+    async with cluster(unauthorized, unauthorized, api_key_file=key_file) as (_, _, client):
+        answer = await client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert answer.status_code == 502
+        assert "Set --engine-key-file" in answer.json()["error"]["message"]
+    async with cluster(unauthorized, unauthorized) as (_, _, client):  # the engines check the client's key
+        answer = await client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert (answer.status_code, answer.json()["error"]["message"]) == (401, "Unauthorized")
+
+
+async def test_forwarded_request_that_engines_refuse_by_their_key_gets_502(key_file: str) -> None:
+    async with cluster(answer_ok, answer_ok, api_key_file=key_file) as (_, d, client):
+
+        async def unauthorized(request: Request) -> Response:
+            return JSONResponse({"error": "Unauthorized"}, 401)
+
+        d.app.router.routes.insert(0, Route("/tokenize", unauthorized, methods=["POST"]))
+        answer = await client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
+        assert answer.status_code == 502
+        assert "Set --engine-key-file" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a\nb", "\x01", "a" * 257])

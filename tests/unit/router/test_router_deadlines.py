@@ -64,12 +64,13 @@ async def test_request_without_an_answer_in_time_gets_504_and_ends_at_both_engin
         assert FAILED + "{" not in (await client.get("/metrics")).text
 
 
-async def test_stream_that_stops_ends_with_an_error_event() -> None:
+@pytest.mark.parametrize("stream", [True, 1, "yes"])  # vLLM reads each as true
+async def test_stream_that_stops_ends_with_an_error_event(stream: bool | int | str) -> None:
     streams = Stream()
     timeouts = Timeouts(first_token=3600, idle=SOON, request=3600)
     async with cluster(answer_ok, streams, timeouts=timeouts) as (_, _, client):
         streams.queue.put_nowait(EVENT)
-        async with client.stream("POST", "/v1/completions", json=BODY) as answer:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": stream}) as answer:
             assert answer.status_code == 200
             said = b"".join([chunk async for chunk in answer.aiter_bytes()])
         assert said.startswith(EVENT)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ EVENT = b'data: {"choices": []}\n\n'
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterServer]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RouterServer]]:
     """The servers that the command makes. They do not run."""
+    before = signal.getsignal(signal.SIGHUP)
     servers: list[RouterServer] = []
 
     def run(server: uvicorn.Server) -> None:
@@ -43,7 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterServer]:
         servers.append(server)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    return servers
+    yield servers
+    signal.signal(signal.SIGHUP, before)
 
 
 def router(path: Path, text: str, *options: str) -> tuple[int, str]:
@@ -166,6 +168,18 @@ def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
 
 
 # --- The reload
+
+
+def test_sighup_before_the_server_runs_is_a_reload(
+    tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_app(settings: Settings) -> None:
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr("kv_connector.router.front.app.create_app", create_app)
+    assert router(tmp_path / "router.yaml", ENGINES)[0] == 0
+    assert started[0]._reload_due.is_set()
 
 
 @contextlib.asynccontextmanager
