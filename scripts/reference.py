@@ -136,7 +136,7 @@ def _run(recorded: dict[str, Any], beside: Path, *, summary: bool) -> str:
         else f"{recorded['method']} Machine: {recorded['machine']}. Date: {recorded['date']}. "
         f"Command: `{recorded['command']}`. [Log]({link})."
     )
-    return "\n\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])
+    return "\n".join([*tables, textwrap.fill(how, 120, break_long_words=False, break_on_hyphens=False)])
 
 
 # --- Model classes

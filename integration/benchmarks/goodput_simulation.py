@@ -4,7 +4,7 @@ The arrivals are those of gpu_goodput.py, and the tables have its columns. A ste
 a model with 8 billion weights on an H200. Its tokens are distributed as by vLLM's scheduler: to the running
 requests in the order in which they came, then to waiting ones. A prompt gets at most the threshold if there
 is another request. Use it to choose a policy and the decode engine's settings, for any number of arrivals.
-docs/performance.md has its figures beside measured ones.
+docs/benchmarks/2026-11-27-goodput.md has its figures beside measured ones.
 """
 # ruff: noqa: T201  (its output is a table)
 
@@ -35,7 +35,7 @@ from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 
-# Cost of one engine's prompts of 512 to 32,000 tokens (docs/performance.md, "The first token from P", run F).
+# Cost of one engine's prompts of 512 to 32,000 tokens (docs/benchmarks/2026-11-27-first-token.md, run F).
 COST = PromptCost(step_ns=4_900_000, token_ns=22_500, pair_ps=700)
 # Seconds of a decode step, and of each stream in it.
 DECODE_S, STREAM_S = 4.9e-3, 20e-6

@@ -1,4 +1,4 @@
-"""The time of a trainer's rank to plan which rank writes what, for docs/performance.md.
+"""The time of a trainer's rank to plan which rank writes what, for docs/benchmarks/2026-11-26-weights.md.
 
 Names and shapes are those of a model of experts (default: Qwen3-235B-A22B). It is sharded by rows over
 --senders ranks (FSDP2), for an engine of --receivers ranks with experts and heads divided between them. Every

@@ -55,9 +55,9 @@ struct EngineConfig {
   // If a preferred provider reaches the peer's machine but does not work (the kernel forbids it), use the next provider
   // instead of refusing the peer. A provider that cannot lead to the peer is always skipped.
   bool allow_fallback = false;
-  // Time that an idle transfer thread polls before it sleeps on a descriptor, in microseconds. docs/performance.md has
-  // the measurement behind the default. It is long enough for the next write of a burst, and short enough that an idle
-  // transfer engine uses less than 1 % of a core.
+  // Time that an idle transfer thread polls before it sleeps on a descriptor, in microseconds. The measurement
+  // behind the default is in docs/benchmarks/2026-11-20-transfers.md. It is long enough for the next write of a burst,
+  // and short enough that an idle transfer engine uses less than 1 % of a core.
   uint32_t spin_us = 20;
   // Number of transfer threads. One thread does everything. If there are several, the first one schedules, and the
   // others drive the domains. This helps if several NICs carry more small pages than one thread can post

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_lint_finds_nothing(file: Path) -> None:
     found = [message for message in report["messages"] if message["severity"] > 1]
     assert not found
     assert not report["errors"]
+
+
+def test_page_of_the_example_shows_what_the_chart_renders(chart: Any) -> None:
+    example = ROOT / "examples/kubernetes"
+    page = (example / "README.md").read_text()
+    files = chart.render(values_of(example / "values.yaml"), name="kv", namespace="default")
+    (notes,) = (text for path, text in files.items() if path.endswith("NOTES.txt"))
+    assert textwrap.indent(notes.strip(), "    ") in page
+    objects = sorted(
+        (thing["kind"], thing["metadata"]["name"])
+        for path, text in files.items()
+        if path.endswith(".yaml")
+        for thing in yaml.safe_load_all(text)
+        if thing is not None
+    )
+    assert re.findall(r"(?m)^    ([A-Z]\w+) +(kv-\S+)$", page) == objects
 
 
 @pytest.mark.parametrize("release", RELEASES)

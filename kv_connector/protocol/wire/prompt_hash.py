@@ -17,7 +17,7 @@ def prompt_hash(token_ids: Sequence[int], beside: Sequence[str] = ()) -> bytes:
     ``beside``: other facts that decide the content of the pages: adapter, cache salt, pictures.
     """
     # Runs in the scheduler's thread, before the prompt's first step. With 32,000 tokens it takes 0.8 ms,
-    # where NumPy and 64 bits took 2.7 ms (medians, the two cores of docs/performance.md's second run).
+    # where NumPy and 64 bits took 2.7 ms (medians, two cores: docs/benchmarks/2026-11-27-first-token.md).
     integers = array("I", token_ids)
     if sys.byteorder == "big":
         integers.byteswap()
