@@ -3,11 +3,13 @@
 Requests that decode go on with their KV. New requests never read it: their block hashes contain the version
 of the weights, as they contain a cache salt. So the earlier blocks stay in vLLM's prefix cache until vLLM
 needs their memory, and engines with equal versions have equal hashes. A request whose KV is of two versions
-has block hashes that no other request gets. All of this happens in vLLM's engine core, in the pause.
+has block hashes that no other request gets. If vLLM preempts it later, it gets the hashes of the version
+with which it is computed anew. All of this happens in vLLM's engine core, most of it in the pause.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import secrets
@@ -18,7 +20,7 @@ from typing import Any
 from kv_connector.protocol.wire.version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import AllBlocksCleared, Request, RequestStatus
-from kv_connector.vllm.patches import keep_cache_over_updates
+from kv_connector.vllm.patches import keep_cache_over_updates, report_preemptions
 from kv_connector.vllm.process import adopt_vllm_logging, connectors_within
 from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
@@ -69,6 +71,7 @@ def keep(core: Any, version: str) -> None:
         plain = hasher.hasher if isinstance(hasher, SaltedHasher) else hasher
         core.request_block_hasher = SaltedHasher(plain, version)
         _hash_anew(scheduler, core.request_block_hasher, SaltedHasher(plain, secrets.token_hex(16)))
+        report_preemptions(scheduler, functools.partial(admit, core))
     pool = scheduler.kv_cache_manager.block_pool
     if pool.enable_kv_cache_events:
         pool.kv_event_queue.append(AllBlocksCleared())  # no new request finds an earlier block
@@ -77,9 +80,10 @@ def keep(core: Any, version: str) -> None:
 
 
 def admit(core: Any, request: Request) -> None:
-    """Gives a new request the hashes of the version that the engine serves.
+    """Gives a request without KV the hashes of the version that the engine serves.
 
-    vLLM makes requests in another thread, which may have used the previous hasher.
+    vLLM makes new requests in another thread, which may have used the previous hasher. A preempted stream
+    has hashes of earlier versions.
     """
     if request._block_hasher is not core.request_block_hasher:
         _rehash(request, core.request_block_hasher)
@@ -122,7 +126,8 @@ def _diverge(request: Request, computed: int, mixed: SaltedHasher) -> None:
     """Gives the request other hashes from its block ``computed`` on. The earlier blocks are full, and cached.
 
     The hashes form a chain, so one replaced hash changes all that follow. A new chain from the first block
-    would hash all tokens of all streams in the pause.
+    would hash all tokens of all streams in the pause. Only a preempted stream needs such a chain,
+    from ``admit``.
     """
     hashes = request.block_hashes
     del hashes[computed:]

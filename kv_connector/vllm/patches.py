@@ -354,3 +354,22 @@ def keep_cache_over_updates(
 
     core.add_request = admit_and_add
     setattr(core, utility, keep_cache)
+
+
+def report_preemptions(scheduler: Scheduler, report: Callable[[Request], None]) -> None:
+    """Has this scheduler call ``report(request)`` for each request that it has preempted.
+
+    The call comes when the request is in the queue again. A second call of this function replaces ``report``.
+
+    Replaces: ``_preempt_request`` of the engine's scheduler.
+    Why: a preempted stream is computed anew with the current weights, and its block hashes can be those of
+    earlier weights.
+    Until: vLLM's block hashes contain the version of the weights. In 0.32 and 0.33 they do not.
+    """
+    preempt = type(scheduler)._preempt_request
+
+    def preempt_and_report(request: Request, *given: Any, **named: Any) -> None:
+        preempt(scheduler, request, *given, **named)
+        report(request)
+
+    scheduler._preempt_request = preempt_and_report

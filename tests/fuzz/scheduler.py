@@ -5,7 +5,8 @@ version, the KV cache group, and all tokens up to that slot. Pretended workers c
 at any moment that the protocol allows.
 
 A world fails if a step reads a slot with other contents than its request's, or if a page lands in a free
-block. It also fails if requests or blocks are left at the end.
+block. It fails if a request of any weight version would find other contents in the prefix cache than its own.
+It also fails if requests or blocks are left at the end.
 
 A scenario is a list of operations, so a failing one is reduced to the few that it needs.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,10 @@ from kv_connector.vllm.scheduling.first_token import FirstTokenScheduler, choose
 from tests.fuzz.seeds import chosen_seeds, search
 
 Mark = tuple[int, int, int]  # weight version, KV cache group, hash of the tokens up to the slot
+MIXED = 0  # the weight version of KV that was computed behind KV of an earlier version
 SAMPLED = 7  # the token that Stage's model always samples
 BUDGET = 256  # tokens per step
+PAUSE_ROUNDS = 8  # a report of a worker, a load and its report, with some to spare
 QUIET_ROUNDS = 120  # without the end of any request; the longest prompt and its answer take some 60 steps
 
 
@@ -62,6 +65,8 @@ class Kind:
     recompute: bool = False
     """Whether the policy for failed loads is to recompute."""
     blocks: int = 60
+    keeps: bool = False
+    """Whether most updates keep the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Op:
     salt: int
 
 
-NAMES = {
+NAMES = {  # with their frequencies
     "transfer": 14,  # a prompt for P and its KV load for D, some steps apart
     "burst": 1,  # twelve transfers at once
     "local": 3,  # a request without a transfer
@@ -83,6 +88,8 @@ NAMES = {
     "break": 2,  # a lane breaks
     "pause": 2,  # a pause for new weights
 }
+KEEPING = NAMES | {"local": 10, "pause": 8}
+"""Frequencies where updates keep the KV cache. Streams and updates must coincide, and prompts and updates."""
 
 
 def scenario(seed: int, length: int = 120) -> tuple[Kind, list[Op]]:
@@ -94,8 +101,10 @@ def scenario(seed: int, length: int = 120) -> tuple[Kind, list[Op]]:
         policy=rng.choice(["fcfs", "priority"]),
         recompute=rng.random() < 0.5,
         blocks=rng.choice([44, 60, 100]),
+        keeps=seed % 2 == 1,
     )
-    names = rng.choices(list(NAMES), list(NAMES.values()), k=length)
+    frequencies = KEEPING if kind.keeps else NAMES
+    names = rng.choices(list(frequencies), list(frequencies.values()), k=length)
     return kind, [Op(name, rng.randrange(1 << 30)) for name in names]
 
 
@@ -166,6 +175,10 @@ class Engine:
         self.pool = self.stage.scheduler.kv_cache_manager.block_pool
         self.contents: dict[int, list[Mark | None]] = {}
         self.version = 1
+        self.kept: dict[str | None, int] = {None: 1}
+        """Weight version of the blocks that requests of each version of ``keep_cache`` find in the cache."""
+        self.mixed: set[str] = set()
+        """Streams that have KV of two versions."""
         self.tokens = Tokens()
         self.sent: set[str] = set()
         self.reserved: set[str] = set()
@@ -186,8 +199,9 @@ class Engine:
         return bool(self.pool.blocks[block].ref_cnt > 0)
 
     def step(self) -> None:
-        before = self.scheduler.requests.keys()
+        before = [*self.scheduler.requests.values()]
         output, metadata = self.stage.schedule()
+        self.mixed -= set(output.preempted_req_ids or ())
         self.world.commands(self, metadata)
         for request_id, count in output.num_scheduled_tokens.items():
             self._compute(self.scheduler.requests[request_id], count)
@@ -207,21 +221,62 @@ class Engine:
             due=due,
         )
         self.stage.outputs.clear()
-        for gone in before - self.scheduler.requests.keys():
-            self.tokens.forget(gone)
+        gone = [request for request in before if request.request_id not in self.scheduler.requests]
+        self.check_cache(gone)
+        for request in gone:
+            self.tokens.forget(request.request_id)
+            self.mixed.discard(request.request_id)
+
+    def keep_cache(self) -> None:
+        name = f"version {self.version}"
+        self.stage.keep_cache(name)
+        self.kept[name] = self.version
+        self.mixed = {
+            request.request_id
+            for request in self.scheduler.running
+            if request.num_computed_tokens >= request.num_prompt_tokens
+        }
+
+    def clear_cache(self) -> None:
+        """The cache was emptied. Later blocks have the hashes of the last ``keep_cache``."""
+        self.kept = {[*self.kept][-1]: self.version}
+        self.mixed.clear()
+
+    def check_cache(self, requests: Iterable[Any]) -> None:
+        """Checks the contents that requests with the tokens of these would find, at each version.
+
+        A version may be pushed again, and its requests find its earlier blocks.
+        """
+        for request in requests:
+            for name, version in self.kept.items():
+                found = self.stage.cached(list(request.all_token_ids), name)
+                for group, blocks in enumerate(found):
+                    for number, block in enumerate(blocks):
+                        if block is not None:
+                            self._check_block(request, group, number, block, version)
+
+    def _check_block(self, request: Any, group: int, number: int, block: int, version: int) -> None:
+        for position in range(number * BLOCK, (number + 1) * BLOCK):
+            expected = version, group, self.tokens.mark(request, position)
+            if (mark := self.slot(block)[position % BLOCK]) != expected:
+                raise Wrong(
+                    f"{self.name}: a request with the tokens of {request.request_id}, of weights {version}, "
+                    f"finds position {position} of group {group} in block {block}: {mark}, not {expected}"
+                )
 
     def _compute(self, request: Any, count: int) -> None:
         """Runs the forward pass of one request: reads all slots that it attends to, writes the new ones."""
         end: int = request.num_computed_tokens
         start = end - count
         tables = self.stage.tables(request.request_id)
+        mixed = request.request_id in self.mixed
         for group, (spec, table) in enumerate(zip(self.groups, tables, strict=True)):
             first = max(0, start - WINDOW + 1) if spec is SLIDING else 0
             for position in range(first, start):
                 expected = (self.version, group, self.tokens.mark(request, position))
                 block = table[position // BLOCK]
                 found = self.slot(block)[position % BLOCK] if block else None
-                if found != expected:
+                if found is None or found[mixed:] != expected[mixed:]:
                     raise Wrong(
                         f"{self.name}: {request.request_id} reads position {position} of group {group} in "
                         f"block {block}: {found} instead of {expected} (computes {start} to {end})"
@@ -230,7 +285,8 @@ class Engine:
                 block = table[position // BLOCK]
                 if not block:
                     raise Wrong(f"{self.name}: {request.request_id} computes {position} into no block")
-                mark = self.version, group, self.tokens.mark(request, position)
+                version = MIXED if mixed else self.version
+                mark = version, group, self.tokens.mark(request, position)
                 self.slot(block)[position % BLOCK] = mark
 
     def report_load(self, transfer: Transfer, *, failed: bool) -> None:
@@ -500,23 +556,46 @@ class World:
             self._fail(rng.choice(loads))
 
     def _pause(self, rng: Random) -> None:
-        """Gives one engine new weights, as pause_generation(mode="keep", clear_cache=True) does."""
+        """Gives one engine new weights, as pause_generation(mode="keep") does, with its cache or without."""
         engine = rng.choice(self.engines)
+        engine.check_cache(engine.scheduler.running)
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(rng.randrange(3)):
             engine.step()
-        held = any(request.is_finished() for request in engine.scheduler.requests.values())
-        try:
-            emptied = engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        except RuntimeError:
-            emptied = False
-        if emptied:
-            self.new_weights(engine)
-        elif not held:
-            raise Wrong(f"{engine.name}: a reset fails, and no finished request is left")
-        if emptied:
+        if self.kind.keeps and rng.random() < 0.7:
+            updated = self._settle(engine, rng)
+            if updated:
+                self.new_weights(engine)
+                engine.keep_cache()
+        else:
+            held = any(request.is_finished() for request in engine.scheduler.requests.values())
+            try:
+                updated = engine.scheduler.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=True
+                )
+            except RuntimeError:
+                updated = False
+            if updated:
+                self.new_weights(engine)
+                engine.clear_cache()
+            elif not held:
+                raise Wrong(f"{engine.name}: a reset fails, and no finished request is left")
+        if updated:
             engine.step()
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _settle(self, engine: Engine, rng: Random) -> bool:
+        """Runs a paused engine until its finished prompts have been sent, for which vLLM's pause waits.
+
+        Returns False if some stay because no decode engine loads them.
+        """
+        for _ in range(PAUSE_ROUNDS):
+            if not engine.scheduler.has_requests():
+                return True
+            for one in self.engines:
+                one.step()
+            self.push(rng, 1.0)
+        return False
 
     def finish(self) -> None:
         """Ends all requests, and checks that nothing of them is left."""

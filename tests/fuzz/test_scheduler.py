@@ -12,6 +12,8 @@ pytest.importorskip("vllm")
 
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.admission import AdmissionGate
+from kv_connector.vllm import kept_cache
+from kv_connector.vllm.kept_cache import SaltedHasher
 from kv_connector.vllm.scheduling.decode_scheduler import DecodeScheduler
 from kv_connector.vllm.scheduling.gated_queue import GatedQueue
 from tests.fuzz.scheduler import failure, report, scenario
@@ -32,6 +34,13 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a reset keeps what is loaded": (DecodeScheduler, "after_reset", lambda self: None),
     "stale pages are used": (DecodeScheduler, "discard", lambda self, request_ids: None),
     "the gate keeps the place of finished requests": (AdmissionGate, "leave", lambda self, one: None),
+    "new requests find KV of earlier weights": (
+        SaltedHasher,
+        "__call__",
+        lambda self, request: self.hasher(request),
+    ),
+    "new requests find KV behind KV of earlier weights": (kept_cache, "_diverge", lambda *_: None),
+    "prompts go on over an update": (kept_cache, "_preempt_prompts", lambda *_: None),
     "requests stay aside": (GatedQueue, "_return", lambda self, request_id: None),
 }
 

@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.actions import Address, PrefixRequested
 from kv_connector.vllm.connector import WriteImmConnector
-from kv_connector.vllm.kept_cache import keep
+from kv_connector.vllm.kept_cache import SaltedHasher, keep
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
@@ -178,6 +178,24 @@ class Stage:
         )
         keep(core, version)
         self._hasher = core.request_block_hasher
+
+    def cached(self, tokens: list[int], version: str | None) -> list[list[int | None]]:
+        """Returns the blocks that a new request with these tokens finds in the cache, by KV cache group.
+
+        ``version``: of ``keep_cache``, with which the request is hashed. None: no update has kept the cache.
+        A block is None where a sliding window needs none.
+        """
+        plain = self._hasher.hasher if isinstance(self._hasher, SaltedHasher) else self._hasher
+        request = Request(
+            request_id="next",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=plain if version is None else SaltedHasher(plain, version),
+        )
+        find = self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
+        found = find(request.block_hashes, request.num_tokens)[0]
+        return [[None if block.is_null else block.block_id for block in group] for group in found]
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

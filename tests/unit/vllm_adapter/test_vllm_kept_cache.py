@@ -100,6 +100,28 @@ def test_block_that_two_versions_fill_is_found_by_no_request(stage: MakeStage, t
         assert hit(engine, f"version {version}", answer) == 0
 
 
+def test_preempted_stream_is_cached_under_the_version_it_is_computed_with(stage: MakeStage) -> None:
+    """Two streams want more blocks than the pool has, so vLLM preempts the younger one."""
+    engine = stage("kv_both", blocks=13)
+    engine.keep_cache("1")
+    engine.add("older", prompt(len(PROMPT), seed=2), max_tokens=6 * BLOCK)
+    stream = engine.add("younger", PROMPT, max_tokens=2 * BLOCK)
+    while stream.num_computed_tokens < len(PROMPT):
+        engine.step()
+    engine.keep_cache("2")
+    while not (stream.num_preemptions and stream.num_computed_tokens):
+        assert not stream.is_finished()
+        engine.step()
+    (found,) = engine.cached(PROMPT, "1")
+    assert len(found) <= 1, "the older stream needed the other blocks"
+    assert not set(found) & set(engine.tables("younger")[0])
+    while engine.scheduler.has_requests():
+        engine.step()
+    assert hit(engine, "next turn", PROMPT) == FULL_BLOCKS, "computed with version 2 alone"
+    engine.keep_cache("3")
+    engine.assert_idle()
+
+
 def test_prompt_that_is_not_computed_begins_anew(stage: MakeStage) -> None:
     engine = stage("kv_both", budget=64)
     request = engine.add("long", PROMPT, max_tokens=2)
