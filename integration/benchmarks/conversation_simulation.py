@@ -34,7 +34,7 @@ from goodput_simulation import LANDING_S, Clock, Engine, Request
 from msgspec.structs import replace
 
 from kv_connector.control.membership import HEARTBEAT_S
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Member, Pool
@@ -383,7 +383,7 @@ class Fleet:
             short, self._short[d] = self._short[d], []
             for again in short:
                 again()
-            said = Said(Message(role="assistant", content=text))
+            said = Said(ChatMessage(role="assistant", content=text))
             self.caches.answered(decode, said, moved=None, local=False)
             then()
 

@@ -18,8 +18,8 @@ import msgspec
 from gpu_engines import CPU_ENVIRONMENT, HOST, Server, ours, theirs
 from gpu_goodput import Router
 
-from kv_connector.bench.conversations.client import Answer, Endpoint, TurnError, Usage
-from kv_connector.bench.conversations.workload import PRESETS, Pace, Shape
+from kv_connector.bench.conversations.client import CompletionServer, TimedAnswer, TurnError, Usage
+from kv_connector.bench.conversations.workload import PRESETS, ConversationShape, Pace
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import stop, wait_healthy
 
@@ -46,9 +46,9 @@ class Machine:
     arguments: Sequence[str]
     """Arguments of every engine."""
     provider: str
-    chat: Shape
+    chat: ConversationShape
     pace: Pace
-    agent: Shape
+    agent: ConversationShape
     lost: Lost
     at_once: int
     """Systems whose engines fit side by side."""
@@ -88,9 +88,9 @@ CPU = Machine(
         "--max-num-batched-tokens=512",
     ],
     "host",
-    Shape(conversations=5, turns=4, system=200, first=60, message=60, answer=48),
+    ConversationShape(conversations=5, turns=4, system=200, first=60, message=60, answer=48),
     Pace(rate=0.4, think_seconds=0.2),
-    Shape(conversations=2, turns=3, system=300, first=1_500, message=100, answer=48),
+    ConversationShape(conversations=2, turns=3, system=300, first=1_500, message=100, answer=48),
     Lost(2_000, 64, 60, 2),
     1,
     {"chat": 240.0, "lost": 120.0, "agent": 120.0},
@@ -180,16 +180,16 @@ class System:
             f"--- {one.process.log}\n{one.process.log_tail(LOG_LINES)}" for one in self.servers if one.process
         )
 
-    def endpoints(self, http: aiohttp.ClientSession) -> list[Endpoint]:
+    def endpoints(self, http: aiohttp.ClientSession) -> list[CompletionServer]:
         if self.name == "bidirectional":
             return [Bidirectional(http, *self.servers)]
         urls = [server.url for server in self.servers]
         if self.router is not None:
             urls = [f"http://{HOST}:{self.router.port}"]
-        return [Endpoint(http, url, timeout=TIMEOUT, headers={}) for url in urls]
+        return [CompletionServer(http, url, timeout=TIMEOUT, headers={}) for url in urls]
 
 
-class Bidirectional(Endpoint):
+class Bidirectional(CompletionServer):
     """The client of NixlConnector's bidirectional mode: sends a turn to both engines, and remembers the
     decode engine's blocks for the next turn."""
 
@@ -199,7 +199,7 @@ class Bidirectional(Endpoint):
         self._blocks: dict[str, dict[str, Any]] = {}
         """The decode engine's kv_transfer_params of the turn before, by conversation."""
 
-    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answer:
+    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> TimedAnswer:
         name = headers.get(SESSION, "")
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         blocks = self._blocks.pop(name, {**nothing, "do_remote_decode": True, "do_remote_prefill": False})
@@ -230,7 +230,9 @@ class Bidirectional(Endpoint):
             raise TurnError("broken", f"{server.name}: {type(error).__name__}: {error}") from error
 
 
-def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Mapping[str, Any]) -> Answer:
+def bidirectional_answer(
+    seconds: float, computed: Mapping[str, Any], answer: Mapping[str, Any]
+) -> TimedAnswer:
     """Returns the answer of both engines. ``seconds``: until the prefill engine's answer ``computed``.
 
     TurnError: the decode engine reports no times.
@@ -242,7 +244,7 @@ def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Ma
     usage = msgspec.convert({**answer["usage"]}, Usage)
     usage.prompt_tokens_details = msgspec.convert(computed["usage"], Usage).prompt_tokens_details
     mean = times.get("mean_itl_ms")
-    return Answer(
+    return TimedAnswer(
         text="",
         said="",
         token_ids=answer["choices"][0]["token_ids"],

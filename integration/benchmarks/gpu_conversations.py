@@ -50,11 +50,11 @@ from gpu_goodput import write_tokenizer
 from shapes import SHAPES
 
 from kv_connector.bench.conversations.client import TurnError
-from kv_connector.bench.conversations.counters import Reading, Source, engine, read_all, read_settled
-from kv_connector.bench.conversations.load import Load, Manner
+from kv_connector.bench.conversations.counters import MetricsSource, Reading, engine, read_all, read_settled
+from kv_connector.bench.conversations.load import ConversationLoad, Manner
 from kv_connector.bench.conversations.prompts import Api, Scale, new_dialogue, piece
 from kv_connector.bench.conversations.results import Turn
-from kv_connector.bench.conversations.workload import Pace, Shape
+from kv_connector.bench.conversations.workload import ConversationShape, Pace
 from kv_connector.lab.process import StartError, leave_on_signals
 
 # In the order of their importance: the limit cuts the last ones.
@@ -158,15 +158,15 @@ class Bench:
         phase: str,
         system: System,
         http: aiohttp.ClientSession,
-        shape: Shape,
+        shape: ConversationShape,
         pace: Pace,
         seed: int,
         seconds: float,
     ) -> None:
-        sources = [Source(server.name, f"{server.url}/metrics") for server in system.servers]
+        sources = [MetricsSource(server.name, f"{server.url}/metrics") for server in system.servers]
         count = len(sources)
         if system.router is not None:
-            sources.append(Source("router", f"http://{HOST}:{system.router.port}/metrics"))
+            sources.append(MetricsSource("router", f"http://{HOST}:{system.router.port}/metrics"))
         before = await read_all(http, sources)
         turns: list[Turn] = []
         begin = time.perf_counter()
@@ -191,7 +191,7 @@ class Bench:
         self,
         system: System,
         http: aiohttp.ClientSession,
-        shape: Shape,
+        shape: ConversationShape,
         pace: Pace,
         seed: int,
         turns: list[Turn],
@@ -207,7 +207,7 @@ class Bench:
                 )
 
         manner = Manner(api=Api.TOKENS, model="model", seed=seed, session_header=SESSION)
-        await Load(system.endpoints(http), manner, Scale(), record).converse(shape, pace)
+        await ConversationLoad(system.endpoints(http), manner, Scale(), record).converse(shape, pace)
 
     async def _lose(self, system: System, http: aiohttp.ClientSession) -> None:
         """Measures the turn after a loss of the cache, one conversation after another."""
@@ -269,7 +269,7 @@ async def forget(client: httpx.AsyncClient, server: Server) -> None:
     await asyncio.sleep(REST_SECONDS)
 
 
-def growth(read: Sequence[tuple[Source, Reading, Reading]]) -> dict[str, float]:
+def growth(read: Sequence[tuple[MetricsSource, Reading, Reading]]) -> dict[str, float]:
     """Returns the growth of the counters in COUNTERS, of those that grew."""
     found: dict[str, float] = {}
     for source, before, after in read:

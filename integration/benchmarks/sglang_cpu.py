@@ -33,7 +33,7 @@ import msgspec
 import psutil
 
 from kv_connector.lab.model import make_llama
-from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import HOST, ServerSettings, SglangCluster, SglangServer
 from kv_connector.lab.sse import Events
 
 TOKENS = 16
@@ -52,11 +52,11 @@ MOONCAKE = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 @dataclass
 class Deployment:
     name: str
-    decode: Server
-    prefill: Server | None = None
+    decode: SglangServer
+    prefill: SglangServer | None = None
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[SglangServer]:
         return [server for server in (self.prefill, self.decode) if server is not None]
 
     def signal(self, number: signal.Signals) -> None:
@@ -187,7 +187,7 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
         print(f"{each[0]} tokens, {each[1]} at a time".ljust(24) + "".join(f"{cell:>46}" for cell in cells))
 
 
-async def at_rest(server: Server, limit: float) -> float | None:
+async def at_rest(server: SglangServer, limit: float) -> float | None:
     """Returns the seconds until the server has no request in flight; None beyond `limit`."""
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=10) as http:

@@ -24,7 +24,7 @@ from typing import Any
 import sglang_cpu as lab
 from shapes import SHAPES
 
-from kv_connector.lab.sglang_cluster import Role, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import Role, ServerSettings, SglangCluster, SglangServer
 
 # Tokens of a prompt, requests at a time, number of requests.
 LOADS = ((1024, 1, 8), (1024, 8, 32), (4096, 1, 8), (4096, 8, 24), (16384, 1, 4), (16384, 8, 16))
@@ -45,7 +45,7 @@ FLAGS: dict[str, dict[str, str]] = {
 class GpuCluster(SglangCluster):
     def start_gpu(
         self, name: str, gpu: int, attention: str, role: Role | None = None, backend: str = ""
-    ) -> Server:
+    ) -> SglangServer:
         words = {
             "load-format": "dummy", "device": "cuda", "attention-backend": attention, "dtype": "bfloat16",
             "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.9,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from protocol_setup import ADVICE, BLOCK, HASH, layout, pairs
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, MemoryRange
+from kv_connector.agent.config import AgentConfig, PageMemory
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine
@@ -199,7 +199,7 @@ class Stage:
             verify_pages=verify_pages,
             allow_fallback=allow_fallback,
         )
-        ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
+        ranges = [PageMemory(memory.ctypes.data, memory.nbytes)]
         agent = Agent(config, ranges, engine if engine is not None else self.engine(name))
         self._stack.callback(agent.close)
         self._stack.callback(lambda: memory)  # outlives the agent

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 # Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
@@ -192,7 +192,7 @@ async def cluster(
             "decode": (Endpoint.parse(d.url),),
         }
         async with (
-            serve(create_app(Settings(**endpoints, **settings))) as url,
+            serve(create_app(RouterSettings(**endpoints, **settings))) as url,
             client_of(url) as client,
         ):
             yield p, d, client

@@ -17,7 +17,7 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 COMPLETION = "/v1/completions"
@@ -61,7 +61,7 @@ async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
     async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
         made = Site(p, first, second)
         both = [Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in (first, second, *more)]
-        chosen = Settings(
+        chosen = RouterSettings(
             (Endpoint.parse(f"{p.url}@10.0.0.1:5600"), *both),
             tuple(both),
             registration=made.registration,

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheL
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import get_kv_cache_config_from_groups
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import PageMemory
 from kv_connector.protocol.pages.layout import GroupTarget, KvLayout, Part, memory_problem
 from kv_connector.protocol.plans.plan import Plan
 from kv_connector.protocol.plans.sources import Holders, choose_sources
@@ -72,7 +72,7 @@ def engine(
 @dataclass
 class Rank:
     layout: KvLayout
-    memory: tuple[MemoryRange, ...]
+    memory: tuple[PageMemory, ...]
     tensors: dict[str, torch.Tensor]
 
     def run(self, part: Part, block: int, *places: int) -> bytes:

@@ -14,7 +14,7 @@ from deployment import Client, Deployment, completion_body, prompt, wait_until
 from otlp import Span
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
-from kv_connector.control.timelines import Worker, ask_workers
+from kv_connector.control.timelines import WorkerTimelines, ask_workers
 from kv_connector.lab.cluster import EngineProcess
 from kv_connector.protocol.actions import Address
 
@@ -69,7 +69,7 @@ async def test_router_both_engines_and_the_transfer_are_one_trace(
     assert push.attributes["kv.bytes"] > 0
 
 
-def recall(engine: EngineProcess, key: ClusterKey, text: str) -> Worker:
+def recall(engine: EngineProcess, key: ClusterKey, text: str) -> WorkerTimelines:
     assert engine.control_port is not None
     (worker,) = ask_workers([Address(engine.host, engine.control_port)], key, text, 9, 30.0)
     return worker

@@ -13,7 +13,7 @@ from agent_setup import Stage, until
 from protocol_setup import layout, pairs
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange
+from kv_connector.agent.config import AgentConfig, AgentError, PageMemory
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 
@@ -41,9 +41,9 @@ def test_an_address_of_another_machine_names_the_setting() -> None:
         agent.start()
 
 
-def memory_of(buffer: bytearray) -> list[MemoryRange]:
+def memory_of(buffer: bytearray) -> list[PageMemory]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    return [MemoryRange(address, len(buffer))]
+    return [PageMemory(address, len(buffer))]
 
 
 def test_an_unknown_provider_is_named() -> None:

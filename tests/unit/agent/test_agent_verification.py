@@ -17,7 +17,7 @@ from agent_pairs import SOURCE, TARGET, every_lane, transfer, transfer_again
 from agent_setup import PATIENCE, TIMES, Side, Stage, acquaint, until
 from protocol_setup import BLOCK, PAGE, layout
 
-from kv_connector.agent.config import AgentError, MemoryRange
+from kv_connector.agent.config import AgentError, PageMemory
 from kv_connector.agent.loop.page_summer import PageSummer, Summed
 from kv_connector.agent.reports.ledger import CheckStats
 from kv_connector.protocol.actions import Outcome, SummedPages
@@ -324,7 +324,7 @@ def test_pages_outside_their_own_region_are_not_summed() -> None:
     """Another region may begin where this region ends."""
     memory = np.zeros(4 * PAGE, np.uint8)
     half = memory.nbytes // 2
-    ranges = (MemoryRange(memory.ctypes.data, half), MemoryRange(memory.ctypes.data + half, half))
+    ranges = (PageMemory(memory.ctypes.data, half), PageMemory(memory.ctypes.data + half, half))
     summer, results = PageSummer(ranges, on_gpu=False), SimpleQueue[tuple[bytes, str]]()
     for layers in (((0, 0), (1, PAGE)), ((1, PAGE), (0, 2 * PAGE)), ((0, 0), (1, 2 * PAGE))):
         pages = SummedPages(layers, (0,), PAGE, (0,), PAGE)

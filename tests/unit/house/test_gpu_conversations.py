@@ -14,9 +14,9 @@ from gpu_conversations import PLAN, Bench, Results, Run, growth
 from rich.console import Console
 
 from kv_connector.bench.conversations.client import TurnError
-from kv_connector.bench.conversations.counters import Reading, Source
+from kv_connector.bench.conversations.counters import MetricsSource, Reading
 from kv_connector.bench.conversations.report import print_results, totals
-from kv_connector.bench.conversations.results import Engine, Turn
+from kv_connector.bench.conversations.results import EngineGrowth, Turn
 from kv_connector.lab.process import StartError
 
 
@@ -37,7 +37,7 @@ def load(
     phase: str, system: str, turns: list[Turn], computed: tuple[int | None, ...] = (100,)
 ) -> dict[str, Any]:
     engines = [
-        Engine(name=f"{system}-{number}", side=system, computed_tokens=tokens)
+        EngineGrowth(name=f"{system}-{number}", side=system, computed_tokens=tokens)
         for number, tokens in enumerate(computed)
     ]
     return load_line(phase, system, turns, engines, 1.0, interrupted=False)
@@ -164,7 +164,7 @@ def test_growth_has_only_counters_that_grew() -> None:
         kv_connector_other_total=9,
         kv_connector_prefix_created=9,
     )
-    assert growth([(Source("p", "u"), before, after)]) == {
+    assert growth([(MetricsSource("p", "u"), before, after)]) == {
         "p kv_connector_prefix_requests_total side=borrow": 3.0
     }
 

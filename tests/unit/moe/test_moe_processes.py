@@ -16,7 +16,7 @@ from moe_ranks import Ended, Kill, Side, random_death, run_ranks, settings_of
 
 from kv_connector import _native
 from kv_connector.moe import oracle
-from kv_connector.moe.group import Fault, Group, GroupError
+from kv_connector.moe.group import Group, GroupError, LaunchFault
 
 RANKS = 3
 HIDDEN, TOP_K, EXPERTS = 64, 4, 8
@@ -221,7 +221,7 @@ def test_killed_rank_ends_the_step_with_its_name(victim: int, phase: str) -> Non
     for error, fault, _ in results:
         named = rf"rank {victim} \(process \d+\) has ended \(LOST\)\. The results of this step are void\."
         assert re.search(named, error), error
-        assert fault == Fault("LOST", victim)
+        assert fault == LaunchFault("LOST", victim)
 
 
 @pytest.mark.parametrize(("phase", "noun"), [("dispatch", "rows"), ("combine", "results")])
@@ -244,7 +244,7 @@ def test_stopped_rank_is_named_and_ends_its_own_step_when_it_wakes(phase: str, n
             assert f"its {noun} within 30 s ({code})" in error  # the setting, which forming had
         else:
             assert re.search(r"in time, and rank [02] \(process \d+\) gave it up \(GIVEN_UP\)", error), error
-    assert results[1][1] == Fault("GIVEN_UP", 1)
+    assert results[1][1] == LaunchFault("GIVEN_UP", 1)
     assert codes == {code, "GIVEN_UP"}
 
 
@@ -263,7 +263,7 @@ def checked_step(group: Group, number: int) -> None:
     assert same(out, oracle.combine(results, [one.ids for one in inputs], None, rank, None))
 
 
-def steps_until_a_death(side: Side) -> tuple[Fault | None, str]:
+def steps_until_a_death(side: Side) -> tuple[LaunchFault | None, str]:
     group = Group.form(settings_of(side.rank, RANKS), side.exchange)
     side.note("begins")
     error = ""
@@ -285,7 +285,7 @@ def test_killed_rank_is_named_wherever_it_is(turn: int) -> None:
     results = run_ranks(RANKS, steps_until_a_death, noted=noted)
     assert results.pop(victim) == Ended(-9)
     for fault, error in results:
-        assert fault == Fault("LOST", victim), error
+        assert fault == LaunchFault("LOST", victim), error
         assert re.search(rf"rank {victim} \(process \d+\) has ended \(LOST\)", error), error
 
 

@@ -28,7 +28,7 @@ from kv_connector.cli import drain
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.completion import Completion
@@ -325,7 +325,7 @@ async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
     async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
         s = Site(p, first, second)
         decode = tuple(Endpoint.parse(one.url) for one in (first, second))
-        settings = Settings((Endpoint.parse(p.url),), decode, registration=s.registration)
+        settings = RouterSettings((Endpoint.parse(p.url),), decode, registration=s.registration)
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as s.client,

@@ -24,7 +24,7 @@ from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE, Prefetches
 from kv_connector.router.streams.running import SPARE
@@ -111,7 +111,10 @@ async def site(
             "policy": PolicyName.CACHE_AWARE,
             "patience": PATIENCE,
         }
-        async with serve(create_app(Settings(**{**listed, **settings}))) as url, client_of(url) as client:
+        async with (
+            serve(create_app(RouterSettings(**{**listed, **settings}))) as url,
+            client_of(url) as client,
+        ):
             made = Site(p, d, client)
             made.address = address
             await made.register(Role.PREFILL, **(p_facts or {}))

@@ -58,7 +58,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import MalformedMessage, Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
-from kv_connector.router.engines.settings import Objectives, Settings
+from kv_connector.router.engines.settings import Objectives, RouterSettings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.weights.trainer import router_list
 from kv_connector.weights.trainer.router_list import NoEngines, RouterList
@@ -103,7 +103,7 @@ class Cluster:
             "dead": PATIENCE,
         }
         async with (
-            serve(create_app(Settings(**(chosen | settings)))) as url,
+            serve(create_app(RouterSettings(**(chosen | settings)))) as url,
             client_of(url) as client,
         ):
             yield client
@@ -742,7 +742,7 @@ def listed(
 ) -> contextlib.AbstractAsyncContextManager[str]:
     return serve(
         create_app(
-            Settings(
+            RouterSettings(
                 prefill=tuple(Endpoint.parse(engine.url) for engine in prefill),
                 decode=tuple(Endpoint.parse(engine.url) for engine in decode),
                 **settings,
@@ -1204,7 +1204,7 @@ async def test_a_registration_port_in_use_is_one_line(caplog: pytest.LogCaptureF
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        app = create_app(Settings((), (), registration=Address("127.0.0.1", port)))
+        app = create_app(RouterSettings((), (), registration=Address("127.0.0.1", port)))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
         with pytest.raises(SystemExit):
             await server.serve()

@@ -18,11 +18,11 @@ from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, Reading, alo
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests import early_token
-from kv_connector.router.requests.continuation import Tail, resumed_prompt
+from kv_connector.router.requests.continuation import ContinuationTail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
 from kv_connector.router.streams import continuing, resumption, turns
 from kv_connector.router.streams.running import Running, Shown
@@ -61,7 +61,7 @@ async def fleet(
             await stack.enter_async_context(serve_vllm(number + 1)) for number in range(prefill + decode)
         ]
         made = Fleet(engines[:prefill], engines[prefill:])
-        chosen = Settings(
+        chosen = RouterSettings(
             tuple(Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in made.prefill),
             tuple(Endpoint.parse(url) for url in (*(one.url for one in made.decode), *more)),
             **settings,
@@ -526,11 +526,11 @@ async def test_whole_answer_is_computed_again() -> None:
 
 
 def test_tail_leaves_out_the_tokens_that_the_client_has() -> None:
-    tail = Tail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
+    tail = ContinuationTail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
     assert tail.of(chunk("", [6])) == b""
     assert tail.of(chunk("bc", [7, 8])) == chunk("bc", [8])
     assert tail.of(chunk("d", [6])) == chunk("d", [6])
-    other = Tail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
+    other = ContinuationTail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
     with pytest.raises(Failure, match="continued with token 9, where the client has 6"):
         other.of(chunk("b", [9]))
 

@@ -31,7 +31,7 @@ from kv_connector.router.engines.client import LOST_SECONDS, EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.pool import NoEngine, Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.requests.completion import Completion
@@ -107,7 +107,7 @@ async def test_prefill_engine_counts_as_free_once_it_has_answered() -> None:
         return await answer_ok(request, body)
 
     async with serve_engine(hold) as busy, serve_engine(answer_ok) as quick, serve_engine(answer_ok) as d:
-        settings = Settings(
+        settings = RouterSettings(
             prefill=(Endpoint.parse(busy.url), Endpoint.parse(quick.url)), decode=(Endpoint.parse(d.url),)
         )
         async with (
@@ -126,7 +126,7 @@ async def test_prefill_engine_counts_as_free_once_it_has_answered() -> None:
 async def test_listed_ranks_are_used_in_turn_each_with_its_own_pages() -> None:
     """The router sets the rank of each request. A client's header does not change it."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
-        settings = Settings(
+        settings = RouterSettings(
             prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
             decode=(Endpoint.parse(d.url),) * 2,
         )
@@ -162,7 +162,7 @@ async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str,
         endpoints[side] = tuple(Endpoint.parse(f"{url}@10.0.0.1:{port}") for port in (5600, 5602))
         async with (
             # Serial, because the fake decode engine does not wait for pages, as a real one does.
-            serve(create_app(Settings(**endpoints, dispatch="serial"))) as address,
+            serve(create_app(RouterSettings(**endpoints, dispatch="serial"))) as address,
             client_of(address) as client,
         ):
             for _ in range(8):
@@ -180,7 +180,7 @@ async def test_a_400_of_another_cause_is_the_requests_fault() -> None:
         return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
 
     async with serve_engine(answer_ok) as p, serve_engine(refuse) as d:
-        settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
+        settings = RouterSettings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as client,
@@ -503,7 +503,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
 
         async with serve_engine(wait) as engine:
             urls = {"prefill": engine.url, "decode": engine.url} | {side: down}
-            settings = Settings(
+            settings = RouterSettings(
                 prefill=(Endpoint.parse(urls["prefill"]),),
                 decode=(Endpoint.parse(urls["decode"]),),
                 dispatch=dispatch,  # type: ignore[arg-type]
@@ -531,7 +531,7 @@ async def test_request_whose_only_prefill_engine_is_down_is_served_by_decode_alo
 
     with nobody() as down:
         async with serve_engine(load) as d:
-            settings = Settings(
+            settings = RouterSettings(
                 (Endpoint.parse(down),),
                 (Endpoint.parse(d.url),),
                 dispatch=dispatch,  # type: ignore[arg-type]
@@ -787,7 +787,7 @@ async def test_stopping_router_waits_until_prefill_is_notified() -> None:
         return JSONResponse({}, 404)
 
     async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
-        app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
+        app = create_app(RouterSettings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
         running = AsyncExitStack()
         await running.enter_async_context(app.router.lifespan_context(app))
         async with httpx.AsyncClient(
@@ -817,7 +817,7 @@ async def test_prefill_is_notified_of_an_unreachable_decode_engine() -> None:
     with nobody() as down:
         async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
             decodes = (Endpoint.parse(down), Endpoint.parse(d.url))
-            settings = Settings(prefill=(Endpoint.parse(p.url),), decode=decodes)
+            settings = RouterSettings(prefill=(Endpoint.parse(p.url),), decode=decodes)
             async with (
                 serve(create_app(settings)) as url,
                 client_of(url) as client,
@@ -900,7 +900,7 @@ async def test_other_routes_are_answered_by_a_decode_engine() -> None:
 async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -> None:
     with nobody() as down:
         async with serve_engine(answer_ok) as engine:
-            settings = Settings(
+            settings = RouterSettings(
                 prefill=(Endpoint.parse(engine.url),),
                 decode=(Endpoint.parse(down), Endpoint.parse(engine.url)),
             )
@@ -994,14 +994,14 @@ def test_a_wrong_endpoint_is_named(text: str) -> None:
 
 def test_a_router_needs_both_sides() -> None:
     with pytest.raises(ValueError, match="at least one --prefill"):
-        Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
+        RouterSettings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
 
 
 def test_two_ranks_of_a_listed_prefill_engine_have_two_control_addresses() -> None:
     twice = (Endpoint.parse("http://h:1"),) * 2
     with pytest.raises(ValueError, match="own control address"):
-        Settings(prefill=twice, decode=twice)
-    Settings(prefill=twice[:1], decode=twice)
+        RouterSettings(prefill=twice, decode=twice)
+    RouterSettings(prefill=twice[:1], decode=twice)
 
 
 def test_an_empty_object_is_the_engines_to_judge() -> None:

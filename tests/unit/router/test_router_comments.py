@@ -12,7 +12,7 @@ from router_setup import Stream, answer_ok, cluster, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.comments import COMMENT, Comments
 
@@ -100,4 +100,4 @@ async def test_event_restarts_the_time_of_the_next_comment() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
 def test_interval_that_cannot_be_used_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="--stream-comments"):
-        Settings((), (), stream_comments=seconds)
+        RouterSettings((), (), stream_comments=seconds)

@@ -19,7 +19,7 @@ from router_setup import PATIENCE, Stream, answer_ok, client_of, serve_engine, u
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings, Timeouts
+from kv_connector.router.engines.settings import RequestTimeouts, RouterSettings
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import RouterServer
@@ -159,7 +159,7 @@ def test_time_limit_that_cannot_be_used_is_named_alone(option: str, tmp_path: Pa
 def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
     option: str, most: int, tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Settings] = []
+    made: list[RouterSettings] = []
     monkeypatch.setattr("kv_connector.cli.router.raise_descriptor_limit", lambda: 65_535)
     monkeypatch.setattr("kv_connector.router.front.app.create_app", made.append)
     assert router(tmp_path / "router.yaml", f"{ENGINES}{option}\n")[0] == 0
@@ -303,7 +303,7 @@ async def test_options_of_the_command_line_stay_after_a_reload(
         path.write_text(ENGINES + "request-timeout: 8\n")
         await reload(caplog, "Restart the router to change --shutdown-timeout")
         (settings,) = changed
-        assert settings.timeouts == Timeouts(request=9)
+        assert settings.timeouts == RequestTimeouts(request=9)
         assert settings.decode == (Endpoint.parse("http://127.0.0.1:8200"),)
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -232,7 +232,7 @@ async def test_usage_without_cached_tokens_does_not_wait_for_prefill() -> None:
 async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
     async with serve_engine(decode) as both:
         endpoint = Endpoint.parse(f"{both.url}@10.0.0.1:5601")
-        settings = Settings(prefill=(endpoint,), decode=(endpoint,))
+        settings = RouterSettings(prefill=(endpoint,), decode=(endpoint,))
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as client,

@@ -16,7 +16,7 @@ from agent_setup import PATIENCE, Side, Stage, until
 from protocol_setup import BLOCK
 
 from kv_connector.agent.config import AgentError
-from kv_connector.agent.start import Running
+from kv_connector.agent.start import RunningAgent
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
@@ -242,7 +242,7 @@ def connector(
     )
     registrar: Any = SimpleNamespace(set_asleep=words.append) if registers else None
     reporter: Any = None
-    made._running = Running(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
+    made._running = RunningAgent(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
     return made
 
 

@@ -12,7 +12,7 @@ from weight_engines import Engine, drawn
 
 from kv_connector.protocol.wire.version import MAX_NAME, identity, shown, shown_apart
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.sources import CheckpointSource, Source, TensorSource
+from kv_connector.weights.sources import CheckpointSource, TensorSource, WeightSource
 from kv_connector.weights.update import PushError
 
 PATIENCE_S = 30
@@ -27,7 +27,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def push(source: Source, version: str, *engines: Engine) -> None:
+def push(source: WeightSource, version: str, *engines: Engine) -> None:
     with WeightPusher(source, [str(engine.address) for engine in engines]) as pusher:
         pusher.connect()
         pusher.push(version).wait("applied", PATIENCE_S)
