@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from gpu_engines import CPU_ENVIRONMENT, HOST, Server, ours, theirs
-from gpu_goodput import Router
+from gpu_engines import CPU_ENVIRONMENT, HOST, GpuServer, ours, theirs
+from gpu_goodput import GoodputRouter
 
 from kv_connector.bench.conversations.client import CompletionServer, TimedAnswer, TurnError, Usage
 from kv_connector.bench.conversations.workload import PRESETS, ConversationShape, Pace
@@ -42,7 +42,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ConversationMachine:
     arguments: Sequence[str]
     """Arguments of every engine."""
     provider: str
@@ -61,7 +61,7 @@ class Machine:
 _COMMON = ["--no-skip-tokenizer-init", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 # Three engines per GPU with 16 GB of weights and 22 GiB of KV each, which hold 180,224 tokens of the Llama
 # shape. Two agents of six turns have 130,510 tokens.
-GPU = Machine(
+GPU = ConversationMachine(
     [
         *_COMMON,
         "--load-format=dummy",
@@ -77,7 +77,7 @@ GPU = Machine(
     3,
     {"chat": 75.0, "lost": 40.0, "agent": 60.0},
 )
-CPU = Machine(
+CPU = ConversationMachine(
     [
         *_COMMON,
         "--dtype=float32",
@@ -99,18 +99,18 @@ CPU = Machine(
 
 
 @dataclass
-class System:
+class ConversationSystem:
     """The engines of one contestant, and its router."""
 
     name: str
-    servers: Sequence[Server]
-    router: Router | None = None
+    servers: Sequence[GpuServer]
+    router: GoodputRouter | None = None
     steady: bool = False
     """Its engines keep running while others are measured."""
     up: bool = False
 
     @property
-    def prefill(self) -> Server:
+    def prefill(self) -> GpuServer:
         """The engine that loses its cache."""
         return self.servers[0]
 
@@ -170,7 +170,7 @@ class System:
         processes += [self.router.process] if self.router is not None else []
         stop([process for process in processes if process is not None])
 
-    def dead(self) -> list[Server]:
+    def dead(self) -> list[GpuServer]:
         """Returns the engines that ended by themselves."""
         return [one for one in self.servers if one.process is not None and not one.process.running()]
 
@@ -193,7 +193,7 @@ class Bidirectional(CompletionServer):
     """The client of NixlConnector's bidirectional mode: sends a turn to both engines, and remembers the
     decode engine's blocks for the next turn."""
 
-    def __init__(self, http: aiohttp.ClientSession, prefill: Server, decode: Server) -> None:
+    def __init__(self, http: aiohttp.ClientSession, prefill: GpuServer, decode: GpuServer) -> None:
         super().__init__(http, prefill.url, timeout=TIMEOUT, headers={})
         self._session, self._prefill, self._decode = http, prefill, decode
         self._blocks: dict[str, dict[str, Any]] = {}
@@ -216,7 +216,7 @@ class Bidirectional(CompletionServer):
             self._blocks[name] = answer["kv_transfer_params"]
         return bidirectional_answer(seconds, computed, answer)
 
-    async def _post(self, server: Server, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, server: GpuServer, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             async with self._session.post(
                 server.url + path, json=body, timeout=aiohttp.ClientTimeout(total=TIMEOUT)
@@ -254,17 +254,21 @@ def bidirectional_answer(
     )
 
 
-def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str, System]:
+def systems(
+    plan: argparse.Namespace, machine: ConversationMachine, model: Path
+) -> dict[str, ConversationSystem]:
     """Returns the systems by name, each with one engine on both GPUs."""
     ports = iter(free_ports(40))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
-    def server(name: str, gpu: int, port: int, *more: str, **rest: Any) -> Server:
+    def server(name: str, gpu: int, port: int, *more: str, **rest: Any) -> GpuServer:
         environment = {**machine.environment, "VLLM_SERVER_DEV_MODE": "1", **rest.pop("environment", {})}
         arguments = [*common, *more]
-        return Server(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
+        return GpuServer(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
 
-    made = {"plain": System("plain", [server(f"plain-{gpu}", gpu, next(ports)) for gpu in (0, 1)])}
+    made = {
+        "plain": ConversationSystem("plain", [server(f"plain-{gpu}", gpu, next(ports)) for gpu in (0, 1)])
+    }
 
     for system in ("ours", "no-prefetch"):
         registration = next(ports)
@@ -277,8 +281,8 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
             engines.append(server(name, gpu, port, *more, transfer=transfer, control_port=control))
         options = ["--registration", f"{HOST}:{registration}"]
         options += ["--no-prefetch-answers"] if system == "no-prefetch" else []
-        router = Router(f"router-{system}", next(ports), options, plan.work)
-        made[system] = System(system, engines, router, steady=True)
+        router = GoodputRouter(f"router-{system}", next(ports), options, plan.work)
+        made[system] = ConversationSystem(system, engines, router, steady=True)
 
     for system in ("nixl", "bidirectional"):
         engines = []
@@ -290,8 +294,8 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
                 more = ["--enable-per-request-metrics"]
             name = f"{system}-prefill" if role == "kv_producer" else f"{system}-decode"
             engines.append(server(name, gpu, next(ports), *more, transfer=transfer, environment=side))
-        made[system] = System(system, engines)
+        made[system] = ConversationSystem(system, engines)
     prefill, decode = made["nixl"].servers
     options = ["--serial", "--prefill", prefill.url, "--decode", decode.url]
-    made["nixl"].router = Router("router-nixl", next(ports), options, plan.work)
+    made["nixl"].router = GoodputRouter("router-nixl", next(ports), options, plan.work)
     return made

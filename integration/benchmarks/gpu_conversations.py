@@ -44,8 +44,17 @@ import aiohttp
 import httpx
 import msgspec
 from conversation_goals import load_line, report
-from conversation_systems import CPU, GPU, SESSION, SYSTEMS, TIMEOUT, Machine, System, systems
-from gpu_engines import ENVIRONMENT, HOST, Body, Server, direct, write_tiny
+from conversation_systems import (
+    CPU,
+    GPU,
+    SESSION,
+    SYSTEMS,
+    TIMEOUT,
+    ConversationMachine,
+    ConversationSystem,
+    systems,
+)
+from gpu_engines import ENVIRONMENT, HOST, Body, GpuServer, direct, write_tiny
 from gpu_goodput import write_tokenizer
 from shapes import SHAPES
 
@@ -119,15 +128,15 @@ class Results:
         self.add({"kind": "out", "phase": phase, "system": system, "reason": reason})
 
 
-class Bench:
+class ConversationBench:
     """Measures systems that are up."""
 
-    def __init__(self, machine: Machine, results: Results) -> None:
+    def __init__(self, machine: ConversationMachine, results: Results) -> None:
         self._machine = machine
         self._results = results
         self._warm: set[str] = set()
 
-    async def measure(self, phase: str, system: System, seconds: float) -> None:
+    async def measure(self, phase: str, system: ConversationSystem, seconds: float) -> None:
         """Measures one phase for at most so many seconds."""
         begin = time.perf_counter()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -156,7 +165,7 @@ class Bench:
     async def _converse(
         self,
         phase: str,
-        system: System,
+        system: ConversationSystem,
         http: aiohttp.ClientSession,
         shape: ConversationShape,
         pace: Pace,
@@ -189,7 +198,7 @@ class Bench:
 
     async def _load(
         self,
-        system: System,
+        system: ConversationSystem,
         http: aiohttp.ClientSession,
         shape: ConversationShape,
         pace: Pace,
@@ -209,7 +218,7 @@ class Bench:
         manner = Manner(api=Api.TOKENS, model="model", seed=seed, session_header=SESSION)
         await ConversationLoad(system.endpoints(http), manner, Scale(), record).converse(shape, pace)
 
-    async def _lose(self, system: System, http: aiohttp.ClientSession) -> None:
+    async def _lose(self, system: ConversationSystem, http: aiohttp.ClientSession) -> None:
         """Measures the turn after a loss of the cache, one conversation after another."""
         case = "loaded" if system.name in ("ours", "bidirectional") else "recomputed"
         lost = self._machine.lost
@@ -237,7 +246,7 @@ class Bench:
                     self._lost(system, "recomputed", number, again.ttft, tokens, None)
 
     def _lost(
-        self, system: System, case: str, number: int, ttft: float, tokens: int, cached: int | None
+        self, system: ConversationSystem, case: str, number: int, ttft: float, tokens: int, cached: int | None
     ) -> None:
         line = {
             "kind": "lost" if number else "warm-up",
@@ -255,7 +264,7 @@ class Bench:
             self._results.write(line)
 
 
-async def forget(client: httpx.AsyncClient, server: Server) -> None:
+async def forget(client: httpx.AsyncClient, server: GpuServer) -> None:
     """Empties the engine's prefix cache. RuntimeError: it still holds blocks."""
     await asyncio.sleep(REST_SECONDS)
     deadline = time.monotonic() + FORGET_SECONDS
@@ -282,13 +291,13 @@ def growth(read: Sequence[tuple[MetricsSource, Reading, Reading]]) -> dict[str, 
     return found
 
 
-class Run:
+class ConversationRun:
     """The plan of a run: starts systems, measures their phases, and ends them."""
 
     def __init__(
         self,
-        machine: Machine,
-        systems: Mapping[str, System],
+        machine: ConversationMachine,
+        systems: Mapping[str, ConversationSystem],
         results: Results,
         *,
         limit: float = float("inf"),
@@ -302,7 +311,7 @@ class Run:
         self._left: list[tuple[str, str]] = []
         self._out: set[str] = set()
 
-    def run(self, plan: Sequence[tuple[str, str]], bench: Bench) -> None:
+    def run(self, plan: Sequence[tuple[str, str]], bench: ConversationBench) -> None:
         """Measures the phases of systems in this order, as long as there is time."""
         self._left = list(plan)
         while self._left:
@@ -345,12 +354,12 @@ class Run:
             if system.up:
                 system.rest()
 
-    def _leave_out(self, phase: str, system: System, reason: str) -> None:
+    def _leave_out(self, phase: str, system: ConversationSystem, reason: str) -> None:
         self._results.out(phase, system.name, reason)
         self._out.add(system.name)
         system.end()
 
-    def _measure(self, bench: Bench, phase: str, system: System) -> None:
+    def _measure(self, bench: ConversationBench, phase: str, system: ConversationSystem) -> None:
         seconds = max(LEAST_SECONDS, min(self._machine.seconds[phase], self._deadline - time.monotonic()))
         print(f"\n== {phase}, {system.name}", flush=True)
         begin = time.monotonic()
@@ -412,7 +421,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     with leave_on_signals(), plan.json.open("a") as sink:
         results = Results(sink)
-        run = Run(
+        run = ConversationRun(
             machine,
             systems(plan, machine, model),
             results,
@@ -423,7 +432,7 @@ def main() -> None:
         if plan.cpu:  # engines start slowly: one system after another
             wanted.sort(key=lambda one: SYSTEMS.index(one[1]))
         try:
-            run.run(wanted, Bench(machine, results))
+            run.run(wanted, ConversationBench(machine, results))
         finally:
             run.end()
             print(report(results.lines))

@@ -63,7 +63,7 @@ def note(path: Path, **row: Any) -> None:
 
 
 async def measure(
-    one: lab.Deployment, path: Path, expected: dict[tuple[int, int, int], Any], deadline: float
+    one: lab.SglangDeployment, path: Path, expected: dict[tuple[int, int, int], Any], deadline: float
 ) -> None:
     for _ in range(20):  # the first requests build kernels
         try:
@@ -136,11 +136,11 @@ def main() -> None:
             ones = []
             for one in group:
                 if one == "one server":
-                    ones.append(lab.Deployment(one, cluster.start_gpu("one", 1, options.attention)))
+                    ones.append(lab.SglangDeployment(one, cluster.start_gpu("one", 1, options.attention)))
                     continue
                 prefill = cluster.start_gpu(f"{one}-prefill", 0, options.attention, "prefill", one)
                 decode = cluster.start_gpu(f"{one}-decode", 1, options.attention, "decode", one)
-                ones.append(lab.Deployment(one, decode, prefill))
+                ones.append(lab.SglangDeployment(one, decode, prefill))
             limit = time.monotonic() + min(options.start, deadline - time.monotonic() - 30)
             for one in ones:
                 try:

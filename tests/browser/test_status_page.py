@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from chromium import Chromium, Page
+from chromium import BrowserPage, Chromium
 from router_setup import PATIENCE, answer_ok, cluster, refuse, serve, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,7 +33,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 
 @contextlib.asynccontextmanager
-async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[Page]:
+async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[BrowserPage]:
     """Opens the status page of the client's router. The test fails if the browser complains about the
     page."""
     async with browser.page(str(client.base_url)) as page:

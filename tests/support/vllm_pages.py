@@ -70,7 +70,7 @@ def engine(
 
 
 @dataclass
-class Rank:
+class PagesRank:
     layout: KvLayout
     memory: tuple[PageMemory, ...]
     tensors: dict[str, torch.Tensor]
@@ -102,19 +102,19 @@ def make_rank(
     rank: int = 0,
     ranks: int = 1,
     kv_heads: int = 2,
-) -> Rank:
+) -> PagesRank:
     """Makes a rank with these layers, of a model with this many KV heads and attention as on a GPU."""
     cache, tensors = caches(config, groups, order, kernel_blocks)
     names = [name for group in groups for name in group.layer_names]
     modules = {name: attention() if layer is None else layer(name) for name in names}
     layout, memory = kv_layout(engine(modules, ranks, kv_heads), cache, tensors, rank)
     assert memory_problem(layout, [region.nbytes for region in memory]) is None
-    return Rank(layout, memory, tensors)
+    return PagesRank(layout, memory, tensors)
 
 
 def transfer(
-    prefill: Sequence[Rank],
-    decode: Rank,
+    prefill: Sequence[PagesRank],
+    decode: PagesRank,
     index: int,
     ranks: int,
     tables: Sequence[Sequence[int]],

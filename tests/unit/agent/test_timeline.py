@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from agent_setup import Side, acquaint, stage
+from agent_setup import AgentSide, acquaint, stage
 from command_line import invoke
 from protocol_setup import layout
 
@@ -30,7 +30,7 @@ run = partial(invoke, app)
 BLOCKS, TARGETS = (1, 2, 3), (11, 12, 13)
 
 
-def transfer(p: Side, d: Side, name: str) -> None:
+def transfer(p: AgentSide, d: AgentSide, name: str) -> None:
     """Three blocks, computed in two steps of P."""
     p.expect(name)
     d.reserve(p.address, TARGETS, name)
@@ -41,7 +41,7 @@ def transfer(p: Side, d: Side, name: str) -> None:
     p.wait(sent=[f"p-{name}"])
 
 
-def ask(*sides: Side, text: str = "", limit: int = MAX_TIMELINES) -> list[WorkerTimelines]:
+def ask(*sides: AgentSide, text: str = "", limit: int = MAX_TIMELINES) -> list[WorkerTimelines]:
     return ask_workers([side.address for side in sides], None, text, limit, 20.0)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, errors, form_in_threads, random_death, run_ranks, settings_of
+from moe_ranks import EndedRank, Kill, RankPipe, errors, form_in_threads, random_death, run_ranks, settings_of
 
 from kv_connector import _native
 from kv_connector.moe import descriptors, oracle
@@ -68,7 +68,7 @@ def checked_step(group: Group, number: int) -> None:
     assert same(out, oracle.combine(results, [one.ids for one in inputs], OWNERS_OF[ranks], rank))
 
 
-def steps_with_a_death(side: Side, victim: int) -> tuple[frozenset[int], LaunchFault | None, str]:
+def steps_with_a_death(side: RankPipe, victim: int) -> tuple[frozenset[int], LaunchFault | None, str]:
     group = Group.form(settings_of(side.rank, RANKS, survive=True), side.exchange)
     group.place(OWNERS_OF[RANKS])
     side.note("begins")
@@ -86,14 +86,14 @@ def test_steps_go_on_without_a_killed_rank(turn: int) -> None:
     """The timeout is 30 s, and its end would be a fault."""
     victim, noted = random_death(turn, RANKS)
     results = run_ranks(RANKS, steps_with_a_death, victim, noted=noted)
-    assert results.pop(victim) == Ended(-9)
+    assert results.pop(victim) == EndedRank(-9)
     for masked, fault, explanation in results:
         assert masked == {victim}
         assert fault is None
         assert explanation.startswith(f"rank {victim} (process ")
 
 
-def steps_with_a_stop(side: Side, ranks: int, victim: int) -> tuple[frozenset[int], LaunchFault | None]:
+def steps_with_a_stop(side: RankPipe, ranks: int, victim: int) -> tuple[frozenset[int], LaunchFault | None]:
     """Steps until ten have ended without the victim. The victim ends as soon as a step fails.
 
     Forming has more time than a step, because processes begin at different times.
@@ -137,7 +137,7 @@ def test_steps_go_on_without_a_stopped_rank_that_ends_when_it_wakes(turn: int) -
             kill(victim, signal.SIGCONT)
 
     results = run_ranks(ranks, steps_with_a_stop, ranks, victim, noted=noted)
-    assert results.pop(victim) == Ended(7)
+    assert results.pop(victim) == EndedRank(7)
     assert results == [({victim}, None)] * (ranks - 1)
     assert len(reports) == 1
     assert re.search(

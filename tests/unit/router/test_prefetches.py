@@ -14,7 +14,7 @@ from fake_vllm import LENGTH, FakeVllm, ids_of
 from router_setup import PATIENCE, client_of, serve, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from stream_site import CHAT, COMPLETION, Reading, said
+from stream_site import CHAT, COMPLETION, StreamReading, said
 
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
@@ -67,7 +67,7 @@ class Site:
 
     async def stream(self, path: str, body: dict[str, Any], name: str = "one") -> str:
         """Sends a request; returns the text of its answer, once the router has handled its end."""
-        events = await Reading(self.client, path, {"max_tokens": ANSWER, **body}, name).end()
+        events = await StreamReading(self.client, path, {"max_tokens": ANSWER, **body}, name).end()
         await self.rest()
         return said(events)[0]
 
@@ -221,7 +221,7 @@ async def test_answer_of_a_stream_that_cannot_move_is_loaded(more: dict[str, Any
     raw = []
     for prefetches in (False, True):
         async with site(prefetch_answers=prefetches) as s:
-            reading = Reading(s.client, CHAT, body)
+            reading = StreamReading(s.client, CHAT, body)
             await reading.end()
             raw.append(reading.raw)
             if prefetches:
@@ -364,7 +364,7 @@ async def test_engine_does_not_load_from_itself() -> None:
 async def test_draining_engine_gets_and_lends_no_prefetch(role: Role) -> None:
     async with site() as s:
         s.d.limits = (5, s.d.limits[1])
-        reading = Reading(s.client, CHAT, {"messages": [USER], "max_tokens": ANSWER})
+        reading = StreamReading(s.client, CHAT, {"messages": [USER], "max_tokens": ANSWER})
         await reading.until(3)
         await s.register(role, draining=True)
         async with asyncio.timeout(PATIENCE):

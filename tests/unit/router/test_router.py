@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 from router_setup import (
+    FedStream,
     Rendezvous,
-    Stream,
     answer_ok,
     client_of,
     cluster,
@@ -203,7 +203,7 @@ async def test_chat_for_prefill_has_both_names_of_the_limit_set() -> None:
         "stream_options": {"include_usage": True},
         "max_completion_tokens": 9,
     }
-    stream = Stream()
+    stream = FedStream()
     stream.queue.put_nowait(b"data: x\n\n")
     stream.queue.put_nowait(None)
     async with cluster(answer_ok, stream) as (p, d, client):
@@ -316,7 +316,7 @@ async def test_router_fault_is_reported_and_counted_as_a_router_fault(
         return event
 
     monkeypatch.setattr(EVENTS + ".opening", opening)
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         stream.queue.put_nowait(event)
         request = {"prompt": [1], "stream": True}
@@ -377,7 +377,7 @@ async def test_without_a_usable_request_id_both_engines_get_the_same_new_one() -
 
 
 async def test_chunks_pass_through_one_by_one() -> None:
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         stream.queue.put_nowait(b"data: 1\n\n")
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -394,7 +394,7 @@ async def test_chunks_pass_through_one_by_one() -> None:
 
 async def test_status_waits_for_the_first_byte_so_that_a_prefill_error_can_be_reported() -> None:
     fail = asyncio.Event()
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         await within(fail.wait())
@@ -423,7 +423,7 @@ async def test_prefill_that_never_answers_is_left_once_decode_has_answered() -> 
 
 async def test_decode_continues_when_prefill_fails_after_the_first_byte() -> None:
     fail = asyncio.Event()
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         await within(fail.wait())
@@ -443,7 +443,7 @@ async def test_decode_continues_when_prefill_fails_after_the_first_byte() -> Non
 
 
 async def test_broken_decode_stream_ends_with_an_error_event() -> None:
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         stream.queue.put_nowait(b"data: 1\n\n")
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -695,7 +695,7 @@ async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> 
         "error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}
     }
     end = b"data: " + json.dumps(error).encode() + b"\n\n"
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
         for chunk in (good, good + end + b"data: [DONE]\n\n", None):
@@ -725,7 +725,7 @@ async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
 ) -> None:
     """The connection is closed cleanly, as by a proxy whose engine is gone."""
     good = b'data: {"choices":[{"text":"[DONE] \\"finish_reason\\":\\"stop\\"","finish_reason":null}]}\n\n'
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         body = {"prompt": "x", "messages": [], "input": "x", "stream": True}
         asking = asyncio.create_task(client.post(path, json=body))
@@ -745,7 +745,7 @@ async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
 
 async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:
     text = json.dumps({"choices": [{"text": 'say "error" {"error": 1}', "finish_reason": "stop"}]}).encode()
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
         for chunk in (b"data: " + text + b"\n\n", b"data: [DONE]\n\n", None):
@@ -831,7 +831,7 @@ async def test_prefill_is_notified_of_an_unreachable_decode_engine() -> None:
 
 
 async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         return await p.until_gone(request)
@@ -871,7 +871,7 @@ async def test_prefill_is_not_aborted_when_decode_is_faster() -> None:
 
 async def test_connections_to_engines_end_with_their_host() -> None:
     async with (
-        serve_engine(Stream()) as engine,
+        serve_engine(FedStream()) as engine,
         EngineClient() as client,
         client.stream("POST", f"{engine.url}/v1/completions", b"{}") as response,
     ):

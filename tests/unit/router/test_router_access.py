@@ -18,9 +18,9 @@ import uvloop
 from command_line import invoke, one_line
 from router_setup import (
     PATIENCE,
+    EndingServer,
     FakeEngine,
-    Server,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -130,7 +130,7 @@ async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str)
 
 
 async def test_client_with_too_many_requests_gets_429_and_another_client_is_served(key_file: str) -> None:
-    streams = Stream()
+    streams = FedStream()
     limits = {"api_key_file": key_file, "requests_per_key": 1}
     async with cluster(answer_ok, streams, **limits) as (_, d, client):
 
@@ -238,7 +238,7 @@ async def secure_engine() -> AsyncIterator[FakeEngine]:
     engine = FakeEngine(answer_ok)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = Server(
+        server = EndingServer(
             uvicorn.Config(
                 engine.app,
                 log_level="error",

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from command_line import invoke, one_line
-from router_setup import PATIENCE, Stream, answer_ok, cluster, no_answer, streaming, until_metric, within
+from router_setup import PATIENCE, FedStream, answer_ok, cluster, no_answer, streaming, until_metric, within
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -66,7 +66,7 @@ async def test_request_without_an_answer_in_time_gets_504_and_ends_at_both_engin
 
 @pytest.mark.parametrize("stream", [True, 1, "yes"])  # vLLM reads each as true
 async def test_stream_that_stops_ends_with_an_error_event(stream: bool | int | str) -> None:
-    streams = Stream()
+    streams = FedStream()
     timeouts = RequestTimeouts(first_token=3600, idle=SOON, request=3600)
     async with cluster(answer_ok, streams, timeouts=timeouts) as (_, _, client):
         streams.queue.put_nowait(EVENT)

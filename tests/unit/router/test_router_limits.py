@@ -18,7 +18,7 @@ import uvicorn
 from router_setup import (
     PATIENCE,
     FakeEngine,
-    Stream,
+    FedStream,
     answer_ok,
     cluster,
     no_answer,
@@ -434,7 +434,7 @@ async def test_a_body_that_stands_still_gets_408() -> None:
 
 
 async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
-    streams = Stream()
+    streams = FedStream()
     body = {"prompt": "x" * 700}
     async with cluster(answer_ok, streams, body_limit=1000, body_budget=1000) as (_, d, client):
         first = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -478,7 +478,7 @@ async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
 
 
 async def test_body_counts_half_once_its_answer_has_begun() -> None:
-    streams = Stream()
+    streams = FedStream()
     body = {"prompt": "x" * 700, "stream": True}
     async with cluster(answer_ok, streams, body_limit=1200, body_budget=1200) as (_, d, client):
         streams.queue.put_nowait(b"data: {}\n\n")
@@ -493,7 +493,7 @@ async def test_body_counts_half_once_its_answer_has_begun() -> None:
 
 
 async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
-    streams = Stream()
+    streams = FedStream()
     async with cluster(answer_ok, streams, requests=1) as (_, d, client):
         first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await within(d.arrived.wait())
@@ -596,7 +596,7 @@ async def test_client_that_leaves_a_forwarded_request_ends_it(monkeypatch: pytes
     ],
 )
 async def test_streams_that_outlast_the_grace_end_with_an_error_event(path: str, last: bytes) -> None:
-    streams = Stream()
+    streams = FedStream()
     async with serve_engine(answer_ok) as p, serve_engine(streams) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with (

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 from command_line import invoke, one_line
-from router_setup import PATIENCE, Stream, answer_ok, client_of, serve_engine, until_metric, within
+from router_setup import PATIENCE, FedStream, answer_ok, client_of, serve_engine, until_metric, within
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
@@ -173,7 +173,7 @@ def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
 def test_sighup_before_the_server_runs_is_a_reload(
     tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create_app(settings: Settings) -> None:
+    def create_app(settings: RouterSettings) -> None:
         assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
         os.kill(os.getpid(), signal.SIGHUP)
 
@@ -217,7 +217,7 @@ async def reload(caplog: pytest.LogCaptureFixture, words: str) -> None:
 async def test_reload_changes_engines_and_limits_while_a_stream_continues(
     tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, streams = tmp_path / "router.yaml", Stream()
+    path, streams = tmp_path / "router.yaml", FedStream()
     caplog.set_level(logging.INFO)
     async with serve_engine(answer_ok) as p, serve_engine(streams) as old, serve_engine(answer_ok) as new:
         path.write_text(f"prefill: {p.url}\ndecode: {old.url}\nshutdown-timeout: 1\n")

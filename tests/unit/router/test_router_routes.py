@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_setup import (
     FakeEngine,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -130,7 +130,7 @@ async def test_a_message_that_fails_before_its_first_word_goes_to_another_engine
 
 
 async def test_broken_decode_stream_of_named_events_ends_with_a_named_error_event() -> None:
-    stream = Stream()
+    stream = FedStream()
     first = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
     async with cluster(answer_ok, stream) as (_, d, client):
         stream.queue.put_nowait(first)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from router_setup import (
     PATIENCE,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -312,7 +312,7 @@ def test_first_bytes_take_no_more_memory_than_their_slices() -> None:
 
 
 async def test_metrics_have_the_requests_and_the_state_of_each_engine() -> None:
-    streams = Stream()
+    streams = FedStream()
     async with cluster(answer_ok, streams) as (p, d, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await within(d.arrived.wait())

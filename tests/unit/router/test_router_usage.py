@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_setup import PATIENCE, Handler, Stream, client_of, cluster, serve, serve_engine, within
+from router_setup import PATIENCE, FedStream, Handler, client_of, cluster, serve, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -72,7 +72,7 @@ async def test_last_event_of_a_stream_waits_for_the_prefill_count() -> None:
         await within(released.wait())
         return await prefill({"remote_prefill_cached_tokens": 32})(request, body)
 
-    stream, events = Stream(), [{"choices": [{"text": TEXT}]}, {"choices": [], "usage": usage(99)}]
+    stream, events = FedStream(), [{"choices": [{"text": TEXT}]}, {"choices": [], "usage": usage(99)}]
     first, last = (b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
     stream.queue.put_nowait(first)
     async with (
@@ -213,7 +213,7 @@ async def test_usage_without_cached_tokens_does_not_wait_for_prefill() -> None:
         await within(told.wait())
         return await prefill({"remote_prefill_cached_tokens": 32})(request, body)
 
-    stream = Stream()
+    stream = FedStream()
     started = named(STARTED | {"message": {"usage": {"input_tokens": 100, "output_tokens": 0}}})
     text = named({"type": "content_block_delta", "delta": {"text": TEXT}})
     for chunk in (started, text):
