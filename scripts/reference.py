@@ -40,7 +40,7 @@ import typer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kv_connector.agent.exposition import Exposition
-from kv_connector.agent.settings import Settings
+from kv_connector.agent.settings import AgentSettings
 from kv_connector.cli.environment import OTHERS, VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.main import app
@@ -169,9 +169,9 @@ Rows = tuple[Sequence[str], list[Sequence[str]]]
 
 
 def settings() -> Rows:
-    words = field_docs(Settings)
+    words = field_docs(AgentSettings)
     rows: list[Sequence[str]] = []
-    for field in msgspec.structs.fields(Settings):
+    for field in msgspec.structs.fields(AgentSettings):
         meaning, default = _default(words[field.name], field.default if field.required is False else None)
         rows.append((f"`{field.name}`", kind(msgspec.inspect.type_info(field.type)), default, meaning))
     return ("key", "value", "default", "meaning"), rows

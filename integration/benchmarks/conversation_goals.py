@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.bench.conversations.results import Engine, Turn
+from kv_connector.bench.conversations.results import EngineGrowth, Turn
 from kv_connector.bench.conversations.turn_numbers import TurnNumbers
 
 Line = Mapping[str, Any]
@@ -43,7 +43,7 @@ def load_line(
     phase: str,
     system: str,
     turns: Sequence[Turn],
-    engines: Sequence[Engine],
+    engines: Sequence[EngineGrowth],
     seconds: float,
     *,
     interrupted: bool,

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import goodput_simulation as steps
-from goodput_simulation import LANDING_S, Clock, Engine, Request
+from goodput_simulation import LANDING_S, Clock, SimulatedEngine, SimulatedRequest
 from msgspec.structs import replace
 
 from kv_connector.control.membership import HEARTBEAT_S
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Member, Pool
@@ -84,7 +84,7 @@ class Workshape:
     """Whether the next turn has other tokens for the same answer."""
 
 
-class Held:
+class HeldBlocks:
     """The blocks of one request."""
 
     def __init__(self, ids: list[int], hit: int) -> None:
@@ -93,7 +93,7 @@ class Held:
         """Tokens that were in the prefix cache."""
 
 
-class Blocks:
+class SimulatedBlocks:
     """An engine's blocks, as vLLM's block pool has them.
 
     A block with contents stays in the prefix cache until another request takes it. Free blocks are taken in
@@ -111,7 +111,7 @@ class Blocks:
         """Returns the tokens at the beginning that need not be computed."""
         return len(self._found(tokens)) * BLOCK
 
-    def take(self, tokens: Tokens) -> Held | None:
+    def take(self, tokens: Tokens) -> HeldBlocks | None:
         """Returns blocks for the prompt; None: too few are free."""
         found = self._found(tokens)
         new = -(-len(tokens) // BLOCK) - len(found)
@@ -120,21 +120,21 @@ class Blocks:
         for block in found:
             self._refs[block] += 1
             self._free.pop(block, None)
-        return Held([*found, *(self._new() for _ in range(new))], len(found) * BLOCK)
+        return HeldBlocks([*found, *(self._new() for _ in range(new))], len(found) * BLOCK)
 
-    def grow(self, held: Held, tokens: int) -> None:
+    def grow(self, held: HeldBlocks, tokens: int) -> None:
         """Takes the blocks for so many tokens in all, as far as blocks are free."""
         for _ in range(min(-(-tokens // BLOCK) - len(held.ids), len(self._free))):
             held.ids.append(self._new())
 
-    def computed(self, held: Held, tokens: Tokens) -> None:
+    def computed(self, held: HeldBlocks, tokens: Tokens) -> None:
         """Notes that the blocks have the KV of these tokens. Later prompts find the full blocks."""
         for block, key in zip(held.ids, _keys(tokens), strict=False):
             if block not in self._keys:
                 self._keys[block] = key
                 self._cached.setdefault(key, []).append(block)
 
-    def give_back(self, held: Held) -> None:
+    def give_back(self, held: HeldBlocks) -> None:
         for block in reversed(held.ids):
             self._refs[block] -= 1
             if not self._refs[block]:
@@ -270,11 +270,11 @@ class Forecast:
         return self.right / self.predicted if self.predicted else 1.0
 
 
-class Fleet:
+class SimulatedFleet:
     """Prefill and decode engines behind one policy."""
 
     def __init__(
-        self, make: Callable[[Fleet], Any], prefills: int, decodes: int, room: int, *, lends: bool
+        self, make: Callable[[SimulatedFleet], Any], prefills: int, decodes: int, room: int, *, lends: bool
     ) -> None:
         """``lends``: whether engines lend prefixes to prefill engines."""
         self.clock = Clock()
@@ -283,8 +283,8 @@ class Fleet:
         self.index = PrefixIndex()
         self.forecasts = {side: Forecast() for side in TEXT_SIDES}
         self.caches = CacheRecords(count=self._count)
-        self.engines: dict[Endpoint, Engine] = {}
-        self.kept: dict[Endpoint, Blocks] = {}
+        self.engines: dict[Endpoint, SimulatedEngine] = {}
+        self.kept: dict[Endpoint, SimulatedBlocks] = {}
         self._short: dict[Endpoint, list[Callable[[], None]]] = defaultdict(list)
         """Requests that wait for blocks of a decode engine."""
         self._names = itertools.count()
@@ -300,8 +300,8 @@ class Fleet:
                 workload = Workload(self.clock)
                 self.pools[side].set_usable(endpoint, True, workload, prefixes="same", borrows=lends)
                 self.index.add(workload.cache)
-                self.engines[endpoint] = Engine(self.clock, cost=steps.COST)
-                self.kept[endpoint] = Blocks(room)
+                self.engines[endpoint] = SimulatedEngine(self.clock, cost=steps.COST)
+                self.kept[endpoint] = SimulatedBlocks(room)
                 (self.computed if side is Side.PREFILL else self.generated)[endpoint] = 0
         self.policy = make(self)
 
@@ -322,8 +322,8 @@ class Fleet:
         prefill = self.pools[Side.PREFILL].acquire(p, placement.work, prompt=prompt)
         decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens, prompt=prompt)
         at_prefill, at_decode = self.kept[p], self.kept[d]
-        request = Request(len(tokens), answer, self.clock.now)
-        held: dict[Endpoint, Held] = {}
+        request = SimulatedRequest(len(tokens), answer, self.clock.now)
+        held: dict[Endpoint, HeldBlocks] = {}
         computed, cached = False, 0
 
         def admitted() -> bool:
@@ -383,7 +383,7 @@ class Fleet:
             short, self._short[d] = self._short[d], []
             for again in short:
                 again()
-            said = Said(Message(role="assistant", content=text))
+            said = Said(ChatMessage(role="assistant", content=text))
             self.caches.answered(decode, said, moved=None, local=False)
             then()
 
@@ -454,7 +454,7 @@ def spread(counts: Collection[int]) -> float:
     return max(counts) / max(1, min(counts))
 
 
-def policies() -> dict[str, Callable[[Fleet], Any]]:
+def policies() -> dict[str, Callable[[SimulatedFleet], Any]]:
     return {
         "fewest_outstanding": lambda fleet: FewestOutstanding(fleet.pools),
         "thresholds 0.3, 64, 1.5": lambda fleet: Thresholds(fleet.pools, 0.3, 64, 1.5),
@@ -465,7 +465,7 @@ def policies() -> dict[str, Callable[[Fleet], Any]]:
     }
 
 
-def _cache_aware(fleet: Fleet) -> CacheAware:
+def _cache_aware(fleet: SimulatedFleet) -> CacheAware:
     return CacheAware(fleet.pools, fleet.index, fleet.caches.sizes, fleet.caches.sessions, fleet.clock)
 
 
@@ -473,7 +473,7 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
     """Returns the cells of one policy, as means over the seeds."""
     runs = []
     for seed in plan.seeds:
-        fleet = Fleet(policies()[name], plan.prefill, plan.decode, plan.room, lends=name == LENDING)
+        fleet = SimulatedFleet(policies()[name], plan.prefill, plan.decode, plan.room, lends=name == LENDING)
         new = fleet.run(shape, seed)
         runs.append(
             (

@@ -15,11 +15,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from gpu_engines import CPU_ENVIRONMENT, HOST, Server, ours, theirs
-from gpu_goodput import Router
+from gpu_engines import CPU_ENVIRONMENT, HOST, GpuServer, ours, theirs
+from gpu_goodput import GoodputRouter
 
-from kv_connector.bench.conversations.client import Answer, Endpoint, TurnError, Usage
-from kv_connector.bench.conversations.workload import PRESETS, Pace, Shape
+from kv_connector.bench.conversations.client import CompletionServer, TimedAnswer, TurnError, Usage
+from kv_connector.bench.conversations.workload import PRESETS, ConversationShape, Pace
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import stop, wait_healthy
 
@@ -42,13 +42,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ConversationMachine:
     arguments: Sequence[str]
     """Arguments of every engine."""
     provider: str
-    chat: Shape
+    chat: ConversationShape
     pace: Pace
-    agent: Shape
+    agent: ConversationShape
     lost: Lost
     at_once: int
     """Systems whose engines fit side by side."""
@@ -61,7 +61,7 @@ class Machine:
 _COMMON = ["--no-skip-tokenizer-init", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 # Three engines per GPU with 16 GB of weights and 22 GiB of KV each, which hold 180,224 tokens of the Llama
 # shape. Two agents of six turns have 130,510 tokens.
-GPU = Machine(
+GPU = ConversationMachine(
     [
         *_COMMON,
         "--load-format=dummy",
@@ -77,7 +77,7 @@ GPU = Machine(
     3,
     {"chat": 75.0, "lost": 40.0, "agent": 60.0},
 )
-CPU = Machine(
+CPU = ConversationMachine(
     [
         *_COMMON,
         "--dtype=float32",
@@ -88,9 +88,9 @@ CPU = Machine(
         "--max-num-batched-tokens=512",
     ],
     "host",
-    Shape(conversations=5, turns=4, system=200, first=60, message=60, answer=48),
+    ConversationShape(conversations=5, turns=4, system=200, first=60, message=60, answer=48),
     Pace(rate=0.4, think_seconds=0.2),
-    Shape(conversations=2, turns=3, system=300, first=1_500, message=100, answer=48),
+    ConversationShape(conversations=2, turns=3, system=300, first=1_500, message=100, answer=48),
     Lost(2_000, 64, 60, 2),
     1,
     {"chat": 240.0, "lost": 120.0, "agent": 120.0},
@@ -99,18 +99,18 @@ CPU = Machine(
 
 
 @dataclass
-class System:
+class ConversationSystem:
     """The engines of one contestant, and its router."""
 
     name: str
-    servers: Sequence[Server]
-    router: Router | None = None
+    servers: Sequence[GpuServer]
+    router: GoodputRouter | None = None
     steady: bool = False
     """Its engines keep running while others are measured."""
     up: bool = False
 
     @property
-    def prefill(self) -> Server:
+    def prefill(self) -> GpuServer:
         """The engine that loses its cache."""
         return self.servers[0]
 
@@ -170,7 +170,7 @@ class System:
         processes += [self.router.process] if self.router is not None else []
         stop([process for process in processes if process is not None])
 
-    def dead(self) -> list[Server]:
+    def dead(self) -> list[GpuServer]:
         """Returns the engines that ended by themselves."""
         return [one for one in self.servers if one.process is not None and not one.process.running()]
 
@@ -180,26 +180,26 @@ class System:
             f"--- {one.process.log}\n{one.process.log_tail(LOG_LINES)}" for one in self.servers if one.process
         )
 
-    def endpoints(self, http: aiohttp.ClientSession) -> list[Endpoint]:
+    def endpoints(self, http: aiohttp.ClientSession) -> list[CompletionServer]:
         if self.name == "bidirectional":
             return [Bidirectional(http, *self.servers)]
         urls = [server.url for server in self.servers]
         if self.router is not None:
             urls = [f"http://{HOST}:{self.router.port}"]
-        return [Endpoint(http, url, timeout=TIMEOUT, headers={}) for url in urls]
+        return [CompletionServer(http, url, timeout=TIMEOUT, headers={}) for url in urls]
 
 
-class Bidirectional(Endpoint):
+class Bidirectional(CompletionServer):
     """The client of NixlConnector's bidirectional mode: sends a turn to both engines, and remembers the
     decode engine's blocks for the next turn."""
 
-    def __init__(self, http: aiohttp.ClientSession, prefill: Server, decode: Server) -> None:
+    def __init__(self, http: aiohttp.ClientSession, prefill: GpuServer, decode: GpuServer) -> None:
         super().__init__(http, prefill.url, timeout=TIMEOUT, headers={})
         self._session, self._prefill, self._decode = http, prefill, decode
         self._blocks: dict[str, dict[str, Any]] = {}
         """The decode engine's kv_transfer_params of the turn before, by conversation."""
 
-    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answer:
+    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> TimedAnswer:
         name = headers.get(SESSION, "")
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         blocks = self._blocks.pop(name, {**nothing, "do_remote_decode": True, "do_remote_prefill": False})
@@ -216,7 +216,7 @@ class Bidirectional(Endpoint):
             self._blocks[name] = answer["kv_transfer_params"]
         return bidirectional_answer(seconds, computed, answer)
 
-    async def _post(self, server: Server, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, server: GpuServer, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             async with self._session.post(
                 server.url + path, json=body, timeout=aiohttp.ClientTimeout(total=TIMEOUT)
@@ -230,7 +230,9 @@ class Bidirectional(Endpoint):
             raise TurnError("broken", f"{server.name}: {type(error).__name__}: {error}") from error
 
 
-def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Mapping[str, Any]) -> Answer:
+def bidirectional_answer(
+    seconds: float, computed: Mapping[str, Any], answer: Mapping[str, Any]
+) -> TimedAnswer:
     """Returns the answer of both engines. ``seconds``: until the prefill engine's answer ``computed``.
 
     TurnError: the decode engine reports no times.
@@ -242,7 +244,7 @@ def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Ma
     usage = msgspec.convert({**answer["usage"]}, Usage)
     usage.prompt_tokens_details = msgspec.convert(computed["usage"], Usage).prompt_tokens_details
     mean = times.get("mean_itl_ms")
-    return Answer(
+    return TimedAnswer(
         text="",
         said="",
         token_ids=answer["choices"][0]["token_ids"],
@@ -252,17 +254,21 @@ def bidirectional_answer(seconds: float, computed: Mapping[str, Any], answer: Ma
     )
 
 
-def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str, System]:
+def systems(
+    plan: argparse.Namespace, machine: ConversationMachine, model: Path
+) -> dict[str, ConversationSystem]:
     """Returns the systems by name, each with one engine on both GPUs."""
     ports = iter(free_ports(40))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
-    def server(name: str, gpu: int, port: int, *more: str, **rest: Any) -> Server:
+    def server(name: str, gpu: int, port: int, *more: str, **rest: Any) -> GpuServer:
         environment = {**machine.environment, "VLLM_SERVER_DEV_MODE": "1", **rest.pop("environment", {})}
         arguments = [*common, *more]
-        return Server(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
+        return GpuServer(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
 
-    made = {"plain": System("plain", [server(f"plain-{gpu}", gpu, next(ports)) for gpu in (0, 1)])}
+    made = {
+        "plain": ConversationSystem("plain", [server(f"plain-{gpu}", gpu, next(ports)) for gpu in (0, 1)])
+    }
 
     for system in ("ours", "no-prefetch"):
         registration = next(ports)
@@ -275,8 +281,8 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
             engines.append(server(name, gpu, port, *more, transfer=transfer, control_port=control))
         options = ["--registration", f"{HOST}:{registration}"]
         options += ["--no-prefetch-answers"] if system == "no-prefetch" else []
-        router = Router(f"router-{system}", next(ports), options, plan.work)
-        made[system] = System(system, engines, router, steady=True)
+        router = GoodputRouter(f"router-{system}", next(ports), options, plan.work)
+        made[system] = ConversationSystem(system, engines, router, steady=True)
 
     for system in ("nixl", "bidirectional"):
         engines = []
@@ -288,8 +294,8 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> dict[str
                 more = ["--enable-per-request-metrics"]
             name = f"{system}-prefill" if role == "kv_producer" else f"{system}-decode"
             engines.append(server(name, gpu, next(ports), *more, transfer=transfer, environment=side))
-        made[system] = System(system, engines)
+        made[system] = ConversationSystem(system, engines)
     prefill, decode = made["nixl"].servers
     options = ["--serial", "--prefill", prefill.url, "--decode", decode.url]
-    made["nixl"].router = Router("router-nixl", next(ports), options, plan.work)
+    made["nixl"].router = GoodputRouter("router-nixl", next(ports), options, plan.work)
     return made

@@ -19,7 +19,7 @@ OUTPUT = (32, 199)
 
 
 @dataclass(frozen=True)
-class Workload:
+class PromptWorkload:
     """Prompts of log-uniformly many tokens, ``low`` to ``high``, behind a shared prefix or none."""
 
     low: int
@@ -27,18 +27,20 @@ class Workload:
     prefixes: int = 0
     prefix_tokens: int = 0
 
-    def shorter(self, by: int) -> Workload:
+    def shorter(self, by: int) -> PromptWorkload:
         low, high, prefix = self.low // by, self.high // by, self.prefix_tokens // by
         return replace(self, low=low, high=high, prefix_tokens=prefix)
 
 
 WORKLOADS = {
-    "random": Workload(256, 11585),
-    "prefixes": Workload(64, 2048, prefixes=8, prefix_tokens=4096),
+    "random": PromptWorkload(256, 11585),
+    "prefixes": PromptWorkload(64, 2048, prefixes=8, prefix_tokens=4096),
 }
 
 
-def trace(workload: Workload, rate: float, seconds: float, seed: int, salt: int) -> list[dict[str, Any]]:
+def trace(
+    workload: PromptWorkload, rate: float, seconds: float, seed: int, salt: int
+) -> list[dict[str, Any]]:
     """Returns a Poisson process with ``rate * seconds`` arrivals in ``seconds``, as rows of a timed_trace.
 
     Another rate has the same requests at other times. Another salt has the same lengths and prefixes, but
@@ -65,8 +67,8 @@ def trace(workload: Workload, rate: float, seconds: float, seed: int, salt: int)
 
 
 @dataclass(frozen=True)
-class Objectives:
-    """Objectives: milliseconds to the first token, and between two tokens."""
+class LoadObjectives:
+    """Milliseconds to the first token, and between two tokens."""
 
     ttft: float
     between: float
@@ -81,7 +83,7 @@ class Objectives:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerTimes:
     """Times of one answer in milliseconds.
 
     ``gaps`` are between events: tokens in one event have no gap between them.
@@ -91,14 +93,14 @@ class Answer:
     gaps: Sequence[float]
     tokens: int
 
-    def meets(self, objectives: Objectives) -> bool:
+    def meets(self, objectives: LoadObjectives) -> bool:
         """Returns whether the objectives are met by the rule of `vllm bench serve --goodput`: the mean time
         per token."""
         token = sum(self.gaps) / (self.tokens - 1) if self.tokens > 1 else 0.0
         return self.ttft <= objectives.ttft and token <= objectives.between
 
 
-def answers(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def answers(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[AnswerTimes]:
     """Returns the complete answers in a detailed result of `vllm bench serve`, which counts cut-off ones as
     completed."""
     whole = []
@@ -106,7 +108,7 @@ def answers(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> lis
         rows, result["ttfts"], result["itls"], result["output_lens"], result["errors"], strict=True
     ):
         if ttft > 0 and not error and tokens == row["output_length"]:
-            whole.append(Answer(ttft * 1e3, [gap * 1e3 for gap in gaps], tokens))
+            whole.append(AnswerTimes(ttft * 1e3, [gap * 1e3 for gap in gaps], tokens))
     return whole
 
 
@@ -123,7 +125,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(
-    whole: Sequence[Answer], asked: int, seconds: float, pairs: Sequence[Objectives]
+    whole: Sequence[AnswerTimes], asked: int, seconds: float, pairs: Sequence[LoadObjectives]
 ) -> dict[str, Any]:
     """Makes a line of the table.
 

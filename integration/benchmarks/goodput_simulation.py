@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from goodput_load import WORKLOADS, Answer, Objectives, report, summary, trace
+from goodput_load import WORKLOADS, AnswerTimes, LoadObjectives, report, summary, trace
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
@@ -48,7 +48,7 @@ _PATH = "/v1/completions"
 
 
 @dataclass(eq=False)
-class Request:
+class SimulatedRequest:
     tokens: int
     answer: int
     arrives: float
@@ -64,12 +64,12 @@ class Request:
     def left(self) -> int:
         return self.tokens - self.computed
 
-    def told(self) -> Answer:
+    def told(self) -> AnswerTimes:
         gaps = [(later - sooner) * 1e3 for sooner, later in itertools.pairwise(self.times)]
-        return Answer((self.times[0] - self.arrives + REST_S) * 1e3, gaps, len(self.times))
+        return AnswerTimes((self.times[0] - self.arrives + REST_S) * 1e3, gaps, len(self.times))
 
 
-class Engine:
+class SimulatedEngine:
     """Steps with at most ``step_tokens`` in total and at most ``threshold`` of one prompt (0: no limit)."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Engine:
         self._step_tokens = step_tokens
         self._threshold = threshold
         self._busy = False
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.running: list[SimulatedRequest] = []
+        self.waiting: list[SimulatedRequest] = []
 
     @property
     def load(self) -> WorkloadReport:
@@ -105,7 +105,7 @@ class Engine:
             prompt=self._cost,
         )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         self.waiting.append(request)
         self.step()
 
@@ -114,7 +114,7 @@ class Engine:
             return
         alone = len(self.running) + len(self.waiting) == 1
         most = self._step_tokens if alone or not self._threshold else self._threshold
-        room, step = self._step_tokens, list[tuple[Request, int]]()
+        room, step = self._step_tokens, list[tuple[SimulatedRequest, int]]()
         requests, admitted = [*self.running, *self.waiting], len(self.running)
         for number, request in enumerate(requests):
             if not room or (number >= admitted and not request.begins()):
@@ -133,7 +133,7 @@ class Engine:
         self._busy = True
         self._clock.after(seconds + self._stream_s * len(step), lambda: self._over(step))
 
-    def _over(self, step: Sequence[tuple[Request, int]]) -> None:
+    def _over(self, step: Sequence[tuple[SimulatedRequest, int]]) -> None:
         self._busy = False
         for request, chunk in step:
             if request.left:
@@ -143,7 +143,7 @@ class Engine:
             self._say(request)
         self.step()
 
-    def _say(self, request: Request) -> None:
+    def _say(self, request: SimulatedRequest) -> None:
         request.times.append(self._clock.now)
         if len(request.times) == 1:
             request.on_first()
@@ -151,7 +151,7 @@ class Engine:
             self.leave(request)
             request.on_end()
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: SimulatedRequest) -> None:
         if request in self.running:
             self.running.remove(request)
 
@@ -180,19 +180,19 @@ class Plain:
     name = "plain"
 
     def __init__(self, clock: Clock) -> None:
-        self._engines = itertools.cycle([Engine(clock), Engine(clock)])
+        self._engines = itertools.cycle([SimulatedEngine(clock), SimulatedEngine(clock)])
 
-    def send(self, request: Request) -> None:
+    def send(self, request: SimulatedRequest) -> None:
         next(self._engines).add(request)
 
 
-class Pair:
+class SimulatedPair:
     """A prefill and a decode engine with these steps, behind the router's policy.
 
     P samples the first token.
     """
 
-    def __init__(self, clock: Clock, objectives: Objectives, threshold: int, step_tokens: int) -> None:
+    def __init__(self, clock: Clock, objectives: LoadObjectives, threshold: int, step_tokens: int) -> None:
         self.name = f"{objectives} {threshold}/{step_tokens}"
         self.reasons: Counter[str] = Counter()
         self._clock = clock
@@ -204,14 +204,17 @@ class Pair:
             PrefixIndex(),
             self._caches.sizes,
         )
-        self.engines = {Side.PREFILL: Engine(clock), Side.DECODE: Engine(clock, step_tokens, threshold)}
+        self.engines = {
+            Side.PREFILL: SimulatedEngine(clock),
+            Side.DECODE: SimulatedEngine(clock, step_tokens, threshold),
+        }
         self._places = {side: Endpoint.parse(f"http://{side.value}:1") for side in TEXT_SIDES}
         self._numbers = itertools.count(1)
         self._told_at = -_SAY_S
         for side in TEXT_SIDES:
             self.pools[side].set_usable(self._places[side], True, Workload(clock))
 
-    def send(self, request: Request) -> None:
+    def send(self, request: SimulatedRequest) -> None:
         if self._clock.now >= self._told_at + _SAY_S:
             self._told_at = self._clock.now
             for side, engine in self.engines.items():
@@ -222,13 +225,13 @@ class Pair:
         self.reasons[placement.reason] += 1
         (self._at_decode if placement.prefill is None else self._at_both)(request, placement)
 
-    def _at_decode(self, request: Request, placement: Placement) -> None:
+    def _at_decode(self, request: SimulatedRequest, placement: Placement) -> None:
         lease = self.pools[Side.DECODE].acquire(placement.decode, placement.work, prompt=placement.prompt)
         request.on_first = lambda: self._caches.began(lease, placement)
         request.on_end = lease.release
         self.engines[Side.DECODE].add(request)
 
-    def _at_both(self, request: Request, placement: Placement) -> None:
+    def _at_both(self, request: SimulatedRequest, placement: Placement) -> None:
         assert placement.prefill is not None
         prompt = placement.prompt
         prefill = self.pools[Side.PREFILL].acquire(placement.prefill, placement.work, prompt=prompt)
@@ -237,7 +240,7 @@ class Pair:
         request.on_end = decode.release
         self.engines[Side.PREFILL].add(request)
 
-    def _handed_over(self, request: Request, lease: Lease) -> None:
+    def _handed_over(self, request: SimulatedRequest, lease: Lease) -> None:
         self.engines[Side.PREFILL].leave(request)
         self._caches.prefilled(lease, Computed())
         lease.release()
@@ -250,9 +253,11 @@ class Pair:
         return workload
 
 
-def simulate(rows: Sequence[dict[str, Any]], clock: Clock, system: Plain | Pair) -> list[Answer]:
+def simulate(
+    rows: Sequence[dict[str, Any]], clock: Clock, system: Plain | SimulatedPair
+) -> list[AnswerTimes]:
     """Simulates the rows of a timed_trace, all of which are answered."""
-    requests = [Request(row["input_length"], row["output_length"], row["timestamp"]) for row in rows]
+    requests = [SimulatedRequest(row["input_length"], row["output_length"], row["timestamp"]) for row in rows]
     for request in requests:
         clock.after(request.arrives, lambda request=request: system.send(request))  # type: ignore[misc]
     clock.run()
@@ -262,19 +267,21 @@ def simulate(rows: Sequence[dict[str, Any]], clock: Clock, system: Plain | Pair)
 def lines(plan: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rate in plan.rates:
         pairs = [
-            functools.partial(Pair, objectives=plan.objectives, threshold=threshold, step_tokens=step)
+            functools.partial(
+                SimulatedPair, objectives=plan.objectives, threshold=threshold, step_tokens=step
+            )
             for threshold, step in plan.steps
         ]
-        makes: list[Callable[[Clock], Plain | Pair]] = [Plain, *pairs]
+        makes: list[Callable[[Clock], Plain | SimulatedPair]] = [Plain, *pairs]
         for make in makes:
-            said: list[Answer] = []
+            said: list[AnswerTimes] = []
             reasons: Counter[str] = Counter()
             for seed in plan.seeds:
                 clock = Clock()
                 system = make(clock)
                 rows = trace(WORKLOADS["random"], rate, plan.seconds, seed, seed)
                 said += simulate(rows, clock, system)
-                reasons += system.reasons if isinstance(system, Pair) else Counter()
+                reasons += system.reasons if isinstance(system, SimulatedPair) else Counter()
             seconds = plan.seconds * len(plan.seeds)
             line = {"workload": "random", "system": system.name, "rate": rate, "at once": False}
             print(rate, system.name, dict(reasons), flush=True)
@@ -297,8 +304,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--objectives",
-        type=Objectives.parse,
-        default=Objectives(1000, 25),
+        type=LoadObjectives.parse,
+        default=LoadObjectives(1000, 25),
         metavar="TTFT:BETWEEN",
     )
     parser.add_argument(

@@ -44,17 +44,26 @@ import aiohttp
 import httpx
 import msgspec
 from conversation_goals import load_line, report
-from conversation_systems import CPU, GPU, SESSION, SYSTEMS, TIMEOUT, Machine, System, systems
-from gpu_engines import ENVIRONMENT, HOST, Body, Server, direct, write_tiny
+from conversation_systems import (
+    CPU,
+    GPU,
+    SESSION,
+    SYSTEMS,
+    TIMEOUT,
+    ConversationMachine,
+    ConversationSystem,
+    systems,
+)
+from gpu_engines import ENVIRONMENT, HOST, Body, GpuServer, direct, write_tiny
 from gpu_goodput import write_tokenizer
 from shapes import SHAPES
 
 from kv_connector.bench.conversations.client import TurnError
-from kv_connector.bench.conversations.counters import Reading, Source, engine, read_all, read_settled
-from kv_connector.bench.conversations.load import Load, Manner
+from kv_connector.bench.conversations.counters import MetricsSource, Reading, engine, read_all, read_settled
+from kv_connector.bench.conversations.load import ConversationLoad, Manner
 from kv_connector.bench.conversations.prompts import Api, Scale, new_dialogue, piece
 from kv_connector.bench.conversations.results import Turn
-from kv_connector.bench.conversations.workload import Pace, Shape
+from kv_connector.bench.conversations.workload import ConversationShape, Pace
 from kv_connector.lab.process import StartError, leave_on_signals
 
 # In the order of their importance: the limit cuts the last ones.
@@ -119,15 +128,15 @@ class Results:
         self.add({"kind": "out", "phase": phase, "system": system, "reason": reason})
 
 
-class Bench:
+class ConversationBench:
     """Measures systems that are up."""
 
-    def __init__(self, machine: Machine, results: Results) -> None:
+    def __init__(self, machine: ConversationMachine, results: Results) -> None:
         self._machine = machine
         self._results = results
         self._warm: set[str] = set()
 
-    async def measure(self, phase: str, system: System, seconds: float) -> None:
+    async def measure(self, phase: str, system: ConversationSystem, seconds: float) -> None:
         """Measures one phase for at most so many seconds."""
         begin = time.perf_counter()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -156,17 +165,17 @@ class Bench:
     async def _converse(
         self,
         phase: str,
-        system: System,
+        system: ConversationSystem,
         http: aiohttp.ClientSession,
-        shape: Shape,
+        shape: ConversationShape,
         pace: Pace,
         seed: int,
         seconds: float,
     ) -> None:
-        sources = [Source(server.name, f"{server.url}/metrics") for server in system.servers]
+        sources = [MetricsSource(server.name, f"{server.url}/metrics") for server in system.servers]
         count = len(sources)
         if system.router is not None:
-            sources.append(Source("router", f"http://{HOST}:{system.router.port}/metrics"))
+            sources.append(MetricsSource("router", f"http://{HOST}:{system.router.port}/metrics"))
         before = await read_all(http, sources)
         turns: list[Turn] = []
         begin = time.perf_counter()
@@ -189,9 +198,9 @@ class Bench:
 
     async def _load(
         self,
-        system: System,
+        system: ConversationSystem,
         http: aiohttp.ClientSession,
-        shape: Shape,
+        shape: ConversationShape,
         pace: Pace,
         seed: int,
         turns: list[Turn],
@@ -207,9 +216,9 @@ class Bench:
                 )
 
         manner = Manner(api=Api.TOKENS, model="model", seed=seed, session_header=SESSION)
-        await Load(system.endpoints(http), manner, Scale(), record).converse(shape, pace)
+        await ConversationLoad(system.endpoints(http), manner, Scale(), record).converse(shape, pace)
 
-    async def _lose(self, system: System, http: aiohttp.ClientSession) -> None:
+    async def _lose(self, system: ConversationSystem, http: aiohttp.ClientSession) -> None:
         """Measures the turn after a loss of the cache, one conversation after another."""
         case = "loaded" if system.name in ("ours", "bidirectional") else "recomputed"
         lost = self._machine.lost
@@ -237,7 +246,7 @@ class Bench:
                     self._lost(system, "recomputed", number, again.ttft, tokens, None)
 
     def _lost(
-        self, system: System, case: str, number: int, ttft: float, tokens: int, cached: int | None
+        self, system: ConversationSystem, case: str, number: int, ttft: float, tokens: int, cached: int | None
     ) -> None:
         line = {
             "kind": "lost" if number else "warm-up",
@@ -255,7 +264,7 @@ class Bench:
             self._results.write(line)
 
 
-async def forget(client: httpx.AsyncClient, server: Server) -> None:
+async def forget(client: httpx.AsyncClient, server: GpuServer) -> None:
     """Empties the engine's prefix cache. RuntimeError: it still holds blocks."""
     await asyncio.sleep(REST_SECONDS)
     deadline = time.monotonic() + FORGET_SECONDS
@@ -269,7 +278,7 @@ async def forget(client: httpx.AsyncClient, server: Server) -> None:
     await asyncio.sleep(REST_SECONDS)
 
 
-def growth(read: Sequence[tuple[Source, Reading, Reading]]) -> dict[str, float]:
+def growth(read: Sequence[tuple[MetricsSource, Reading, Reading]]) -> dict[str, float]:
     """Returns the growth of the counters in COUNTERS, of those that grew."""
     found: dict[str, float] = {}
     for source, before, after in read:
@@ -282,13 +291,13 @@ def growth(read: Sequence[tuple[Source, Reading, Reading]]) -> dict[str, float]:
     return found
 
 
-class Run:
+class ConversationRun:
     """The plan of a run: starts systems, measures their phases, and ends them."""
 
     def __init__(
         self,
-        machine: Machine,
-        systems: Mapping[str, System],
+        machine: ConversationMachine,
+        systems: Mapping[str, ConversationSystem],
         results: Results,
         *,
         limit: float = float("inf"),
@@ -302,7 +311,7 @@ class Run:
         self._left: list[tuple[str, str]] = []
         self._out: set[str] = set()
 
-    def run(self, plan: Sequence[tuple[str, str]], bench: Bench) -> None:
+    def run(self, plan: Sequence[tuple[str, str]], bench: ConversationBench) -> None:
         """Measures the phases of systems in this order, as long as there is time."""
         self._left = list(plan)
         while self._left:
@@ -345,12 +354,12 @@ class Run:
             if system.up:
                 system.rest()
 
-    def _leave_out(self, phase: str, system: System, reason: str) -> None:
+    def _leave_out(self, phase: str, system: ConversationSystem, reason: str) -> None:
         self._results.out(phase, system.name, reason)
         self._out.add(system.name)
         system.end()
 
-    def _measure(self, bench: Bench, phase: str, system: System) -> None:
+    def _measure(self, bench: ConversationBench, phase: str, system: ConversationSystem) -> None:
         seconds = max(LEAST_SECONDS, min(self._machine.seconds[phase], self._deadline - time.monotonic()))
         print(f"\n== {phase}, {system.name}", flush=True)
         begin = time.monotonic()
@@ -412,7 +421,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     with leave_on_signals(), plan.json.open("a") as sink:
         results = Results(sink)
-        run = Run(
+        run = ConversationRun(
             machine,
             systems(plan, machine, model),
             results,
@@ -423,7 +432,7 @@ def main() -> None:
         if plan.cpu:  # engines start slowly: one system after another
             wanted.sort(key=lambda one: SYSTEMS.index(one[1]))
         try:
-            run.run(wanted, Bench(machine, results))
+            run.run(wanted, ConversationBench(machine, results))
         finally:
             run.end()
             print(report(results.lines))

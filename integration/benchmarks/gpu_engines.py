@@ -52,7 +52,7 @@ TINY_ARGUMENTS += ["--enable-prefix-caching"]  # for the single engine's second 
 
 
 @dataclass
-class Server:
+class GpuServer:
     """One vLLM API server on one GPU, or on several with tensor parallelism."""
 
     name: str
@@ -113,17 +113,17 @@ def theirs(name: str, role: str, port: int, *, cpu: bool = False) -> tuple[dict[
 
 
 @dataclass(frozen=True)
-class Deployment:
+class GpuDeployment:
     """One engine, and pairs of a prefill and a decode engine by the name of their connector.
 
     Only one request is in flight at a time, or one deployment under load, because they share the GPUs.
     """
 
-    alone: Server
-    pairs: Mapping[str, tuple[Server, Server]]
+    alone: GpuServer
+    pairs: Mapping[str, tuple[GpuServer, GpuServer]]
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[GpuServer]:
         return [self.alone, *(server for pair in self.pairs.values() for server in pair)]
 
 
@@ -141,12 +141,12 @@ def deployment(
     planted: bool = False,
     provider: str = "nvlink",
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Deployment:
+) -> GpuDeployment:
     """Returns prefill engines on the first GPUs, the single engine beside them, and decode engines on the
     next GPUs. ``planted``: a test may flip bits in the pages of the verified pair."""
     first, second = range(tensor_parallel), range(tensor_parallel, 2 * tensor_parallel)
 
-    def pair(name: str, port: int) -> tuple[Server, Server]:
+    def pair(name: str, port: int) -> tuple[GpuServer, GpuServer]:
         sides = []
         for number, (side, gpus) in enumerate((("prefill", first), ("decode", second))):
             role = "kv_producer" if side == "prefill" else "kv_consumer"
@@ -168,7 +168,7 @@ def deployment(
                     paths = filter(None, (str(TEST_SUPPORT), os.environ.get("PYTHONPATH")))
                     more |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1"}
             sides.append(
-                Server(
+                GpuServer(
                     f"{prefix}-{name}-{side}",
                     gpus,
                     port + number,
@@ -183,13 +183,13 @@ def deployment(
         return sides[0], sides[1]
 
     names = ("ours", *([BEFORE] if before else []), *([VERIFIED] if verified else []), *rivals)
-    return Deployment(
-        Server(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
+    return GpuDeployment(
+        GpuServer(f"{prefix}-alone", first, port, model, arguments, logs, environment=environment),
         {name: pair(name, port + 50 * index) for index, name in enumerate(names, 1)},
     )
 
 
-def cpu_seconds(server: Server) -> float:
+def cpu_seconds(server: GpuServer) -> float:
     """Returns the CPU seconds of all processes of the server, which are one session."""
     assert server.process is not None
     ticks = 0
@@ -203,7 +203,7 @@ def cpu_seconds(server: Server) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def wait_ready(servers: Sequence[Server]) -> None:
+def wait_ready(servers: Sequence[GpuServer]) -> None:
     urls = {}
     for server in servers:
         assert server.process is not None
@@ -211,7 +211,7 @@ def wait_ready(servers: Sequence[Server]) -> None:
     wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
 
 
-def start_router(prefill: Server, port: int, logs: Path) -> Process:
+def start_router(prefill: GpuServer, port: int, logs: Path) -> Process:
     """Starts a router. Returns once the engines of ``prefill``'s pair have registered with it."""
     command = [sys.executable, "-m", "kv_connector.cli.main", "router", "--host", HOST, "--port", str(port)]
     command += ["--registration", f"{HOST}:{prefill.port + 15}"]
@@ -222,7 +222,7 @@ def start_router(prefill: Server, port: int, logs: Path) -> Process:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GpuAnswer:
     ttft: float
     seconds: float
     tokens: tuple[int, ...]
@@ -263,7 +263,7 @@ async def stream(
     body: Body,
     params: dict[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Answer:
+) -> GpuAnswer:
     begin = time.perf_counter()
     first = second = 0.0
     tokens: list[int] = []
@@ -282,7 +282,7 @@ async def stream(
                         second = second or time.perf_counter() - begin - first
     if len(tokens) != body.tokens:
         raise RuntimeError(f"{len(tokens)} tokens instead of {body.tokens}")
-    return Answer(first, time.perf_counter() - begin, tuple(tokens), second)
+    return GpuAnswer(first, time.perf_counter() - begin, tuple(tokens), second)
 
 
 async def prefilled(
@@ -300,7 +300,7 @@ async def prefilled(
     return time.perf_counter() - begin, response.json()
 
 
-async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
+async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
     """Sends a request to both engines at once, like the router, but without its hop."""
     transfer_id = uuid.uuid4().hex
     at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
@@ -314,10 +314,10 @@ async def direct(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     (seconds, _), answer = await asyncio.gather(
         prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
     )
-    return Answer(answer.ttft, answer.seconds, answer.tokens, answer.second, seconds)
+    return GpuAnswer(answer.ttft, answer.seconds, answer.tokens, answer.second, seconds)
 
 
-async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, body: Body) -> Answer:
+async def serial(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
     """Sends a request to P and then to D with P's answer: NIXL's flow, without a router's hop."""
     begin = time.perf_counter()
     headers = {"X-Request-Id": uuid.uuid4().hex}  # NixlPushConnector's P finds the target of a push by it
@@ -326,16 +326,16 @@ async def serial(client: httpx.AsyncClient, prefill: Server, decode: Server, bod
     _, done = await prefilled(client, prefill.url, body, params, headers)
     seconds = time.perf_counter() - begin
     answer = await stream(client, decode.url, body, done["kv_transfer_params"], headers)
-    return Answer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
+    return GpuAnswer(seconds + answer.ttft, seconds + answer.seconds, answer.tokens, answer.second, seconds)
 
 
-async def used(client: httpx.AsyncClient, server: Server) -> float:
+async def used(client: httpx.AsyncClient, server: GpuServer) -> float:
     """Returns the part of the engine's KV blocks that is in use."""
     found = IN_USE.findall((await client.get(f"{server.url}/metrics")).text)
     return sum(float(value) for value in found)
 
 
-async def rests(client: httpx.AsyncClient, server: Server) -> float:
+async def rests(client: httpx.AsyncClient, server: GpuServer) -> float:
     """Returns the seconds until no block is in use and the connector has no work (otherwise it refuses the
     reset)."""
     begin = time.monotonic()

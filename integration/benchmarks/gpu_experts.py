@@ -143,7 +143,7 @@ SHAPES = {"qwen3": QWEN3, "deepseek": DEEPSEEK}
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """The settings that a rank's process receives from its parent."""
 
     mode: str
@@ -161,13 +161,13 @@ class Plan:
 # --- in a rank's process ---
 
 
-def serve(plan: Plan, parent: Connection) -> None:
+def serve(plan: RankPlan, parent: Connection) -> None:
     """Runs a rank: starts its engine at the first request of the parent, then answers the parent."""
     log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        rank = Rank(plan)
+        rank = EngineRank(plan)
         parent.send(("imported", None))
         while True:
             name, *given = parent.recv()
@@ -185,10 +185,10 @@ def serve(plan: Plan, parent: Connection) -> None:
     os._exit(0)
 
 
-class Rank:
+class EngineRank:
     """One rank of one engine, in its own process, with vLLM's engine core in the same process."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -376,7 +376,7 @@ class Rank:
         }
 
 
-def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
+def draw(torch: Any, path: str, tensor: Any, plan: RankPlan) -> None:
     """Fills a tensor by its name: equal in both modes and, except for experts, on all ranks."""
     name = path.rsplit(".", 1)[-1]
     if not tensor.is_floating_point():
@@ -407,7 +407,7 @@ def draw(torch: Any, path: str, tensor: Any, plan: Plan) -> None:
 # --- in the parent ---
 
 
-class Failed(RuntimeError):
+class FailedEngine(RuntimeError):
     """An engine failed or did not answer in time."""
 
 
@@ -439,7 +439,7 @@ class Mode:
             ready = wait_for(waiting, max(0.0, end - time.monotonic()))
             if not ready:
                 silent = sorted(set(range(len(self.connections))) - found.keys())
-                raise Failed(f"{self.name}: ranks {silent} did not answer in {seconds:.0f} s")
+                raise FailedEngine(f"{self.name}: ranks {silent} did not answer in {seconds:.0f} s")
             for rank, connection in enumerate(self.connections):
                 if connection not in ready:
                     continue
@@ -448,7 +448,7 @@ class Mode:
                 except EOFError:
                     kind, value = "failed", "its process ended"
                 if kind == "failed":
-                    raise Failed(f"{self.name}: rank {rank}: {value}")
+                    raise FailedEngine(f"{self.name}: rank {rank}: {value}")
                 found[rank] = value
         return [found[rank] for rank in range(len(self.connections))]
 
@@ -508,7 +508,7 @@ class Comparison:
                     log = logs / f"{self.name}-{name}-{rank}.log"
                     paths.append(log)
                     mine, theirs = context.Pipe()
-                    plan = Plan(
+                    plan = RankPlan(
                         mode=name,
                         rank=rank,
                         ranks=self.options.ranks,
@@ -526,7 +526,7 @@ class Comparison:
                     mode.processes.append(process)
                     mode.connections.append(mine)
             yield
-        except Failed:
+        except FailedEngine:
             for path in paths:
                 lines = path.read_text(errors="replace").splitlines() if path.exists() else []
                 print(
@@ -549,7 +549,7 @@ class Comparison:
             try:
                 # The port is chosen now, because engines that start before would take one chosen earlier.
                 started = mode.ask(self.left(self.options.start_seconds), "start", free_port())
-            except Failed as error:
+            except FailedEngine as error:
                 if mode.name in MODES:
                     raise
                 mode.end()
@@ -640,7 +640,9 @@ class Comparison:
                 for mode in self.modes if turn % 2 == 0 else reversed(self.modes):
                     ranks = mode.ask(self.left(60), "decode", WARM_STEPS, STEPS, each=prompts)
                     if any(one["tokens"] != STEPS for one in ranks):
-                        raise Failed(f"{mode.name}: {[one['tokens'] for one in ranks]} of {STEPS} tokens")
+                        raise FailedEngine(
+                            f"{mode.name}: {[one['tokens'] for one in ranks]} of {STEPS} tokens"
+                        )
                     # A step ends with its slowest rank. All ranks have the same number of steps.
                     steps[mode.name] += [
                         max(each) for each in zip(*(one["step_us"] for one in ranks), strict=True)
@@ -673,7 +675,7 @@ class Comparison:
                 }
             )
             if mode.name == "ours" and not taken:
-                raise Failed("ours: kv-connector took no call")
+                raise FailedEngine("ours: kv-connector took no call")
 
     def show(self) -> None:
         """Prints the table of decode steps."""
@@ -740,7 +742,7 @@ def main() -> int:
         comparison = Comparison(options, name, write)
         try:
             fine &= comparison.run()
-        except Failed as error:
+        except FailedEngine as error:
             write({"event": "failed", "shape": name, "error": str(error)})
             fine = False
         comparison.show()

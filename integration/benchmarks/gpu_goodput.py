@@ -36,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from goodput_load import CHUNK, WORKLOADS, Objectives, answers, lateness, report, row, summary, trace
+from goodput_load import CHUNK, WORKLOADS, LoadObjectives, answers, lateness, report, row, summary, trace
 from gpu_engines import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
     HOST,
     RIVALS,
     START_SECONDS,
-    Server,
+    GpuServer,
     ours,
     rests,
     theirs,
@@ -88,7 +88,7 @@ def run_client(pipe: Connection, log: Path) -> None:
         pipe.send(error)
 
 
-class Client:
+class GoodputClient:
     def __init__(self, log: Path) -> None:
         self._log = log
         context = multiprocessing.get_context("spawn")
@@ -107,7 +107,7 @@ class Client:
 
 
 @dataclass
-class Router:
+class GoodputRouter:
     name: str
     port: int
     arguments: Sequence[str]
@@ -136,16 +136,16 @@ class Router:
 
 
 @dataclass(frozen=True)
-class System:
+class GoodputSystem:
     name: str
     urls: Sequence[str]  # to which requests go in turn
-    servers: Sequence[Server]
-    pairs: Sequence[Objectives]  # pairs of objectives that it should hold
-    router: Router | None = None
+    servers: Sequence[GpuServer]
+    pairs: Sequence[LoadObjectives]  # pairs of objectives that it should hold
+    router: GoodputRouter | None = None
 
 
 @dataclass(frozen=True)
-class Machine:
+class GoodputMachine:
     arguments: Sequence[str]  # for every engine
     provider: str
     shorter: int  # divides the prompts' lengths
@@ -157,9 +157,9 @@ class Machine:
 # is text, too.
 _COMMON = ["--no-skip-tokenizer-init", "--enable-prefix-caching", "--kv-cache-memory-bytes"]
 _DUMMY = ["--load-format", "dummy", "--max-model-len", "16384", "--gpu-memory-utilization", "0.28"]
-GPU = Machine([*_COMMON, str(16 << 30), *_DUMMY], "nvlink", 1, (6.0, 5.0))
+GPU = GoodputMachine([*_COMMON, str(16 << 30), *_DUMMY], "nvlink", 1, (6.0, 5.0))
 _TINY = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--block-size", "32"]
-CPU = Machine(
+CPU = GoodputMachine(
     [*_COMMON, str(1 << 28), *_TINY, "--max-num-batched-tokens", "512"],
     "host",
     16,
@@ -184,7 +184,7 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[System]:
+def systems(plan: argparse.Namespace, machine: GoodputMachine, model: Path) -> list[GoodputSystem]:
     """Returns the systems, each with one engine on every GPU.
 
     Ours share engines, which register with several routers.
@@ -192,13 +192,13 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
     ports = iter(free_ports(32 * plan.pairs))
     common = [*machine.arguments, *shlex.split(plan.engine)]
 
-    def server(name: str, gpu: int, port: int, more: Sequence[str] = (), **rest: Any) -> Server:
+    def server(name: str, gpu: int, port: int, more: Sequence[str] = (), **rest: Any) -> GpuServer:
         environment = {**machine.environment, **rest.pop("environment", {})}
         arguments = [*common, *more]
-        return Server(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
+        return GpuServer(name, [gpu], port, model, arguments, plan.work, environment=environment, **rest)
 
-    def router(name: str, *arguments: str) -> Router:
-        return Router(f"router-{name}", next(ports), arguments, plan.work)
+    def router(name: str, *arguments: str) -> GoodputRouter:
+        return GoodputRouter(f"router-{name}", next(ports), arguments, plan.work)
 
     sides = [("kv_producer", gpu) for gpu in range(plan.pairs)]
     sides += [("kv_consumer", gpu) for gpu in range(plan.pairs, 2 * plan.pairs)]
@@ -206,8 +206,8 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
     if "plain" in plan.systems:
         steps = [] if plan.plain_tokens is None else ["--max-num-batched-tokens", str(plan.plain_tokens)]
         engines = [server(f"plain-{gpu}", gpu, next(ports), steps) for _, gpu in sides]
-        made.append(System("plain", [engine.url for engine in engines], engines, plan.objectives))
-    wanted: dict[str, Sequence[Objectives]] = {"ours": plan.objectives} if "ours" in plan.systems else {}
+        made.append(GoodputSystem("plain", [engine.url for engine in engines], engines, plan.objectives))
+    wanted: dict[str, Sequence[LoadObjectives]] = {"ours": plan.objectives} if "ours" in plan.systems else {}
     if "goodput" in plan.systems:
         wanted |= {f"goodput {pair}": [pair] for pair in plan.objectives}
     if wanted:
@@ -227,7 +227,7 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
             if name != "ours":
                 options += ["--ttft-ms", f"{pairs[0].ttft:g}", "--tbt-ms", f"{pairs[0].between:g}"]
             front = router(name, *options)
-            made.append(System(name, [f"http://{HOST}:{front.port}"], engines, pairs, front))
+            made.append(GoodputSystem(name, [f"http://{HOST}:{front.port}"], engines, pairs, front))
     if "nixl" in plan.systems:
         engines = []
         for role, gpu in sides:
@@ -238,15 +238,15 @@ def systems(plan: argparse.Namespace, machine: Machine, model: Path) -> list[Sys
         for (role, _), engine in zip(sides, engines, strict=True):
             options += ["--prefill" if role == "kv_producer" else "--decode", engine.url]
         front = router("nixl", *options)
-        made.append(System("nixl", [f"http://{HOST}:{front.port}"], engines, plan.objectives, front))
+        made.append(GoodputSystem("nixl", [f"http://{HOST}:{front.port}"], engines, plan.objectives, front))
     return made
 
 
-class Bench:
+class GoodputBench:
     """Measures the systems that are up."""
 
     def __init__(
-        self, plan: argparse.Namespace, machine: Machine, model: Path, clients: list[Client]
+        self, plan: argparse.Namespace, machine: GoodputMachine, model: Path, clients: list[GoodputClient]
     ) -> None:
         self._plan = plan
         self._model = model
@@ -254,11 +254,11 @@ class Bench:
         self._workload = WORKLOADS[plan.workload].shorter(machine.shorter)
         self._measurements = 0
 
-    def measure(self, system: System, rate: float, seconds: float) -> dict[str, Any]:
+    def measure(self, system: GoodputSystem, rate: float, seconds: float) -> dict[str, Any]:
         """Measures requests that arrive at a rate."""
         return self._load(system, self._trace(rate, seconds), rate, seconds)
 
-    def measure_at_once(self, system: System, at_once: int, count: int) -> dict[str, Any]:
+    def measure_at_once(self, system: GoodputSystem, at_once: int, count: int) -> dict[str, Any]:
         """Measures a fixed number of requests in flight: a new one arrives when an earlier one has its
         answer."""
         rows = [{**row, "timestamp": 0.0} for row in self._trace(count, 1)]
@@ -269,7 +269,7 @@ class Bench:
         return trace(self._workload, rate, seconds, self._plan.seed, self._measurements)
 
     def _load(
-        self, system: System, rows: list[dict[str, Any]], load: float, seconds: float, at_once: int = 0
+        self, system: GoodputSystem, rows: list[dict[str, Any]], load: float, seconds: float, at_once: int = 0
     ) -> dict[str, Any]:
         # One process for each URL, with its part of the requests, because a process takes one URL only.
         shares = [rows[number :: len(system.urls)] for number in range(len(system.urls))]
@@ -301,7 +301,7 @@ class Bench:
         ]
         return line
 
-    def _arguments(self, file: Path, count: int, url: str, pair: Objectives) -> list[str]:
+    def _arguments(self, file: Path, count: int, url: str, pair: LoadObjectives) -> list[str]:
         arguments = ["--base-url", url, "--model", str(self._model), "--served-model-name", "model"]
         arguments += ["--dataset-name", "timed_trace", "--dataset-path", str(file)]
         arguments += ["--timed-trace-chunk-hash-size", str(CHUNK), "--num-prompts", str(count)]
@@ -311,7 +311,9 @@ class Bench:
         return [*arguments, "--result-filename", str(file.with_suffix(".json"))]
 
 
-def ladder(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -> Iterator[dict[str, Any]]:
+def ladder(
+    bench: GoodputBench, plan: argparse.Namespace, measured: Sequence[GoodputSystem]
+) -> Iterator[dict[str, Any]]:
     """Measures one rate after the other, while there is time and a system that holds its objectives."""
     left = {system.name: {str(pair) for pair in system.pairs} for system in measured}
     longest = 0.0
@@ -329,7 +331,9 @@ def ladder(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -
             yield line
 
 
-def crowds(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -> Iterator[dict[str, Any]]:
+def crowds(
+    bench: GoodputBench, plan: argparse.Namespace, measured: Sequence[GoodputSystem]
+) -> Iterator[dict[str, Any]]:
     """Measures numbers of requests in flight with every system, then the kills."""
     for at_once in plan.at_once:
         for system in measured:
@@ -339,7 +343,7 @@ def crowds(bench: Bench, plan: argparse.Namespace, measured: Sequence[System]) -
             yield kill(bench, system, plan.at_once[-1])
 
 
-def kill(bench: Bench, system: System, at_once: int) -> dict[str, Any]:
+def kill(bench: GoodputBench, system: GoodputSystem, at_once: int) -> dict[str, Any]:
     """Measures a load during which a decode and a prefill engine are killed.
 
     Both are started again, and all engines have to come to rest.
@@ -369,13 +373,13 @@ def kill(bench: Bench, system: System, at_once: int) -> dict[str, Any]:
     return {**line, "system": f"{system.name}, two killed", "killed": had}
 
 
-def running(server: Server) -> float:
+def running(server: GpuServer) -> float:
     """Returns the requests that the engine has."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
         return sum(float(value) for value in RUNNING.findall(response.read().decode()))
 
 
-async def at_rest(servers: Sequence[Server]) -> float:
+async def at_rest(servers: Sequence[GpuServer]) -> float:
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         return max([await rests(client, server) for server in servers])
 
@@ -419,8 +423,8 @@ def main() -> None:
     parser.add_argument(
         "--objectives",
         nargs="+",
-        type=Objectives.parse,
-        default=[Objectives(400, 15), Objectives(1000, 25)],
+        type=LoadObjectives.parse,
+        default=[LoadObjectives(400, 15), LoadObjectives(1000, 25)],
         metavar="TTFT:BETWEEN",
         help="pairs of objectives in ms; system goodput has a router for each",
     )
@@ -462,8 +466,8 @@ def main() -> None:
     measured = systems(plan, machine, model)
     servers = list({server.name: server for system in measured for server in system.servers}.values())
     routers = [system.router for system in measured if system.router is not None]
-    processes: list[Router | Server] = [*routers, *servers]
-    clients = [Client(plan.work / f"client-{number}.log") for number in range(2 * plan.pairs)]
+    processes: list[GoodputRouter | GpuServer] = [*routers, *servers]
+    clients = [GoodputClient(plan.work / f"client-{number}.log") for number in range(2 * plan.pairs)]
     lines = []
     try:
         for process in processes:
@@ -479,7 +483,7 @@ def main() -> None:
                 print(f"{system.name} is left out: {error}", flush=True)
                 measured.remove(system)
         print(f"the engines are up after {time.monotonic() - begin:.0f} s", flush=True)
-        bench = Bench(plan, machine, model, clients)
+        bench = GoodputBench(plan, machine, model, clients)
         for system in measured:
             bench.measure(system, *machine.warm_up)
         print(f"and warm after {time.monotonic() - begin:.0f} s", flush=True)

@@ -36,13 +36,13 @@ from gpu_engines import (
     START_SECONDS,
     TINY_ARGUMENTS,
     Body,
-    Server,
+    GpuServer,
     ours,
     stream,
     wait_ready,
     write_tiny,
 )
-from gpu_goodput import GPU, Router, write_tokenizer
+from gpu_goodput import GPU, GoodputRouter, write_tokenizer
 from shapes import SHAPES
 
 from kv_connector.control.membership import Register
@@ -66,13 +66,13 @@ WAIT_SECONDS = 120.0
 TIE = 0.01
 
 
-class Engine:
+class MovesEngine:
     """An engine of both roles.
 
     This script makes its registration, because a drain lasts as long as a registration.
     """
 
-    def __init__(self, server: Server, registration: Address) -> None:
+    def __init__(self, server: GpuServer, registration: Address) -> None:
         self.server = server
         self._registration = registration
         self._registrar: Registrar | None = None
@@ -107,7 +107,7 @@ class Engine:
         return moved
 
 
-class Site:
+class MovesSite:
     """The engines of one model, and their router."""
 
     def __init__(
@@ -115,10 +115,10 @@ class Site:
     ) -> None:
         registration = Address(HOST, port + 1)
         self.name = name
-        self._router = Router(f"router-{name}", port, ["--registration", str(registration)], plan.work)
+        self._router = GoodputRouter(f"router-{name}", port, ["--registration", str(registration)], plan.work)
         self.url = f"http://{HOST}:{port}"
         sides = [("prefill", "kv_producer", 0), ("first", "kv_both", 1), ("second", "kv_both", 2)]
-        self.servers: list[Server] = []
+        self.servers: list[GpuServer] = []
         for index, (side, role, gpu) in enumerate(sides, 1):
             if plan.cpu or plan.share:
                 gpu = 0 if plan.cpu else max(0, gpu - 1)
@@ -129,14 +129,14 @@ class Site:
             environment = CPU_ENVIRONMENT if plan.cpu else {}
             more = [*arguments, *shlex.split(plan.engine)]
             self.servers.append(
-                Server(
+                GpuServer(
                     f"{name}-{side}", [gpu], first, model, more, plan.work, transfer, first + 1, environment
                 )
             )
-        self.here, self.there = (Engine(server, registration) for server in self.servers[1:])
+        self.here, self.there = (MovesEngine(server, registration) for server in self.servers[1:])
 
     @property
-    def processes(self) -> list[Router | Server]:
+    def processes(self) -> list[GoodputRouter | GpuServer]:
         return [self._router, *self.servers]
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Site:
         stop([one.process for one in self.processes if one.process is not None])
 
 
-class Client:
+class StreamClient:
     """The client of one stream.
 
     Its text is decoded after the end, because that would take longer than recording an event.
@@ -214,12 +214,12 @@ class Client:
         return found
 
 
-async def go_on(clients: Sequence[Client], events: int) -> None:
+async def go_on(clients: Sequence[StreamClient], events: int) -> None:
     async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.gather(*(client.go_on(events) for client in clients))
 
 
-async def move(site: Site, clients: Sequence[Client]) -> dict[str, Any]:
+async def move(site: MovesSite, clients: Sequence[StreamClient]) -> dict[str, Any]:
     """Measures one drain, after which the other engine has the streams."""
     await asyncio.to_thread(site.there.join, site.url)
     await go_on(clients, BETWEEN)
@@ -243,13 +243,15 @@ async def move(site: Site, clients: Sequence[Client]) -> dict[str, Any]:
     }
 
 
-async def case(site: Site, plan: argparse.Namespace, length: int, count: int, sink: Any) -> list[Client]:
+async def case(
+    site: MovesSite, plan: argparse.Namespace, length: int, count: int, sink: Any
+) -> list[StreamClient]:
     """Moves the streams of one length and number back and forth, then closes them. Returns their tokens."""
     rng = np.random.default_rng(length + count)
     prompts = rng.integers(8, 250, (count, length)).tolist()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False, limits=limits) as http:
-        clients = [Client(http, site.url, prompt, plan.tokens) for prompt in prompts]
+        clients = [StreamClient(http, site.url, prompt, plan.tokens) for prompt in prompts]
         try:
             await go_on(clients, BEHIND)  # all prompts are computed
             for number in range(1, 2 * plan.rounds + 1):
@@ -288,7 +290,7 @@ def row(line: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-async def right(server: Server, clients: Sequence[Client]) -> bool:
+async def right(server: GpuServer, clients: Sequence[StreamClient]) -> bool:
     """Returns whether each token is the most likely one for this engine, which computes all of them anew."""
     worst, others, count = 0.0, 0, 0
     async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False) as http:
@@ -310,7 +312,7 @@ async def right(server: Server, clients: Sequence[Client]) -> bool:
     return count > 0 and worst < TIE
 
 
-async def warm(site: Site) -> None:
+async def warm(site: MovesSite) -> None:
     """Sends one request to each engine by itself, to warm it up."""
     async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False) as http:
         for server in site.servers:
@@ -354,12 +356,12 @@ def main() -> None:
     if plan.cpu:
         plan.provider = "host"
         small += ["--block-size", "32", "--kv-cache-memory-bytes", str(1 << 29)]
-    sites = [Site(plan, "small", plan.port, model, small)]
+    sites = [MovesSite(plan, "small", plan.port, model, small)]
     if not plan.cpu:
         shape = SHAPES["llama"].write(plan.work / "llama")
         write_tokenizer(shape)
         large = [*GPU.arguments, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(CACHE_BYTES)]
-        sites.append(Site(plan, "llama", plan.port + 100, shape, large))
+        sites.append(MovesSite(plan, "llama", plan.port + 100, shape, large))
     try:
         for site in sites:
             site.start()

@@ -44,7 +44,7 @@ def patterns(ranks: int) -> Patterns:
     }
 
 
-class Rank:
+class GpuRank:
     """One GPU's transfer engine.
 
     Its memory has a part for pages to send, and a part for each rank's pages.
@@ -133,7 +133,7 @@ def run(
     results: Connection,
 ) -> None:
     sizes = [(mib << 20) // PAGE for mib in plan.mib]
-    rank = Rank(number, plan.gpus, max(sizes), plan.provider, pipes)
+    rank = GpuRank(number, plan.gpus, max(sizes), plan.provider, pipes)
     with rank.engine:
         for name, pairs in patterns(plan.gpus).items():
             for pages in sizes:

@@ -37,10 +37,10 @@ from gpu_engines import (
     RIVALS,
     TINY_ARGUMENTS,
     VERIFIED,
-    Answer,
     Body,
-    Deployment,
-    Server,
+    GpuAnswer,
+    GpuDeployment,
+    GpuServer,
     cpu_seconds,
     deployment,
     direct,
@@ -66,7 +66,9 @@ MODES = {
 class Modes:
     """The modes in which a request is answered, by name."""
 
-    def __init__(self, client: httpx.AsyncClient, deployment: Deployment, routers: Mapping[str, str]) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, deployment: GpuDeployment, routers: Mapping[str, str]
+    ) -> None:
         """``routers``: URLs by pair."""
         self._client = client
         self._deployment = deployment
@@ -89,7 +91,7 @@ class Modes:
             assert engine.process is not None
             engine.process.signal(number)
 
-    async def answer(self, name: str, body: Body) -> Answer:
+    async def answer(self, name: str, body: Body) -> GpuAnswer:
         if name == "alone":
             return await stream(self._client, self._deployment.alone.url, body)
         if name == "router":
@@ -115,7 +117,7 @@ def milliseconds(values: Sequence[float]) -> str:
 
 
 async def measure(
-    label: str, deployment: Deployment, routers: Mapping[str, str], plan: argparse.Namespace, sink: Any
+    label: str, deployment: GpuDeployment, routers: Mapping[str, str], plan: argparse.Namespace, sink: Any
 ) -> None:
     rng = np.random.default_rng(1)
     limits = httpx.Limits(max_connections=None)
@@ -129,7 +131,7 @@ async def measure(
             "token alone, D   second alone, router"
         )
         for length in plan.lengths:
-            times: dict[str, list[Answer]] = {name: [] for name in modes.names}
+            times: dict[str, list[GpuAnswer]] = {name: [] for name in modes.names}
             own = []
             for round_number in range(plan.rounds + 2):
                 # Each mode is the first in turn, because the preceding request differs from mode to mode.
@@ -198,7 +200,7 @@ async def load(
     count = 4 * concurrency
     turn = asyncio.Semaphore(concurrency)
 
-    async def in_turn(body: Body) -> Answer:
+    async def in_turn(body: Body) -> GpuAnswer:
         async with turn:
             return await modes.answer(name, body)
 
@@ -230,7 +232,7 @@ async def load(
     )
 
 
-async def compare(deployment: Deployment, count: int, block_size: int) -> None:
+async def compare(deployment: GpuDeployment, count: int, block_size: int) -> None:
     """Compares tokens through P and D with one engine's, which computes the prompt and then has it in its
     prefix cache.
 
@@ -261,7 +263,7 @@ async def compare(deployment: Deployment, count: int, block_size: int) -> None:
     )
 
 
-async def plant(deployment: Deployment, length: int) -> None:
+async def plant(deployment: GpuDeployment, length: int) -> None:
     """Flips one bit of a page, on the GPU, once the pages have landed and before they are summed: in the
     decode engine's memory, then in the prefill engine's. The decode engine must log the page."""
     prefill, decode = deployment.pairs[VERIFIED]
@@ -324,7 +326,7 @@ def main() -> None:
     base = ["--load-format", "dummy", "--max-model-len", "40000", "--kv-cache-memory-bytes", str(8 << 30)]
     # vLLM's default: prompts are hashed, as with any connector. No prompt occurs twice.
     base += ["--enable-prefix-caching"]
-    running: list[Server] = []
+    running: list[GpuServer] = []
     routers: list[Process] = []
     lay: dict[str, Any] = {"tensor_parallel": plan.tensor_parallel, "provider": plan.provider}
 
@@ -336,7 +338,7 @@ def main() -> None:
         routers.clear()
         running.clear()
 
-    def start(deployment: Deployment) -> Deployment:
+    def start(deployment: GpuDeployment) -> GpuDeployment:
         """Starts the servers. Rivals that do not start are left out."""
         begin = time.monotonic()
         for server in deployment.servers:

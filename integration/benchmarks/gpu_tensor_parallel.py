@@ -32,9 +32,9 @@ from gpu_engines import (
     REST_SECONDS,
     RIVALS,
     TINY_ARGUMENTS,
-    Answer,
     Body,
-    Server,
+    GpuAnswer,
+    GpuServer,
     direct,
     ours,
     serial,
@@ -43,7 +43,7 @@ from gpu_engines import (
     wait_ready,
     write_tiny,
 )
-from gpu_goodput import Router
+from gpu_goodput import GoodputRouter
 from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop
@@ -73,7 +73,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ParallelEngine:
     """One engine of a system. Several of the system's topologies may use it."""
 
     system: str  # alone, ours, nixl
@@ -92,16 +92,16 @@ class Engine:
         return [(count - self.ranks - shift + rank) % count for rank in range(self.ranks)]
 
 
-def engines(topologies: Sequence[Topology], rivals: Sequence[str]) -> list[Engine]:
+def engines(topologies: Sequence[Topology], rivals: Sequence[str]) -> list[ParallelEngine]:
     """Returns one engine of P's size for each topology, and the pairs."""
-    found = {Engine("alone", "prefill", one.prefill): None for one in topologies}
+    found = {ParallelEngine("alone", "prefill", one.prefill): None for one in topologies}
     for system in ("ours", *rivals):
-        found |= {Engine(system, "prefill", one.prefill): None for one in topologies}
-        found |= {Engine(system, "decode", one.decode): None for one in topologies}
+        found |= {ParallelEngine(system, "prefill", one.prefill): None for one in topologies}
+        found |= {ParallelEngine(system, "decode", one.decode): None for one in topologies}
     return [*found]
 
 
-class Site:
+class ParallelSite:
     """All engines and routers of one model."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Site:
         routers = port + len(plan.topologies)
         self.routers = {one: routers + index for index, one in enumerate(plan.topologies)}
         self._processes: list[Process] = []
-        self.servers: dict[Engine, Server] = {}
+        self.servers: dict[ParallelEngine, GpuServer] = {}
         for index, engine in enumerate(engines(plan.topologies, plan.rivals), 1):
             first = port + PORTS * index
             environment = dict(CPU_ENVIRONMENT) if plan.cpu else {}
@@ -126,7 +126,7 @@ class Site:
             elif engine.system in RIVALS:
                 transfer, meeting = theirs(engine.system, role, first + CONTROL, cpu=plan.cpu)
                 environment |= meeting
-            self.servers[engine] = Server(
+            self.servers[engine] = GpuServer(
                 f"{name}-{engine.system}-{engine.side}-{engine.ranks}",
                 [0] * engine.ranks if plan.cpu else engine.gpus(plan.gpus),
                 first,
@@ -144,7 +144,7 @@ class Site:
         routers = []
         for topology, port in self.routers.items():
             options = ["--registration", f"{HOST}:{self._registrations[topology]}"]
-            routers.append(Router(f"router-{topology}", port, options, self._plan.work))
+            routers.append(GoodputRouter(f"router-{topology}", port, options, self._plan.work))
             routers[-1].start()
             assert routers[-1].process is not None
             self._processes.append(routers[-1].process)
@@ -172,16 +172,16 @@ class Site:
     def stop(self) -> None:
         stop(self._processes)
 
-    def alone(self, ranks: int) -> Server:
-        return self.servers[Engine("alone", "prefill", ranks)]
+    def alone(self, ranks: int) -> GpuServer:
+        return self.servers[ParallelEngine("alone", "prefill", ranks)]
 
-    def pair(self, system: str, topology: Topology) -> tuple[Server, Server] | None:
-        prefill = self.servers.get(Engine(system, "prefill", topology.prefill))
-        decode = self.servers.get(Engine(system, "decode", topology.decode))
+    def pair(self, system: str, topology: Topology) -> tuple[GpuServer, GpuServer] | None:
+        prefill = self.servers.get(ParallelEngine(system, "prefill", topology.prefill))
+        decode = self.servers.get(ParallelEngine(system, "decode", topology.decode))
         return (prefill, decode) if prefill and decode else None
 
 
-async def compare(site: Site, topologies: Sequence[Topology], count: int) -> bool:
+async def compare(site: ParallelSite, topologies: Sequence[Topology], count: int) -> bool:
     """Returns whether all tokens are one engine's, of any size, with and without the prompt in its prefix
     cache.
 
@@ -224,13 +224,13 @@ async def meet(client: httpx.AsyncClient, ask: Mapping[str, Any], sink: Any, top
     print(f"  first request, less the second: {', '.join(told)}", flush=True)
 
 
-def ways(site: Site, topology: Topology, rivals: Sequence[str]) -> dict[str, Any]:
+def ways(site: ParallelSite, topology: Topology, rivals: Sequence[str]) -> dict[str, Any]:
     """The modes in which a request is answered, by name."""
 
-    async def alone(client: httpx.AsyncClient, body: Body) -> Answer:
+    async def alone(client: httpx.AsyncClient, body: Body) -> GpuAnswer:
         return await stream(client, site.alone(topology.prefill).url, body)
 
-    async def routed(client: httpx.AsyncClient, body: Body) -> Answer:
+    async def routed(client: httpx.AsyncClient, body: Body) -> GpuAnswer:
         return await stream(client, f"http://{HOST}:{site.routers[topology]}", body)
 
     found: dict[str, Any] = {"alone": alone, "ours": routed}
@@ -238,15 +238,15 @@ def ways(site: Site, topology: Topology, rivals: Sequence[str]) -> dict[str, Any
         if (pair := site.pair(rival, topology)) is not None:
 
             async def rivals_way(
-                client: httpx.AsyncClient, body: Body, pair: tuple[Server, Server] = pair
-            ) -> Answer:
+                client: httpx.AsyncClient, body: Body, pair: tuple[GpuServer, GpuServer] = pair
+            ) -> GpuAnswer:
                 return await serial(client, *pair, body)
 
             found[rival] = rivals_way
     return found
 
 
-async def measure(site: Site, topology: Topology, plan: argparse.Namespace, sink: Any) -> None:
+async def measure(site: ParallelSite, topology: Topology, plan: argparse.Namespace, sink: Any) -> None:
     rng = np.random.default_rng(1)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=60.0, trust_env=False, limits=limits) as client:
@@ -256,7 +256,7 @@ async def measure(site: Site, topology: Topology, plan: argparse.Namespace, sink
         )
         await meet(client, {name: way for name, way in ask.items() if name != "alone"}, sink, topology)
         for length in plan.lengths:
-            times: dict[str, list[Answer]] = {name: [] for name in ask}
+            times: dict[str, list[GpuAnswer]] = {name: [] for name in ask}
             for number in range(plan.rounds + 1):
                 body = Body(rng.integers(8, 250, length).tolist(), plan.tokens)
                 for name in [*times]:
@@ -323,7 +323,7 @@ def main() -> None:
     if plan.equality:
         rivals, plan.rivals = plan.rivals, []
         topologies, plan.topologies = plan.topologies, [*dict.fromkeys([*plan.topologies, Topology(1, 1)])]
-        site = Site(plan, "tiny", plan.port + 500, tiny, small)
+        site = ParallelSite(plan, "tiny", plan.port + 500, tiny, small)
         plan.rivals = rivals
         try:
             site.start()
@@ -336,7 +336,7 @@ def main() -> None:
         large = ["--load-format", "dummy", "--max-model-len", "33000", *shape.arguments]
         large += ["--kv-cache-memory-bytes", str(9 << 29), "--gpu-memory-utilization", "0.2"]
         model = tiny if plan.cpu else shape.write(plan.work / "llama")
-        site = Site(plan, "large", plan.port, model, small if plan.cpu else large)
+        site = ParallelSite(plan, "large", plan.port, model, small if plan.cpu else large)
         try:
             site.start()
             with plan.json.open("a", buffering=1) as sink:

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES, Shape
+from shapes import SHAPES, ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -43,7 +43,7 @@ TINY |= {"intermediate_size": 256, "head_dim": 32, "vocab_size": 512}
 
 
 @dataclass(frozen=True)
-class Side:
+class TimelineSide:
     """One engine: its role, its model's folder and the GPU on which it runs (None: CPUs)."""
 
     role: str
@@ -55,7 +55,7 @@ class Side:
 # --- in an engine's process ---
 
 
-def serve(side: Side, parent: Connection) -> None:
+def serve(side: TimelineSide, parent: Connection) -> None:
     """Starts an engine, then answers the parent's requests: (prompt, tokens, kv_transfer_params)."""
     log = os.open(side.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
@@ -86,7 +86,7 @@ def serve(side: Side, parent: Connection) -> None:
     os._exit(0)
 
 
-def start(side: Side) -> tuple[Any, Any]:
+def start(side: TimelineSide) -> tuple[Any, Any]:
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     settings: dict[str, Any] = {"max_model_len": 65536, "gpu_memory_utilization": 0.4}
     if side.gpu is None:
@@ -120,7 +120,7 @@ def start(side: Side) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def engines(sides: Sequence[Side]) -> Iterator[list[Connection]]:
+def engines(sides: Sequence[TimelineSide]) -> Iterator[list[Connection]]:
     """The engines, started one after the other: vLLM measures the memory that is free."""
     context = multiprocessing.get_context("spawn")
     started, links = [], []
@@ -157,7 +157,9 @@ def answer(link: Connection, log: str, seconds: float) -> Any:
     return found
 
 
-def request(links: Sequence[Connection], sides: Sequence[Side], number: int, prompt: list[int]) -> float:
+def request(
+    links: Sequence[Connection], sides: Sequence[TimelineSide], number: int, prompt: list[int]
+) -> float:
     """One request through both engines, dispatched to both at once. Returns the seconds until its token."""
     transfer = {"transfer_id": f"timeline-{number}"}
     producing = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
@@ -190,11 +192,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         shape = SHAPES["llama"]
         if arguments.tiny:
-            shape = Shape({**shape.model, **TINY})
+            shape = ModelShape({**shape.model, **TINY})
         shape.write(Path(directory))
         vocabulary = TINY["vocab_size"] if arguments.tiny else 128256
         sides = [
-            Side(role, directory, None if arguments.tiny else gpu, str(arguments.logs / f"{role}.log"))
+            TimelineSide(
+                role, directory, None if arguments.tiny else gpu, str(arguments.logs / f"{role}.log")
+            )
             for role, gpu in zip(CONTROL_PORTS, arguments.gpus, strict=True)
         ]
         draw = random.Random(0)

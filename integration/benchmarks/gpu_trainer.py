@@ -47,7 +47,7 @@ class Order:
     rank: int = 0
 
 
-class Trainer:
+class GpuTrainer:
     """The trainer's ranks, as seen from the measuring process. Call close() at the end."""
 
     def __init__(self, order: Order) -> None:

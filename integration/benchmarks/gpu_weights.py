@@ -41,12 +41,12 @@ from gpu_engines import (
     JSON,
     REST_SECONDS,
     Body,
-    Server,
+    GpuServer,
     stream,
     wait_ready,
     write_tiny,
 )
-from gpu_trainer import THEIRS, Figures, Order, Trainer, nccl_environment
+from gpu_trainer import THEIRS, Figures, GpuTrainer, Order, nccl_environment
 from shapes import SHAPES
 
 from kv_connector.lab.process import StartError, stop
@@ -77,8 +77,8 @@ MEMORY_QUERY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noh
 class Arm:
     name: str
     gpus: tuple[Sequence[int], Sequence[int]]  # the trainer's, and the engines'
-    servers: list[Server]
-    trainer: Trainer
+    servers: list[GpuServer]
+    trainer: GpuTrainer
     pushes: list[Figures] = field(default_factory=list)
     once: Figures = field(default_factory=dict)
     tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Arm:
     """Checksums after the last version, of the model's parameters as its kernels have them."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> GpuServer:
         """The engine whose stream is measured."""
         return self.servers[0]
 
@@ -98,7 +98,7 @@ class Arm:
 class Watch:
     """A request that is decoded until the block ends, with the number of tokens over time."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Server) -> None:
+    def __init__(self, client: httpx.AsyncClient, server: GpuServer) -> None:
         self._client, self._url = client, f"{server.url}/v1/completions"
         self.times: list[float] = []
         self.counts: list[int] = []
@@ -223,7 +223,7 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
             arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
             here = of_engines[engine * plan.tensor_parallel :][: plan.tensor_parallel]
             servers.append(
-                Server(
+                GpuServer(
                     f"weights-{name}-{engine}",
                     here,
                     own,
@@ -236,7 +236,7 @@ def make_arms(plan: argparse.Namespace, model: Path, config: Mapping[str, Any]) 
             servers[-1].start()
         devices = ["cpu" if plan.cpu else f"cuda:{gpu}" for gpu in of_trainer]
         order = Order(name, config, devices, plan.dtype_master, engines, workers, port + 90)
-        arms.append(Arm(name, (of_trainer, of_engines), servers, Trainer(order)))
+        arms.append(Arm(name, (of_trainer, of_engines), servers, GpuTrainer(order)))
     return arms
 
 

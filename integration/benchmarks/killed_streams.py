@@ -84,7 +84,7 @@ class Cluster(LocalCluster):
 
 
 @dataclass
-class Reading:
+class KilledStream:
     """A client's stream."""
 
     number: int
@@ -149,7 +149,7 @@ async def measure(router: str, engines: Sequence[EngineProcess], streams: int, t
     """Returns the ends of the streams, and their pauses at the kill."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=SILENT_SECONDS, limits=limits, trust_env=False) as client:
-        readings = [Reading(number, tokens) for number in range(streams)]
+        readings = [KilledStream(number, tokens) for number in range(streams)]
         tasks = [asyncio.create_task(one.read(client, router)) for one in readings]
         await asyncio.gather(*(one.begun.wait() for one in readings))
         victim, survivor = engines[1:]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import kv_connector
 from kv_connector.lab.cluster import EngineSettings, LocalCluster
-from kv_connector.lab.completion import Answer, complete
+from kv_connector.lab.completion import CompletionTokens, complete
 from kv_connector.lab.model import make_llama
 
 BLOCK = 32
@@ -42,7 +42,7 @@ def prompt(name: str, tokens: int) -> list[int]:
     return random.Random(name).choices(range(256), k=tokens)
 
 
-def p50(answers: list[Answer]) -> float:
+def p50(answers: list[CompletionTokens]) -> float:
     return statistics.median(answer.first_token_seconds for answer in answers)
 
 
@@ -77,8 +77,8 @@ def main() -> int:
 def measure(router: str, decode: str, options: argparse.Namespace, number: int) -> dict[str, float]:
     begun = time.perf_counter()
     with ThreadPoolExecutor(options.long + options.short) as pool:
-        long: list[Future[Answer]] = []
-        short: list[Future[Answer]] = []
+        long: list[Future[CompletionTokens]] = []
+        short: list[Future[CompletionTokens]] = []
         for index in range(options.long):
             one = prompt(f"long {number} {index}", LONG_TOKENS)
             long.append(pool.submit(complete, router, one, max_tokens=OUTPUT_TOKENS))

@@ -115,7 +115,7 @@ def message(number: int, port: int) -> Register:
     )
 
 
-class Site(ProcessGroup):
+class RouterSite(ProcessGroup):
     """The router and the processes of the engines."""
 
     def __init__(self, directory: Path, descriptors: int | None) -> None:
@@ -151,7 +151,7 @@ class Site(ProcessGroup):
         return process
 
 
-class Usage:
+class ProcessUsage:
     """Processor time, memory and descriptors of a process."""
 
     def __init__(self, pid: int) -> None:
@@ -210,8 +210,8 @@ async def requests(http: aiohttp.ClientSession, url: str, count: int) -> tuple[l
     return times, statuses
 
 
-async def measure(site: Site, engines: int, count: int) -> Mapping[str, object]:
-    usage = Usage(site.router.pid)
+async def measure(site: RouterSite, engines: int, count: int) -> Mapping[str, object]:
+    usage = ProcessUsage(site.router.pid)
     found: dict[str, object] = {"engines": engines}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
@@ -278,7 +278,7 @@ def main() -> None:
     for engines in given.engines:
         with ExitStack() as stack:
             directory = Path(stack.enter_context(TemporaryDirectory()))
-            site = stack.enter_context(Site(directory, given.descriptors))
+            site = stack.enter_context(RouterSite(directory, given.descriptors))
             site.wait_ready()
             print(json.dumps(asyncio.run(measure(site, engines, given.requests))), flush=True)
             if given.descriptors is not None:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from router_streams import HOST, WARM_UP_SECONDS, Load, cpu_seconds, send
+from router_streams import HOST, WARM_UP_SECONDS, StreamLoad, cpu_seconds, send
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import Process, ProcessGroup, leave_on_signals, starting
@@ -108,7 +108,9 @@ def samples(process: Process, target: Path) -> Counter[tuple[str, str]]:
     return Counter({(stage, place): count for stage, place, count in json.loads(target.read_text())})
 
 
-def measure(load: Load, seconds: float, options: list[str]) -> tuple[float, int, Counter[tuple[str, str]]]:
+def measure(
+    load: StreamLoad, seconds: float, options: list[str]
+) -> tuple[float, int, Counter[tuple[str, str]]]:
     """Returns the router's processor seconds, the streams in this time, and the samples."""
     prefill, decode, port = free_ports(3)
     with tempfile.TemporaryDirectory() as directory, ProcessGroup() as group:
@@ -156,7 +158,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two events")
     parser.add_argument("--functions", type=int, default=0, help="functions to list for each load")
     options, words = parser.parse_known_args()
-    loads = (Load(options.streams, 1, 0.0), Load(options.streams, options.events, options.pause))
+    loads = (StreamLoad(options.streams, 1, 0.0), StreamLoad(options.streams, options.events, options.pause))
     results: list[dict[str, float]] = []
     with leave_on_signals():
         for load in loads:

@@ -22,7 +22,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Load:
+class StreamLoad:
     streams: int
     """Streams at a time."""
     tokens: int
@@ -31,7 +31,7 @@ class Load:
     """Seconds between two events; 0: as fast as the router takes them."""
 
 
-async def send(url: str, load: Load, seconds: float) -> int:
+async def send(url: str, load: StreamLoad, seconds: float) -> int:
     """Sends requests for some time, and returns the number of complete streams."""
     complete, until = 0, time.perf_counter() + seconds
     body = {"model": "m", "prompt": [1] * PROMPT_TOKENS, "stream": True, "max_tokens": load.tokens}
@@ -55,7 +55,7 @@ def cpu_seconds(process: Process) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(load: Load, seconds: float) -> None:
+def measure(load: StreamLoad, seconds: float) -> None:
     prefill, decode, port = free_ports(3)
     with tempfile.TemporaryDirectory() as directory, ProcessGroup() as group:
 
@@ -92,7 +92,7 @@ def main() -> None:
     print("| streams | events | pause, s | streams/s | events/s | core | ms a stream | us an event |")
     print("|---" * 8 + "|")
     with leave_on_signals():
-        for load in (Load(20, 1, 0.0), Load(20, 200, 0.0), Load(200, 100, 0.02)):
+        for load in (StreamLoad(20, 1, 0.0), StreamLoad(20, 200, 0.0), StreamLoad(200, 100, 0.02)):
             measure(load, options.seconds)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from goodput_load import WORKLOADS, trace
-from goodput_simulation import LANDING_S, Clock, Engine, Request
+from goodput_simulation import LANDING_S, Clock, SimulatedEngine, SimulatedRequest
 
 from kv_connector.bench.records import percentile
 from kv_connector.control.membership import PromptCost
@@ -74,13 +74,13 @@ class Autoscaler:
         return current
 
 
-class Fleet:
+class SideFleet:
     """The engines of one side."""
 
     def __init__(self, side: Side, clock: Clock, pool: Pool, index: PrefixIndex) -> None:
         self._side, self._clock, self._pool, self._index = side, clock, pool, index
         self._numbers = itertools.count(1)
-        self.engines: dict[Endpoint, Engine] = {}
+        self.engines: dict[Endpoint, SimulatedEngine] = {}
         self.starting = 0
         self._join()
 
@@ -114,7 +114,7 @@ class Fleet:
 
     def _join(self) -> None:
         endpoint = Endpoint.parse(f"http://{self._side.value}{next(self._numbers)}:1")
-        engine = Engine(self._clock, cost=COST, stream_s=STREAM_S, cache_tokens=CACHE_TOKENS)
+        engine = SimulatedEngine(self._clock, cost=COST, stream_s=STREAM_S, cache_tokens=CACHE_TOKENS)
         self.engines[endpoint] = engine
         workload = Workload(self._clock)
         self._index.add(workload.cache)
@@ -134,7 +134,7 @@ class Minute:
     """Engines at its end, with those that start."""
 
 
-class System:
+class ScaledSystem:
     """Engines of both sides behind the router's policy, and their autoscalers."""
 
     def __init__(self, clock: Clock, minutes: int, most: int) -> None:
@@ -143,7 +143,7 @@ class System:
         index = PrefixIndex()
         self._caches = CacheRecords()
         self._policy = CacheAware(self._pools, index, self._caches.sizes, clock=clock)
-        self.fleets = {side: Fleet(side, clock, self._pools[side], index) for side in TEXT_SIDES}
+        self.fleets = {side: SideFleet(side, clock, self._pools[side], index) for side in TEXT_SIDES}
         self._scalers = {side: Autoscaler(most) for side in TEXT_SIDES}
         self._numbers = itertools.count(1)
         self._work = 0.0  # kv_connector_router_prompt_work_seconds_total{side="prefill"}
@@ -153,7 +153,7 @@ class System:
         clock.after(0, self._beat)
         clock.after(SYNC_S, self._sync)
 
-    def send(self, request: Request) -> None:
+    def send(self, request: SimulatedRequest) -> None:
         self.minutes[int(request.arrives // 60)].arrivals += 1
         ids = [next(self._numbers), *([7] * (request.tokens - 1))]
         raw = json.dumps({"model": "m", "prompt": ids, "stream": True}).encode()
@@ -172,7 +172,12 @@ class System:
         first.add(request)
 
     def _handed_over(
-        self, request: Request, prefill: Lease, decode: Lease, first: Engine, second: Engine
+        self,
+        request: SimulatedRequest,
+        prefill: Lease,
+        decode: Lease,
+        first: SimulatedEngine,
+        second: SimulatedEngine,
     ) -> None:
         self.minutes[int(request.arrives // 60)].waits.append(self._clock.now - request.arrives)
         first.leave(request)
@@ -211,11 +216,11 @@ class System:
 def simulate(rates: Sequence[float], phase_minutes: int, seed: int, most: int) -> list[Minute]:
     """Simulates phases of so many minutes with these arrivals a second."""
     clock = Clock()
-    system = System(clock, phase_minutes * len(rates), most)
+    system = ScaledSystem(clock, phase_minutes * len(rates), most)
     for number, rate in enumerate(rates):
         for row in trace(WORKLOADS["random"], rate, phase_minutes * 60.0, seed + number, seed):
             at = row["timestamp"] + number * phase_minutes * 60.0
-            request = Request(row["input_length"], row["output_length"], at)
+            request = SimulatedRequest(row["input_length"], row["output_length"], at)
             clock.after(at, functools.partial(system.send, request))
     clock.run()
     return system.minutes

@@ -33,7 +33,7 @@ import msgspec
 import psutil
 
 from kv_connector.lab.model import make_llama
-from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import HOST, ServerSettings, SglangCluster, SglangServer
 from kv_connector.lab.sse import Events
 
 TOKENS = 16
@@ -50,13 +50,13 @@ MOONCAKE = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 
 
 @dataclass
-class Deployment:
+class SglangDeployment:
     name: str
-    decode: Server
-    prefill: Server | None = None
+    decode: SglangServer
+    prefill: SglangServer | None = None
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[SglangServer]:
         return [server for server in (self.prefill, self.decode) if server is not None]
 
     def signal(self, number: signal.Signals) -> None:
@@ -119,7 +119,7 @@ def prompts(tokens: int, count: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(tokens)] for _ in range(count)]
 
 
-async def load(one: Deployment, asked: Sequence[Sequence[int]], at_once: int) -> dict[str, Any]:
+async def load(one: SglangDeployment, asked: Sequence[Sequence[int]], at_once: int) -> dict[str, Any]:
     gate = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(timeout=SECONDS) as http:
 
@@ -138,7 +138,7 @@ async def load(one: Deployment, asked: Sequence[Sequence[int]], at_once: int) ->
     }
 
 
-async def warm(one: Deployment) -> None:
+async def warm(one: SglangDeployment) -> None:
     """Sends requests until one succeeds: connections may have broken while the deployment was stopped."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -152,7 +152,7 @@ async def warm(one: Deployment) -> None:
             await asyncio.sleep(1)
 
 
-async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
+async def measure(deployments: Sequence[SglangDeployment], rounds: int) -> None:
     found: dict[tuple[str, tuple[int, int, int]], list[dict[str, Any]]] = {}
     for one in deployments:
         one.signal(signal.SIGSTOP)
@@ -187,7 +187,7 @@ async def measure(deployments: Sequence[Deployment], rounds: int) -> None:
         print(f"{each[0]} tokens, {each[1]} at a time".ljust(24) + "".join(f"{cell:>46}" for cell in cells))
 
 
-async def at_rest(server: Server, limit: float) -> float | None:
+async def at_rest(server: SglangServer, limit: float) -> float | None:
     """Returns the seconds until the server has no request in flight; None beyond `limit`."""
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=10) as http:
@@ -199,7 +199,7 @@ async def at_rest(server: Server, limit: float) -> float | None:
     return None
 
 
-async def killed(one: Deployment, cluster: SglangCluster, victim: str) -> None:
+async def killed(one: SglangDeployment, cluster: SglangCluster, victim: str) -> None:
     """Kills a server in the middle of eight requests.
 
     Prints which requests fail and when, and when the other server is empty.
@@ -235,7 +235,7 @@ async def killed(one: Deployment, cluster: SglangCluster, victim: str) -> None:
     )
 
 
-async def aborts(one: Deployment, count: int = 100) -> None:
+async def aborts(one: SglangDeployment, count: int = 100) -> None:
     """Aborts requests: at the client, in P's half alone and in D's half alone."""
     rng = random.Random(2)
     gate = asyncio.Semaphore(8)
@@ -283,9 +283,9 @@ def main() -> None:
             for name, settings in (("write_imm", SETTINGS), ("mooncake", mooncake)):
                 prefill = cluster.start_server(f"{name}-prefill", role="prefill", settings=settings)
                 decode = cluster.start_server(f"{name}-decode", role="decode", settings=settings)
-                deployments.append(Deployment(name, decode, prefill))
+                deployments.append(SglangDeployment(name, decode, prefill))
             if not options.faults:
-                deployments.insert(0, Deployment("one server", cluster.start_server("one")))
+                deployments.insert(0, SglangDeployment("one server", cluster.start_server("one")))
             cluster.wait_ready(seconds=600)
             if not options.faults:
                 asyncio.run(measure(deployments, options.rounds))

@@ -24,7 +24,7 @@ from typing import Any
 import sglang_cpu as lab
 from shapes import SHAPES
 
-from kv_connector.lab.sglang_cluster import Role, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import Role, ServerSettings, SglangCluster, SglangServer
 
 # Tokens of a prompt, requests at a time, number of requests.
 LOADS = ((1024, 1, 8), (1024, 8, 32), (4096, 1, 8), (4096, 8, 24), (16384, 1, 4), (16384, 8, 16))
@@ -45,7 +45,7 @@ FLAGS: dict[str, dict[str, str]] = {
 class GpuCluster(SglangCluster):
     def start_gpu(
         self, name: str, gpu: int, attention: str, role: Role | None = None, backend: str = ""
-    ) -> Server:
+    ) -> SglangServer:
         words = {
             "load-format": "dummy", "device": "cuda", "attention-backend": attention, "dtype": "bfloat16",
             "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.9,
@@ -63,7 +63,7 @@ def note(path: Path, **row: Any) -> None:
 
 
 async def measure(
-    one: lab.Deployment, path: Path, expected: dict[tuple[int, int, int], Any], deadline: float
+    one: lab.SglangDeployment, path: Path, expected: dict[tuple[int, int, int], Any], deadline: float
 ) -> None:
     for _ in range(20):  # the first requests build kernels
         try:
@@ -136,11 +136,11 @@ def main() -> None:
             ones = []
             for one in group:
                 if one == "one server":
-                    ones.append(lab.Deployment(one, cluster.start_gpu("one", 1, options.attention)))
+                    ones.append(lab.SglangDeployment(one, cluster.start_gpu("one", 1, options.attention)))
                     continue
                 prefill = cluster.start_gpu(f"{one}-prefill", 0, options.attention, "prefill", one)
                 decode = cluster.start_gpu(f"{one}-decode", 1, options.attention, "decode", one)
-                ones.append(lab.Deployment(one, decode, prefill))
+                ones.append(lab.SglangDeployment(one, decode, prefill))
             limit = time.monotonic() + min(options.start, deadline - time.monotonic() - 30)
             for one in ones:
                 try:

@@ -101,7 +101,7 @@ _GRANITE = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     model: Mapping[str, Any]
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class Shape:
 
 
 SHAPES = {
-    "llama": Shape(_LLAMA),
-    "qwen3-moe": Shape(_QWEN3_MOE),
-    "mla": Shape(_DEEPSEEK),
+    "llama": ModelShape(_LLAMA),
+    "qwen3-moe": ModelShape(_QWEN3_MOE),
+    "mla": ModelShape(_DEEPSEEK),
     # Each request needs room for its state: 8 GiB hold 992. NixlConnector supports channels first only.
-    "hybrid": Shape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+    "hybrid": ModelShape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
 }

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from gpu_trainer import weights_of
 
 from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.mapping.plan import Box, Shard, make_plan
+from kv_connector.weights.mapping.plan import Box, TensorShard, make_plan
 
 # Sizes of Qwen3-235B-A22B.
 SIZES = {
@@ -30,7 +30,7 @@ SIZES = {
 }
 
 
-def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[Shard]:
+def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[TensorShard]:
     """Returns the rows of a rank, as torch's chunk() distributes them."""
     held = []
     for number, tensor in enumerate(tensors):
@@ -38,7 +38,7 @@ def shards(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[Shard]:
         most = -(-rows // ranks)
         begin = min(rank * most, rows)
         box = Box((begin, *[0] * len(rest)), (min(most, rows - begin), *rest))
-        held.append(Shard(number, box))
+        held.append(TensorShard(number, box))
     return held
 
 

@@ -43,7 +43,7 @@ Reference = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AnswerOutcome:
     status: int
     """HTTP status; 0: no answer within ANSWER_SECONDS, or the connection broke."""
     answer: str
@@ -59,7 +59,7 @@ class Outcome:
         return self.answer not in ("", "right answer")
 
 
-class Pair:
+class ComparedPair:
     """A prefill and a decode engine, and the right answers of an engine alone."""
 
     def __init__(self, prefill: EngineProcess, decode: EngineProcess, alone: EngineProcess) -> None:
@@ -84,19 +84,19 @@ class Pair:
         for _ in range(times):
             self._post(self._prefill, tokens, 1)
 
-    def answer(self, tokens: Sequence[int], reference: Reference) -> Outcome:
+    def answer(self, tokens: Sequence[int], reference: Reference) -> AnswerOutcome:
         """Sends the prompt to the decode engine with this reference."""
         try:
             answered = self._post(self._decode, tokens, OUTPUT_TOKENS, reference)
         except httpx.HTTPStatusError as error:
-            return Outcome(error.response.status_code, "")
+            return AnswerOutcome(error.response.status_code, "")
         except httpx.HTTPError:
-            return Outcome(0, "")
+            return AnswerOutcome(0, "")
         given = self._tokens(answered)
         right = self._right[0 if tokens == self.first else 1]
         if given == right:
-            return Outcome(200, "right answer")
-        return Outcome(200, "another prompt's answer" if given in self._right else "wrong answer")
+            return AnswerOutcome(200, "right answer")
+        return AnswerOutcome(200, "another prompt's answer" if given in self._right else "wrong answer")
 
     def _post(
         self, engine: EngineProcess, tokens: Sequence[int], output: int, params: Reference | None = None
@@ -124,50 +124,50 @@ def prompt(seed: str) -> list[int]:
     return [*random.Random(seed).choices(range(256), k=PROMPT_TOKENS - 1), 7]
 
 
-def sound(pair: Pair) -> Outcome:
+def sound(pair: ComparedPair) -> AnswerOutcome:
     return pair.answer(pair.first, pair.reference(pair.first))
 
 
-def unknown(pair: Pair) -> Outcome:
+def unknown(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     named = [name for name in ("transfer_id", "remote_request_id") if name in reference]
     return pair.answer(pair.first, reference | dict.fromkeys(named, "no-such-request"))
 
 
-def out_of_range(pair: Pair) -> Outcome:
+def out_of_range(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     blocks = reference.get("remote_block_ids") or [list(range(-(-PROMPT_TOKENS // BLOCK)))]
     beyond = [[10**6 + number for number in range(len(group))] for group in blocks]
     return pair.answer(pair.first, reference | {"remote_block_ids": beyond})
 
 
-def used_twice(pair: Pair) -> Outcome:
+def used_twice(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     pair.answer(pair.first, reference)
     return pair.answer(pair.first, reference)
 
 
-def blocks_used_again(pair: Pair) -> Outcome:
+def blocks_used_again(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     pair.answer(pair.first, reference)
     pair.compute(pair.second, LATER_PROMPTS)
     return pair.answer(pair.first, reference)
 
 
-def late(pair: Pair) -> Outcome:
+def late(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     time.sleep(LATE_SECONDS)
     return pair.answer(pair.first, reference)
 
 
-def late_and_used_again(pair: Pair) -> Outcome:
+def late_and_used_again(pair: ComparedPair) -> AnswerOutcome:
     reference = pair.reference(pair.first)
     time.sleep(LATE_SECONDS)
     pair.compute(pair.second, LATER_PROMPTS)
     return pair.answer(pair.first, reference)
 
 
-CASES: dict[str, Callable[[Pair], Outcome]] = {
+CASES: dict[str, Callable[[ComparedPair], AnswerOutcome]] = {
     "a sound reference": sound,
     "the reference of an unknown request": unknown,
     "block numbers out of range": out_of_range,
@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--logs", type=Path, help="Folder for the engines' logs. Default: a temporary one.")
     options = parser.parse_args()
-    outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
+    outcomes: dict[tuple[str, str], dict[str, AnswerOutcome]] = {}
     with tempfile.TemporaryDirectory() as temporary, leave_on_signals():
         for model in options.models:
             path = MODELS[model](Path(temporary) / model)
@@ -229,7 +229,7 @@ def main() -> int:
     return int(any(outcome.wrong for outcome in ours))
 
 
-def measure(model: Path, connector: str, logs: Path) -> dict[str, Outcome]:
+def measure(model: Path, connector: str, logs: Path) -> dict[str, AnswerOutcome]:
     settings = EngineSettings(
         max_model_len=512,
         block_size=BLOCK,
@@ -240,11 +240,11 @@ def measure(model: Path, connector: str, logs: Path) -> dict[str, Outcome]:
         alone = cluster.start_engine("alone")
         prefill, decode = start(cluster, connector)
         cluster.wait_ready(seconds=600)
-        pair = Pair(prefill, decode, alone)
+        pair = ComparedPair(prefill, decode, alone)
         return {case: run(pair) for case, run in CASES.items()}
 
 
-def print_table(outcomes: Mapping[tuple[str, str], Mapping[str, Outcome]]) -> None:
+def print_table(outcomes: Mapping[tuple[str, str], Mapping[str, AnswerOutcome]]) -> None:
     print("\n| case |", " | ".join(f"{model}, {name}" for model, name in outcomes), "|")
     print("|---" * (len(outcomes) + 1) + "|")
     for case in CASES:

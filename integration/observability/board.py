@@ -68,7 +68,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Row:
+class BoardRow:
     title: str
     panels: Sequence[Chart | Listing]
 
@@ -91,7 +91,7 @@ def median_and_tail(metric: str) -> list[Query]:
 
 
 ROWS = (
-    Row(
+    BoardRow(
         "Requests",
         (
             Chart(
@@ -139,7 +139,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    BoardRow(
         "Engines",
         (
             Chart(
@@ -190,7 +190,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    BoardRow(
         "Transfers",
         (
             Chart(
@@ -258,7 +258,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    BoardRow(
         "Peers",
         (
             Listing(

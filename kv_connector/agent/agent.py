@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import zmq
 
-from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange, bind_problem, open_engine
+from kv_connector.agent.config import AgentConfig, AgentError, PageMemory, bind_problem, open_engine
 from kv_connector.agent.loop.effects import Action, Effects
 from kv_connector.agent.loop.memory import KvMemory
 from kv_connector.agent.loop.page_summer import PageSummer
@@ -52,7 +52,7 @@ class Agent:
     """Moves KV pages between this worker and others. start() it once, close() it once."""
 
     def __init__(
-        self, config: AgentConfig, memory: Sequence[MemoryRange], engine: TransferEngine | None = None
+        self, config: AgentConfig, memory: Sequence[PageMemory], engine: TransferEngine | None = None
     ) -> None:
         """Opens the transfer engine and registers the memory. Raises AgentError. ``engine``: a transfer
         engine that is already open. The agent owns it from then on."""

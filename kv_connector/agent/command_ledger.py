@@ -12,7 +12,7 @@ from kv_connector.agent.agent import Agent
 from kv_connector.agent.commands import (
     AnswerPrefix,
     CacheCleared,
-    Cancel,
+    CancelLoad,
     Command,
     DeferLoad,
     EndLendings,
@@ -21,7 +21,7 @@ from kv_connector.agent.commands import (
     NewPages,
     PromptNext,
     RefuseLending,
-    Release,
+    ReleaseTransfer,
     SetRanks,
     WithdrawPrefix,
 )
@@ -113,9 +113,9 @@ class CommandLedger:
                 )
             case DecodeRequest():
                 self._agent.reserve(command)
-            case Cancel():
+            case CancelLoad():
                 self._agent.cancel(command.request_id)
-            case Release():
+            case ReleaseTransfer():
                 self._agent.release(command.transfer_id, command.engine)
             case DeferLoad():
                 self._agent.defer(command.transfer_id, command.engine)

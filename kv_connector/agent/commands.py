@@ -28,14 +28,14 @@ class FinishPrefill:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelLoad:
     """D's request was aborted while its pages were in flight."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
-class Release:
+class ReleaseTransfer:
     """D needs no pages of this transfer."""
 
     transfer_id: str
@@ -119,8 +119,8 @@ Command = (
     | PrefillRequest
     | FinishPrefill
     | DecodeRequest
-    | Cancel
-    | Release
+    | CancelLoad
+    | ReleaseTransfer
     | DeferLoad
     | PromptNext
     | FailLoad

@@ -53,7 +53,7 @@ class AgentConfig:
 
 
 @dataclass(frozen=True)
-class MemoryRange:
+class PageMemory:
     """Memory that holds KV pages, one range for each region of the layout. It must stay mapped until close(),
     except between unregister_memory() and register_memory()."""
 

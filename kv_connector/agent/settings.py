@@ -29,7 +29,7 @@ class SettingsError(ValueError):
     setting in front of the message."""
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine. Every rank of an engine gets the same settings, with consecutive ports from
     ``control_port`` on.
     """
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeouts: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
     """Timeouts in seconds by name, such as `{"transfer": 60}`. Default: see the table of timeouts."""
 
-    def for_device(self, device_type: str) -> Settings:
+    def for_device(self, device_type: str) -> AgentSettings:
         """These settings for a KV cache on such a device ("cpu", "cuda"), with providers that can all move
         it. Raises SettingsError.
         """
@@ -172,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return port
 
 
-def parse_settings(config: Mapping[str, Any]) -> Settings:
+def parse_settings(config: Mapping[str, Any]) -> AgentSettings:
     """Parses the settings. Raises SettingsError, which names the first wrong key or value and the valid
     ones."""
     settings, problems = examine_settings(config)
@@ -198,7 +198,7 @@ def settings_in_environment(
     return {"control_port": control_port, **given}
 
 
-def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+def examine_settings(config: Mapping[str, Any]) -> tuple[AgentSettings, list[str]]:
     """The usable settings, and the problem with each of the others."""
     usable, problems = dict[str, Any](), list[str]()
     for key, value in config.items():
@@ -207,7 +207,7 @@ def examine_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
             usable[key] = value
         else:
             problems.append(problem)
-    settings = msgspec.convert(usable, Settings)
+    settings = msgspec.convert(usable, AgentSettings)
     for key in ("routers", "announce"):
         if getattr(settings, key) and not settings.api_url:
             problems.append(
@@ -222,7 +222,7 @@ def nearest(word: str, known: Collection[str]) -> str:
     return f": did you mean `{found[0]}`?" if found else f". Valid: {', '.join(known)}."
 
 
-SETTINGS = tuple(field.name for field in msgspec.structs.fields(Settings))
+SETTINGS = tuple(field.name for field in msgspec.structs.fields(AgentSettings))
 TIMEOUTS = tuple(field.name for field in dataclasses.fields(Timeouts))
 
 
@@ -231,7 +231,7 @@ def _problem(key: str, value: object) -> str | None:
     if key not in SETTINGS:
         return f"unknown field `{key}`{nearest(str(key), SETTINGS)}"  # in YAML `on` is true, and no text
     try:
-        setting = getattr(msgspec.convert({key: value}, Settings), key)
+        setting = getattr(msgspec.convert({key: value}, AgentSettings), key)
     except msgspec.ValidationError as error:
         return str(error)
     if key == "timeouts":

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, MemoryRange
+from kv_connector.agent.config import AgentConfig, PageMemory
 from kv_connector.agent.metrics import AgentReporter, activity
-from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.agent.settings import AgentSettings, SettingsError
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Register, WorkloadReport
@@ -45,7 +45,7 @@ class WorkerInfo:
     compute_threads: int
     """Threads with which this process computes, if its device is a CPU."""
     layout: KvLayout
-    memory: Sequence[MemoryRange]
+    memory: Sequence[PageMemory]
     fingerprint: Fingerprint
     advice: Mapping[str, str]
     """Advice to the operator about a differing pair of the fingerprint."""
@@ -58,7 +58,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningAgent:
     agent: Agent
     address: Address
     """The address at which the agent listens."""
@@ -91,7 +91,7 @@ class Running:
         self._resources.close()
 
 
-def start(settings: Settings, worker: WorkerInfo) -> Running:
+def start(settings: AgentSettings, worker: WorkerInfo) -> RunningAgent:
     """Opens the lanes and the control socket, and registers with the routers.
 
     Raises SettingsError or AgentError, with a message that says what to change. Nothing is left open in that
@@ -149,11 +149,11 @@ def start(settings: Settings, worker: WorkerInfo) -> Running:
             registrar = _register(settings, worker, address, key, lambda: activity(agent))
             agent.report_failures(registrar.load_failed)
             resources.callback(registrar.close)
-        return Running(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
+        return RunningAgent(agent, address, AgentReporter(agent, worker.rank), registrar, resources.pop_all())
 
 
 def _register(
-    settings: Settings,
+    settings: AgentSettings,
     worker: WorkerInfo,
     address: Address,
     key: ClusterKey | None,
@@ -179,7 +179,7 @@ def _register(
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)
 
 
-def _announcer(settings: Settings, registration: Register) -> Announcer:
+def _announcer(settings: AgentSettings, registration: Register) -> Announcer:
     try:
         announcement = Announcement.of(registration)
     except AnnouncementError as error:

@@ -12,7 +12,7 @@ from kv_connector import _bench
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import GroupRun, percentile
-from kv_connector.bench.side import Role
+from kv_connector.bench.side import SideRole
 from kv_connector.bench.tables import print_table
 
 PEERS = (8, 16, 32, 64)
@@ -73,8 +73,8 @@ class Groups(LaneMeasurement[GroupRun]):
 
     def _of_group(self, lane: Lane, peers: int, console: Console) -> Iterator[GroupRun]:
         group = _bench.GroupSteps(
-            domains=lane.native_domains(Role.INITIATOR),
-            peer_domains=lane.native_domains(Role.TARGET),
+            domains=lane.native_domains(SideRole.INITIATOR),
+            peer_domains=lane.native_domains(SideRole.TARGET),
             spin_us=_SPIN_US,
             peers=peers,
             slice_bytes=SLICE_BYTES,

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kv_connector.bench.machine import busy_seconds, resident_bytes, wait_quiet
-from kv_connector.bench.pool import Pool
+from kv_connector.bench.pool import BenchMemory
 from kv_connector.bench.records import (
-    Failure,
+    FailedMeasurement,
     Idle,
     Latency,
     PeerCost,
@@ -30,8 +30,8 @@ from kv_connector.bench.records import (
     Singles,
     Throughput,
 )
-from kv_connector.bench.side import Contestant, Face, Role
-from kv_connector.bench.workloads import IDLE, LATENCY, POOL_BYTES, WORKLOADS, Slots, Workload
+from kv_connector.bench.side import Contestant, Face, SideRole
+from kv_connector.bench.workloads import IDLE, LATENCY, POOL_BYTES, WORKLOADS, PageWorkload, Slots
 
 # Repetitions of a batch in a round. The warm-ups before them are as many as fault everything in and settle
 # it.
@@ -63,7 +63,7 @@ def measure_round(
     """Measures one contestant once in each of its cases. Failures are records too."""
     case = "start"
     try:
-        with Pair(contestant, pin=pin) as pair:
+        with ContestantPair(contestant, pin=pin) as pair:
             for workload in WORKLOADS:
                 if (case := workload.name) in cases:
                     yield pair.throughput(number, workload)
@@ -73,7 +73,7 @@ def measure_round(
             if (case := IDLE) in cases and pair.faces:
                 yield pair.idle(number)
     except BenchError as error:
-        yield Failure(round=number, contestant=contestant.name, case=case, reason=str(error))
+        yield FailedMeasurement(round=number, contestant=contestant.name, case=case, reason=str(error))
 
 
 class Footprint(NamedTuple):
@@ -84,7 +84,7 @@ class Footprint(NamedTuple):
     descriptors: int
 
 
-class Pair:
+class ContestantPair:
     """The two connected processes of a contestant. Not safe to share between threads."""
 
     def __init__(self, contestant: Contestant, *, pin: bool) -> None:
@@ -93,8 +93,8 @@ class Pair:
         peers = context.Pipe()
         cores = sorted(os.sched_getaffinity(0))
         self._processes = []
-        self._pipes: dict[Role, Connection] = {}
-        for position, role in enumerate(Role):
+        self._pipes: dict[SideRole, Connection] = {}
+        for position, role in enumerate(SideRole):
             ours, theirs = context.Pipe()
             core = cores[position % len(cores)] if pin else None
             arguments = (theirs, peers[position], contestant, role, core, POOL_BYTES)
@@ -109,8 +109,8 @@ class Pair:
         try:
             self._both("open")
             self._both("connect")
-            self._call(Role.INITIATOR, "fill", _POOL_SEED)
-            self.faces: tuple[Face, ...] = self._call(Role.INITIATOR, "faces")
+            self._call(SideRole.INITIATOR, "fill", _POOL_SEED)
+            self.faces: tuple[Face, ...] = self._call(SideRole.INITIATOR, "faces")
         except BaseException:
             self.close()
             raise
@@ -131,18 +131,18 @@ class Pair:
             process.kill()
             process.join()
 
-    def throughput(self, number: int, workload: Workload) -> Throughput:
+    def throughput(self, number: int, workload: PageWorkload) -> Throughput:
         source, target = (workload.slots(seed, POOL_BYTES) for seed in (_SOURCE_SEED, _TARGET_SEED))
-        self._call(Role.TARGET, "zero")
-        self._call(Role.INITIATOR, "prepare", workload, source, target)
-        self._call(Role.INITIATOR, "transfer", 1)
-        sent = self._call(Role.INITIATOR, "digest", source, workload.page_bytes)
-        arrived = self._call(Role.TARGET, "digest", target, workload.page_bytes)
-        nothing_else = self._call(Role.TARGET, "zero_outside", target, workload.page_bytes)
-        self._call(Role.INITIATOR, "transfer", WARM_UPS - 1)
+        self._call(SideRole.TARGET, "zero")
+        self._call(SideRole.INITIATOR, "prepare", workload, source, target)
+        self._call(SideRole.INITIATOR, "transfer", 1)
+        sent = self._call(SideRole.INITIATOR, "digest", source, workload.page_bytes)
+        arrived = self._call(SideRole.TARGET, "digest", target, workload.page_bytes)
+        nothing_else = self._call(SideRole.TARGET, "zero_outside", target, workload.page_bytes)
+        self._call(SideRole.INITIATOR, "transfer", WARM_UPS - 1)
         wait_quiet(self._cpu_total)
         cpu, busy, start = self._cpu(), busy_seconds(), time.monotonic()
-        seconds = self._call(Role.INITIATOR, "transfer", REPETITIONS)
+        seconds = self._call(SideRole.INITIATOR, "transfer", REPETITIONS)
         initiator, receiver = (after - before for after, before in zip(self._cpu(), cpu, strict=True))
         foreign = busy_seconds() - busy - initiator - receiver
         return Throughput(
@@ -176,31 +176,31 @@ class Pair:
 
     def singles(self, number: int, nbytes: int, iterations: int) -> Singles:
         """Measures single writes. Call prepare_singles() before."""
-        self._call(Role.INITIATOR, "singles", nbytes, WARM_UPS)
+        self._call(SideRole.INITIATOR, "singles", nbytes, WARM_UPS)
         wait_quiet(self._cpu_total)
-        seconds = self._call(Role.INITIATOR, "singles", nbytes, iterations)
+        seconds = self._call(SideRole.INITIATOR, "singles", nbytes, iterations)
         return Singles(round=number, contestant=self.contestant.name, bytes=nbytes, seconds=seconds)
 
     def prepare_singles(self) -> None:
         self._both("prepare_singles")
 
-    def describe(self) -> dict[Role, list[str]]:
-        return {role: self._call(role, "describe") for role in Role}
+    def describe(self) -> dict[SideRole, list[str]]:
+        return {role: self._call(role, "describe") for role in SideRole}
 
     def peers(self, number: int, peers: int) -> Peers:
         """Measures the cost of `peers` more peers for each side."""
         # loads the code and tables that the first peer needs
-        self._call_each(dict.fromkeys(Role, ("add_peers", 1)))
-        self._call(Role.INITIATOR, "write_to_peers")
+        self._call_each(dict.fromkeys(SideRole, ("add_peers", 1)))
+        self._call(SideRole.INITIATOR, "write_to_peers")
         before = self._both("footprint")
         start = time.monotonic()
-        self._call_each(dict.fromkeys(Role, ("add_peers", peers)))
+        self._call_each(dict.fromkeys(SideRole, ("add_peers", peers)))
         seconds = time.monotonic() - start
         idle = self._both("footprint")
-        self._call(Role.INITIATOR, "write_to_peers")
+        self._call(SideRole.INITIATOR, "write_to_peers")
         written = self._both("footprint")
 
-        def cost(role: Role) -> PeerCost:
+        def cost(role: SideRole) -> PeerCost:
             return PeerCost(
                 idle_bytes=(idle[role].memory - before[role].memory) / peers,
                 written_bytes=(written[role].memory - before[role].memory) / peers,
@@ -212,8 +212,8 @@ class Pair:
             contestant=self.contestant.name,
             peers=peers,
             seconds=seconds,
-            initiator=cost(Role.INITIATOR),
-            target=cost(Role.TARGET),
+            initiator=cost(SideRole.INITIATOR),
+            target=cost(SideRole.TARGET),
         )
 
     def idle(self, number: int) -> Idle:
@@ -229,32 +229,32 @@ class Pair:
     def _ping_pong(self, face: Face, iterations: int, pause_us: int) -> list[float]:
         answers = self._call_each(
             {
-                Role.INITIATOR: ("ping", face, iterations, pause_us),
-                Role.TARGET: ("pong", face, iterations),
+                SideRole.INITIATOR: ("ping", face, iterations, pause_us),
+                SideRole.TARGET: ("pong", face, iterations),
             }
         )
-        halves: list[float] = answers[Role.INITIATOR]
+        halves: list[float] = answers[SideRole.INITIATOR]
         return halves
 
     def _cpu(self) -> tuple[float, float]:
-        return self._call(Role.INITIATOR, "cpu"), self._call(Role.TARGET, "cpu")
+        return self._call(SideRole.INITIATOR, "cpu"), self._call(SideRole.TARGET, "cpu")
 
     def _cpu_total(self) -> float:
         return sum(self._cpu())
 
-    def _both(self, method: str) -> dict[Role, Any]:
-        return self._call_each(dict.fromkeys(Role, (method,)))
+    def _both(self, method: str) -> dict[SideRole, Any]:
+        return self._call_each(dict.fromkeys(SideRole, (method,)))
 
-    def _call(self, role: Role, *call: Any) -> Any:
+    def _call(self, role: SideRole, *call: Any) -> Any:
         return self._call_each({role: call})[role]
 
-    def _call_each(self, calls: Mapping[Role, tuple[Any, ...]]) -> dict[Role, Any]:
+    def _call_each(self, calls: Mapping[SideRole, tuple[Any, ...]]) -> dict[SideRole, Any]:
         """Makes the sides execute their (method, arguments...) at the same time.
 
         BenchError: a side failed. The message quotes the errors of all sides. The pair cannot be used any
         more.
         """
-        answers: dict[Role, Any] = {}
+        answers: dict[SideRole, Any] = {}
         errors: list[str] = []
         waiting = {self._pipes[role]: role for role in calls}
         for pipe, role in waiting.items():
@@ -285,7 +285,7 @@ class Pair:
 class _Runner:
     """The process of a side: executes the coordinator's calls."""
 
-    def __init__(self, contestant: Contestant, role: Role, peer: Connection, pool_bytes: int) -> None:
+    def __init__(self, contestant: Contestant, role: SideRole, peer: Connection, pool_bytes: int) -> None:
         self._contestant = contestant
         self._role = role
         self._peer = peer
@@ -293,7 +293,7 @@ class _Runner:
         self.polls = False
 
     def open(self) -> None:
-        self._pool = Pool(self._pool_bytes, shared=self._contestant.shared_pool)
+        self._pool = BenchMemory(self._pool_bytes, shared=self._contestant.shared_pool)
         self._side = self._contestant.make(self._role, self._pool)
 
     def connect(self) -> None:
@@ -302,7 +302,7 @@ class _Runner:
         except BaseException:
             self._peer.close()  # the other side waits for this connection
             raise
-        self.polls = self._side.polls and self._role is Role.TARGET
+        self.polls = self._side.polls and self._role is SideRole.TARGET
 
     def progress(self) -> None:
         self._side.progress()
@@ -326,7 +326,7 @@ class _Runner:
     def zero_outside(self, slots: Slots, page_bytes: int) -> bool:
         return self._pool.zero_outside(slots, page_bytes)
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         self._side.prepare(workload, source_slots, target_slots)
 
     def transfer(self, repetitions: int) -> list[float]:
@@ -375,7 +375,7 @@ def _run_side(
     coordinator: Connection,
     peer: Connection,
     contestant: Contestant,
-    role: Role,
+    role: SideRole,
     core: int | None,
     pool_bytes: int,
 ) -> None:

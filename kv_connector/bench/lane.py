@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kv_connector.bench.side import Role
+from kv_connector.bench.side import SideRole
 from kv_connector.engine import DomainConfig
 from kv_connector.engine.topology import Nic, read_machine
 from kv_connector.engine.transfer_engine import providers
@@ -32,13 +32,13 @@ class Lane:
         devices = "+".join(filter(None, self.devices))
         return f"{self.provider} {devices}" if devices else self.provider
 
-    def domains(self, role: Role) -> list[DomainConfig]:
+    def domains(self, role: SideRole) -> list[DomainConfig]:
         devices = self.devices
-        if role is Role.TARGET and self.target_devices is not None:
+        if role is SideRole.TARGET and self.target_devices is not None:
             devices = self.target_devices
         return [DomainConfig(self.provider, device=device, address=self.address) for device in devices]
 
-    def native_domains(self, role: Role) -> list[tuple[str, str, str]]:
+    def native_domains(self, role: SideRole) -> list[tuple[str, str, str]]:
         """Returns the domains in the form that _bench takes."""
         return [(domain.provider, domain.device, domain.address) for domain in self.domains(role)]
 

@@ -18,9 +18,9 @@ import numpy as np
 from rich.console import Console
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, MemoryRange
+from kv_connector.agent.config import AgentConfig, PageMemory
 from kv_connector.bench.measurement import Measurement
-from kv_connector.bench.records import Meeting
+from kv_connector.bench.records import FirstRequest
 from kv_connector.bench.tables import print_table
 from kv_connector.protocol.actions import Address, State
 from kv_connector.protocol.pages.geometry import Place, head_major, units_of_rank
@@ -42,7 +42,7 @@ _LOOK_S = 0.0005
 
 
 @dataclass(kw_only=True)
-class Meetings(Measurement[str, Meeting]):
+class Meetings(Measurement[str, FirstRequest]):
     """Measures how engines of many ranks connect over one lane."""
 
     provider: str
@@ -63,11 +63,11 @@ class Meetings(Measurement[str, Meeting]):
             "rounds": str(self.rounds),
         }
 
-    def measure(self, number: int, contestant: str, console: Console) -> Iterator[Meeting]:
+    def measure(self, number: int, contestant: str, console: Console) -> Iterator[FirstRequest]:
         seconds = _measure(contestant, self.prefill, self.decode)
-        yield Meeting(round=number, lane=contestant, prefill_ranks=self.prefill, seconds=seconds)
+        yield FirstRequest(round=number, lane=contestant, prefill_ranks=self.prefill, seconds=seconds)
 
-    def show(self, console: Console, contestants: Sequence[str], records: Sequence[Meeting]) -> None:
+    def show(self, console: Console, contestants: Sequence[str], records: Sequence[FirstRequest]) -> None:
         rows = [
             [str(one.round), *(f"{what(one.seconds) * 1e3:.1f}" for what in (min, max))] for one in records
         ]
@@ -141,7 +141,7 @@ def _rank(way: Connection, role: Role, rank: int, ranks: int, provider: str) -> 
         layout=layout,
         providers=(provider,),
     )
-    agent = Agent(config, [MemoryRange(memory.ctypes.data, memory.nbytes)])
+    agent = Agent(config, [PageMemory(memory.ctypes.data, memory.nbytes)])
     try:
         way.send(agent.described(agent.start()))
         agent.set_ranks(way.recv())

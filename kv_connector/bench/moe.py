@@ -25,7 +25,7 @@ _PATIENCE = 180.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExchangeShape:
     hidden: int
     tokens: int
     """Tokens of one rank."""
@@ -34,17 +34,17 @@ class Shape:
 @dataclass(frozen=True)
 class ExpertsWorkload:
     ranks: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ExchangeShape, ...]
     top_k: int
     experts: int
     iterations: int
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredExchange:
     """The result of one turn of a contestant."""
 
-    shape: Shape
+    shape: ExchangeShape
     contestant: str
     microseconds: list[float]
 
@@ -74,7 +74,7 @@ def run(plan: ExpertsPlan, console: Console) -> bool:
     )
     print_conditions(console, where)
     append(plan.json, where)
-    times: dict[tuple[Shape, str], list[float]] = {}
+    times: dict[tuple[ExchangeShape, str], list[float]] = {}
     failure = ""
     try:
         with console.status("experts"):
@@ -102,14 +102,16 @@ def run(plan: ExpertsPlan, console: Console) -> bool:
     return not failure
 
 
-def _row(shape: Shape, times: dict[tuple[Shape, str], list[float]], rival: str) -> Sequence[str]:
+def _row(
+    shape: ExchangeShape, times: dict[tuple[ExchangeShape, str], list[float]], rival: str
+) -> Sequence[str]:
     ours, theirs = times[shape, OURS], times[shape, rival]
     ratio = statistics.median(ours) / statistics.median(theirs)
     cells = [f"{percentile(one, percent):.1f}" for one in (ours, theirs) for percent in (50, 99)]
     return [f"{shape.hidden} x {shape.tokens}", *cells, f"{ratio:.2f}"]
 
 
-def _measure(plan: ExpertsPlan) -> Iterator[Measured]:
+def _measure(plan: ExpertsPlan) -> Iterator[MeasuredExchange]:
     """Yields each turn as rank 0 sends it. Raises BenchError if a rank fails; no process is left behind."""
     from kv_connector.bench.moe_rank import run_rank, store_in
 
@@ -136,7 +138,7 @@ def _measure(plan: ExpertsPlan) -> Iterator[Measured]:
                 pipe.close()
 
 
-def _received(pipes: Sequence[Connection]) -> Iterator[Measured]:
+def _received(pipes: Sequence[Connection]) -> Iterator[MeasuredExchange]:
     waiting = list(pipes)
     deadline = time.monotonic() + _PATIENCE
     while waiting:

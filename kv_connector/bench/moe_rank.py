@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kv_connector.bench.moe import OURS, ExpertsWorkload, Measured, Shape
+from kv_connector.bench.moe import OURS, ExchangeShape, ExpertsWorkload, MeasuredExchange
 from kv_connector.moe import oracle
 from kv_connector.moe.group import Group, GroupSettings
 
@@ -29,7 +29,7 @@ _SCALED = 128
 def run_rank(
     pipe: Connection, rank: int, workload: ExpertsWorkload, backend: str, store: str, gpu: bool
 ) -> None:
-    """Sends each Measured from rank 0 to the coordinator, and None at the end. An error is sent as text."""
+    """Sends each MeasuredExchange from rank 0 to the coordinator, and None at the end. Errors go as text."""
     try:
         bench = _Rank(rank, workload, backend, store, gpu)
         for measured in bench.run():
@@ -66,14 +66,14 @@ class _Rank:
         self._on_cpu: Any = dist.new_group(backend="gloo")
         self._owners = [expert * self._ranks // workload.experts for expert in range(workload.experts)]
 
-    def run(self) -> Iterator[Measured]:
+    def run(self) -> Iterator[MeasuredExchange]:
         try:
             for shape in self._workload.shapes:
                 yield from self._shape(shape)
         finally:
             dist.destroy_process_group()
 
-    def _shape(self, shape: Shape) -> Iterator[Measured]:
+    def _shape(self, shape: ExchangeShape) -> Iterator[MeasuredExchange]:
         inputs = [
             [self._inputs(shape, rank, number) for rank in range(self._ranks)] for number in range(_ROUTINGS)
         ]
@@ -97,13 +97,13 @@ class _Rank:
                 self._verify(number, ours, theirs, inputs[number], results)
             # Both contestants take turns, twice, so that neither has the better half of the time for itself.
             for name, pair in ((self._backend, theirs), (OURS, ours)) * 2:
-                yield Measured(shape, name, self._times(pair))
+                yield MeasuredExchange(shape, name, self._times(pair))
             self._settle()
             group.raise_fault()
         finally:
             group.close()
 
-    def _inputs(self, shape: Shape, rank: int, number: int) -> oracle.Tokens:
+    def _inputs(self, shape: ExchangeShape, rank: int, number: int) -> oracle.Tokens:
         """Makes a rank's tokens, which every rank can reproduce."""
         draw = torch.Generator().manual_seed(1000 * rank + number)
         count = self._workload.experts
@@ -114,7 +114,7 @@ class _Rank:
         weights = torch.rand((shape.tokens, self._workload.top_k), generator=draw).to(self._device)
         return oracle.Tokens(rows, ids.to(torch.int32).to(self._device), weights, (scales,))
 
-    def _results(self, shape: Shape) -> list[torch.Tensor]:
+    def _results(self, shape: ExchangeShape) -> list[torch.Tensor]:
         """Makes random results of each rank's experts for all rows."""
         made = []
         for rank in range(self._ranks):
@@ -124,7 +124,11 @@ class _Rank:
         return made
 
     def _ours(
-        self, group: Group, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
+        self,
+        group: Group,
+        shape: ExchangeShape,
+        inputs: list[list[oracle.Tokens]],
+        results: list[torch.Tensor],
     ) -> _DispatchCombine:
         sizes = (shape.tokens,) * self._ranks
         buffer = group.combine_buffer(sizes)
@@ -139,7 +143,7 @@ class _Rank:
         return _DispatchCombine(call, lambda _: out)
 
     def _theirs(
-        self, shape: Shape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
+        self, shape: ExchangeShape, inputs: list[list[oracle.Tokens]], results: list[torch.Tensor]
     ) -> _DispatchCombine:
         """Sends all rows to all ranks, and sums over all ranks.
 

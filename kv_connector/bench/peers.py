@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from kv_connector.bench.contestants.ours import EngineSide
-from kv_connector.bench.harness import BenchError, Pair
+from kv_connector.bench.harness import BenchError, ContestantPair
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.measurement import LaneMeasurement
-from kv_connector.bench.records import Failure, Peers
+from kv_connector.bench.records import FailedMeasurement, Peers
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import print_table
 
 
 @dataclass(kw_only=True)
-class PeerCosts(LaneMeasurement[Peers | Failure]):
+class PeerCosts(LaneMeasurement[Peers | FailedMeasurement]):
     """Connects many peers over each lane."""
 
     peers: int
@@ -33,16 +33,20 @@ class PeerCosts(LaneMeasurement[Peers | Failure]):
             "rounds": str(self.rounds),
         }
 
-    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[Peers | Failure]:
+    def measure(self, number: int, contestant: Lane, console: Console) -> Iterator[Peers | FailedMeasurement]:
         name = contestant.name
         try:
-            with Pair(Contestant(name, name, partial(EngineSide, lane=contestant)), pin=False) as pair:
+            with ContestantPair(
+                Contestant(name, name, partial(EngineSide, lane=contestant)), pin=False
+            ) as pair:
                 yield pair.peers(number, self.peers)
         except BenchError as error:
             console.print(f"[red]failed: {name}:[/] {escape(str(error))}")
-            yield Failure(round=number, contestant=name, case="peers", reason=str(error))
+            yield FailedMeasurement(round=number, contestant=name, case="peers", reason=str(error))
 
-    def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[Peers | Failure]) -> None:
+    def show(
+        self, console: Console, contestants: Sequence[Lane], records: Sequence[Peers | FailedMeasurement]
+    ) -> None:
         print_table(
             console,
             "Peers: to connect them all, and what one of them costs each side",
@@ -51,8 +55,8 @@ class PeerCosts(LaneMeasurement[Peers | Failure]):
             names=2,
         )
 
-    def good(self, records: Sequence[Peers | Failure]) -> bool:
-        return not any(isinstance(record, Failure) for record in records)
+    def good(self, records: Sequence[Peers | FailedMeasurement]) -> bool:
+        return not any(isinstance(record, FailedMeasurement) for record in records)
 
 
 def _rows(found: Sequence[Peers]) -> Iterator[list[str]]:

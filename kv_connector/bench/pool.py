@@ -12,7 +12,7 @@ from kv_connector.bench.workloads import Memory, Slots
 _KERNEL_PAGE = mmap.PAGESIZE
 
 
-class Pool:
+class BenchMemory:
     """`size` bytes of this process's memory, faulted in.
 
     Private anonymous memory, as a KV cache is by default. Or, if `shared`, a memfd that another process can

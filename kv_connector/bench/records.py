@@ -105,7 +105,7 @@ class Peers(msgspec.Struct, tag="peers", kw_only=True, frozen=True):
     target: PeerCost
 
 
-class Meeting(msgspec.Struct, tag="meeting", kw_only=True, frozen=True):
+class FirstRequest(msgspec.Struct, tag="meeting", kw_only=True, frozen=True):
     """The first request between two engines."""
 
     round: int
@@ -179,7 +179,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-class Failure(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
+class FailedMeasurement(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
     """A contestant that could not be measured, and the reason."""
 
     round: int
@@ -188,7 +188,7 @@ class Failure(msgspec.Struct, tag="failure", kw_only=True, frozen=True):
     reason: str
 
 
-Record = Throughput | Latency | Idle | Singles | Peers | Failure
+Record = Throughput | Latency | Idle | Singles | Peers | FailedMeasurement
 """A record of one contestant in one round."""
 
 

@@ -18,7 +18,7 @@ from kv_connector import _bench
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.measurement import LaneMeasurement
 from kv_connector.bench.records import Registering, percentile
-from kv_connector.bench.side import Role
+from kv_connector.bench.side import SideRole
 from kv_connector.bench.tables import print_table, verdict
 from kv_connector.bench.workloads import LATENCY_BYTES
 from kv_connector.engine import EngineConfig
@@ -82,12 +82,12 @@ class _Ends:
 
     def __init__(self, lane: Lane, spin_us: int) -> None:
         self.lane = lane
-        self._buffers = [np.zeros(LATENCY_BYTES, np.uint8) for _ in Role]
+        self._buffers = [np.zeros(LATENCY_BYTES, np.uint8) for _ in SideRole]
         self.pings, self.pongs = (
             _bench.EnginePingPong(
                 lane.native_domains(role), spin_us, buffer.ctypes.data, LATENCY_BYTES, memfd=-1
             )
-            for role, buffer in zip(Role, self._buffers, strict=True)
+            for role, buffer in zip(SideRole, self._buffers, strict=True)
         )
         self.pings.complete(self.pongs.accept(self.pings.offer()))
         self.pings.import_region(self.pongs.descriptor())

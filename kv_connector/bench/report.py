@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from kv_connector.bench.records import Failure, Idle, Latency, Record, Throughput
+from kv_connector.bench.records import FailedMeasurement, Idle, Latency, Record, Throughput
 from kv_connector.bench.side import Contestant, Face
 from kv_connector.bench.tables import print_table, verdict
 from kv_connector.bench.workloads import LATENCY_BYTES, WORKLOADS
@@ -116,7 +116,7 @@ def print_results(console: Console, contestants: Sequence[Contestant], records: 
         elapsed = sum(sum(record.seconds) for record in batches)
         foreign = sum(record.foreign_cores * sum(record.seconds) for record in batches) / elapsed
         console.print(f"\nMeanwhile other processes kept {foreign:.2f} cores busy on average.")
-    for failure in _only(Failure, records):
+    for failure in _only(FailedMeasurement, records):
         where = f"round {failure.round}, {failure.contestant}, {failure.case}"
         console.print(f"[red]failed in {where}:[/] {escape(failure.reason)}")
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
 
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.workloads import Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.workloads import PageWorkload, Slots
 
 
-class Role(StrEnum):
+class SideRole(StrEnum):
     INITIATOR = "initiator"
     """The side that writes."""
     TARGET = "target"
@@ -27,7 +27,7 @@ class Face(StrEnum):
     """A Python thread, through the contestant's Python interface."""
 
 
-class Side:
+class ContestantSide:
     """One process's end of a contestant. The other process holds the second end.
 
     `transfer`, `ping` and `prepare` are called on the initiator's side, `pong` on the target's.
@@ -39,7 +39,7 @@ class Side:
     polls = False
     """Whether the target has to call `progress` all the time for the initiator's writes to proceed."""
 
-    def __init__(self, role: Role, pool: Pool) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory) -> None:
         self.role = role
         self.pool = pool
 
@@ -47,7 +47,7 @@ class Side:
         """Connects the sides. Called on both at the same time; `peer` leads to the other side's `connect`."""
         raise NotImplementedError
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         """Does the work that an application does once and not for each batch. Not timed."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Contestant:
     name: str
     """Value of --contestants."""
     label: str
-    make: Callable[[Role, Pool], Side]
+    make: Callable[[SideRole, BenchMemory], ContestantSide]
     """Creates a side. Called in each of the two processes."""
     shared_pool: bool = False
     module: str | None = None

@@ -28,7 +28,7 @@ def make_console(json: Path | None = None) -> Console:
     return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=_FILE_COLUMNS)
 
 
-class Row(Protocol):
+class ComparedRow(Protocol):
     """One of the compared things."""
 
     @property
@@ -38,7 +38,7 @@ class Row(Protocol):
         """Python module that it needs and that is no dependency of this project."""
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=ComparedRow)
 
 
 def leave_out_missing(rows: Iterable[R], console: Console) -> list[R]:

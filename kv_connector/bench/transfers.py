@@ -9,7 +9,7 @@ from rich.console import Console
 from kv_connector.bench import report
 from kv_connector.bench.harness import REPETITIONS, measure_round
 from kv_connector.bench.measurement import Measurement
-from kv_connector.bench.records import Failure, Record
+from kv_connector.bench.records import FailedMeasurement, Record
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import leave_out_missing
 from kv_connector.bench.workloads import POOL_BYTES
@@ -49,4 +49,6 @@ class Transfers(Measurement[Contestant, Record]):
             report.plot_results(self.plot, contestants, records)
 
     def good(self, records: Sequence[Record]) -> bool:
-        return report.all_verified(records) and not any(isinstance(record, Failure) for record in records)
+        return report.all_verified(records) and not any(
+            isinstance(record, FailedMeasurement) for record in records
+        )

@@ -16,7 +16,7 @@ Memory = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Workload:
+class PageWorkload:
     """One batch of `pages` pages of `page_bytes`, scattered over the pool on both sides."""
 
     name: str
@@ -34,11 +34,11 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("1024x64K", 1024, 64 << 10),
-    Workload("4096x16K", 4096, 16 << 10),
-    Workload("256x256K", 256, 256 << 10),
-    Workload("1x256M", 1, 256 << 20),
-    Workload("4096x4K", 4096, 4 << 10),
+    PageWorkload("1024x64K", 1024, 64 << 10),
+    PageWorkload("4096x16K", 4096, 16 << 10),
+    PageWorkload("256x256K", 256, 256 << 10),
+    PageWorkload("1x256M", 1, 256 << 20),
+    PageWorkload("4096x4K", 4096, 4 << 10),
 )
 
 LATENCY_BYTES = 4 << 10

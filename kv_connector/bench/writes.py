@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from kv_connector.bench.contestants.ours import EngineSide
-from kv_connector.bench.harness import REPETITIONS, BenchError, Pair
+from kv_connector.bench.harness import REPETITIONS, BenchError, ContestantPair
 from kv_connector.bench.lane import Lane
 from kv_connector.bench.measurement import LaneMeasurement
-from kv_connector.bench.records import Failure, Record, Singles, Throughput
+from kv_connector.bench.records import FailedMeasurement, Record, Singles, Throughput
 from kv_connector.bench.side import Contestant
 from kv_connector.bench.tables import print_table
-from kv_connector.bench.workloads import POOL_BYTES, Workload
+from kv_connector.bench.workloads import POOL_BYTES, PageWorkload
 from kv_connector.engine import EngineConfig
 
 SINGLE_BYTES = (64 << 10, 256 << 10, 1 << 20, 32 << 20)
@@ -28,11 +28,11 @@ BATCH_BYTES = 64 << 20
 # Enough of each single write for a median. The large ones take milliseconds each.
 _SINGLES = {size: 200 if size <= 1 << 20 else 20 for size in SINGLE_BYTES}
 
-PAGED = tuple(Workload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for size in PAGE_BYTES)
+PAGED = tuple(PageWorkload(f"paged {size >> 10}K", BATCH_BYTES // size, size) for size in PAGE_BYTES)
 
 
 @dataclass(kw_only=True)
-class Writes(LaneMeasurement[Record]):
+class WriteMeasurement(LaneMeasurement[Record]):
     """Measures single and paged writes over each lane."""
 
     pin: bool
@@ -55,7 +55,7 @@ class Writes(LaneMeasurement[Record]):
         side = partial(EngineSide, lane=contestant)
         case = "start"
         try:
-            with Pair(Contestant(name, name, side, shared_pool=self.shared), pin=self.pin) as pair:
+            with ContestantPair(Contestant(name, name, side, shared_pool=self.shared), pin=self.pin) as pair:
                 if number == 1:
                     for role, domains in pair.describe().items():
                         console.print(f"{name}: {role}: {escape(', '.join(domains))}")
@@ -67,7 +67,7 @@ class Writes(LaneMeasurement[Record]):
                     case = workload.name
                     yield pair.throughput(number, workload)
         except BenchError as error:
-            yield Failure(round=number, contestant=name, case=case, reason=str(error))
+            yield FailedMeasurement(round=number, contestant=name, case=case, reason=str(error))
 
     def show(self, console: Console, contestants: Sequence[Lane], records: Sequence[Record]) -> None:
         names = [lane.name for lane in contestants]
@@ -84,12 +84,12 @@ class Writes(LaneMeasurement[Record]):
             ([name, *(_paged(name, workload, records) for workload in PAGED)] for name in names),
         )
         for failure in records:
-            if isinstance(failure, Failure):
+            if isinstance(failure, FailedMeasurement):
                 what = f"{failure.contestant}, {failure.case}"
                 console.print(f"[red]failed: {what}:[/] {escape(failure.reason)}")
 
     def good(self, records: Sequence[Record]) -> bool:
-        failed = any(isinstance(record, Failure) for record in records)
+        failed = any(isinstance(record, FailedMeasurement) for record in records)
         return not failed and all(r.verified for r in records if isinstance(r, Throughput))
 
 
@@ -106,7 +106,7 @@ def _single(name: str, size: int, records: Sequence[Record]) -> str:
     return f"{statistics.median(found):.2f}" if found else "-"
 
 
-def _paged(name: str, workload: Workload, records: Sequence[Record]) -> str:
+def _paged(name: str, workload: PageWorkload, records: Sequence[Record]) -> str:
     found = [
         record
         for record in records

@@ -191,10 +191,10 @@ def table_2(
 ) -> None:
     """Measures the paper's Table 2: single writes of 64 KiB to 32 MiB, paged writes of 1 to 64 KiB."""
     from kv_connector.bench.tables import make_console
-    from kv_connector.bench.writes import Writes
+    from kv_connector.bench.writes import WriteMeasurement
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
-    measurement = Writes(lanes=lanes, rounds=rounds, pin=pin, shared=shared, json=json)
+    measurement = WriteMeasurement(lanes=lanes, rounds=rounds, pin=pin, shared=shared, json=json)
     _end(measurement.run(make_console(json)))
 
 
@@ -324,7 +324,7 @@ def exchange_of_experts(
 
     Collectives use NCCL between GPUs, and gloo on host memory. Needs torch.
     """
-    from kv_connector.bench.moe import ExpertsPlan, ExpertsWorkload, Shape, run
+    from kv_connector.bench.moe import ExchangeShape, ExpertsPlan, ExpertsWorkload, run
     from kv_connector.bench.tables import make_console
     from kv_connector.moe.machine import visible_gpus
 
@@ -335,7 +335,7 @@ def exchange_of_experts(
     if gpus and ranks > gpus:
         raise typer.BadParameter(f"--ranks: each of {ranks} ranks needs a GPU, and {gpus} are visible")
     shapes = tuple(
-        Shape(size, count)
+        ExchangeShape(size, count)
         for size in _numbers("--hidden", hidden, 8)
         for count in _numbers("--tokens", tokens, 1)
     )

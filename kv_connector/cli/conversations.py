@@ -13,7 +13,7 @@ from kv_connector.bench.conversations.workload import PRESETS, Pace
 from kv_connector.cli.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from kv_connector.bench.conversations.counters import Source
+    from kv_connector.bench.conversations.counters import MetricsSource
     from kv_connector.bench.conversations.run import Traced
 
 
@@ -250,10 +250,10 @@ def _base(option: str, text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-def _engines(texts: list[str]) -> "tuple[Source, ...]":
-    from kv_connector.bench.conversations.counters import Source
+def _engines(texts: list[str]) -> "tuple[MetricsSource, ...]":
+    from kv_connector.bench.conversations.counters import MetricsSource
 
-    found: dict[str, Source] = {}
+    found: dict[str, MetricsSource] = {}
     for text in texts:
         name, separator, address = text.partition("=")
         if not name or not separator:
@@ -262,7 +262,7 @@ def _engines(texts: list[str]) -> "tuple[Source, ...]":
         if name in found:
             raise typer.BadParameter(f"--engine: the name {name!r} is used twice")
         page = address if urlsplit(address).path.strip("/") else f"{address.rstrip('/')}/metrics"
-        found[name] = Source(name, page)
+        found[name] = MetricsSource(name, page)
     return tuple(found.values())
 
 

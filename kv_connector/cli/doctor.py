@@ -19,7 +19,7 @@ import typer
 from kv_connector.cli.findings import Finding, Verdict, print_findings
 from kv_connector.cli.fit import report as fit
 from kv_connector.cli.fit.model import ConfigError
-from kv_connector.cli.fit.side import HELP, Side, SideError, parse_side
+from kv_connector.cli.fit.side import HELP, FitSide, SideError, parse_side
 from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_use
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
 from kv_connector.moe.machine import Gpus, visible_gpus
@@ -124,14 +124,14 @@ _OF_THE_MACHINE = {"control_port", "require"}
 _OF_A_MODEL = {"prefill", "decode", "tokens"}
 
 
-def _side(option: str, text: str) -> Side:
+def _side(option: str, text: str) -> FitSide:
     try:
         return parse_side(text)
     except SideError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _report(model: Path, prefill: Side, decode: Side, tokens: int) -> fit.Report:
+def _report(model: Path, prefill: FitSide, decode: FitSide, tokens: int) -> fit.FitReport:
     try:
         return fit.report(model, prefill, decode, tokens)
     except ConfigError as error:

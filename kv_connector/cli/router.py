@@ -18,7 +18,7 @@ from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, PolicyName, Settings, Timeouts
+from kv_connector.router.engines.settings import Objectives, PolicyName, RequestTimeouts, RouterSettings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
 
 if TYPE_CHECKING:
@@ -462,7 +462,7 @@ class RouterCommand(TyperCommand):
 class Changing(Protocol):
     """The application, as far as a reload uses it."""
 
-    def change(self, settings: Settings, /) -> None: ...
+    def change(self, settings: RouterSettings, /) -> None: ...
 
 
 def _certificate(given: Mapping[str, Any]) -> "Certificate | None":
@@ -501,7 +501,7 @@ class Reloads:
         self._running |= {name: used[name] for name in _RELOADED}
         logger.info("reload: the router uses the new configuration%s", _restart(fixed))
 
-    def _read(self) -> tuple[dict[str, Any], Settings, Collection[str]]:
+    def _read(self) -> tuple[dict[str, Any], RouterSettings, Collection[str]]:
         """Returns the parameters to use, their settings, and the parameters that need a restart."""
         given = self._command.make_context("router", list(self._words)).params
         settings_of(given, cluster_key(given["key_file"]), self._requests)
@@ -529,7 +529,7 @@ def _restart(fixed: Collection[str]) -> str:
     return f". Restart the router to change {options}" if fixed else ""
 
 
-def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int) -> Settings:
+def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int) -> RouterSettings:
     """Returns the settings for the command's parameters, for typer.
 
     ``given``: the parameters by name. ``key``: the cluster key. ``requests``: most requests in flight for
@@ -543,7 +543,7 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
     if registration is not None and key is None and not given["allow_unauthenticated"]:
         refuse_strangers(registration)
     try:
-        return Settings(
+        return RouterSettings(
             tuple(given["prefill"] or ()),
             tuple(given["decode"] or ()),
             dispatch="serial" if given["serial"] else "concurrent",
@@ -562,7 +562,9 @@ def settings_of(given: Mapping[str, Any], key: ClusterKey | None, requests: int)
             body_limit=given["body_limit"] << 20,
             body_budget=given["body_budget"] << 20,
             requests=min(requests, given["max_requests"] or requests),
-            timeouts=Timeouts(given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]),
+            timeouts=RequestTimeouts(
+                given["first_token_timeout"], given["idle_timeout"], given["request_timeout"]
+            ),
             stream_comments=given["stream_comments"],
             requests_per_key=given["requests_per_key"],
             api_key_file=_path(given["api_key_file"]),

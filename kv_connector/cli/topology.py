@@ -41,7 +41,7 @@ class DevicePlacement(msgspec.Struct, frozen=True):
     core: CoreChoice
 
 
-class Report(msgspec.Struct, frozen=True):
+class TopologyReport(msgspec.Struct, frozen=True):
     machine: Machine
     allowed_cores: tuple[int, ...]
     bound_cores: tuple[int, ...] | None
@@ -88,8 +88,8 @@ def topology(
             console.print(f"[bold]{title}[/]: none")
 
 
-def report(machine: Machine, in_use: CoresInUse) -> Report:
-    return Report(
+def report(machine: Machine, in_use: CoresInUse) -> TopologyReport:
+    return TopologyReport(
         machine=machine,
         allowed_cores=tuple(sorted(in_use.allowed)),
         bound_cores=None if in_use.bound is None else tuple(sorted(in_use.bound)),
@@ -125,7 +125,7 @@ def _has_active(machine: Machine, kind: str) -> bool:
     return any(nic.active and nic.kind == kind for nic in machine.nics)
 
 
-def _placement_rows(found: Report) -> Iterator[tuple[str, ...]]:
+def _placement_rows(found: TopologyReport) -> Iterator[tuple[str, ...]]:
     models = {gpu.address: gpu.model for gpu in found.machine.gpus}
     for placement in found.placements:
         core = placement.core
@@ -140,7 +140,7 @@ def _placement_rows(found: Report) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _nic_rows(found: Report) -> Iterator[tuple[str, ...]]:
+def _nic_rows(found: TopologyReport) -> Iterator[tuple[str, ...]]:
     for nic in found.machine.nics:
         for port in nic.ports:
             yield (
@@ -156,7 +156,7 @@ def _nic_rows(found: Report) -> Iterator[tuple[str, ...]]:
             )
 
 
-def _core_rows(found: Report) -> Iterator[tuple[str, ...]]:
+def _core_rows(found: TopologyReport) -> Iterator[tuple[str, ...]]:
     allowed = set(found.allowed_cores)
     for node in found.machine.numa_nodes:
         here = set(node.cores)

@@ -10,7 +10,7 @@ import typer
 
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key
-from kv_connector.control.timelines import Unanswered, Worker, ask_workers
+from kv_connector.control.timelines import Unanswered, WorkerTimelines, ask_workers
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.protocol.wire.timeline import MAX_TIMELINES, About, LayerSpan, Receiving, Sending
@@ -75,7 +75,7 @@ def trace(
     typer.echo(f"{output}: {transfers}. Open it at https://ui.perfetto.dev or chrome://tracing")
 
 
-def chrome_trace(workers: Sequence[Worker]) -> Json:
+def chrome_trace(workers: Sequence[WorkerTimelines]) -> Json:
     """Returns the timelines in Chrome's Trace Event Format.
 
     Each worker is a process, and each layer of each transfer a thread. Arrows lead from a post at prefill to
@@ -106,7 +106,7 @@ def chrome_trace(workers: Sequence[Worker]) -> Json:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _abouts(worker: Worker) -> Iterator[About]:
+def _abouts(worker: WorkerTimelines) -> Iterator[About]:
     yield from (sending.about for sending in worker.recalled.sent)
     yield from (receiving.about for receiving in worker.recalled.received)
 
@@ -116,7 +116,7 @@ Landing = tuple[int, str, int, int]
 and the id of prefill's arrow."""
 
 
-def _sources(workers: Sequence[Worker], receiving: Receiving) -> list[Landing]:
+def _sources(workers: Sequence[WorkerTimelines], receiving: Receiving) -> list[Landing]:
     """Maps decode's count to layers, if one prefill worker wrote for one decode worker.
 
     A layer has landed once decode has counted all pages up to its last. Layers are posted one after the
@@ -146,7 +146,7 @@ def _arrow(sending: Sending, span: LayerSpan) -> int:
 class _Process:
     """One worker's events, in nanoseconds of our clock."""
 
-    def __init__(self, number: int, worker: Worker) -> None:
+    def __init__(self, number: int, worker: WorkerTimelines) -> None:
         self.events: list[Json] = []
         self._number = number
         self._worker = worker

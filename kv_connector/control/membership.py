@@ -13,7 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
-from kv_connector.protocol.wire.messages import Host, Id, Message, Natural, Port, Role, Text, Version
+from kv_connector.protocol.wire.messages import Host, Id, Natural, Port, Role, Text, Version, WireMessage
 
 # Seconds between two REGISTERs of an engine. A router calls an engine silent after three of them.
 HEARTBEAT_S = 1.0
@@ -84,7 +84,7 @@ class ControllerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unk
     port: Port
 
 
-class Register(Message, frozen=True, tag="register"):
+class Register(WireMessage, frozen=True, tag="register"):
     """An engine is available. In a data-parallel deployment each rank registers as an engine."""
 
     engine_id: Id
@@ -110,14 +110,14 @@ class Register(Message, frozen=True, tag="register"):
     controller: ControllerAddress | None = None  # takes its weights. None: no controller has started
 
 
-class Leave(Message, frozen=True, tag="leave"):
+class Leave(WireMessage, frozen=True, tag="leave"):
     """An engine has stopped."""
 
     engine_id: Id
     incarnation: Id
 
 
-class LoadFailed(Message, frozen=True, tag="load_failed"):
+class LoadFailed(WireMessage, frozen=True, tag="load_failed"):
     """A decode engine did not receive a transfer, for this reason, which its API server's answer does not
     contain."""
 
@@ -125,7 +125,7 @@ class LoadFailed(Message, frozen=True, tag="load_failed"):
     reason: Text
 
 
-class PromptHits(Message, frozen=True, tag="prompt_hits"):
+class PromptHits(WireMessage, frozen=True, tag="prompt_hits"):
     """A decode engine's hits of prompts that prefill engines computed. Its API server's answers count all
     tokens of such a prompt as cached."""
 
@@ -133,7 +133,7 @@ class PromptHits(Message, frozen=True, tag="prompt_hits"):
     """{transfer id: (tokens of the prompt, those in the engine's own prefix cache)}"""
 
 
-class Drain(Message, frozen=True, tag="drain"):
+class Drain(WireMessage, frozen=True, tag="drain"):
     """To a router: send this API server nothing more. Repeated until DRAINING reports that it is idle."""
 
     url: Url
@@ -141,7 +141,7 @@ class Drain(Message, frozen=True, tag="drain"):
     unless_last: bool = False  # refused if no other engine of its role accepts requests
 
 
-class Draining(Message, frozen=True, tag="draining"):
+class Draining(WireMessage, frozen=True, tag="draining"):
     """The answer. ``outstanding``: requests of the router that the engine still has, or whose pages it still
     holds. None: the router knows no such engine."""
 
@@ -153,28 +153,28 @@ class Draining(Message, frozen=True, tag="draining"):
     """The drain is refused, because no other engine of this role accepts requests."""
 
 
-class BeginDrain(Message, frozen=True, tag="begin_drain"):
+class BeginDrain(WireMessage, frozen=True, tag="begin_drain"):
     """A router passes DRAIN on to the engine."""
 
 
-class Undrain(Message, frozen=True, tag="undrain"):
+class Undrain(WireMessage, frozen=True, tag="undrain"):
     """To a router: this API server accepts requests again. Repeated until UNDRAINED confirms it."""
 
     url: Url
 
 
-class Undrained(Message, frozen=True, tag="undrained"):
+class Undrained(WireMessage, frozen=True, tag="undrained"):
     """The answer. ``draining``: an engine there still reports its drain. None: the router knows no such
     engine."""
 
     draining: bool | None
 
 
-class EndDrain(Message, frozen=True, tag="end_drain"):
+class EndDrain(WireMessage, frozen=True, tag="end_drain"):
     """A router passes UNDRAIN on to the engine."""
 
 
-class Controllers(Message, frozen=True, tag="controllers"):
+class Controllers(WireMessage, frozen=True, tag="controllers"):
     """To a router: queries the controllers of registered engines that take weights.
 
     CONTROLLERS_ARE answers, once every engine had the time to register.
@@ -186,7 +186,7 @@ class Controllers(Message, frozen=True, tag="controllers"):
     """The last controller of the previous answer. None: this is the first query."""
 
 
-class ControllersAre(Message, frozen=True, tag="controllers_are"):
+class ControllersAre(WireMessage, frozen=True, tag="controllers_are"):
     number: Natural
     controllers: Annotated[tuple[ControllerAddress, ...], msgspec.Meta(max_length=PAGE)]
     """In ascending order."""

@@ -22,7 +22,7 @@ class Unanswered(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerTimelines:
     """One worker's timelines. Adding ``to_ours`` nanoseconds converts its times to the local clock, with an
     error of at most ``error``."""
 
@@ -42,12 +42,12 @@ def boot_id() -> str:
 
 def ask_workers(
     engines: Sequence[Address], key: ClusterKey | None, text: str, limit: int, timeout: float
-) -> list[Worker]:
+) -> list[WorkerTimelines]:
     """Queries all workers of the engines at these addresses. Raises Unanswered. Blocks up to ``timeout``
     seconds a worker."""
     sockets = ControlPlane(key)
     try:
-        workers: list[Worker] = []
+        workers: list[WorkerTimelines] = []
         asked = list(dict.fromkeys(engines))
         for address in asked:  # the list grows in the loop
             with _connection(sockets, address) as source:
@@ -69,7 +69,9 @@ def _connection(sockets: ControlPlane, address: Address) -> Iterator[Source]:
         sockets.hang_up(source)
 
 
-def _ask(sockets: ControlPlane, address: Address, source: Source, recall: Recall, timeout: float) -> Worker:
+def _ask(
+    sockets: ControlPlane, address: Address, source: Source, recall: Recall, timeout: float
+) -> WorkerTimelines:
     recalled, _, _ = _round_trip(sockets, address, source, recall, timeout)
     best: tuple[int, int] | None = None
     for _ in range(ROUND_TRIPS):
@@ -78,7 +80,7 @@ def _ask(sockets: ControlPlane, address: Address, source: Source, recall: Recall
         error, offset = (came - sent + 1) // 2, (sent + came) // 2 - answer.now
         best = min(best, (error, offset)) if best is not None else (error, offset)
     assert best is not None
-    return Worker(recalled, to_ours=best[1], error=best[0])
+    return WorkerTimelines(recalled, to_ours=best[1], error=best[0])
 
 
 def _round_trip(
@@ -99,7 +101,7 @@ def _round_trip(
     )
 
 
-def _aligned(workers: Sequence[Worker]) -> list[Worker]:
+def _aligned(workers: Sequence[WorkerTimelines]) -> list[WorkerTimelines]:
     """Aligns workers that share a clock by their best round trip. Workers that share the local clock need
     none."""
     best: dict[str, tuple[int, int]] = {}
@@ -110,6 +112,8 @@ def _aligned(workers: Sequence[Worker]) -> list[Worker]:
     if ours in best and abs(best[ours][1]) <= best[ours][0]:  # otherwise it is in another time namespace
         best[ours] = (0, 0)
     return [
-        Worker(worker.recalled, to_ours=best[worker.recalled.host][1], error=best[worker.recalled.host][0])
+        WorkerTimelines(
+            worker.recalled, to_ours=best[worker.recalled.host][1], error=best[worker.recalled.host][0]
+        )
         for worker in workers
     ]

@@ -195,7 +195,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """The chosen NICs and core. Call release() when the transfer thread has ended."""
 
     nics: Mapping[str, tuple[str, ...]]
@@ -217,7 +217,7 @@ def place(
     nics: tuple[str, ...],
     worker_cpu: int | Literal["auto", "none"],
     compute_threads: int,
-) -> Placement:
+) -> RankPlacement:
     """Chooses what the operator leaves open with ``nics`` (empty) and ``worker_cpu`` ("auto"), and logs each
     choice with its reason.
 
@@ -227,7 +227,7 @@ def place(
     gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
     chosen = _chosen_nics(machine, gpu, providers, nics)
     if worker_cpu != "auto":
-        return Placement(chosen, None, None if worker_cpu == "none" else worker_cpu)
+        return RankPlacement(chosen, None, None if worker_cpu == "none" else worker_cpu)
     choice = _core(machine, gpu, _unbound_threads(device, compute_threads))
     claim = CoreClaim.first_free(choice.cores)
     if claim is None:
@@ -237,15 +237,15 @@ def place(
             else choice.reason
         )
         logger.info("transfer thread: %s", reason)
-        return Placement(chosen, None, None)
+        return RankPlacement(chosen, None, None)
     logger.info("transfer thread: pinned to core %d, %s", claim.core, choice.reason)
-    return Placement(chosen, claim, claim.core)
+    return RankPlacement(chosen, claim, claim.core)
 
 
 def place_nics(
     device: Device, *, providers: Sequence[str], nics: tuple[str, ...]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Does what ``place`` does for ``nics``. Returns ``Placement.nics``."""
+    """Does what ``place`` does for ``nics``. Returns ``RankPlacement.nics``."""
     gpu = cuda_gpu_address(device.index) if device.kind == "cuda" else None
     return _chosen_nics(read_machine(), gpu, providers, nics)
 

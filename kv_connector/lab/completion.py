@@ -22,14 +22,14 @@ class CompletionError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class CompletionTokens:
     tokens: list[int]
     first_token_seconds: float
 
 
 def complete(
     url: str, prompt: Sequence[int], *, max_tokens: int, parameters: Mapping[str, Any] | None = None
-) -> Answer:
+) -> CompletionTokens:
     """Sends a prompt of token ids and blocks until the answer is complete.
 
     The answer is greedy and has exactly `max_tokens` tokens (the end-of-sequence token counts like any
@@ -52,10 +52,10 @@ def complete(
             for choice in chunk["choices"]:
                 first = first or time.perf_counter()
                 tokens += choice["token_ids"]
-    return Answer(tokens, first - started)
+    return CompletionTokens(tokens, first - started)
 
 
-def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> CompletionTokens:
     """Sends a prompt like complete(), to an SGLang server or its router."""
     sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
@@ -65,7 +65,7 @@ def generate(url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
         for chunk in chunks:
             first = first or time.perf_counter()
             tokens = chunk["output_ids"]  # all tokens so far
-    return Answer(tokens, first - started)
+    return CompletionTokens(tokens, first - started)
 
 
 @contextmanager

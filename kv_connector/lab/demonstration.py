@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kv_connector.lab import plots
-from kv_connector.lab.completion import Answer
+from kv_connector.lab.completion import CompletionTokens
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.served import Served
 
@@ -36,8 +36,8 @@ SETTLE_POLL_SECONDS = 0.2
 PEERS = "kv_connector_peers"
 
 
-class Complete(Protocol):
-    def __call__(self, url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+class CompleteCall(Protocol):
+    def __call__(self, url: str, prompt: Sequence[int], *, max_tokens: int) -> CompletionTokens:
         """Requests greedy tokens. CompletionError: the answer is incomplete."""
 
 
@@ -49,7 +49,7 @@ class Site:
     alone: str
     """URL of an engine that computes prefill and decode."""
     router: str
-    complete: Complete
+    complete: CompleteCall
     pages: Callable[[int], int]
     """Returns the number of pages that P pushes for a prompt of this many tokens."""
 
@@ -101,7 +101,7 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemonstrationRow:
     """The prompts of one length: medians of their times, and sums of their pushes."""
 
     tokens: int
@@ -134,7 +134,7 @@ def demonstrate(
     )
     with start(directory, model) as site:
         console.print(f"Ready after {time.monotonic() - started:.0f} s; prefill in chunks of {CHUNK_TOKENS}")
-        rows: list[Row] = []
+        rows: list[DemonstrationRow] = []
         with Live(_table(rows), console=console, auto_refresh=False) as live:
             for row in _rows(site):
                 rows.append(row)
@@ -145,7 +145,7 @@ def demonstrate(
     return [problem for row in rows for problem in _problems(row)]
 
 
-def _plot(file: Path, rows: Sequence[Row]) -> None:
+def _plot(file: Path, rows: Sequence[DemonstrationRow]) -> None:
     columns = [f"{row.tokens:,}" for row in rows]
     times = [
         plots.Series("one engine", [row.alone_seconds * 1e3 for row in rows]),
@@ -167,7 +167,7 @@ def _plot(file: Path, rows: Sequence[Row]) -> None:
     )
 
 
-def _rows(site: Site) -> Iterator[Row]:
+def _rows(site: Site) -> Iterator[DemonstrationRow]:
     random_tokens = random.Random(0)
 
     def prompt(tokens: int) -> list[int]:
@@ -185,7 +185,7 @@ def _rows(site: Site) -> Iterator[Row]:
         pairs = [[site.complete(url, prompt, max_tokens=OUTPUT_TOKENS) for url in urls] for prompt in prompts]
         expected, got = zip(*pairs, strict=True)
         after = Pushed.settled(site.prefill, before)
-        yield Row(
+        yield DemonstrationRow(
             tokens=tokens,
             alone_seconds=statistics.median(answer.first_token_seconds for answer in expected),
             disaggregated_seconds=statistics.median(answer.first_token_seconds for answer in got),
@@ -202,7 +202,7 @@ def _lane(prefill: Served) -> str:
     return ", ".join(sorted(lanes)) or "none"
 
 
-def _problems(row: Row) -> Iterator[str]:
+def _problems(row: DemonstrationRow) -> Iterator[str]:
     if not row.equal:
         yield f"{row.tokens} tokens: the output of the two engines differs from one engine's"
     # D has computed itself whatever did not come through the connector. Equal outputs prove nothing then.
@@ -211,7 +211,7 @@ def _problems(row: Row) -> Iterator[str]:
         yield f"{row.tokens} tokens: {went} went through the connector"
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[DemonstrationRow]) -> Table:
     table = Table(
         title="Time to first token with one engine and with two (P/D), and pages pushed",
         caption=f"{PROMPTS_PER_LENGTH} prompts of each length, {OUTPUT_TOKENS} greedy tokens each, medians. "

@@ -31,7 +31,7 @@ class ServerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Server(Served):
+class SglangServer(Served):
     """One SGLang server with its scheduler processes."""
 
     def __init__(
@@ -73,7 +73,7 @@ class SglangCluster(ProcessGroup):
         role: Role | None = None,
         ranks: int = 1,
         settings: ServerSettings | None = None,
-    ) -> Server:
+    ) -> SglangServer:
         """Starts a server and returns at once.
 
         `role` None: a server that prefills and decodes by itself. `ranks`: the number of tensor-parallel
@@ -99,7 +99,7 @@ class SglangCluster(ProcessGroup):
         words: Mapping[str, object],
         flags: tuple[str, ...],
         environment: Mapping[str, str],
-    ) -> Server:
+    ) -> SglangServer:
         """Starts a server with the arguments that servers of every device share.
 
         `words` are further arguments with a value, without their dashes.
@@ -129,7 +129,7 @@ class SglangCluster(ProcessGroup):
         command += [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
         return self._start(name, tuple(command), environment, port, bootstrap if role == "prefill" else None)
 
-    def restart(self, server: Server) -> Server:
+    def restart(self, server: SglangServer) -> SglangServer:
         """Starts a server again as it was, at its ports and with its log, and returns at once.
 
         Remaining processes of the old one are killed first.
@@ -140,7 +140,12 @@ class SglangCluster(ProcessGroup):
         )
 
     def start_router(
-        self, name: str, *, prefill: Iterable[Server], decode: Iterable[Server], mini: bool = False
+        self,
+        name: str,
+        *,
+        prefill: Iterable[SglangServer],
+        decode: Iterable[SglangServer],
+        mini: bool = False,
     ) -> str:
         """Starts SGLang's router over these servers and returns its URL at once.
 
@@ -171,9 +176,9 @@ class SglangCluster(ProcessGroup):
         environment: Mapping[str, str],
         port: int,
         bootstrap_port: int | None,
-    ) -> Server:
+    ) -> SglangServer:
         with starting():
-            server = Server(
+            server = SglangServer(
                 name,
                 command,
                 environment=environment,

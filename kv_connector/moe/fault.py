@@ -25,7 +25,7 @@ class ExchangeError(GroupError):
 
 
 @dataclass(frozen=True)
-class Fault:
+class LaunchFault:
     """Why a launch gave up waiting. The results of that step, and of all later ones, are void."""
 
     code: str

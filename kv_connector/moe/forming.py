@@ -27,8 +27,8 @@ from kv_connector.moe.wire import (
     NAME_BYTES,
     SECRET_BYTES,
     Facts,
+    FormingOutcome,
     Hello,
-    Outcome,
     bounded,
     encode,
     read_hellos,
@@ -152,7 +152,7 @@ class _Part:
 
     def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
         """The OUTCOME of every rank."""
-        message = encode(Outcome(bounded(self.problem)))
+        message = encode(FormingOutcome(bounded(self.problem)))
         # A rank that passed no descriptor has ended or stands still. It may never send its OUTCOME.
         patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._settings.timeout)
         try:

@@ -14,13 +14,13 @@ import torch
 from kv_connector import _native
 from kv_connector.moe import columns, forming, memory, metrics
 from kv_connector.moe.descriptors import Connection
-from kv_connector.moe.fault import GIVEN_UP, LOST, NATIVE_CODES, TIMEOUTS, Fault, GroupError
+from kv_connector.moe.fault import GIVEN_UP, LOST, NATIVE_CODES, TIMEOUTS, GroupError, LaunchFault
 from kv_connector.moe.forming import Exchange
 from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
 from kv_connector.moe.watcher import Watcher
 
-__all__ = ["Dispatched", "Exchange", "Fault", "Group", "GroupError", "GroupSettings"]
+__all__ = ["Dispatched", "Exchange", "Group", "GroupError", "GroupSettings", "LaunchFault"]
 
 logger = logging.getLogger("kv_connector")
 
@@ -196,7 +196,7 @@ class Group:
         self._native.combine(self._stream(), slot, sizes, out.data_ptr(), self.settings.hidden, accumulate)
         self._check_host()
 
-    def fault(self) -> Fault | None:
+    def fault(self) -> LaunchFault | None:
         """Why a step was void, or None. On a GPU a step that is still in flight has no fault yet.
 
         GIVEN_UP with this rank's number: another rank waited for this rank until its deadline. This rank's
@@ -204,17 +204,17 @@ class Group:
         """
         gone = self._first_gone
         if gone is not None and gone[:2] == (GIVEN_UP, self.settings.rank):
-            return Fault(*gone[:2])
+            return LaunchFault(*gone[:2])
         if (found := self._native.fault()) is None:
             return None
         code, rank = NATIVE_CODES.get(found[0], str(found[0])), found[1]
         if code == GIVEN_UP:  # by that rank
             own = self.settings.rank
             self._note(own, GIVEN_UP, f"{self._name(rank)} goes on without {self._name(own)}")
-            return Fault(GIVEN_UP, own)
+            return LaunchFault(GIVEN_UP, own)
         if code == LOST and gone is not None and gone[1] == rank:
             code = gone[0]
-        return Fault(code, rank)
+        return LaunchFault(code, rank)
 
     def masked(self) -> frozenset[int]:
         """The ranks that steps of this rank go on without. Only in a group that survives.
@@ -265,7 +265,7 @@ class Group:
         self._dispatch_areas, self._combine_areas = [], []
         # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was masked
         # does not leave in good order: that would end the steps of ranks that have not learned it yet.
-        if not (self.settings.survive and self.fault() == Fault(GIVEN_UP, self.settings.rank)):
+        if not (self.settings.survive and self.fault() == LaunchFault(GIVEN_UP, self.settings.rank)):
             self._watcher.leave()
         try:
             self._native.close(timeout)
@@ -322,7 +322,7 @@ class Group:
     def _name(self, rank: int) -> str:
         return f"rank {rank} (process {self._processes.get(rank) or os.getpid()})"
 
-    def _sentence(self, fault: Fault) -> str:
+    def _sentence(self, fault: LaunchFault) -> str:
         # A group that survives has gone on without the first rank that ended.
         gone = self._gone.get(fault.rank, ("", ""))[1] if self.settings.survive else self.explanation()
         reason = gone or "the group was closed meanwhile"

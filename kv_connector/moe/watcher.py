@@ -19,7 +19,7 @@ logger = logging.getLogger("kv_connector")
 _JOIN_SECONDS = 2.0
 
 
-class Reports(Protocol):
+class WatcherReports(Protocol):
     """Receives the reports of a Watcher, on its thread."""
 
     def lost(self, rank: int, left: bool) -> None:
@@ -39,7 +39,7 @@ class Watcher:
     Owns the connections: close() closes them.
     """
 
-    def __init__(self, connections: Iterable[Connection], reports: Reports) -> None:
+    def __init__(self, connections: Iterable[Connection], reports: WatcherReports) -> None:
         self._connections = tuple(connections)
         self._reports = reports
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

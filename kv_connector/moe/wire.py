@@ -53,7 +53,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(**fields, memory="host" if device is None else "gpu")
 
 
-class Release(msgspec.Struct, frozen=True):
+class HelloRelease(msgspec.Struct, frozen=True):
     """The part of a HELLO that every release understands."""
 
     release: Annotated[str, msgspec.Meta(max_length=64)]
@@ -77,7 +77,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     """Why this rank cannot take part, or ""."""
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
+class FormingOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
     """The last message of a rank."""
 
     problem: _Text = ""
@@ -121,7 +121,7 @@ def read_hellos(messages: Sequence[bytes], ranks: int) -> list[Hello]:
     """
     if len(messages) != ranks:
         raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
-    releases = [_decode(message, Release, rank).release for rank, message in enumerate(messages)]
+    releases = [_decode(message, HelloRelease, rank).release for rank, message in enumerate(messages)]
     for rank, release in enumerate(releases):
         if release != releases[0]:
             raise GroupError(
@@ -156,7 +156,7 @@ def read_outcomes(messages: Sequence[bytes], ranks: int) -> None:
     """Raises GroupError with the problems of all ranks, if a rank has one."""
     if len(messages) != ranks:
         raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
-    raise_problems([(rank, _decode(one, Outcome, rank).problem) for rank, one in enumerate(messages)])
+    raise_problems([(rank, _decode(one, FormingOutcome, rank).problem) for rank, one in enumerate(messages)])
 
 
 def raise_problems(problems: Sequence[tuple[int, str]]) -> None:

@@ -70,7 +70,7 @@ def sums_messages(reserve: Reserve, sums: bytes, reason: str = "") -> Iterator[S
 
 
 @dataclass
-class Source:
+class CheckedSource:
     """One worker of P whose pages D checks."""
 
     draw: Draw
@@ -87,7 +87,7 @@ class PageCheck:
     """The check of one transfer's pages at D."""
 
     def __init__(
-        self, request: DecodeRequest, sources: dict[PeerId, Source], unverified: dict[PeerId, str]
+        self, request: DecodeRequest, sources: dict[PeerId, CheckedSource], unverified: dict[PeerId, str]
     ) -> None:
         """``unverified``: sources whose pages cannot be checked, with the reasons."""
         self._request = request
@@ -102,7 +102,7 @@ class PageCheck:
         """The check of a request's pages, or None if it wants none. ``summing``: the sources that can sum
         their pages."""
         found = {
-            peer: Source(draw, pages)
+            peer: CheckedSource(draw, pages)
             for peer, draw in draws.items()
             if draw.plan is not None
             and (pages := target_pages(draw.plan, request.groups, request.prompt_tokens))
@@ -173,7 +173,7 @@ class PageCheck:
         request, unverified = self._request, tuple(self._unverified.items())
         return PagesChecked(request.transfer_id, request.request_id, checked, corrupt, first, unverified)
 
-    def _page(self, peer: PeerId, source: Source, number: int) -> CorruptPage:
+    def _page(self, peer: PeerId, source: CheckedSource, number: int) -> CorruptPage:
         """The page whose sum has this number among the source's."""
         plan, request = source.draw.plan, self._request
         assert plan is not None

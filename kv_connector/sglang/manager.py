@@ -20,7 +20,7 @@ from typing import Any
 import sglang
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.agent.start import RunningAgent, WorkerInfo, start
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.requests import PrefillRequest
@@ -40,7 +40,7 @@ from kv_connector.sglang.internals import (
 from kv_connector.sglang.metadata_rows import MetadataRows
 from kv_connector.sglang.metrics import show_metrics
 from kv_connector.sglang.polls import sending
-from kv_connector.sglang.pool import Shape, pool_layout
+from kv_connector.sglang.pool import PoolShape, pool_layout
 from kv_connector.sglang.settings import read_settings, with_nics
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         """Starts the agent. Raises errors whose messages say what to change."""
-        self._running: Running | None = None
+        self._running: RunningAgent | None = None
         check_configuration(args)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # any process could write to it
@@ -113,10 +113,10 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
     def _prefills(self) -> bool:
         return bool(self.disaggregation_mode == DisaggregationMode.PREFILL)
 
-    def _start(self, args: Any, server_args: Any) -> Running:
+    def _start(self, args: Any, server_args: Any) -> RunningAgent:
         model, rank = model_facts(server_args), rank_facts(args)
         role = Role.PREFILL if self._prefills else Role.DECODE
-        shape = Shape(
+        shape = PoolShape(
             mla=bool(self.is_mla_backend or self.is_hybrid_mla_backend),
             kv_heads=model.kv_heads,
             first_layer=args.prefill_start_layer if self._prefills else rank.first_layer(model.layers),
@@ -161,7 +161,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         )
         return running
 
-    def _show_metrics(self, running: Running, rank: RankFacts) -> None:
+    def _show_metrics(self, running: RunningAgent, rank: RankFacts) -> None:
         if rank.metrics:
             labels = {"engine": rank.url, "dp_rank": str(rank.data_parallel_rank)}
             show_metrics(running.reporter, labels)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import PageMemory
 from kv_connector.protocol.pages.geometry import Place, Units, latent, opaque_page, token_major, units_of_rank
 from kv_connector.protocol.pages.layout import Axis, GroupLayout, KvLayout, LayerLayout, Part
 from kv_connector.sglang.refusals import REFUSED_STATES
@@ -31,7 +31,7 @@ class UnsupportedPool(ValueError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class PoolShape:
     """The facts that KVArgs lacks, or has on one side only."""
 
     mla: bool
@@ -51,11 +51,11 @@ class _Regions:
     """The memory ranges, each once."""
 
     def __init__(self) -> None:
-        self.ranges: dict[int, MemoryRange] = {}
+        self.ranges: dict[int, PageMemory] = {}
 
     def add(self, address: int, nbytes: int) -> int:
         """Adds a range, and returns its number."""
-        self.ranges.setdefault(address, MemoryRange(address, nbytes))
+        self.ranges.setdefault(address, PageMemory(address, nbytes))
         return list(self.ranges).index(address)
 
 
@@ -73,8 +73,8 @@ class _Entry:
 
 
 def pool_layout(
-    args: Any, shape: Shape, row: tuple[int, int, tuple[int, ...]]
-) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
+    args: Any, shape: PoolShape, row: tuple[int, int, tuple[int, ...]]
+) -> tuple[KvLayout, tuple[PageMemory, ...]]:
     """The layout and memory of SGLang's pool. Raises UnsupportedPool.
 
     ``row``: address and length in bytes of the table of metadata rows, and the widths of a row's parts.
@@ -126,7 +126,7 @@ def _place(entry: _Entry, regions: _Regions) -> Place:
 
 
 def _page_layers(
-    args: Any, shape: Shape, entries: Sequence[_Entry | None], regions: _Regions
+    args: Any, shape: PoolShape, entries: Sequence[_Entry | None], regions: _Regions
 ) -> list[LayerLayout]:
     """The model's layers, followed by its drafter's."""
     count = len(entries) - args.num_draft_entries
@@ -155,7 +155,7 @@ def _page_layers(
     return found
 
 
-def _page_parts(name: str, entry: _Entry, shape: Shape, regions: _Regions) -> tuple[Part, ...]:
+def _page_parts(name: str, entry: _Entry, shape: PoolShape, regions: _Regions) -> tuple[Part, ...]:
     place, tokens = _place(entry, regions), shape.page_size
     if shape.mla:
         return latent(place, tokens, entry.item // tokens)
@@ -172,7 +172,7 @@ def _page_parts(name: str, entry: _Entry, shape: Shape, regions: _Regions) -> tu
 
 def _state_layers(
     args: Any,
-    shape: Shape,
+    shape: PoolShape,
     number: int,
     kind: str,
     entries: Sequence[_Entry | None],
@@ -198,7 +198,7 @@ def _state_layers(
     return found
 
 
-def _state_parts(args: Any, shape: Shape, kind: str, place: Place, entry: _Entry) -> tuple[Part, ...]:
+def _state_parts(args: Any, shape: PoolShape, kind: str, place: Place, entry: _Entry) -> tuple[Part, ...]:
     """The parts of a state's row. It is a page of a window if SGLang describes that window's layout,
     otherwise it is opaque."""
     if kind == "swa" and not shape.mla and args.swa_kv_cache_layout == "nhd":
@@ -215,7 +215,7 @@ def _state_parts(args: Any, shape: Shape, kind: str, place: Place, entry: _Entry
 
 
 def _divided_state(
-    shape: Shape, place: Place, entry: _Entry, dim: int, rows: int, pieces: Sequence[int] | None
+    shape: PoolShape, place: Place, entry: _Entry, dim: int, rows: int, pieces: Sequence[int] | None
 ) -> tuple[Part, ...]:
     """The parts of a recurrent state, or of the inputs of a convolution, [rows, dims, ...]. The ranks divide
     the dims of each piece separately. 0 dims: all ranks have the same."""

@@ -11,14 +11,14 @@ import msgspec
 
 from kv_connector.agent.settings import (
     SETTINGS_VARIABLE,
-    Settings,
+    AgentSettings,
     SettingsError,
     parse_settings,
     settings_in_environment,
 )
 
 
-def read_settings(environment: Mapping[str, str]) -> Settings:
+def read_settings(environment: Mapping[str, str]) -> AgentSettings:
     """The settings in ``KV_CONNECTOR_SETTINGS``. Raises SettingsError."""
     given = settings_in_environment(environment)
     try:
@@ -27,7 +27,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
 
 
-def with_nics(settings: Settings, ib_device: str | None, gpu: int, ranks: int) -> Settings:
+def with_nics(settings: AgentSettings, ib_device: str | None, gpu: int, ranks: int) -> AgentSettings:
     """The settings with the NICs of ``--disaggregation-ib-device``: for all ranks (``a,b``), or by GPU
     (``{"0": "a"}``). NICs in ``settings`` have precedence."""
     if not ib_device or settings.nics:

@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class WorkerInfo:
+class PreparedWorker:
     """The result of prepare(), for build_topology(). Ray carries it, and with it the key of this update."""
 
     host: str
@@ -40,7 +40,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Sender:
+class RolloutSender:
     """The sender of one rollout worker."""
 
     rank: int
@@ -81,19 +81,19 @@ class WriteImmCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         self._sender: StreamSender | None = None
         self._receiver: StreamReceiver | None = None
 
-    def prepare(self) -> WorkerInfo:
+    def prepare(self) -> PreparedWorker:
         """Opens the control socket of a trainer. Ends what a failed update has left behind."""
         self.finalize()
         self._host = node_address()
         if not self._trains:
-            return WorkerInfo(self._host)
+            return PreparedWorker(self._host)
         key = ClusterKey.generate()
         self._sockets, listener = listen(self._host, key)
-        return WorkerInfo(self._host, listener, key)
+        return PreparedWorker(self._host, listener, key)
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[WorkerInfo]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[PreparedWorker]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Gives each rollout worker a trainer rank as its sender: of the ranks with the fewest receivers, the
         first on its host.
@@ -108,7 +108,7 @@ class WriteImmCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             assert trainer.listener is not None
             assert trainer.key is not None
             served[number][rank] = f"rollout worker {rank} at {rollout.host}"
-            senders.append(Sender(number, trainer.listener, trainer.key))
+            senders.append(RolloutSender(number, trainer.listener, trainer.key))
         actor: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
             "receivers": served,
@@ -121,7 +121,7 @@ class WriteImmCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         }
         return actor, rollout_kwargs
 
-    def init_process_group(self, rank: int, receivers: dict[int, str], sender: Sender | None) -> None:
+    def init_process_group(self, rank: int, receivers: dict[int, str], sender: RolloutSender | None) -> None:
         """Opens the buffers, and connects a trainer with its receivers, or a rollout worker with its sender.
 
         Blocks. A trainer without receivers opens nothing. Raises StreamError, or TransferError if a lane does

@@ -18,7 +18,7 @@ import torch
 
 from kv_connector.agent.progress import signal_writer
 from kv_connector.agent.settings import SettingsError, parse_settings
-from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.agent.start import RunningAgent, WorkerInfo, start
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.engine.placement import Device
 from kv_connector.protocol.actions import Address
@@ -128,7 +128,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """The scheduler side. Set in the scheduler's process only."""
         self.worker: WorkerSide | None = None
         """The worker side. Set in a worker once it has its KV caches."""
-        self._running: Running | None = None
+        self._running: RunningAgent | None = None
         self._idle: WorkloadReport | None = None
         self._step_costs: StepCosts | None = None
         """The cost of steps. Set in the scheduler's process, if routers are configured or prefixes may be

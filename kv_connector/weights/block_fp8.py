@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
-from kv_connector.weights.mapping.plan import Box, PlanError, Shard
+from kv_connector.weights.mapping.plan import Box, PlanError, TensorShard
 from kv_connector.weights.sources import Agreed, Engines, Held, TensorSource, agree
 
 # The block size of all block-fp8 checkpoints for which vLLM has GPU kernels (DeepSeek V3, Qwen3-*-FP8).
@@ -101,7 +101,7 @@ class _Quantised:
         self,
         source: TensorSource,
         wanted: Collection[int],
-        held: Sequence[Sequence[Shard]],
+        held: Sequence[Sequence[TensorShard]],
         ue8m0: bool,
     ) -> None:
         """``held``: the source's shards, by rank."""
@@ -127,13 +127,13 @@ class _Quantised:
         for one in source.held():
             place, box = places[one.shard.tensor], one.shard.box
             if one.shard.tensor not in wanted:
-                self._held.append(Held(Shard(place, box), one.local))
+                self._held.append(Held(TensorShard(place, box), one.local))
                 continue
             part = _MatrixPart(one, values[: _size(box)], scales[: _size(_scales(box))])
             values, scales = values[_size(box) :], scales[_size(_scales(box)) :]
             self._parts.append(part)
-            self._held.append(Held(Shard(place, box), part.get_values))
-            self._held.append(Held(Shard(place + 1, _scales(box)), part.get_scales))
+            self._held.append(Held(TensorShard(place, box), part.get_values))
+            self._held.append(Held(TensorShard(place + 1, _scales(box)), part.get_scales))
         shared = _Shared(source.tensors(), wanted, held)
         self._amax = torch.zeros(sum(part.blocks for part in self._parts), device=source.device)
         self._shared = shared.count
@@ -216,7 +216,7 @@ class _Shared:
     """The blocks of which several ranks have a part, in an order that all ranks have."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], wanted: Collection[int], held: Sequence[Sequence[Shard]]
+        self, tensors: Sequence[Tensor], wanted: Collection[int], held: Sequence[Sequence[TensorShard]]
     ) -> None:
         boxes: dict[int, set[Box]] = {number: set() for number in wanted}
         for shards in held:
@@ -241,7 +241,7 @@ class _Shared:
             self._places[number] = places
             self.count += int(shared.sum())
 
-    def places(self, mine: Sequence[Shard]) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, mine: Sequence[TensorShard]) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds the shared blocks among the blocks of these shards.
 
         Returns their places here and in the exchange.

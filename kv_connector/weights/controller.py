@@ -56,7 +56,7 @@ _TRIES = 2
 _STAYS_PAUSED = "the engine stays paused until a whole version is pushed or seeded to it"
 
 
-class Engine(Protocol):
+class PausableEngine(Protocol):
     """The operations of the engine that the controller needs. They may raise any exception."""
 
     async def pause(self) -> None:
@@ -72,7 +72,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VersionOutcome:
     problem: str = ""
     torn: bool = False
     pause_s: float = 0.0
@@ -87,12 +87,12 @@ class Controller:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PausableEngine,
         first_workers: Sequence[Address],
         key: ClusterKey | None,
         metrics: WeightMetrics | None = None,
         timeouts: Timeouts | None = None,
-        ended: Callable[[str, Outcome], None] | None = None,
+        ended: Callable[[str, VersionOutcome], None] | None = None,
     ) -> None:
         """``first_workers``: the first worker of each data-parallel rank. ``timeouts``: the timeouts of the
         workers. ``ended`` is called, on the event loop, with each version that a trainer or seeder has had
@@ -139,19 +139,19 @@ class Controller:
     def close(self) -> None:
         self._loop.stop()
 
-    async def apply(self, version: str) -> Outcome:
+    async def apply(self, version: str) -> VersionOutcome:
         """Pauses the engine, has all workers apply the version, and resumes."""
         async with self._applying:
             try:
                 if missing := await self._hold(version):
-                    return Outcome(
+                    return VersionOutcome(
                         f"version {shown(version)} has not landed at {len(missing)} workers: {missing[0]}"
                     )
                 return await self._apply_held(version)
             finally:
                 self._release()
 
-    async def _apply_held(self, version: str) -> Outcome:
+    async def _apply_held(self, version: str) -> VersionOutcome:
         began = time.monotonic()
         self._taking = version
         try:
@@ -170,7 +170,7 @@ class Controller:
                 await self._engine.resume()
         self._problem = problem
         nbytes = sum(state.arena_bytes for state in states)
-        return Outcome(problem, torn, time.monotonic() - began, nbytes)
+        return VersionOutcome(problem, torn, time.monotonic() - began, nbytes)
 
     async def _label(self, version: str) -> str:
         """Reports the version that all workers have. Returns the reason if that failed, or "".
@@ -311,7 +311,7 @@ class Controller:
         except Exception as error:
             logger.exception("weights: applying version %s failed", shown(version))
             self._problem = f"{type(error).__name__}: {error}"
-            outcome = Outcome(self._problem, torn=self._torn)
+            outcome = VersionOutcome(self._problem, torn=self._torn)
         if outcome.problem:
             said = f"{_STAYS_PAUSED}: {outcome.problem}" if outcome.torn else outcome.problem
             logger.error("weights: version %s is not served: %s", shown(version), said)

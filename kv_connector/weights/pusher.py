@@ -36,9 +36,9 @@ from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.version import MAX_NAME, identity, shown
 from kv_connector.weights.mapping.coverage import left_out
 from kv_connector.weights.mapping.geometry import Geometry
-from kv_connector.weights.mapping.plan import Plan, PlanError, Shard, check, make_plan
+from kv_connector.weights.mapping.plan import PlanError, SenderPlan, TensorShard, check, make_plan
 from kv_connector.weights.memory.buffer import device_of
-from kv_connector.weights.sources import Engines, Source
+from kv_connector.weights.sources import Engines, WeightSource
 from kv_connector.weights.trainer.fleet import UNCHANGED, Fleet
 from kv_connector.weights.trainer.joining import RECORD_S, Joining, TargetEngine, TargetWorker, workers_of
 from kv_connector.weights.trainer.router_list import RouterList
@@ -52,7 +52,7 @@ logger = logging.getLogger("kv_connector")
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """The part of a version that this rank writes to one worker."""
 
     worker: str
@@ -96,7 +96,7 @@ class WeightPusher:
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         engines: Sequence[str] = (),
         *,
         router: str | None = None,
@@ -155,7 +155,7 @@ class WeightPusher:
             if address in addresses[:number]:
                 raise ValueError(f"the engine {address} is given twice. Give each address once.")
         self._engines = [TargetEngine(address) for address in addresses]
-        self._plan: Plan | None = None
+        self._plan: SenderPlan | None = None
         chosen = tuple(providers) or (("nvlink",) if source.device.type == "cuda" else ("host", "tcp"))
         placed = place_nics(device_of(source.device), providers=chosen, nics=tuple(nics))
         self._engine = TransferEngine(EngineConfig(self._name, domains_of(chosen, data_host, placed)))
@@ -260,7 +260,7 @@ class WeightPusher:
         elif agreed.engines != UNCHANGED:
             raise PushError(agreed.engines)
 
-    def _use(self, answers: Engines, held: Sequence[Sequence[Shard]]) -> Mapping[str, str]:
+    def _use(self, answers: Engines, held: Sequence[Sequence[TensorShard]]) -> Mapping[str, str]:
         """Plans who writes what to these engines. Sessions with workers that stay the same go on.
 
         Returns the reasons why some of a router's engines cannot take the weights. Those are left out.
@@ -359,10 +359,10 @@ class WeightPusher:
             if problem := left_out(name, tensors, workers, self._partial, keeps=self._seeds):
                 raise PlanError(problem)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WorkerPart]:
         """Returns this rank's part for each worker. Call connect() first."""
         return [
-            Part(
+            WorkerPart(
                 str(worker.address),
                 sum(send.nbytes for send in worker.sends),
                 sum(send.pages for send in worker.sends),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.agent.settings import Settings, SettingsError, parse_settings, settings_in_environment
+from kv_connector.agent.settings import AgentSettings, SettingsError, parse_settings, settings_in_environment
 from kv_connector.control.addresses import parse_address
 from kv_connector.protocol.actions import Address
 
@@ -34,7 +34,7 @@ _USED = (
 class WeightSettings:
     """Settings of an engine that takes weights. ``agent``: those that the KV cache connector has as well."""
 
-    agent: Settings
+    agent: AgentSettings
     streaming: bool
     """Whether versions land round by round in a pause, instead of beside the weights in use."""
     clear_cache: bool

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kv_connector.weights.mapping.geometry import Geometry, Tensor
-from kv_connector.weights.mapping.plan import Box, Shard
+from kv_connector.weights.mapping.plan import Box, TensorShard
 from kv_connector.weights.memory.arena import Arena
 
 
@@ -33,7 +33,7 @@ class Held:
     If it is ``resident``, the memory is the same each time. Otherwise it is read anew.
     """
 
-    shard: Shard
+    shard: TensorShard
     local: Callable[[], torch.Tensor]
     resident: bool = True
 
@@ -53,12 +53,12 @@ class Agreed:
 
     run: str
     engines: Engines | str  # or the reason why there are none
-    held: list[list[Shard]]  # by rank
+    held: list[list[TensorShard]]  # by rank
     content: str = ""
     """The name of the weights' values, if these do not change. Empty: each version has other values."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The weights of one rank of a trainer, or of an engine that seeds another one."""
 
     @property
@@ -92,7 +92,7 @@ class Source(Protocol):
 
 
 def agree(
-    source: Source, exchange: Callable[[object], list[object]], ask: Callable[[], Engines | str]
+    source: WeightSource, exchange: Callable[[object], list[object]], ask: Callable[[], Engines | str]
 ) -> Agreed:
     """Agrees with the other ranks: the first rank queries the engines and names the run.
 
@@ -105,7 +105,7 @@ def agree(
     if isinstance(engines, str):
         return Agreed(run, engines, [])
     held = exchange([one.shard for one in source.held()])
-    return Agreed(run, engines, cast("list[list[Shard]]", held))
+    return Agreed(run, engines, cast("list[list[TensorShard]]", held))
 
 
 class TensorSource:
@@ -211,14 +211,14 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
 
     if not isinstance(value, DTensor):
         box = Box((0,) * value.dim(), tuple(value.shape))
-        return Held(Shard(number, box), lambda: _with_memory(name, value.detach()))
+        return Held(TensorShard(number, box), lambda: _with_memory(name, value.detach()))
     if any(isinstance(placement, Partial) for placement in value.placements):
         raise SourceError(f"{name} is a partial sum over ranks ({value.placements}): reduce it first")
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
     # This runs for each tensor of each version. to_local() would make a view, in 4 us, or in 20 us for
     # autograd.
-    return Held(Shard(number, box), lambda: _with_memory(name, value._local_tensor.detach()))
+    return Held(TensorShard(number, box), lambda: _with_memory(name, value._local_tensor.detach()))
 
 
 def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ class CheckpointSource:
             dtype = DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise SourceError(f"{path}: {name} is of dtype {part.get_dtype()}, which cannot be sent")
-            shard = Shard(len(self._tensors), Box((0,) * len(shape), shape))
+            shard = TensorShard(len(self._tensors), Box((0,) * len(shape), shape))
             self._tensors.append(Tensor(name, dtype, shape))
             self._held.append(Held(shard, partial(file.get_tensor, name), resident=False))
 
@@ -316,8 +316,8 @@ class ArenaSource:
         """Does nothing: the arena is sent as it lies."""
 
 
-def _shards(geometry: Geometry) -> list[Shard]:
-    return [Shard(write.tensor, Box(write.start, write.extent)) for write in geometry.writes]
+def _shards(geometry: Geometry) -> list[TensorShard]:
+    return [TensorShard(write.tensor, Box(write.start, write.extent)) for write in geometry.writes]
 
 
 # Names of torch's dtypes, by the names of safetensors.

@@ -14,7 +14,7 @@ from kv_connector.protocol.wire.version import shown
 from kv_connector.weights.mapping.coverage import left_out
 from kv_connector.weights.mapping.geometry import Geometry, Write, digest
 from kv_connector.weights.mapping.hashes import hashes
-from kv_connector.weights.sources import Source
+from kv_connector.weights.sources import WeightSource
 from kv_connector.weights.wire.links import Link, LinkError, Links
 from kv_connector.weights.wire.messages import Hashed, Verify, WeightMessage, Workers, WorkersAre
 
@@ -23,7 +23,7 @@ _HASH_S = 300.0
 _CONNECT_S = Timeouts().connect
 
 
-def of_checkpoint(geometry: Geometry, source: Source) -> tuple[bytes, ...]:
+def of_checkpoint(geometry: Geometry, source: WeightSource) -> tuple[bytes, ...]:
     """Returns the hashes of a checkpoint's parameters. The source must hold each tensor whole."""
     held = {one.shard.tensor: one for one in source.held()}
     last: tuple[int, torch.Tensor] = -1, torch.empty(0)
@@ -57,7 +57,7 @@ class Verified:
 
 
 def verify(
-    source: Source, engines: Sequence[Address], links: Links, partial: Sequence[str] = ()
+    source: WeightSource, engines: Sequence[Address], links: Links, partial: Sequence[str] = ()
 ) -> Iterator[Verified]:
     """Has all workers of the engines hash at the same time, and yields a result for each.
 

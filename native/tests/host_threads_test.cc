@@ -1,12 +1,10 @@
 // The host provider on several threads, for the thread sanitizer.
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 
+#include "engine/control_thread.h"
 #include "host_test_support.h"
 
 namespace kvc::host {
@@ -36,39 +34,12 @@ TEST(HostThreads, TwoDomainsOfOneProcess) {
   }
 }
 
-class ControlThread final : public ControlQueue {
- public:
-  ~ControlThread() override { run({}); }  // an empty task is the last one
-  void run(std::function<void()> task) override {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-    changed_.notify_one();
-  }
-
- private:
-  void work() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      if (!task) return;
-      task();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  std::jthread thread_{[this] { work(); }};
-};
-
 // The control thread registers memory, makes links and ends both, while the other thread posts and polls.
 TEST(HostThreads, TheTwoHalvesOfADomainAreTwoThreads) {
   SharedMemory source = std::move(SharedMemory::create("host-test", 1 << 16).value());
   SharedMemory target = std::move(SharedMemory::create("host-test", 1 << 16).value());
-  ControlThread control;
+  ControlThread control([] {});
+  test::must(control.start("test"));
   OpenedDomain a = std::move(create(DomainConfig{}, control).value());
   OpenedDomain b = std::move(create(DomainConfig{}, control).value());
   size_t done = 0;

@@ -7,17 +7,13 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <future>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "engine/control_thread.h"
 #include "providers/libfabric/endpoint.h"
 #include "providers/libfabric/messages.h"
 #include "providers/libfabric/wire.h"
@@ -136,47 +132,6 @@ TEST_P(LibfabricPeer, AProcessThatIsGoneIsNoticedAtOnce) {
 
 // --- Two threads
 
-// A control thread.
-class ControlThread final : public ControlQueue {
- public:
-  ~ControlThread() override {
-    run({});
-    thread_.join();
-  }
-  void run(std::function<void()> task) override {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-    changed_.notify_one();
-  }
-  // Waits for the task.
-  void call(const std::function<void()>& task) {
-    std::promise<void> done;
-    run([&] {
-      task();
-      done.set_value();
-    });
-    done.get_future().get();
-  }
-
- private:
-  void work() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      if (task == nullptr) return;
-      task();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  std::thread thread_{[this] { work(); }};
-};
-
 class LibfabricThreads : public Libfabric {};
 
 INSTANTIATE_TEST_SUITE_P(Devices, LibfabricThreads, testing::ValuesIn(kDevices),
@@ -184,7 +139,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, LibfabricThreads, testing::ValuesIn(kDevices),
 
 // Memory and links with their endpoints are created and ended while other links carry writes.
 TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
-  ControlThread control;
+  ControlThread control([] {});
+  must(control.start("test"));
   std::vector<std::byte> memory(kBytes);
   std::vector<std::byte> more(kBytes);
   OpenedDomain one;
@@ -195,20 +151,22 @@ TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
   const auto join = [&](LinkId link) {
     std::unique_ptr<LinkEnd> first;
     std::unique_ptr<LinkEnd> second;
-    control.call([&] {
+    must(control.call([&]() -> Status {
       Connector::Accepted accepted = must(two.connector->accept(link, must(one.connector->offer(link))));
       second = std::move(accepted.end);
       first = must(one.connector->complete(link, accepted.answer));
-    });
+      return {};
+    }));
     one.domain->attach(link, std::move(first));
     two.domain->attach(link, std::move(second));
   };
-  control.call([&] {
+  must(control.call([&]() -> Status {
     one = must(libfabric::open(config_of(GetParam()), control));
     two = must(libfabric::open(config_of(GetParam()), control));
     source = must(one.connector->register_memory({memory.data(), kBytes / 2}));
     target = must(two.connector->register_memory({memory.data() + kBytes / 2, kBytes / 2}));
-  });
+    return {};
+  }));
   one.domain->publish(*source);
   two.domain->publish(*target);
   join(1);
@@ -263,12 +221,13 @@ TEST_P(LibfabricThreads, TheControlThreadWorksWhileTheOtherPolls) {
   }
   one.domain.reset();
   two.domain.reset();
-  control.call([&] {
+  must(control.call([&]() -> Status {
     source.reset();
     target.reset();
     one.connector.reset();
     two.connector.reset();
-  });
+    return {};
+  }));
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 // How links of the tcp provider end, and how they begin late: goodbyes, sockets that linger, connections that arrive
 // after the answer, and the two halves on separate threads.
-#include <sys/eventfd.h>
-
 #include <algorithm>
-#include <future>
-#include <mutex>
 #include <thread>
 
+#include "engine/control_thread.h"
 #include "providers/tcp/lingering_sockets.h"
 #include "tcp_test_support.h"
 
@@ -374,62 +371,10 @@ TEST(TcpArrivals, AWithdrawnOfferEndsWhatHasCome) {
 
 // --- Both halves on separate threads, as in the transfer engine.
 
-class ControlThread final : public ControlQueue {
- public:
-  ~ControlThread() override {
-    run([this] { stopping_ = true; });
-    thread_.join();
-  }
-  void run(std::function<void()> task) override {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-    ::eventfd_write(bell_.get(), 1);
-  }
-  // Runs it on the thread, and waits.
-  template <typename Task>
-  auto call(Task task) {
-    const auto packaged = std::make_shared<std::packaged_task<decltype(task())()>>(std::move(task));
-    auto result = packaged->get_future();
-    run([packaged] { (*packaged)(); });
-    return result.get();
-  }
-  void serve(Connector& connector) {
-    call([&] { connectors_.push_back(&connector); });
-  }
-  // Tasks that were handed over before have run.
-  void stop_serving() {
-    call([&] { connectors_.clear(); });
-  }
-
- private:
-  void work() {
-    while (!stopping_) {
-      std::vector<pollfd> fds{{bell_.get(), POLLIN, 0}};
-      for (const Connector* connector : connectors_) fds.push_back({connector->fd(), POLLIN, 0});
-      ::poll(fds.data(), fds.size(), -1);
-      for (Connector* connector : connectors_) connector->serve();
-      std::vector<std::function<void()>> tasks;
-      {
-        const std::lock_guard lock(mutex_);
-        eventfd_t rung = 0;
-        ::eventfd_read(bell_.get(), &rung);
-        tasks.swap(tasks_);
-      }
-      for (const auto& task : tasks) task();
-    }
-  }
-
-  UniqueFd bell_{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
-  std::mutex mutex_;
-  std::vector<std::function<void()>> tasks_;
-  std::vector<Connector*> connectors_;
-  bool stopping_ = false;
-  std::thread thread_{[this] { work(); }};
-};
-
 TEST(TcpThreads, LinksComeAndGoWhileTheControlThreadWorks) {
   std::vector<std::byte> memory(64 << 10);
-  ControlThread control;
+  ControlThread control([] {});
+  test::must(control.start("test"));
   DomainConfig config;
   OpenedDomain a = control.call([&] { return test::must(create(config, control)); });
   OpenedDomain b = control.call([&] { return test::must(create(config, control)); });
@@ -437,8 +382,10 @@ TEST(TcpThreads, LinksComeAndGoWhileTheControlThreadWorks) {
   const auto target =
       control.call([&] { return test::must(b.connector->register_memory({memory.data() + (32 << 10), 32 << 10})); });
   b.domain->publish(*target);
-  control.serve(*a.connector);
-  control.serve(*b.connector);
+  control.run([&] {
+    control.watch(*a.connector);
+    control.watch(*b.connector);
+  });
   for (LinkId link = 1; link <= 50; ++link) {
     const Bytes offer = control.call([&] { return test::must(a.connector->offer(link)); });
     Connector::Accepted accepted = control.call([&] { return test::must(b.connector->accept(link, offer)); });
@@ -469,7 +416,10 @@ TEST(TcpThreads, LinksComeAndGoWhileTheControlThreadWorks) {
   EXPECT_TRUE(b.domain->withdraw(*target));
   a.domain.reset();
   b.domain.reset();
-  control.stop_serving();
+  test::must(control.call([&]() -> Status {
+    control.unwatch_all();
+    return {};
+  }));
 }
 
 }  // namespace

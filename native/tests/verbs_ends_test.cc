@@ -3,17 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
-#include <functional>
-#include <future>
 #include <memory>
-#include <mutex>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "engine/control_thread.h"
 #include "tests/verbs_test_support.h"
 
 namespace kvc::verbs {
@@ -438,53 +434,12 @@ TEST(VerbsEnds, TakingWhatWasNotSentEndsTheLink) {
 
 // --- Two threads
 
-class ControlThread final : public ControlQueue {
- public:
-  ControlThread() : thread_([this] { work(); }) {}
-  ~ControlThread() override {
-    run({});
-    thread_.join();
-  }
-  void run(std::function<void()> task) override {
-    {
-      const std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    more_.notify_one();
-  }
-  // Returns the result of `call` once it has run.
-  template <typename Call>
-  auto get(Call&& call) {
-    auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Call>()>>(std::forward<Call>(call));
-    auto result = task->get_future();
-    run([task] { (*task)(); });
-    return result.get();
-  }
-
- private:
-  void work() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      more_.wait(lock, [this] { return !tasks_.empty(); });
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      if (!task) return;
-      task();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable more_;
-  std::deque<std::function<void()>> tasks_;
-  std::thread thread_;
-};
-
 // The polling thread gives the device nothing that takes longer than a doorbell. Under ThreadSanitizer, this test also
 // detects state that the two halves share wrongly.
 TEST(VerbsEnds, OnlyTheControlThreadBlocks) {
   TwoNics nics;
-  ControlThread control;
+  ControlThread control([] {});
+  test::must(control.start("test"));
   struct Side {
     OpenedDomain opened;
     std::vector<std::byte> memory = std::vector<std::byte>(1 << 16);
@@ -512,7 +467,7 @@ TEST(VerbsEnds, OnlyTheControlThreadBlocks) {
     DomainConfig config;
     config.device = side == &a ? "nic0" : "nic1";
     side->opened = test::must(
-        control.get([&] { return VerbsConnector::open(config, control, fake::Fabric::library(), Tuning{}); }));
+        control.call([&] { return VerbsConnector::open(config, control, fake::Fabric::library(), Tuning{}); }));
   }
   nics.may_not_block = std::this_thread::get_id();
   const auto until = [&](auto&& done) {
@@ -527,15 +482,15 @@ TEST(VerbsEnds, OnlyTheControlThreadBlocks) {
   for (LinkId link = 1; link <= kLinks; ++link) {
     for (Side* side : {&a, &b}) {
       const MemoryRange range{side->memory.data(), side->memory.size()};
-      side->region = test::must(control.get([&] { return side->opened.connector->register_memory(range); }));
+      side->region = test::must(control.call([&] { return side->opened.connector->register_memory(range); }));
       side->opened.domain->publish(*side->region);
     }
-    const Bytes offer = test::must(control.get([&] { return a.opened.connector->offer(link); }));
+    const Bytes offer = test::must(control.call([&] { return a.opened.connector->offer(link); }));
     Connector::Accepted accepted =
-        test::must(control.get([&] { return b.opened.connector->accept(1000 + link, offer); }));
+        test::must(control.call([&] { return b.opened.connector->accept(1000 + link, offer); }));
     b.opened.domain->attach(1000 + link, std::move(accepted.end));
     a.opened.domain->attach(
-        link, test::must(control.get([&] { return a.opened.connector->complete(link, accepted.answer); })));
+        link, test::must(control.call([&] { return a.opened.connector->complete(link, accepted.answer); })));
     const PageWrite page{a.memory.data(), 4096};
     WriteBatch batch;
     batch.work = link;

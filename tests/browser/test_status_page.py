@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from chromium import Chromium, Page
+from chromium import BrowserPage, Chromium
 from router_setup import PATIENCE, answer_ok, cluster, refuse, serve, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +21,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.engines.workload import CacheUse
 from kv_connector.router.front.app import create_app
 
@@ -33,7 +33,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 
 @contextlib.asynccontextmanager
-async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[Page]:
+async def shown(browser: Chromium, client: httpx.AsyncClient) -> AsyncIterator[BrowserPage]:
     """Opens the status page of the client's router. The test fails if the browser complains about the
     page."""
     async with browser.page(str(client.base_url)) as page:
@@ -108,7 +108,7 @@ async def test_an_operator_sees_an_engines_words_as_text(browser: Chromium) -> N
 async def test_page_shows_the_lanes_of_joining_engines_and_marks_silent_engines(browser: Chromium) -> None:
     (port,) = free_ports(1)
     address = Address("127.0.0.1", port)
-    settings = Settings((), (), registration=address, suspect=1.5, dead=60)
+    settings = RouterSettings((), (), registration=address, suspect=1.5, dead=60)
     async with (
         serve_engine(answer_ok) as p,
         serve_engine(answer_ok) as d,
@@ -142,13 +142,13 @@ async def test_page_marks_a_router_without_answer_and_continues_with_its_next_an
     (port,) = free_ports(1)
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(contextlib.AsyncExitStack())
-        url = await first.enter_async_context(serve(create_app(Settings(engines, engines)), port))
+        url = await first.enter_async_context(serve(create_app(RouterSettings(engines, engines)), port))
         page = await stack.enter_async_context(browser.page(url))
         await page.until("document.querySelectorAll('#engines tr').length > 0")
         assert await page.evaluate("document.getElementById('stale').hidden")
         await first.aclose()
         await page.until(has("#stale", "does not answer"))
-        await stack.enter_async_context(serve(create_app(Settings(engines, engines)), port))
+        await stack.enter_async_context(serve(create_app(RouterSettings(engines, engines)), port))
         await page.until("document.getElementById('stale').hidden")
 
 

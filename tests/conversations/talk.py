@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
-from deployment import Client, Refused, completion_body, wait_until
+from deployment import Client, RefusedCall, completion_body, wait_until
 from dialogues import Sent, Turn
 from fleet_of_kind import Fleet
 
@@ -79,7 +79,7 @@ class Talk:
         began = time.monotonic()
         try:
             return await ask(self._client, self._fleet.router, turn.prompt, len(turn.answer), tenant)
-        except (Refused, httpx.HTTPError) as error:
+        except (RefusedCall, httpx.HTTPError) as error:
             self.failures.append((began, time.monotonic(), f"{type(error).__name__}: {error!s:.300}"))
             return None
 

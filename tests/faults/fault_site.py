@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from deployment import Client, Refused, assert_quiescent, engine_settings, prompt
+from deployment import Client, RefusedCall, assert_quiescent, engine_settings, prompt
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
@@ -199,7 +199,7 @@ class Load:
                 tokens: list[int] = []
                 try:
                     await client.stream(self._site.router, prompts[number], self._site.output, tokens.extend)
-                except (Refused, httpx.HTTPError) as error:
+                except (RefusedCall, httpx.HTTPError) as error:
                     problem = f"{type(error).__name__}: {error!s:.300}"
                 if not problem and len(tokens) < self._site.output:
                     problem = f"ended after {len(tokens)} tokens"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployment import Client, Refused, decode_params, prefill_params, prompt
+from deployment import Client, RefusedCall, decode_params, prefill_params, prompt
 from fault_site import Load, Site, judge
 from suite_numbers import whole_of
 
@@ -82,5 +82,5 @@ async def _abort(site: Site, client: Client, number: int, side: str, after: floa
     leaving.cancel()
     for task in (leaving, *tasks.values()):
         # The side that stays fails, or had all its pages already.
-        with suppress(asyncio.CancelledError, Refused, httpx.HTTPError):
+        with suppress(asyncio.CancelledError, RefusedCall, httpx.HTTPError):
             await task

@@ -19,7 +19,7 @@ from deployment import (
     LLAMA,
     TIMEOUTS,
     Client,
-    Hold,
+    StepHold,
     assert_quiescent,
     completion_body,
     engine_settings,
@@ -150,7 +150,7 @@ async def held_until_the_first_page(client: Client, fleet: Fleet, directory: Pat
     If D is requested while P still computes, that is the router's doing and not chance. The wait is in vain
     if D is requested after P.
     """
-    hold = Hold(client, fleet.prefill, directory)
+    hold = StepHold(client, fleet.prefill, directory)
     await hold.arm(1)
 
     async def release() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from deployment import BLOCK, Client, Group, Shape, wait_until
+from deployment import BLOCK, CacheGroup, CacheShape, Client, wait_until
 
 from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
-MODEL = Shape((Group(layers=4),))
+MODEL = CacheShape((CacheGroup(layers=4),))
 PAGE_BYTES = 2 * 2 * BLOCK * 64 * 4  # key and value, heads, tokens, head_dim, float32
 # Seconds. Ray starts six processes that import vLLM.
 SECONDS = 300.0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deployment import Client, Refused, assert_quiescent, prompt, wait_until
+from deployment import Client, RefusedCall, assert_quiescent, prompt, wait_until
 from fleet import OUTPUT, Fleet, assert_as_d_alone
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ async def test_a_drained_engine_is_announced_no_more(fleet: Fleet, client: Clien
     async def missing() -> str:
         try:
             await client.complete(fleet.moriio, prompt("drained", 40), OUTPUT)
-        except Refused as refusal:
+        except RefusedCall as refusal:
             return "" if refusal.status == 503 else f"HTTP 503, not {refusal}"
         return "a refusal: the router still has a decode engine"
 

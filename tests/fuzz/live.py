@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from agent_setup import Side, stage, until
+from agent_setup import AgentSide, stage, until
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.wire.messages import Role, encode
@@ -58,7 +58,7 @@ def has_descriptors(limit: int) -> bool:
     return open_descriptors() <= limit
 
 
-def transfer(prefill: Side, decode: Side, name: str) -> None:
+def transfer(prefill: AgentSide, decode: AgentSide, name: str) -> None:
     """Transfers a prompt of three pages."""
     decode.reserve(prefill.address, transfer=name)
     prefill.expect(name)

@@ -29,10 +29,10 @@ from uvicorn.server import ServerState
 
 from kv_connector.router.bodies.body_parser import BodyParser
 from kv_connector.router.bodies.fields import Pieces
-from kv_connector.router.bodies.parser_process import Parsed, Wanted, parsed
-from kv_connector.router.engines.client import Reply
+from kv_connector.router.bodies.parser_process import Parsed, WantedParts, parsed
+from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front import app as app_module
 from kv_connector.router.front.app import create_app
@@ -257,10 +257,10 @@ class Engines:
             return Response(self, 200, events, "text/event-stream")
         return Response(self, 200, [json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()])
 
-    async def whole(self, method: str, url: str, body: Any = None, headers: Any = None) -> Reply:
+    async def whole(self, method: str, url: str, body: Any = None, headers: Any = None) -> EngineReply:
         async with self.stream(method, url, body, headers) as response:
             given = response.headers
-            return Reply(
+            return EngineReply(
                 response.status, given["content-type"], await response.read(), given.get("retry-after")
             )
 
@@ -566,7 +566,7 @@ class World:
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
         return call(*args)
 
-    def exchange(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
+    def exchange(self, raw: bytes | memoryview, wanted: WantedParts) -> Parsed:
         """Replaces BodyParser._exchange() and parses in this process."""
         if self.given.trouble and self.rng.random() < 0.05:
             raise EOFError
@@ -593,7 +593,7 @@ class World:
     async def run(self) -> None:
         prefill = (f"http://p{number}:80@10.0.0.1:{number + 1}" for number in range(2))
         app = create_app(
-            Settings(
+            RouterSettings(
                 prefill=tuple(map(Endpoint.parse, prefill)),
                 decode=tuple(Endpoint.parse(f"http://d{number}:80") for number in range(2)),
                 dispatch=self.given.dispatch,  # type: ignore[arg-type]
@@ -703,7 +703,7 @@ def problem(given: Scenario, answers: list[tuple[float, int | None]] | None = No
     def note(_: object, context: dict[str, Any]) -> None:
         faults.append(f"{context['message']}: {context.get('exception')!r}")
 
-    def exchange(_: BodyParser, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
+    def exchange(_: BodyParser, raw: bytes | memoryview, wanted: WantedParts) -> Parsed:
         return world.exchange(raw, wanted)
 
     loop.set_exception_handler(note)

@@ -30,12 +30,12 @@ from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, WINDOW, S
 
 from kv_connector.agent.commands import (
     CacheCleared,
-    Cancel,
+    CancelLoad,
     DeferLoad,
     FailLoad,
     FinishPrefill,
     PromptNext,
-    Release,
+    ReleaseTransfer,
 )
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
@@ -354,9 +354,9 @@ class World:
                         self._begin(self.transfers[command.transfer_id])
                 case DecodeRequest():
                     self._reserve(engine, command)
-                case Release():
+                case ReleaseTransfer():
                     self._release(command.transfer_id)
-                case Cancel():
+                case CancelLoad():
                     self._fail(self.of_load[command.request_id])
                 case FailLoad():
                     raise Wrong(f"{engine.name}: no reservation for {command.request_id}")

@@ -49,7 +49,7 @@ from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
 from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.mapping.geometry import digest as tensors_digest
-from kv_connector.weights.mapping.plan import Box, Shard, make_plan
+from kv_connector.weights.mapping.plan import Box, TensorShard, make_plan
 from kv_connector.weights.wire import messages as weights
 from kv_connector.weights.wire.messages import WeightMessage
 from kv_connector.weights.worker.landing import Landing
@@ -215,7 +215,9 @@ def feed_weights(data: bytes) -> bool:
     if isinstance(message, weights.Described):
         with contextlib.suppress(ValueError):
             message.geometry.in_few_rounds()
-            whole = [Shard(number, Box((0,) * len(t.shape), t.shape)) for number, t in enumerate(TENSORS)]
+            whole = [
+                TensorShard(number, Box((0,) * len(t.shape), t.shape)) for number, t in enumerate(TENSORS)
+            ]
             make_plan(TENSORS, [whole], [message.geometry], 0)
     return True
 

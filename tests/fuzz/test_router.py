@@ -16,8 +16,8 @@ import pytest
 from kv_connector.router import failure
 from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.engines.pool import Lease
-from kv_connector.router.front.limits import Limits, Place
-from kv_connector.router.front.server import BoundedProtocol, Turns, _Flow
+from kv_connector.router.front.limits import Limits, LimitsPlace
+from kv_connector.router.front.server import BoundedProtocol, ReadTurns, _Flow
 from kv_connector.router.streams.request import Request
 from kv_connector.router.streams.resumption import Resumption
 from kv_connector.router.streams.running import Running
@@ -44,18 +44,18 @@ def test_scenarios_are_of_all_sorts_and_run_alike_twice() -> None:
 
 
 @contextmanager
-def _keeps_its_place(self: Limits) -> Iterator[Place]:
+def _keeps_its_place(self: Limits) -> Iterator[LimitsPlace]:
     task = asyncio.current_task()
     assert task is not None
     self._tasks.add(task)
-    yield Place(self)
+    yield LimitsPlace(self)
 
 
 _enter = Limits.enter
 
 
 @contextmanager
-def _without_limit(self: Limits) -> Iterator[Place]:
+def _without_limit(self: Limits) -> Iterator[LimitsPlace]:
     self._most_requests = sys.maxsize
     with _enter(self) as place:
         yield place
@@ -65,11 +65,11 @@ def _without_budget(self: Limits, nbytes: int, *, had: int, expected: int) -> No
     self._bytes += nbytes
 
 
-def _gives_back_more(self: Place) -> None:
+def _gives_back_more(self: LimitsPlace) -> None:
     self._limits.take(-self.nbytes, had=self.nbytes, expected=0)
 
 
-def _one_turn(self: Turns) -> None:
+def _one_turn(self: ReadTurns) -> None:
     for first in self._waiting:
         del self._waiting[first]
         first.read()
@@ -91,10 +91,10 @@ _place = Resumption._place
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "bodies are not counted": (Limits, "take", lambda self, nbytes, had, expected: None),
     "bodies have no limit": (Limits, "take", _without_budget),
-    "a body whose answer has begun is given back twice": (Place, "answered", _gives_back_more),
+    "a body whose answer has begun is given back twice": (LimitsPlace, "answered", _gives_back_more),
     "requests keep their place": (Limits, "enter", _keeps_its_place),
     "requests have no limit": (Limits, "enter", _without_limit),
-    "one connection alone gets its turn": (Turns, "_turn", _one_turn),
+    "one connection alone gets its turn": (ReadTurns, "_turn", _one_turn),
     "what nobody took is read on": (_Flow, "pause_reading", lambda self: None),
     "late headers are waited for": (BoundedProtocol, "_headers_are_late", lambda self: None),
     "an idle connection is kept": (BoundedProtocol, "timeout_keep_alive_handler", lambda self: None),

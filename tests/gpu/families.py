@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "bench
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import drawn_weights
 import family_configs as configs
-from gpu_engines import Body, Server, direct, rests, stream, wait_ready
+from gpu_engines import Body, GpuServer, direct, rests, stream, wait_ready
 from side_by_side import counted, run_cases, server
 
 # Around the edges of blocks (16, 64, 256 tokens), of windows (128) and of compressed states (4, 16, 128).
@@ -73,7 +73,7 @@ FAMILIES = (
 
 
 async def rated(
-    client: httpx.AsyncClient, alone: Server, prompt: Sequence[int], said: Sequence[int]
+    client: httpx.AsyncClient, alone: GpuServer, prompt: Sequence[int], said: Sequence[int]
 ) -> float:
     """Returns by how much one engine finds the worst of these tokens less likely than its best one."""
     body = {"model": "model", "prompt": [*prompt, *said], "max_tokens": 1, "temperature": 0}
@@ -90,7 +90,7 @@ async def rated(
 class Check:
     """The answers of a family's engines, and what is wrong with them."""
 
-    def __init__(self, family: Family, prefill: Server, decode: Server, alone: Server) -> None:
+    def __init__(self, family: Family, prefill: GpuServer, decode: GpuServer, alone: GpuServer) -> None:
         self._family = family
         self._prefill, self._decode, self._alone = prefill, decode, alone
         self._rng = np.random.default_rng(5)
@@ -203,7 +203,7 @@ def run(family: Family, directory: Path, port: int, provider: str) -> str:
     path = ":".join(filter(None, [drawn_weights.install(directory / "plugin"), os.environ.get("PYTHONPATH")]))
     caching = "--enable-prefix-caching" if family.caching else "--no-enable-prefix-caching"
 
-    def engine(side: str, pool: int) -> Server:
+    def engine(side: str, pool: int) -> GpuServer:
         flags = [*ARGUMENTS, "--kv-cache-memory-bytes", str(pool), caching, *family.flags.split()]
         more = {"PYTHONPATH": path}
         return server(family.name, side, port, model, flags, directory.parent, provider, more)
@@ -225,7 +225,7 @@ def run(family: Family, directory: Path, port: int, provider: str) -> str:
         stop([one.process for one in started if one.process is not None])
 
 
-def _concurrency(log: Path, server: Server) -> float:
+def _concurrency(log: Path, server: GpuServer) -> float:
     """Returns how many requests of MAX_LEN tokens the pool of a server holds, which it logs at its start."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:

@@ -21,7 +21,7 @@ from kv_connector.lab.process import stop
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 from gpu_engines import (
     Body,
-    Deployment,
+    GpuDeployment,
     deployment,
     direct,
     rests,
@@ -35,7 +35,7 @@ VICTIM_TOKENS = 16384
 MIDDLE_SECONDS = 0.3
 
 
-async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None:
+async def kill(client: httpx.AsyncClient, pair: GpuDeployment, victim: str) -> None:
     prefill, decode = pair.pairs["ours"]
     dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
     rng = np.random.default_rng(3)
@@ -71,7 +71,7 @@ async def kill(client: httpx.AsyncClient, pair: Deployment, victim: str) -> None
     )
 
 
-async def run(pair: Deployment) -> None:
+async def run(pair: GpuDeployment) -> None:
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         for victim in ("decode", "prefill"):
             await kill(client, pair, victim)

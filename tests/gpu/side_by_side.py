@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
-from gpu_engines import HOST, Server, ours
+from gpu_engines import HOST, GpuServer, ours
 
 # Ports of a case: three API servers, and control sockets ten above them.
 _FIRST_PORT, _PORTS = 9100, 40
@@ -30,7 +30,7 @@ def server(
     provider: str,
     environment: Mapping[str, str],
     around: Callable[[dict[str, Any]], dict[str, Any]] = lambda transfer: transfer,
-) -> Server:
+) -> GpuServer:
     """Returns the prefill engine, the decode engine or the one engine ("alone") of a case.
 
     ``directory`` gets its log. ``around``: changes the KV transfer settings of the first two.
@@ -40,7 +40,7 @@ def server(
     control = port + 10 + number
     url, registration = f"http://{HOST}:{port + number}", port + 20  # no router listens there
     transfer = None if role is None else around(ours(role, control, provider, url, registration))
-    return Server(
+    return GpuServer(
         f"{case}-{side}",
         [gpu],
         port + number,
@@ -53,7 +53,7 @@ def server(
     )
 
 
-async def counted(client: httpx.AsyncClient, server: Server, metric: str) -> float:
+async def counted(client: httpx.AsyncClient, server: GpuServer, metric: str) -> float:
     """Returns the sum of a counter of vLLM's over its series."""
     text = (await client.get(f"{server.url}/metrics")).text
     found = re.findall(rf"^vllm:{metric}_total(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)

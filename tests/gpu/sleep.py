@@ -23,8 +23,8 @@ from faults import MIDDLE_SECONDS, VICTIM_TOKENS
 from gpu_engines import (
     TINY_ARGUMENTS,
     Body,
-    Deployment,
-    Server,
+    GpuDeployment,
+    GpuServer,
     deployment,
     direct,
     rests,
@@ -36,12 +36,12 @@ from shapes import SHAPES
 SMALLEST_VOCABULARY = 256
 
 
-async def ask(client: httpx.AsyncClient, server: Server, what: str) -> None:
+async def ask(client: httpx.AsyncClient, server: GpuServer, what: str) -> None:
     answer = await client.post(f"{server.url}/{what}")
     assert answer.status_code == 200, f"{server.name}: {what}: {answer.text}"
 
 
-async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str, long_tokens: int) -> None:
+async def sleep_and_wake(client: httpx.AsyncClient, pair: GpuDeployment, mode: str, long_tokens: int) -> None:
     prefill, decode = pair.pairs["ours"]
     rng = np.random.default_rng(3)
     short, long = (
@@ -71,7 +71,7 @@ async def sleep_and_wake(client: httpx.AsyncClient, pair: Deployment, mode: str,
         )
 
 
-async def run(pair: Deployment, long_tokens: int) -> None:
+async def run(pair: GpuDeployment, long_tokens: int) -> None:
     async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
         for mode in ("wait", "abort"):
             await sleep_and_wake(client, pair, mode, long_tokens)

@@ -23,7 +23,7 @@ from kv_connector.lab.process import stop
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
-from gpu_engines import Body, Server, direct, rests, stream, wait_ready
+from gpu_engines import Body, GpuServer, direct, rests, stream, wait_ready
 from side_by_side import counted, run_cases, server
 
 LENGTHS = (1, 2, 7, 33, 100, 300, 700, 1500)
@@ -94,7 +94,7 @@ CASES = (
 )
 
 
-async def compare(case: Case, prefill: Server, decode: Server, alone: Server) -> str:
+async def compare(case: Case, prefill: GpuServer, decode: GpuServer, alone: GpuServer) -> str:
     rng = np.random.default_rng(5)
     equal, wrong = 0, []
     async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
@@ -149,7 +149,7 @@ def write_models(case: Case, directory: Path) -> None:
 def run(case: Case, models: Path, port: int, provider: str) -> str:
     base = [*ARGUMENTS, "--dtype", case.dtype]
 
-    def engine(side: str, flags: str) -> Server:
+    def engine(side: str, flags: str) -> GpuServer:
         return server(
             case.name.replace(" ", "-"),
             side,

@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "bench
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import kinds
 from fp8_checkpoints import WEIGHTS, change, in_bfloat16, quantised
-from gpu_engines import CPU_ENVIRONMENT, HOST, Body, Server, stream, wait_ready
+from gpu_engines import CPU_ENVIRONMENT, HOST, Body, GpuServer, stream, wait_ready
 
 LENGTHS, OUTPUT = (1, 33, 200, 700), 24
 ARGUMENTS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048"]
@@ -117,9 +117,9 @@ class Site:
 
     def __init__(self, case: Case, directory: Path, port: int, *, cpu: bool) -> None:
         self._case, self._directory, self._port, self._next, self._cpu = case, directory, port, 0, cpu
-        self.servers: list[Server] = []
+        self.servers: list[GpuServer] = []
 
-    def start(self, name: str, model: str, *more: str, **of_weights: object) -> tuple[Server, str]:
+    def start(self, name: str, model: str, *more: str, **of_weights: object) -> tuple[GpuServer, str]:
         """Starts a server, without waiting for it. Returns it with the address where it receives weights."""
         port = self._port + 10 * self._next
         self._next += 1
@@ -128,7 +128,7 @@ class Site:
         environment = dict(CPU_ENVIRONMENT) if self._cpu else {"VLLM_USE_DEEP_GEMM": "0"}
         environment |= {"VLLM_PLUGINS": "kv_connector", "KV_CONNECTOR_WEIGHTS": json.dumps(settings)}
         environment |= {"VLLM_SERVER_DEV_MODE": "1"}  # for checksums
-        server = Server(
+        server = GpuServer(
             f"{self._directory.name}-{name}",
             [*range(2 - self._case.ranks, 2)],
             port,
@@ -142,7 +142,7 @@ class Site:
         return server, f"{HOST}:{port + 1}"
 
 
-async def says(client: httpx.AsyncClient, server: Server) -> tuple[list[tuple[int, ...]], dict[str, str]]:
+async def says(client: httpx.AsyncClient, server: GpuServer) -> tuple[list[tuple[int, ...]], dict[str, str]]:
     """Returns its answers, one by one, and the hashes of its parameters."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(8, 250, length).tolist() for length in LENGTHS]

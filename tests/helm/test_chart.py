@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from crds import CRDS
 
-from kv_connector.agent.settings import Settings
+from kv_connector.agent.settings import AgentSettings
 from kv_connector.control.cluster_key import ClusterKey
 
 helm = pytest.importorskip("helm_python", reason="no Helm here: make test-helm")
@@ -152,7 +152,7 @@ def test_the_connector_knows_every_setting(chart: Any, file: Path) -> None:
         container = pod["spec"]["containers"][0]
         if container["name"] == "vllm":
             extra = transfer(container)["kv_connector_extra_config"]
-            settings = msgspec.convert(extra, Settings).for_device("cuda")
+            settings = msgspec.convert(extra, AgentSettings).for_device("cuda")
             assert settings.control_host is None, "each pod has its own VLLM_HOST_IP"
             assert bool(settings.routers) == bool(settings.api_url)
             checked += 1

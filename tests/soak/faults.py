@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from deployment import Client, Refused
+from deployment import Client, RefusedCall
 
 from kv_connector.lab.cluster import HOST
 from kv_connector.lab.process import StartError
@@ -48,7 +48,7 @@ class Faults:
                 name = turn.__name__.lstrip("_")
                 try:
                     await turn(client)
-                except (Refused, httpx.HTTPError, StartError, AssertionError) as error:
+                except (RefusedCall, httpx.HTTPError, StartError, AssertionError) as error:
                     self.caused[f"{name}: {type(error).__name__}"] += 1
                     self._log(f"fault {name} did not end as expected: {error!s:.500}")
                 else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
-from deployment import Client, Refused, completion_body, prompt
+from deployment import Client, RefusedCall, completion_body, prompt
 
 from kv_connector.lab.cluster import MODEL_NAME
 
@@ -96,8 +96,8 @@ class Load:
             await self._kinds[name][1](client)
         except TimeoutError:
             outcome.left += 1
-        except (Refused, httpx.HTTPError) as error:
-            reason = f"HTTP {error.status}" if isinstance(error, Refused) else type(error).__name__
+        except (RefusedCall, httpx.HTTPError) as error:
+            reason = f"HTTP {error.status}" if isinstance(error, RefusedCall) else type(error).__name__
             outcome.failed[reason] += 1
             outcome.failures = [*outcome.failures[-99:], (self.seconds, f"{name}: {error!s:.200}")]
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from agent_setup import PATIENCE, Side, Stage, stage
+from agent_setup import PATIENCE, AgentSide, AgentStage, stage
 
 from kv_connector.engine import ErrorCode, TransferError
 
@@ -16,19 +16,19 @@ SOURCE, TARGET = (1, 2, 3), (11, 12, 13)
 
 
 @pytest.fixture(params=["sim", "tcp", "host"])
-def every_lane(request: pytest.FixtureRequest) -> Iterator[Stage]:
+def every_lane(request: pytest.FixtureRequest) -> Iterator[AgentStage]:
     with stage(request.param) as made:
         yield made
 
 
 @pytest.fixture
-def sim() -> Iterator[Stage]:
+def sim() -> Iterator[AgentStage]:
     with stage("sim") as made:
         yield made
 
 
 @pytest.fixture
-def pair(sim: Stage) -> tuple[Side, Side]:
+def pair(sim: AgentStage) -> tuple[AgentSide, AgentSide]:
     return sim.pair()
 
 
@@ -44,7 +44,7 @@ def refuse(code: ErrorCode, times: int = 1 << 30) -> Callable[..., Any]:
     return operation
 
 
-def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
+def transfer(prefill: AgentSide, decode: AgentSide, name: str = "t") -> None:
     """Runs one transfer from reservation to end, without faults."""
     prefill.expect(name)
     decode.reserve(prefill.address, transfer=name)
@@ -56,7 +56,7 @@ def transfer(prefill: Side, decode: Side, name: str = "t") -> None:
     assert decode.holds(name, SOURCE, TARGET)
 
 
-def hold(side: Side) -> threading.Event:
+def hold(side: AgentSide) -> threading.Event:
     """Stops the agent's thread, which reads messages before commands, until the event is set."""
     stopped, go = threading.Event(), threading.Event()
 
@@ -70,7 +70,7 @@ def hold(side: Side) -> threading.Event:
     return go
 
 
-def transfer_again(prefill: Side, decode: Side) -> None:
+def transfer_again(prefill: AgentSide, decode: AgentSide) -> None:
     """Runs transfers until one succeeds after the two sides have reconnected."""
     decode.failed.clear()
     transfer(prefill, decode, "again")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from protocol_setup import ADVICE, BLOCK, HASH, layout, pairs
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, MemoryRange
+from kv_connector.agent.config import AgentConfig, PageMemory
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import DomainConfig, EngineConfig
 from kv_connector.engine.transfer_engine import TransferEngine
@@ -48,7 +48,7 @@ def until(condition: Callable[[], object], what: str = "") -> None:
 
 
 @dataclass
-class Side:
+class AgentSide:
     """One engine's half: an agent, its pages, and the reports that it has made."""
 
     agent: Agent
@@ -147,7 +147,7 @@ def two_lanes(name: str, allow_fallback: bool = False, address: str = "127.0.0.1
     return TransferEngine(EngineConfig(name, domains, allow_fallback=allow_fallback))
 
 
-class Stage:
+class AgentStage:
     """Makes agents and closes them at the end of the test."""
 
     def __init__(self, stack: ExitStack, lane: str) -> None:
@@ -177,7 +177,7 @@ class Stage:
         timelines: int = 0,
         verify_pages: bool = False,
         allow_fallback: bool = False,
-    ) -> Side:
+    ) -> AgentSide:
         shape = pages if pages is not None else layout(num_blocks=64 if role is Role.PREFILL else 32)
         dimensions = len(shape.layers), shape.groups[0].num_blocks, shape.layers[0].parts[0].block_stride
         # Separate pages: a test may unmap them.
@@ -199,18 +199,18 @@ class Stage:
             verify_pages=verify_pages,
             allow_fallback=allow_fallback,
         )
-        ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
+        ranges = [PageMemory(memory.ctypes.data, memory.nbytes)]
         agent = Agent(config, ranges, engine if engine is not None else self.engine(name))
         self._stack.callback(agent.close)
         self._stack.callback(lambda: memory)  # outlives the agent
-        return Side(agent, agent.start(), memory, shape)
+        return AgentSide(agent, agent.start(), memory, shape)
 
-    def pair(self, timeouts: Timeouts = TIMES) -> tuple[Side, Side]:
+    def pair(self, timeouts: Timeouts = TIMES) -> tuple[AgentSide, AgentSide]:
         """Makes a prefill and a decode engine."""
         return self.side(Role.PREFILL, timeouts=timeouts), self.side(Role.DECODE, timeouts=timeouts)
 
 
-def acquaint(sides: Sequence[Side]) -> None:
+def acquaint(sides: Sequence[AgentSide]) -> None:
     """Tells the agents that they are the workers of one engine, by rank."""
     ranks = [side.agent.described(side.address) for side in sides]
     for side in sides:
@@ -219,6 +219,6 @@ def acquaint(sides: Sequence[Side]) -> None:
 
 
 @contextmanager
-def stage(lane: str) -> Iterator[Stage]:
+def stage(lane: str) -> Iterator[AgentStage]:
     with ExitStack() as stack:
-        yield Stage(stack, lane)
+        yield AgentStage(stack, lane)

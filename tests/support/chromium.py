@@ -41,7 +41,7 @@ def find_chromium() -> str | None:
     return shutil.which("chromium")
 
 
-class Page:
+class BrowserPage:
     """One tab. ``complaints``: exceptions and content security policy refusals from its console."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -127,12 +127,12 @@ class Chromium:
         self._port = port
 
     @contextlib.asynccontextmanager
-    async def page(self, url: str) -> AsyncIterator[Page]:
+    async def page(self, url: str) -> AsyncIterator[BrowserPage]:
         """Opens the URL in a new tab."""
         async with self._client.put(f"http://127.0.0.1:{self._port}/json/new?about:blank") as answer:
             address = (await answer.json())["webSocketDebuggerUrl"]
         async with self._client.ws_connect(address, max_msg_size=64 << 20) as socket:
-            page = Page(socket)
+            page = BrowserPage(socket)
             listening = asyncio.create_task(page.listen())
             try:
                 await page.open(url)

@@ -21,7 +21,7 @@ from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 
 if TYPE_CHECKING:
-    from otlp import Receiver
+    from otlp import SpanReceiver
 
 # Time limit of a condition on a busy machine. Every awaited condition comes true far sooner.
 PATIENCE_SECONDS = 60.0
@@ -50,7 +50,7 @@ DATA_HOST = "127.0.0.2"
 
 
 @dataclass(frozen=True)
-class Group:
+class CacheGroup:
     """A KV cache group of a model: its layers, and its sliding window where it has one."""
 
     layers: int
@@ -58,10 +58,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """The sizes that decide how many pages a prompt takes."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[CacheGroup, ...]
 
     @property
     def layers(self) -> int:
@@ -84,10 +84,10 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Deployment:
+class ModelDeployment:
     """One model on a prefill, a decode and a plain engine, with a router of each kind for P and D."""
 
-    shape: Shape
+    shape: CacheShape
     cluster: LocalCluster
     plain: EngineProcess
     prefill: EngineProcess
@@ -98,7 +98,7 @@ class Deployment:
     """URL of the router at which P and D have registered, which enables the early first token."""
     listener: Address
     """Second registration address of P and D, where a test may listen."""
-    spans: "Receiver"
+    spans: "SpanReceiver"
     """Receiver of the spans of Gemma's engines and routers."""
     events: Mapping[str, Path]
     """Sockets from which KV cache events are read, by engine ("plain", "decode")."""
@@ -109,7 +109,7 @@ def prompt(seed: float | str, tokens: int) -> list[int]:
     return random.Random(f"{seed}").choices(range(256), k=tokens)
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """An engine or a router answered with an error."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -146,10 +146,10 @@ class Client:
     async def post(
         self, url: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Posts `body` and returns the JSON answer. Raises Refused if the answer is an error."""
+        """Posts `body` and returns the JSON answer. Raises RefusedCall if the answer is an error."""
         response = await self._http.post(url, json=body, headers=headers)
         if response.status_code >= 400:
-            raise Refused(response.status_code, response.text)
+            raise RefusedCall(response.status_code, response.text)
         answer = response.json() if response.content else {}
         assert isinstance(answer, dict)
         return answer
@@ -157,7 +157,7 @@ class Client:
     async def get(self, url: str) -> str:
         response = await self._http.get(url)
         if response.status_code >= 400:
-            raise Refused(response.status_code, response.text)
+            raise RefusedCall(response.status_code, response.text)
         return response.text
 
     async def choices(self, url: str, prompt_ids: Any, max_tokens: int, **more: Any) -> list[list[int]]:
@@ -166,7 +166,7 @@ class Client:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         for choice in choices:
             if choice["finish_reason"] != "length":
-                raise Refused(200, f"finish_reason {choice['finish_reason']}: {answer}")
+                raise RefusedCall(200, f"finish_reason {choice['finish_reason']}: {answer}")
         return [choice["token_ids"] for choice in choices]
 
     async def complete(self, url: str, prompt_ids: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
@@ -197,13 +197,13 @@ class Client:
         body = completion_body(prompt_ids, max_tokens, stream=True, **more)
         async with self._http.stream("POST", f"{url}/v1/completions", json=body) as response:
             if response.status_code >= 400:
-                raise Refused(response.status_code, (await response.aread()).decode())
+                raise RefusedCall(response.status_code, (await response.aread()).decode())
             events = Events()
             async for chunk in response.aiter_bytes():
                 for told in events.feed(chunk):
                     event = json.loads(told)
                     if "error" in event:
-                        raise Refused(200, told.decode())
+                        raise RefusedCall(200, told.decode())
                     new = event["choices"][0].get("token_ids") or []
                     tokens += new
                     if new:
@@ -211,14 +211,14 @@ class Client:
         return tokens
 
     async def events(self, url: str, body: Any) -> list[dict[str, Any]]:
-        """Returns the events of a streamed answer. Raises Refused if one is an error."""
+        """Returns the events of a streamed answer. Raises RefusedCall if one is an error."""
         response = await self._http.post(url, json=body)
         if response.status_code >= 400:
-            raise Refused(response.status_code, response.text)
+            raise RefusedCall(response.status_code, response.text)
         found = [json.loads(event) for event in Events().feed(response.content)]
         for event in found:
             if "error" in event:
-                raise Refused(200, json.dumps(event))
+                raise RefusedCall(200, json.dumps(event))
         return found
 
     async def status(self, url: str, body: Any) -> int:
@@ -298,14 +298,14 @@ async def wait_logged(engine: EngineProcess, pattern: str, since: int = 0) -> No
 class PageCount:
     """Counts the pages that were sent from P to D since this object was made."""
 
-    def __init__(self, client: Client, deployment: Deployment, pushed: float, received: float) -> None:
+    def __init__(self, client: Client, deployment: ModelDeployment, pushed: float, received: float) -> None:
         self._client = client
         self._deployment = deployment
         self._pushed = pushed
         self._received = received
 
     @classmethod
-    async def begin(cls, client: Client, deployment: Deployment) -> "PageCount":
+    async def begin(cls, client: Client, deployment: ModelDeployment) -> "PageCount":
         # A transfer is counted at its end.
         await wait_idle(client, deployment.prefill)
         await wait_idle(client, deployment.decode)
@@ -393,8 +393,10 @@ def prefill_settings(blocks: int) -> EngineSettings:
     return replace(settings, max_batched_tokens=2 * chunk)
 
 
-LLAMA = Shape((Group(layers=16),))
-GEMMA3 = Shape((Group(layers=2), Group(layers=2, window=128), Group(layers=2, window=128)))
+LLAMA = CacheShape((CacheGroup(layers=16),))
+GEMMA3 = CacheShape(
+    (CacheGroup(layers=2), CacheGroup(layers=2, window=128), CacheGroup(layers=2, window=128))
+)
 SMALL = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
 """The widths of both models."""
 
@@ -420,7 +422,7 @@ def decode_params(transfer_id: str, prefill: EngineProcess) -> dict[str, Any]:
     }
 
 
-class Hold:
+class StepHold:
     """Stops an engine's forward pass in the middle of a step. Its control plane continues.
 
     Until the hold is released, the engine answers no probe.

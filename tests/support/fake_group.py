@@ -18,7 +18,7 @@ OLD = 0xEE
 
 
 @dataclass(frozen=True)
-class Dispatched:
+class FakeDispatched:
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -58,7 +58,7 @@ class FakeGroup:
         extras: Sequence[torch.Tensor] = (),
         sizes: Sequence[int],
         slot: int = 0,
-    ) -> Dispatched:
+    ) -> FakeDispatched:
         self.raise_fault()
         columns = [x, *scales, ids, weights, *extras]
         ranks = self._all_tensors(columns)
@@ -70,7 +70,7 @@ class FakeGroup:
         for masked in gathered[: 1 + len(scales)]:
             masked.view(torch.uint8)[unwanted] = OLD
         behind = 1 + len(scales)
-        return Dispatched(
+        return FakeDispatched(
             gathered[0],
             ids_of_all,
             gathered[behind + 1],
@@ -114,7 +114,7 @@ class FakeGroup:
         self.closed = True
 
 
-class Ranks:
+class RankThreads:
     """Threads that exchange messages. A test fails if only some ranks exchange."""
 
     def __init__(self, number: int) -> None:

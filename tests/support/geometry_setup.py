@@ -1,7 +1,7 @@
 """Engines with random geometries and separate memory, in which each byte is a cell of a numpy array.
 
 The place of a cell in the model (layer, part, unit, token, cell) decides its content. The layout does not.
-``Rank.cells`` finds cells by reshaping the memory, as a framework does, without the axes under test.
+``GeometryRank.cells`` finds cells by reshaping the memory, as a framework does, without the axes under test.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class ModelGroup:
 
 
 @dataclass(frozen=True)
-class Model:
+class GeometryModel:
     groups: tuple[ModelGroup, ...]
     layers: tuple[int, ...]  # group of each layer
 
 
 @dataclass(frozen=True)
-class Side:
+class GeometrySide:
     """The division of the model and the placement of its pages on one engine."""
 
     ranks: int
@@ -65,14 +65,14 @@ class Side:
 
 
 @dataclass
-class Rank:
+class GeometryRank:
     layout: KvLayout
     memory: list[Cells]
     # Cells [block, unit, token, cell] by layer and part, as indexes into the region's memory.
     cells: dict[tuple[str, str], Cells] = field(default_factory=dict)
 
 
-def make_rank(model: Model, side: Side, stage: int, index: int) -> Rank:
+def make_rank(model: GeometryModel, side: GeometrySide, stage: int, index: int) -> GeometryRank:
     groups = tuple(
         GroupLayout(
             side.num_blocks,
@@ -81,7 +81,7 @@ def make_rank(model: Model, side: Side, stage: int, index: int) -> Rank:
         )
         for g in side.groups
     )
-    rank = Rank(KvLayout(groups, ()), [])
+    rank = GeometryRank(KvLayout(groups, ()), [])
     layers: dict[int, LayerLayout] = {}
     for number, g in enumerate(side.groups):
         mine = [layer for layer in side.stages[stage] if model.layers[layer] == g]
@@ -99,7 +99,7 @@ def make_rank(model: Model, side: Side, stage: int, index: int) -> Rank:
 
 
 def _group(
-    group: ModelGroup, side: Side, g: int, region: int, index: int, layers: int
+    group: ModelGroup, side: GeometrySide, g: int, region: int, index: int, layers: int
 ) -> tuple[list[tuple[Part, ...]], list[list[Cells]], int]:
     """Returns the parts of each layer with their cells, and the size of the group's memory."""
     blocks, tokens, order = side.num_blocks, side.block_size[g], side.order[g]
@@ -211,7 +211,7 @@ def _placed(part: Part, offset: int, block_stride: int) -> Part:
 # --- Random models and sides
 
 
-def random_model(random: Random) -> Model:
+def random_model(random: Random) -> GeometryModel:
     families = ["attention", "planes", "latent", "compressed", "page", "state", "ring"]
     groups = [
         ModelGroup(
@@ -222,10 +222,10 @@ def random_model(random: Random) -> Model:
     count = random.randint(len(groups), 4)
     layers = [*range(len(groups)), *(random.randrange(len(groups)) for _ in range(count - len(groups)))]
     random.shuffle(layers)
-    return Model(tuple(groups), tuple(layers))
+    return GeometryModel(tuple(groups), tuple(layers))
 
 
-def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
+def random_side(random: Random, model: GeometryModel, like: GeometrySide | None = None) -> GeometrySide:
     """Draws a side. ``like``: the other side, whose values are used where both must be equal."""
     sharded = [group.heads for group in model.groups if group.family in ("attention", "planes")]
     fits = [t for t in (1, 2, 3, 4, 6) if all(heads % t == 0 or t % heads == 0 for heads in sharded)]
@@ -246,7 +246,7 @@ def random_side(random: Random, model: Model, like: Side | None = None) -> Side:
         if like is not None and group.family in ("page", *ROW_FAMILIES):
             sizes[g], orders[g] = like.block_size[g], like.order[g]
     groups = random.sample(range(len(model.groups)), len(model.groups))
-    return Side(ranks, stages, tuple(groups), sizes, orders, random.randint(14, 20))
+    return GeometrySide(ranks, stages, tuple(groups), sizes, orders, random.randint(14, 20))
 
 
 def content(layer: str, part: str, cells: int, tokens: int) -> Cells:

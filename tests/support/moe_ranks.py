@@ -97,13 +97,13 @@ def errors(ends: Sequence[Group | GroupError]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRank:
     """Result of a rank whose process ended early."""
 
     exit_code: int | None
 
 
-class Side:
+class RankPipe:
     """A rank's end of the pipe to the test."""
 
     def __init__(self, rank: int, pipe: Connection) -> None:
@@ -140,7 +140,7 @@ class Side:
 
 
 def _run(rank: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    side = Side(rank, pipe)
+    side = RankPipe(rank, pipe)
     try:
         side._end("result", function(side, *arguments))
     except (EOFError, BrokenPipeError):
@@ -155,7 +155,7 @@ def run_ranks(
     *arguments: Any,
     noted: Callable[[list[tuple[int, str]], Kill], None] = lambda _notes, _kill: None,
 ) -> list[Any]:
-    """Runs ``function(side, *arguments)`` in one process per rank. Returns each result, or Ended.
+    """Runs ``function(side, *arguments)`` in one process per rank. Returns each result, or EndedRank.
 
     ``noted(notes, kill)`` is called after each note with all notes so far. ``kill(rank)`` sends SIGKILL, or
     the signal that it is given.
@@ -207,7 +207,7 @@ def _serve(
                 kind, content = pipes[rank].recv()
             except (EOFError, ConnectionResetError):
                 processes[rank].join(PATIENCE)
-                results[rank] = Ended(processes[rank].exitcode)
+                results[rank] = EndedRank(processes[rank].exitcode)
                 continue
             if kind == "gather":
                 gathered[rank] = content
@@ -223,7 +223,7 @@ def _serve(
             else:
                 raise AssertionError(f"rank {rank}:\n{content}")
     for rank, result in results.items():
-        if not isinstance(result, Ended):
+        if not isinstance(result, EndedRank):
             with contextlib.suppress(BrokenPipeError):  # its exchange may have received the message before
                 pipes[rank].send(None)
     return [results[rank] for rank in range(len(pipes))]

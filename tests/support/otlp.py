@@ -29,7 +29,7 @@ class Span:
     failed: bool
 
 
-class Receiver:
+class SpanReceiver:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         receiver = self
@@ -53,7 +53,7 @@ class Receiver:
         return {span.name: span for span in self.spans if span.trace == trace}
 
     @contextmanager
-    def serving(self) -> Iterator[Receiver]:
+    def serving(self) -> Iterator[SpanReceiver]:
         thread = threading.Thread(target=self._server.serve_forever)
         thread.start()
         try:

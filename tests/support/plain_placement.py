@@ -24,7 +24,7 @@ from kv_connector.router.placement.cache_aware import (
 )
 from kv_connector.router.placement.lender import Lenders, Prefix, lending
 from kv_connector.router.placement.policy import PlacementRequest, choices, forecast_tokens, shared_weights
-from kv_connector.router.placement.sessions import Sessions
+from kv_connector.router.placement.sessions import SessionEngines
 
 Choice = tuple[Endpoint | None, Endpoint, Prefix | None]
 """The prefill engine, the decode engine, and the prefix to load."""
@@ -36,7 +36,7 @@ class PlainPlacement:
         pools: Mapping[Side, Pool],
         index: PrefixIndex,
         sizes: TokenSizes,
-        sessions: Sessions,
+        sessions: SessionEngines,
         clock: Callable[[], float],
     ) -> None:
         self._pools, self._index, self._sizes = pools, index, sizes

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 # Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
@@ -83,7 +83,7 @@ class FakeEngine:
         return nothing
 
 
-class Server(uvicorn.Server):
+class EndingServer(uvicorn.Server):
     """A server that ends as soon as `end` is called and its connections are closed.
 
     uvicorn polls every 0.1 s for each step of its end. That was half a second for each test of a router.
@@ -128,7 +128,9 @@ async def serve(app: Any, port: int = 0) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        server = Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1))
+        server = EndingServer(
+            uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+        )
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             assert not task.done(), "the server did not start"
@@ -192,7 +194,7 @@ async def cluster(
             "decode": (Endpoint.parse(d.url),),
         }
         async with (
-            serve(create_app(Settings(**endpoints, **settings))) as url,
+            serve(create_app(RouterSettings(**endpoints, **settings))) as url,
             client_of(url) as client,
         ):
             yield p, d, client
@@ -246,7 +248,7 @@ class Rendezvous:
         return await answer_ok(request, body)
 
 
-class Stream:
+class FedStream:
     """A streaming handler that sends each chunk when the test puts it in. None ends the stream.
 
     Like an engine, it answers 404 to the request by which a router disowns a transfer.

@@ -17,7 +17,7 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 COMPLETION = "/v1/completions"
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Good morning"}]
 
 
-class Site:
+class StreamSite:
     """A prefill engine, two engines of both roles, a router over them, and a client of the router."""
 
     def __init__(self, p: FakeVllm, first: FakeVllm, second: FakeVllm) -> None:
@@ -57,11 +57,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
+async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[StreamSite]:
     async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
-        made = Site(p, first, second)
+        made = StreamSite(p, first, second)
         both = [Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in (first, second, *more)]
-        chosen = Settings(
+        chosen = RouterSettings(
             (Endpoint.parse(f"{p.url}@10.0.0.1:5600"), *both),
             tuple(both),
             registration=made.registration,
@@ -75,7 +75,7 @@ async def site(*more: FakeVllm, **settings: Any) -> AsyncIterator[Site]:
             yield made
 
 
-class Reading:
+class StreamReading:
     """A client's stream that is read in the background."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], name: str = "one") -> None:
@@ -124,7 +124,7 @@ def said(events: list[dict[str, Any]]) -> tuple[str, list[int]]:
 async def alone(engine: FakeVllm, path: str, body: dict[str, Any], name: str = "one") -> list[dict[str, Any]]:
     """Returns the engine's answer to a client that sends its request directly."""
     async with client_of(engine.url) as client:
-        return await Reading(client, path, body, name).end()
+        return await StreamReading(client, path, body, name).end()
 
 
 REQUESTS = [
@@ -141,9 +141,9 @@ REQUESTS = [
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60}
 
 
-async def moving(s: Site, body: dict[str, Any] = BODY, path: str = COMPLETION) -> Reading:
+async def moving(s: StreamSite, body: dict[str, Any] = BODY, path: str = COMPLETION) -> StreamReading:
     """Returns a stream that has begun on the first engine."""
-    reading = Reading(s.client, path, body)
+    reading = StreamReading(s.client, path, body)
     await reading.until(7)
     return reading
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheL
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_stage import get_kv_cache_config_from_groups
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import PageMemory
 from kv_connector.protocol.pages.layout import GroupTarget, KvLayout, Part, memory_problem
 from kv_connector.protocol.plans.plan import Plan
 from kv_connector.protocol.plans.sources import Holders, choose_sources
@@ -70,9 +70,9 @@ def engine(
 
 
 @dataclass
-class Rank:
+class PagesRank:
     layout: KvLayout
-    memory: tuple[MemoryRange, ...]
+    memory: tuple[PageMemory, ...]
     tensors: dict[str, torch.Tensor]
 
     def run(self, part: Part, block: int, *places: int) -> bytes:
@@ -102,19 +102,19 @@ def make_rank(
     rank: int = 0,
     ranks: int = 1,
     kv_heads: int = 2,
-) -> Rank:
+) -> PagesRank:
     """Makes a rank with these layers, of a model with this many KV heads and attention as on a GPU."""
     cache, tensors = caches(config, groups, order, kernel_blocks)
     names = [name for group in groups for name in group.layer_names]
     modules = {name: attention() if layer is None else layer(name) for name in names}
     layout, memory = kv_layout(engine(modules, ranks, kv_heads), cache, tensors, rank)
     assert memory_problem(layout, [region.nbytes for region in memory]) is None
-    return Rank(layout, memory, tensors)
+    return PagesRank(layout, memory, tensors)
 
 
 def transfer(
-    prefill: Sequence[Rank],
-    decode: Rank,
+    prefill: Sequence[PagesRank],
+    decode: PagesRank,
     index: int,
     ranks: int,
     tables: Sequence[Sequence[int]],

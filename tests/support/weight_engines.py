@@ -88,7 +88,7 @@ def expected(seed: int, ranks: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-class Model:
+class PausedModel:
     """A stand-in for the model that a controller pauses and changes. ``labels``: the reported versions.
 
     ``broken``: the reason for which workers reject a version. ``broken_worker``: the only worker that rejects
@@ -145,7 +145,7 @@ class Model:
         )
 
 
-class Engine:
+class WeightEngine:
     """An engine. ``address``: of its controller. ``ports``: of the controller and the workers. ``replicas``:
     data-parallel ranks, whose workers know only the workers of their rank."""
 
@@ -188,7 +188,7 @@ class Engine:
         for number, worker in enumerate(self.workers):
             first = number - number % ranks
             worker.set_workers(addresses[first : first + ranks])
-        self.model = Model(self.workers, ranks)
+        self.model = PausedModel(self.workers, ranks)
         self.address = Address("127.0.0.1", self.port)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -237,7 +237,7 @@ class _HeldTimer(threading.Timer):
         super().run()
 
 
-class Gate:
+class WriterGate:
     """Stops writers in place of a slow network: ``begun`` is set when a write is held, which then waits for
     ``go``."""
 
@@ -277,12 +277,12 @@ def notice_silence(links: Links) -> None:
 def main(told: Connection, ranks: int, holds: bool) -> None:
     """Runs an engine in a process that the test kills. ``holds``: it reports "begun" when it seeds, and then
     blocks."""
-    gate = Gate()
+    gate = WriterGate()
     if holds:
         import kv_connector.weights.seeding.seeder as seeder
 
         seeder.WeightPusher = gate.pusher  # type: ignore[assignment, misc]
-    told.send(str(Engine(ranks).address))
+    told.send(str(WeightEngine(ranks).address))
     gate.begun.wait()
     told.send("begun")
     threading.Event().wait()

@@ -18,7 +18,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 
 
-class Router:
+class WeightRouter:
     """The router. ``listed``: the controllers that it lists. ``others``: servers of engines without one."""
 
     def __init__(self, listed: Iterable[Address] = (), *, key: ClusterKey | None = None) -> None:

@@ -101,7 +101,7 @@ class InThread(threading.Thread):
         return self._outcome
 
 
-class Update:
+class StreamUpdate:
     """One update's sender, which connects once it sends. ``names`` of the receivers by rank."""
 
     def __init__(self, receivers: int, own: StreamConfig | None = None) -> None:
@@ -174,7 +174,7 @@ def receive_in_process(
 
 def send_in_process(told: Connection, own: StreamConfig, receivers: int, seed: int, stop: str) -> None:
     """Sends until the tensor ``stop``, reports it, and waits to be killed."""
-    update = Update(receivers, own)
+    update = StreamUpdate(receivers, own)
     told.send((update.address, update.key))
 
     def weights() -> Iterator[Named]:

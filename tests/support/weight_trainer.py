@@ -41,7 +41,7 @@ def drawn(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.weight", torch.randn(rows, columns, generator=generator)
 
 
-class Model(torch.nn.Module):
+class TrainedModel(torch.nn.Module):
     """A module with parameters of any names."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -64,7 +64,7 @@ def in_checkpoint(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from load_file(path).items()
 
 
-class Ranks:
+class RankProcesses:
     """One process per rank, driven by a test.
 
     ``work(told, store, rank, *more)`` is the process's function. ``told`` is its connection to the test. The
@@ -103,7 +103,7 @@ class Ranks:
             rank.join()
 
 
-class Trainer(Ranks):
+class Trainer(RankProcesses):
     """A trainer. ``main`` describes the arguments."""
 
     def __init__(
@@ -145,7 +145,7 @@ def main(
     if replicas:
         names = ("replicate", "shard") if replicas > 1 else ("shard",)
         shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
-        model = Model(named)
+        model = TrainedModel(named)
         source = module_source(fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names)))
     else:
         source = TensorSource(named)

@@ -17,7 +17,7 @@ from functools import partial
 
 import pytest
 from cases import Side
-from deployment import TIMEOUTS, Client, Refused, assert_quiescent, completion_body, prompt, wait_logged
+from deployment import TIMEOUTS, Client, RefusedCall, assert_quiescent, completion_body, prompt, wait_logged
 from site_of_case import Models, engine_settings_of
 
 from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, LocalCluster
@@ -188,7 +188,7 @@ async def test_the_decode_engines_clock_counts(
     counted = await ended(client, prefill, decode) - before
     right_later, others_later = await truth(client, clocks, decode)  # a new hour may have begun
     for number, answer in enumerate(answers):
-        if dispatch == "early" and stream and isinstance(answer, Refused):
+        if dispatch == "early" and stream and isinstance(answer, RefusedCall):
             broken_off = re.fullmatch(BROKEN_OFF, json.loads(answer.text)["error"]["message"])
             assert broken_off, answer
             theirs = {others[number][0], others_later[number][0]}
@@ -196,7 +196,7 @@ async def test_the_decode_engines_clock_counts(
         else:
             assert answer in (right[number], right_later[number])
     assert beside == expected
-    broken = sum(isinstance(answer, Refused) for answer in answers)
+    broken = sum(isinstance(answer, RefusedCall) for answer in answers)
     assert await counter(client, router, MISMATCHES) - mismatches == broken
     assert counted == {
         "received_stale": CHATS,

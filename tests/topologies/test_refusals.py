@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from cases import FP8, Side, left_out
-from deployment import TIMEOUTS, Client, Refused, assert_quiescent, prompt, wait_logged
+from deployment import TIMEOUTS, Client, RefusedCall, assert_quiescent, prompt, wait_logged
 from site_of_case import Models, engine_settings_of
 
 from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, Role
@@ -115,11 +115,11 @@ async def test_a_pair_that_differs_is_refused(strangers: Strangers, client: Clie
     assert len(await client.complete(decode.url, prompt("alone", 100), 4)) == 4
 
 
-async def refusal(client: Client, strangers: Strangers, name: str) -> Refused:
+async def refusal(client: Client, strangers: Strangers, name: str) -> RefusedCall:
     # A first answer is slower.
     await client.complete(strangers.prefills[STRANGERS[name].prefill].url, prompt("warm", 100), 1)
     began = time.monotonic()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await client.complete(strangers.routers[name], prompt(f"stranger {name}", 100), 4)
     assert time.monotonic() - began < AT_ONCE_SECONDS
     return refused.value

@@ -16,7 +16,7 @@ import pytest
 from site_of_servers import ARGUMENTS, Client, Pair
 
 from kv_connector.lab.model import make_llama
-from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import ServerSettings, SglangCluster, SglangServer
 
 collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*.py"]
 
@@ -36,14 +36,14 @@ def cluster(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def one(cluster: SglangCluster) -> Server:
+def one(cluster: SglangCluster) -> SglangServer:
     """A server that prefills and decodes by itself. Its answers are the right ones for P and D. It starts
     beside a pair, and is ready once the pair is."""
     return cluster.start_server("one")
 
 
 @pytest.fixture(scope="session", params=["page1", "page16"])
-def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: Server) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: SglangServer) -> Iterator[Pair]:
     """A P and a D. page16: with prompts in chunks, and with a prefix cache at D too."""
     settings = decode_settings = SETTINGS
     if request.param == "page16":

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_connector.lab.sglang_cluster import HOST, Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import HOST, ServerSettings, SglangCluster, SglangServer
 from kv_connector.lab.sse import Events
 
 SECONDS = 120.0
@@ -37,8 +37,8 @@ class Pair:
     cluster: SglangCluster
     settings: ServerSettings
     """Settings of P."""
-    prefill: Server
-    decode: Server
+    prefill: SglangServer
+    decode: SglangServer
 
 
 @dataclass
@@ -67,7 +67,12 @@ class Client:
         return ids
 
     async def both(
-        self, prefill: Server, decode: Server, prompt: Sequence[int], tokens: int = 16, **more: Any
+        self,
+        prefill: SglangServer,
+        decode: SglangServer,
+        prompt: Sequence[int],
+        tokens: int = 16,
+        **more: Any,
     ) -> list[int]:
         """Sends a request to P and D at once, as a router does. Raises httpx.HTTPError if D answers with an
         error or not at all."""
@@ -80,7 +85,7 @@ class Client:
             finally:
                 to_prefill.cancel()
 
-    async def _prefill(self, prefill: Server, prompt: Sequence[int], where: dict[str, Any]) -> None:
+    async def _prefill(self, prefill: SglangServer, prompt: Sequence[int], where: dict[str, Any]) -> None:
         """Sends P's half. Its answer is ignored, because D's answer is the client's."""
         with contextlib.suppress(httpx.HTTPError):
             await self.http.post(f"{prefill.url}/generate", json=body(prompt, 1, **where))
@@ -91,7 +96,7 @@ class Client:
         return await _gated([self.generate(url, prompt, tokens) for prompt in asked], at_once)
 
     async def all_of_both(
-        self, prefill: Server, decode: Server, asked: Sequence[Sequence[int]], *, at_once: int = 1
+        self, prefill: SglangServer, decode: SglangServer, asked: Sequence[Sequence[int]], *, at_once: int = 1
     ) -> list[list[int]]:
         return await _gated([self.both(prefill, decode, prompt) for prompt in asked], at_once)
 
@@ -111,7 +116,7 @@ def body(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
     return {"input_ids": list(prompt), "sampling_params": sampling, **more}
 
 
-async def metrics(server: Server) -> dict[str, float]:
+async def metrics(server: SglangServer) -> dict[str, float]:
     """Returns the sums over all labels, by metric name."""
     async with httpx.AsyncClient(timeout=10) as http:
         text = (await http.get(f"{server.url}/metrics")).text
@@ -122,7 +127,7 @@ async def metrics(server: Server) -> dict[str, float]:
     return found
 
 
-async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
+async def sent(server: SglangServer, transfers: float = 0) -> tuple[float, float]:
     """Returns the transfers of a prefill server and their bytes, once it has shown this many and no more
     come.
 
@@ -139,7 +144,7 @@ async def sent(server: Server, transfers: float = 0) -> tuple[float, float]:
         await asyncio.sleep(1.5)
 
 
-async def at_rest(*servers: Server) -> None:
+async def at_rest(*servers: SglangServer) -> None:
     """Waits until these servers are idle, for SGLang and for the connector's agents.
 
     SGLang empties its cache only when it is idle, and ends itself if pages are lost.

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from site_of_servers import Client, Pair, at_rest, prompts
 
-from kv_connector.lab.sglang_cluster import Server
+from kv_connector.lab.sglang_cluster import SglangServer
 
 # One of the two pairs is enough: the one whose prompts are in chunks.
 pytestmark = pytest.mark.parametrize("pair", ["page16"], indirect=True)
@@ -70,7 +70,9 @@ async def test_aborts_at_random_moments(pair: Pair, client: Client) -> None:
         assert "releasing anyway" not in server.log.read_text()
 
 
-async def outcomes(pair: Pair, client: Client, kill: Server, asked: list[list[int]]) -> list[float | None]:
+async def outcomes(
+    pair: Pair, client: Client, kill: SglangServer, asked: list[list[int]]
+) -> list[float | None]:
     """Sends all requests at once and kills the server in the middle. Returns, for each answer, how long
     afterwards it failed."""
     asking = [asyncio.create_task(client.both(pair.prefill, pair.decode, prompt)) for prompt in asked]

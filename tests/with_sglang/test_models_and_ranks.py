@@ -12,7 +12,7 @@ from mla_model import make_mla
 from site_of_servers import ARGUMENTS, Client, Pair, at_rest, prompts
 
 from kv_connector.lab.model import make_gemma3
-from kv_connector.lab.sglang_cluster import Server, ServerSettings, SglangCluster
+from kv_connector.lab.sglang_cluster import ServerSettings, SglangCluster, SglangServer
 
 ASKED = prompts(20, seed=9)
 SETTINGS = ServerSettings(
@@ -22,7 +22,7 @@ SETTINGS = ServerSettings(
 )
 
 
-async def same_tokens(one: Server, prefills: Sequence[Server], decode: Server) -> None:
+async def same_tokens(one: SglangServer, prefills: Sequence[SglangServer], decode: SglangServer) -> None:
     """Checks each P with the one D."""
     client = Client()
     expected = await client.all(one.url, ASKED, at_once=8)
@@ -35,7 +35,7 @@ async def same_tokens(one: Server, prefills: Sequence[Server], decode: Server) -
 
 @pytest.mark.parametrize("pair", ["page16"], indirect=True)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_two_ranks_on_one_side(pair: Pair, one: Server, side: str) -> None:
+def test_two_ranks_on_one_side(pair: Pair, one: SglangServer, side: str) -> None:
     role = "prefill" if side == "prefill" else "decode"
     two = pair.cluster.start_server(f"two-ranks-{side}", role=role, ranks=2, settings=pair.settings)
     pair.cluster.wait_ready(two)
@@ -47,7 +47,7 @@ def test_two_ranks_on_one_side(pair: Pair, one: Server, side: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["page16"], indirect=True)
-def test_a_pipeline_of_two_stages_at_prefill(pair: Pair, one: Server) -> None:
+def test_a_pipeline_of_two_stages_at_prefill(pair: Pair, one: SglangServer) -> None:
     settings = replace(
         pair.settings,
         arguments=(*ARGUMENTS, "--pp-size", "2"),

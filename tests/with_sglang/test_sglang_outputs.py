@@ -10,22 +10,22 @@ import httpx
 import pytest
 from site_of_servers import Client, Pair, at_rest, body, metrics, prompts, sent
 
-from kv_connector.lab.sglang_cluster import Server
+from kv_connector.lab.sglang_cluster import SglangServer
 
 
 @dataclass
 class Site:
     """A pair, its routers, and the server whose answers are right."""
 
-    one: Server
-    prefill: Server
-    decode: Server
+    one: SglangServer
+    prefill: SglangServer
+    decode: SglangServer
     router: str
     mini: str
 
 
 @pytest.fixture(scope="module")
-def site(pair: Pair, one: Server) -> Site:
+def site(pair: Pair, one: SglangServer) -> Site:
     cluster = pair.cluster
     router = cluster.start_router("router", prefill=[pair.prefill], decode=[pair.decode])
     mini = cluster.start_router("mini", prefill=[pair.prefill], decode=[pair.decode], mini=True)

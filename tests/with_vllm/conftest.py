@@ -13,14 +13,14 @@ from deployment import (
     LLAMA,
     SMALL,
     TIMEOUTS,
-    Deployment,
-    Shape,
+    CacheShape,
+    ModelDeployment,
     engine_settings,
     make_small_llama,
     prefill_settings,
     publishing_events,
 )
-from otlp import ENVIRONMENT, Receiver
+from otlp import ENVIRONMENT, SpanReceiver
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.lab.cluster import HOST, LocalCluster
@@ -57,14 +57,14 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 def _start(
     cluster: LocalCluster,
     events: Mapping[str, Path],
-    shape: Shape,
+    shape: CacheShape,
     providers: tuple[str, ...],
-    spans: Receiver,
+    spans: SpanReceiver,
     *,
     prefill_blocks: int,
     decode_blocks: int,
     timelines: int = 0,
-) -> Deployment:
+) -> ModelDeployment:
     """Starts P with a small pool, D with a larger one, a plain engine and two routers, without waiting for
     them."""
     extra = {
@@ -92,7 +92,7 @@ def _start(
     )
     plain = cluster.start_engine("plain", settings=engine_settings(*publishing["plain"]))
     engines: dict[str, Any] = {"prefill": [prefill], "decode": [decode]}
-    return Deployment(
+    return ModelDeployment(
         shape=shape,
         cluster=cluster,
         plain=plain,
@@ -113,7 +113,7 @@ def deployment(
     model_directories: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     interpreter: tuple[str, ...],
-) -> Iterator[Deployment]:
+) -> Iterator[ModelDeployment]:
     """The engines of one model.
 
     pytest runs all tests of one model before those of the next, so that only one set of engines is up at a
@@ -123,7 +123,7 @@ def deployment(
     name = request.param
     directory = tmp_path_factory.mktemp(name)
     with (
-        Receiver().serving() as spans,
+        SpanReceiver().serving() as spans,
         # The path of a socket has at most 107 bytes.
         tempfile.TemporaryDirectory(prefix="kvc-") as sockets,
         LocalCluster(directory, model_directories[name], engine_settings()) as cluster,

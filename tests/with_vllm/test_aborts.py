@@ -15,9 +15,9 @@ import httpx
 import pytest
 from deployment import (
     Client,
-    Deployment,
-    Hold,
-    Refused,
+    ModelDeployment,
+    RefusedCall,
+    StepHold,
     assert_quiescent,
     decode_params,
     prefill_params,
@@ -48,13 +48,13 @@ READABLE = list(range(94))
 
 
 @pytest.fixture
-def hold(deployment: Deployment, client: Client, tmp_path: Path) -> Hold:
+def hold(deployment: ModelDeployment, client: Client, tmp_path: Path) -> StepHold:
     """A hold of P's forward pass."""
-    return Hold(client, deployment.prefill, tmp_path)
+    return StepHold(client, deployment.prefill, tmp_path)
 
 
 @pytest.fixture(autouse=True)
-async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+async def still_serving(deployment: ModelDeployment, client: Client) -> AsyncIterator[None]:
     """Checks after each test that both engines become idle sooner than by a timeout, and still serve."""
     yield
     await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=8)
@@ -64,7 +64,7 @@ async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-def in_the_middle(deployment: Deployment) -> int:
+def in_the_middle(deployment: ModelDeployment) -> int:
     """Returns the number of layers until the prefill is in the middle of its third chunk."""
     return 2 * deployment.shape.layers + deployment.shape.layers // 2
 
@@ -78,7 +78,7 @@ async def leave(task: asyncio.Task[Any]) -> None:
 
 
 async def start_both(
-    deployment: Deployment, client: Client, hold: Hold, one: list[int], transfer: str
+    deployment: ModelDeployment, client: Client, hold: StepHold, one: list[int], transfer: str
 ) -> tuple[asyncio.Task[list[int]], asyncio.Task[list[int]]]:
     """Starts D's half of a request, then P's. P stops in the middle of its third chunk, which
     ``hold.reached()`` awaits."""
@@ -93,7 +93,7 @@ async def start_both(
     return decoding, prefilling
 
 
-async def test_decode_aborted_before_prefill_knows(deployment: Deployment, client: Client) -> None:
+async def test_decode_aborted_before_prefill_knows(deployment: ModelDeployment, client: Client) -> None:
     """D has reserved, and P has not received the request. D's CANCEL, not a timeout, ends it on both
     sides."""
     params = decode_params("abort-before", deployment.prefill)
@@ -104,7 +104,9 @@ async def test_decode_aborted_before_prefill_knows(deployment: Deployment, clien
     await leave(request)
 
 
-async def test_decode_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
+async def test_decode_aborted_during_transfer(
+    deployment: ModelDeployment, client: Client, hold: StepHold
+) -> None:
     """D leaves after P has pushed the first chunks and is in the middle of a step. D is idle before that step
     ends."""
     one = prompt("abort D during", LONG)
@@ -119,7 +121,9 @@ async def test_decode_aborted_during_transfer(deployment: Deployment, client: Cl
     assert len(await prefilling) == 1
 
 
-async def test_prefill_aborted_during_transfer(deployment: Deployment, client: Client, hold: Hold) -> None:
+async def test_prefill_aborted_during_transfer(
+    deployment: ModelDeployment, client: Client, hold: StepHold
+) -> None:
     """P's request is aborted in the middle of its prefill. D's request ends with an error and no invented
     answer."""
     one = prompt("abort P during", LONG)
@@ -132,14 +136,14 @@ async def test_prefill_aborted_during_transfer(deployment: Deployment, client: C
         await wait_logged(deployment.prefill, "Request .* aborted", since=logged)
     finally:
         hold.release()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await decoding
     assert refused.value.status >= 500
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_client_leaves_router_during_prefill(
-    deployment: Deployment, client: Client, hold: Hold, dispatch: str
+    deployment: ModelDeployment, client: Client, hold: StepHold, dispatch: str
 ) -> None:
     await hold.arm(in_the_middle(deployment))
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
@@ -153,7 +157,9 @@ async def test_client_leaves_router_during_prefill(
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_client_leaves_after_first_token(deployment: Deployment, client: Client, dispatch: str) -> None:
+async def test_client_leaves_after_first_token(
+    deployment: ModelDeployment, client: Client, dispatch: str
+) -> None:
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
     first = asyncio.Event()
     request = asyncio.create_task(
@@ -163,7 +169,7 @@ async def test_client_leaves_after_first_token(deployment: Deployment, client: C
     await leave(request)
 
 
-async def test_decode_aborted_while_decoding(deployment: Deployment, client: Client) -> None:
+async def test_decode_aborted_while_decoding(deployment: ModelDeployment, client: Client) -> None:
     """The abort comes after the transfer, on D itself."""
     one, transfer = prompt("abort after", 333), "abort-after"
     first = asyncio.Event()
@@ -187,13 +193,13 @@ async def test_decode_aborted_while_decoding(deployment: Deployment, client: Cli
 # The test waits for ten seconds, so it runs with one model.
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_unfetched_prompt_and_uncomputed_reservation_end_by_timeouts(
-    deployment: Deployment, client: Client
+    deployment: ModelDeployment, client: Client
 ) -> None:
     """A prompt on P that no D requests, and a reservation of D without a prompt, end by P's timeouts."""
     held = prompt("held", 300)
     await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params("held"))
     await wait_live(client, deployment.prefill)  # P holds the prompt
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await client.complete(
             deployment.decode.url,
             prompt("orphan", 300),
@@ -204,18 +210,18 @@ async def test_unfetched_prompt_and_uncomputed_reservation_end_by_timeouts(
     await wait_idle(client, deployment.prefill)  # P has dropped both
 
 
-async def test_a_prompt_that_the_router_disowns(deployment: Deployment, client: Client) -> None:
+async def test_a_prompt_that_the_router_disowns(deployment: ModelDeployment, client: Client) -> None:
     """P holds a prompt whose D never received it. The router has a D refuse the prompt, and D notifies P."""
     transfer, held = "disowned", prompt("disowned", 300)
     await client.complete(deployment.prefill.url, held, 1, kv_transfer_params=prefill_params(transfer))
     await wait_live(client, deployment.prefill)  # P holds the prompt
     source = Endpoint.parse(deployment.prefill.endpoint)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await client.post(deployment.decode.url + DISOWNED_PATH, json.loads(disowned_body(transfer, source)))
     assert refused.value.status == 404
 
 
-async def test_many_leave_at_random_moments(deployment: Deployment, client: Client) -> None:
+async def test_many_leave_at_random_moments(deployment: ModelDeployment, client: Client) -> None:
     """The client leaves every second of 24 requests. The others run on and get the right answers."""
     staying = [prompt(f"stays {index}", 100 + 61 * index) for index in range(12)]
     leaving = [prompt(f"leaves {index}", 120 + 61 * index) for index in range(12)]
@@ -233,7 +239,7 @@ async def test_many_leave_at_random_moments(deployment: Deployment, client: Clie
     assert [await result for result in results] == expected
 
 
-async def ends(client: Client, deployment: Deployment) -> Counter[str]:
+async def ends(client: Client, deployment: ModelDeployment) -> Counter[str]:
     """Returns the number of transfers on both sides, by outcome."""
     prefill, decode = await client.stats(deployment.prefill), await client.stats(deployment.decode)
     return Counter(
@@ -247,7 +253,7 @@ async def ends(client: Client, deployment: Deployment) -> Counter[str]:
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
 async def test_clients_that_leave_are_no_failures(
-    deployment: Deployment, client: Client, dispatch: str
+    deployment: ModelDeployment, client: Client, dispatch: str
 ) -> None:
     """Clients leave at any moment of a request. No transfer counts as failed, and no log has a warning."""
     url = {"concurrent": deployment.concurrent, "serial": deployment.serial, "early": deployment.early}[

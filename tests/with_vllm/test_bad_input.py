@@ -20,9 +20,9 @@ from deployment import (
     DATA_HOST,
     MODEL_NAME,
     Client,
-    Deployment,
+    ModelDeployment,
     PageCount,
-    Refused,
+    RefusedCall,
     assert_quiescent,
     completion_body,
     decode_params,
@@ -41,14 +41,14 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-async def still_serving(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+async def still_serving(deployment: ModelDeployment, client: Client) -> AsyncIterator[None]:
     yield
     assert all(engine.running() for engine in (deployment.prefill, deployment.decode))
     await assert_serves(client, deployment, "after bad input")
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def assert_serves(client: Client, deployment: Deployment, seed: str) -> None:
+async def assert_serves(client: Client, deployment: ModelDeployment, seed: str) -> None:
     one = prompt(seed, 200)
     count = await PageCount.begin(client, deployment)
     output = await client.complete(deployment.concurrent, one, 4)
@@ -61,7 +61,7 @@ async def assert_serves(client: Client, deployment: Deployment, seed: str) -> No
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_wrong_configurations(
-    deployment: Deployment,
+    deployment: ModelDeployment,
     client: Client,
     model_directories: dict[str, Path],
     interpreter: tuple[str, ...],
@@ -105,7 +105,7 @@ REFUSALS = {
 
 @pytest.fixture
 def strangers(
-    deployment: Deployment,
+    deployment: ModelDeployment,
     model_directories: dict[str, Path],
     interpreter: tuple[str, ...],
     tmp_path: Path,
@@ -137,7 +137,7 @@ def strangers(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_engines_that_do_not_fit(
-    deployment: Deployment, client: Client, strangers: dict[str, EngineProcess]
+    deployment: ModelDeployment, client: Client, strangers: dict[str, EngineProcess]
 ) -> None:
     """P refuses each engine and names the difference. Their requests fail. P and its own D are not
     affected."""
@@ -153,13 +153,13 @@ async def test_engines_that_do_not_fit(
 
 
 async def refused_by_prefill(
-    client: Client, deployment: Deployment, what: str, stranger: EngineProcess
+    client: Client, deployment: ModelDeployment, what: str, stranger: EngineProcess
 ) -> None:
     one, transfer = prompt(f"stranger {what}", 100), f"stranger {what}"
     prefilling = asyncio.create_task(
         client.complete(deployment.prefill.url, one, 1, kv_transfer_params=prefill_params(transfer))
     )
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await client.complete(
             stranger.url, one, 4, kv_transfer_params=decode_params(transfer, deployment.prefill)
         )
@@ -170,10 +170,10 @@ async def refused_by_prefill(
 
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
-async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Client) -> None:
+async def test_decode_engine_named_as_prefill(deployment: ModelDeployment, client: Client) -> None:
     """A router has the two engines the wrong way round."""
     params = decode_params("wrong-way", deployment.decode)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedCall) as refused:
         await client.complete(deployment.decode.url, prompt("wrong way", 100), 4, kv_transfer_params=params)
     assert refused.value.status >= 500
     await wait_logged(
@@ -198,7 +198,7 @@ async def test_decode_engine_named_as_prefill(deployment: Deployment, client: Cl
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 async def test_bad_parameters(
-    deployment: Deployment, client: Client, change: dict[str, Any], word: str
+    deployment: ModelDeployment, client: Client, change: dict[str, Any], word: str
 ) -> None:
     """D computes the prompt itself and logs a warning."""
     one = prompt("bad parameters", 100)
@@ -209,7 +209,7 @@ async def test_bad_parameters(
     await wait_logged(deployment.decode, word, since=logged)
 
 
-async def test_one_transfer_for_two_prompts(deployment: Deployment, client: Client) -> None:
+async def test_one_transfer_for_two_prompts(deployment: ModelDeployment, client: Client) -> None:
     """A body with two prompts shares one transfer, and P has only one of them. Neither gets the other
     prompt's pages."""
     ours, other, transfer = prompt("ours", 170), prompt("other", 170), "two-prompts"
@@ -223,7 +223,7 @@ async def test_one_transfer_for_two_prompts(deployment: Deployment, client: Clie
     await prefilling
 
 
-async def test_another_prompt_under_the_same_transfer(deployment: Deployment, client: Client) -> None:
+async def test_another_prompt_under_the_same_transfer(deployment: ModelDeployment, client: Client) -> None:
     """D computes its own prompt with any failure policy, and P keeps nothing of its prompt."""
     transfer = "mismatch"
     prefilling = asyncio.create_task(
@@ -252,7 +252,7 @@ TOLD = [{"role": "user", "content": "tell me"}]
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial", "early"])
 async def test_prefill_releases_prompts_that_decode_refuses(
-    deployment: Deployment, client: Client, dispatch: str
+    deployment: ModelDeployment, client: Client, dispatch: str
 ) -> None:
     """The router shortens the prefill engine's body, so that engine computes a prompt that the decode engine
     refuses."""
@@ -278,7 +278,7 @@ async def test_prefill_releases_prompts_that_decode_refuses(
 
 
 @asynccontextmanager
-async def traffic(client: Client, deployment: Deployment) -> AsyncIterator[None]:
+async def traffic(client: Client, deployment: ModelDeployment) -> AsyncIterator[None]:
     """Sends requests while the block runs. All must get the right answers."""
     prompts = [prompt(f"traffic {index}", 150 + 97 * index) for index in range(6)]
     expected = await asyncio.gather(*(client.complete(deployment.plain.url, one, 8) for one in prompts))
@@ -287,7 +287,7 @@ async def traffic(client: Client, deployment: Deployment) -> AsyncIterator[None]
     assert [await task for task in running] == expected
 
 
-async def test_garbage_on_the_control_port(deployment: Deployment, client: Client) -> None:
+async def test_garbage_on_the_control_port(deployment: ModelDeployment, client: Client) -> None:
     """Sends over ZMQ: no MessagePack, MessagePack of another kind, and a message of an unknown type. Also a
     message of a known type from an unknown sender, many frames, empty ones, and one above the limit. Then
     bytes that are not ZMQ."""
@@ -323,7 +323,7 @@ async def test_garbage_on_the_control_port(deployment: Deployment, client: Clien
         context.destroy(linger=0)
 
 
-async def test_garbage_on_the_data_ports(deployment: Deployment, client: Client) -> None:
+async def test_garbage_on_the_data_ports(deployment: ModelDeployment, client: Client) -> None:
     """Sends bytes to every TCP port on which the data planes of P and D listen."""
     ports = listening_ports(DATA_HOST, deployment.prefill, deployment.decode)
     assert len(ports) == 2

@@ -12,7 +12,7 @@ from deployment import (
     DATA_HOST,
     TIMEOUTS,
     Client,
-    Deployment,
+    ModelDeployment,
     assert_quiescent,
     decode_params,
     engine_settings,
@@ -63,7 +63,9 @@ class Counted:
         await wait_until(missing)
 
 
-async def first_turn(client: Client, deployment: Deployment, name: str) -> tuple[list[int], list[int], int]:
+async def first_turn(
+    client: Client, deployment: ModelDeployment, name: str
+) -> tuple[list[int], list[int], int]:
     """P computes a prompt and D generates its answer.
 
     Returns the next turn, its answer of one engine alone, and the number of leading tokens that D has.
@@ -76,7 +78,9 @@ async def first_turn(client: Client, deployment: Deployment, name: str) -> tuple
     return turn, expected, len(one) + len(answer) - 1  # D has not computed the last token of its answer
 
 
-async def alone(client: Client, deployment: Deployment, turn: list[int], lender: EngineProcess) -> list[int]:
+async def alone(
+    client: Client, deployment: ModelDeployment, turn: list[int], lender: EngineProcess
+) -> list[int]:
     """P computes the turn and its answer, with a prefix from the lender."""
     params = prefix_from(lender, len(turn))
     return await client.complete(deployment.prefill.url, turn, OUTPUT, kv_transfer_params=params)
@@ -84,7 +88,7 @@ async def alone(client: Client, deployment: Deployment, turn: list[int], lender:
 
 @pytest.mark.parametrize("busy", [False, True])
 async def test_next_turn_computes_only_what_is_new(
-    deployment: Deployment, client: Client, busy: bool
+    deployment: ModelDeployment, client: Client, busy: bool
 ) -> None:
     prefill, decode = deployment.prefill, deployment.decode
     turn, expected, had = await first_turn(client, deployment, f"busy {busy}")
@@ -111,7 +115,7 @@ async def test_next_turn_computes_only_what_is_new(
     await assert_quiescent(client, prefill, decode)
 
 
-def prefetches(deployment: Deployment) -> dict[str, float]:
+def prefetches(deployment: ModelDeployment) -> dict[str, float]:
     """Returns the prefetches of the router at which engines register, by outcome."""
     name = "kv_connector_router_answer_prefetches_total"
     text = httpx.get(f"{deployment.early}/metrics", trust_env=False).text
@@ -120,7 +124,7 @@ def prefetches(deployment: Deployment) -> dict[str, float]:
 
 
 async def test_prefill_engine_loads_the_answer_before_the_next_turn(
-    deployment: Deployment, client: Client
+    deployment: ModelDeployment, client: Client
 ) -> None:
     prefill, router = deployment.prefill, deployment.early
     one, answer_tokens = prompt("pause", 300), 100
@@ -144,7 +148,7 @@ async def test_prefill_engine_loads_the_answer_before_the_next_turn(
     await assert_quiescent(client, prefill, deployment.decode)
 
 
-async def test_refused_prefetch_computes_nothing(deployment: Deployment, client: Client) -> None:
+async def test_refused_prefetch_computes_nothing(deployment: ModelDeployment, client: Client) -> None:
     """Its answer has no token. A paused lender has not evicted the prefix."""
     prefill, decode = deployment.prefill, deployment.decode
     turn, _, had = await first_turn(client, deployment, "refused prefetch")
@@ -163,7 +167,7 @@ async def test_refused_prefetch_computes_nothing(deployment: Deployment, client:
     await assert_quiescent(client, prefill, decode)
 
 
-async def test_prompt_of_a_refused_prefix_is_computed(deployment: Deployment, client: Client) -> None:
+async def test_prompt_of_a_refused_prefix_is_computed(deployment: ModelDeployment, client: Client) -> None:
     """The lender is paused, and then it has emptied its cache. Neither costs the wait for a lender."""
     prefill, decode = deployment.prefill, deployment.decode
     turn, expected, _ = await first_turn(client, deployment, "refused")
@@ -181,7 +185,7 @@ async def test_prompt_of_a_refused_prefix_is_computed(deployment: Deployment, cl
     await assert_quiescent(client, prefill, decode)
 
 
-async def test_prompt_of_a_dead_lender_is_computed(deployment: Deployment, client: Client) -> None:
+async def test_prompt_of_a_dead_lender_is_computed(deployment: ModelDeployment, client: Client) -> None:
     prefill = deployment.prefill
     extra = {"providers": ("host", "tcp"), "data_host": DATA_HOST, "timeouts": TIMEOUTS}
     lender = deployment.cluster.start_engine(

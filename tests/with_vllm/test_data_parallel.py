@@ -14,7 +14,7 @@ from deployment import (
     PATIENCE_SECONDS,
     TIMEOUTS,
     Client,
-    Refused,
+    RefusedCall,
     completion_body,
     engine_settings,
     prompt,
@@ -91,7 +91,7 @@ def transfers(engine: EngineProcess, role: str) -> Counter[tuple[str, str]]:
 async def all_ranks_ready(client: Client, router: str) -> str:
     try:
         health = json.loads(await client.get(f"{router}/health"))
-    except Refused as error:
+    except RefusedCall as error:
         return str(error)
     states = [*health["prefill"].values(), *health["decode"].values()]
     ready = [state for state in states if state == "ready"]

@@ -4,14 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from deployment import BLOCK, Client, Deployment, Hold, assert_quiescent, prompt, wait_until
+from deployment import BLOCK, Client, ModelDeployment, StepHold, assert_quiescent, prompt, wait_until
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_queued_prompts_leave_the_blocks_of_decode_to_other_requests(
-    deployment: Deployment, client: Client, tmp_path: Path
+    deployment: ModelDeployment, client: Client, tmp_path: Path
 ) -> None:
     """The prefill engine stops in the step of the first of eight prompts. Loads of four would fill the decode
     engine."""
@@ -26,7 +26,7 @@ async def test_queued_prompts_leave_the_blocks_of_decode_to_other_requests(
         load = await client.load(deployment.decode)
         return "" if load == in_hand else f"{in_hand} requests at D, not {load}"
 
-    hold = Hold(client, deployment.prefill, tmp_path)
+    hold = StepHold(client, deployment.prefill, tmp_path)
     await hold.arm(1)
     try:
         tasks = [asyncio.create_task(client.complete(deployment.concurrent, one, 8)) for one in queued]

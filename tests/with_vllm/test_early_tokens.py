@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from deployment import BLOCK, Client, Deployment, assert_quiescent, prompt
+from deployment import BLOCK, Client, ModelDeployment, assert_quiescent, prompt
 from suite_numbers import whole_of
 
 from kv_connector.lab.cluster import MODEL_NAME
@@ -111,7 +111,7 @@ async def outcomes(client: Client, router: str) -> Counter[str]:
 
 
 async def test_answer_is_the_same_with_its_first_token_from_prefill(
-    deployment: Deployment, client: Client
+    deployment: ModelDeployment, client: Client
 ) -> None:
     rng = random.Random(f"{deployment.shape}")  # other requests for each model
     before = await outcomes(client, deployment.early)
@@ -140,7 +140,7 @@ async def test_answer_is_the_same_with_its_first_token_from_prefill(
 
 @pytest.mark.parametrize("tokens", [1, 2 * BLOCK + 1, 200])
 async def test_decode_continues_with_the_token_that_prefill_sampled(
-    deployment: Deployment, client: Client, tokens: int
+    deployment: ModelDeployment, client: Client, tokens: int
 ) -> None:
     """Without a seed, D alone would have another first token nine times in ten.
 
@@ -169,7 +169,7 @@ async def test_decode_continues_with_the_token_that_prefill_sampled(
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_a_client_cannot_choose_its_first_token(deployment: Deployment, client: Client) -> None:
+async def test_a_client_cannot_choose_its_first_token(deployment: ModelDeployment, client: Client) -> None:
     body = {"model": MODEL_NAME, "prompt": [1], "max_tokens": 1}
     answer = await client.status(
         f"{deployment.plain.url}/v1/completions", body | {"vllm_xargs": {"kv_connector_sampled_token": 5}}

@@ -15,7 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
-from deployment import PATIENCE_SECONDS, Client, Refused, completion_body, engine_settings, prompt, wait_until
+from deployment import (
+    PATIENCE_SECONDS,
+    Client,
+    RefusedCall,
+    completion_body,
+    engine_settings,
+    prompt,
+    wait_until,
+)
 
 from kv_connector.lab.cluster import EngineProcess, LocalCluster
 from kv_connector.lab.model import make_mixtral
@@ -131,7 +139,7 @@ async def test_a_killed_rank_ends_the_engine_with_its_name(
     )
     await asyncio.wait_for(begun.wait(), PATIENCE_SECONDS)
     os.kill(ranks[1]["pid"], signal.SIGKILL)
-    with pytest.raises((httpx.HTTPError, Refused)):
+    with pytest.raises((httpx.HTTPError, RefusedCall)):
         await streams
 
     async def missing() -> str:

@@ -14,7 +14,7 @@ from deployment import (
     BLOCK,
     PATIENCE_SECONDS,
     Client,
-    Deployment,
+    ModelDeployment,
     assert_quiescent,
     prompt,
     wait_until,
@@ -32,13 +32,13 @@ END = b"\xff" * 8
 class Reader:
     """Reads an engine's events as any reader does, beginning with those that are published from now on."""
 
-    deployment: Deployment
+    deployment: ModelDeployment
     name: str
     following: int = 0
     """Number of the next batch."""
 
     @classmethod
-    async def begin(cls, deployment: Deployment, name: str) -> Reader:
+    async def begin(cls, deployment: ModelDeployment, name: str) -> Reader:
         reader = cls(deployment, name)
         await reader.read()
         return reader
@@ -107,7 +107,7 @@ def hashes_of_windows(events: list[dict[str, Any]]) -> set[Any]:
 
 @pytest.mark.parametrize("router", ["concurrent", "serial", "early"])
 async def test_decode_engine_publishes_pushed_blocks_as_computed_ones(
-    deployment: Deployment, client: Client, router: str
+    deployment: ModelDeployment, client: Client, router: str
 ) -> None:
     """The blocks of the prompt were pushed, and those of the answer computed."""
     readers = [await Reader.begin(deployment, name) for name in ("plain", "decode")]

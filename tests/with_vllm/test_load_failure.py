@@ -10,9 +10,9 @@ import pytest
 from deployment import (
     DATA_HOST,
     Client,
-    Deployment,
-    Hold,
-    Refused,
+    ModelDeployment,
+    RefusedCall,
+    StepHold,
     assert_quiescent,
     decode_params,
     engine_settings,
@@ -33,7 +33,7 @@ BUSY = {"connect": 30.0, "suspect": 15.0, "dead": 30.0}
 
 @pytest.fixture(scope="module")
 def recomputing(
-    deployment: Deployment,
+    deployment: ModelDeployment,
     model_directories: dict[str, Path],
     interpreter: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
@@ -58,14 +58,14 @@ def recomputing(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_a_failed_load_is_recomputed(
-    deployment: Deployment, recomputing: EngineProcess, client: Client, tmp_path: Path
+    deployment: ModelDeployment, recomputing: EngineProcess, client: Client, tmp_path: Path
 ) -> None:
     """P gives up in the middle of a prefill. One D fails only that request, the other computes it itself."""
     for decode in (recomputing, deployment.decode):
         one, other = prompt(f"load failure {decode.name}", LONG), prompt(f"beside {decode.name}", 300)
         expected = await client.complete(deployment.plain.url, one, 8)
         beside = await client.complete(deployment.plain.url, other, 8)
-        hold = Hold(client, deployment.prefill, tmp_path / decode.name)
+        hold = StepHold(client, deployment.prefill, tmp_path / decode.name)
         (tmp_path / decode.name).mkdir()
         await hold.arm(2 * deployment.shape.layers + deployment.shape.layers // 2)
         transfer = f"load failure {decode.name}"
@@ -90,7 +90,7 @@ async def test_a_failed_load_is_recomputed(
         if decode is recomputing:
             assert await decoding == expected
         else:
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RefusedCall) as refused:
                 await decoding
             assert refused.value.status >= 500
         # The log names the peer, the lane and the reason. No other request is affected.
@@ -103,7 +103,7 @@ async def test_a_failed_load_is_recomputed(
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 async def test_a_corrupt_page_is_found_and_its_prompt_recomputed(
-    deployment: Deployment, recomputing: EngineProcess, client: Client
+    deployment: ModelDeployment, recomputing: EngineProcess, client: Client
 ) -> None:
     """One bit of one landed page is flipped. The answer is the right one, and the log names the page."""
     pages = deployment.shape.pages(LONG)

@@ -17,7 +17,7 @@ from deployment import (
     PATIENCE_SECONDS,
     TIMEOUTS,
     Client,
-    Hold,
+    StepHold,
     assert_quiescent,
     completion_body,
     engine_settings,
@@ -199,7 +199,7 @@ async def test_streams_move_and_stay_where_the_target_dies(
 
     # The target has received pages when it dies.
     first = await site.restart(first)
-    held = Hold(client, first, tmp_path)
+    held = StepHold(client, first, tmp_path)
     await held.arm(1)
     draining = asyncio.create_task(site.drain(second))
     await held.reached()

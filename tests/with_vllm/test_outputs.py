@@ -6,7 +6,7 @@ import pytest
 from deployment import (
     BLOCK,
     Client,
-    Deployment,
+    ModelDeployment,
     PageCount,
     assert_quiescent,
     decode_params,
@@ -23,7 +23,7 @@ LENGTHS = (1, 2, 31, 32, 33, 34, 63, 64, 65, 66, 100, 101, 200, 201, 257, 319, 3
 SERIAL_LENGTHS = (1, 33, 320, 741)
 
 
-def lengths(deployment: Deployment) -> list[int]:
+def lengths(deployment: ModelDeployment) -> list[int]:
     """Returns LENGTHS, and those where the oldest token in a window begins or ends a block."""
     found = set(LENGTHS)
     for group in deployment.shape.groups:
@@ -34,7 +34,7 @@ def lengths(deployment: Deployment) -> list[int]:
     return sorted(found)
 
 
-async def test_reference_depends_on_the_whole_prompt(deployment: Deployment, client: Client) -> None:
+async def test_reference_depends_on_the_whole_prompt(deployment: ModelDeployment, client: Client) -> None:
     """The basis of the other tests: one changed token, in any block, changes the plain engine's output."""
     url, tokens = deployment.plain.url, 700
     original = prompt("reference", tokens)
@@ -50,7 +50,7 @@ async def test_reference_depends_on_the_whole_prompt(deployment: Deployment, cli
     assert all(len(set(output)) > 3 for output in outputs), outputs
 
 
-async def test_plain_engine_repeats_itself(deployment: Deployment, client: Client) -> None:
+async def test_plain_engine_repeats_itself(deployment: ModelDeployment, client: Client) -> None:
     """The plain engine's output does not depend on its batch or its cache: a difference is caused by P and
     D."""
     url = deployment.plain.url
@@ -60,7 +60,7 @@ async def test_plain_engine_repeats_itself(deployment: Deployment, client: Clien
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_lengths(deployment: Deployment, client: Client, dispatch: str) -> None:
+async def test_lengths(deployment: ModelDeployment, client: Client, dispatch: str) -> None:
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
     for length in lengths(deployment) if dispatch == "concurrent" else SERIAL_LENGTHS:
         one = prompt(f"{dispatch} {length}", length)
@@ -75,7 +75,7 @@ async def test_lengths(deployment: Deployment, client: Client, dispatch: str) ->
 
 
 @pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)
-async def test_log_probabilities_at_window_edges(deployment: Deployment, client: Client) -> None:
+async def test_log_probabilities_at_window_edges(deployment: ModelDeployment, client: Client) -> None:
     """The oldest of 128 tokens in a window weighs too little to change the output. Log probabilities show
     it."""
     for length in (edge for edge in lengths(deployment) if edge not in LENGTHS):
@@ -90,7 +90,7 @@ async def test_log_probabilities_at_window_edges(deployment: Deployment, client:
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_many_at_once(deployment: Deployment, client: Client, dispatch: str) -> None:
+async def test_many_at_once(deployment: ModelDeployment, client: Client, dispatch: str) -> None:
     """Sends 16 requests of mixed lengths, every second one streamed."""
     url = deployment.concurrent if dispatch == "concurrent" else deployment.serial
     mixed = [1, 31, 32, 33, 90, 128, 129, 200, 256, 300, 321, 400, 480, 555, 640, 900]
@@ -108,7 +108,7 @@ async def test_many_at_once(deployment: Deployment, client: Client, dispatch: st
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_samples_of_one_prompt(deployment: Deployment, client: Client) -> None:
+async def test_samples_of_one_prompt(deployment: ModelDeployment, client: Client) -> None:
     """n > 1: one sample's pages come from P, the others find them on D."""
     one = prompt("samples", 200)
     sampling = {"n": 3, "temperature": 1.0, "seed": 7}
@@ -118,7 +118,7 @@ async def test_samples_of_one_prompt(deployment: Deployment, client: Client) -> 
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_several_prompts_in_one_body(deployment: Deployment, client: Client) -> None:
+async def test_several_prompts_in_one_body(deployment: ModelDeployment, client: Client) -> None:
     prompts = [prompt("body 1", 150), prompt("body 2", 40), prompt("body 3", 333)]
     outputs = await client.choices(deployment.concurrent, prompts, OUTPUT)
     assert outputs == await client.choices(deployment.plain.url, prompts, OUTPUT)
@@ -126,7 +126,7 @@ async def test_several_prompts_in_one_body(deployment: Deployment, client: Clien
 
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
-async def test_prompt_log_probabilities(deployment: Deployment, client: Client) -> None:
+async def test_prompt_log_probabilities(deployment: ModelDeployment, client: Client) -> None:
     """D computes such a prompt whole, although it should fetch pages, and releases P's hold."""
     one, transfer = prompt("log probabilities", 300), "log-probabilities"
     count = await PageCount.begin(client, deployment)

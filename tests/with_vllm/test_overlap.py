@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from deployment import (
     Client,
-    Deployment,
-    Hold,
+    ModelDeployment,
     PageCount,
+    StepHold,
     assert_quiescent,
     decode_params,
     prefill_params,
@@ -29,7 +29,7 @@ class Overlap:
     """Sends one prompt to D, and to P once P has D's reservation, so that no result depends on their
     speed."""
 
-    def __init__(self, client: Client, deployment: Deployment, one: list[int], transfer: str) -> None:
+    def __init__(self, client: Client, deployment: ModelDeployment, one: list[int], transfer: str) -> None:
         self._client = client
         self._deployment = deployment
         self._one = one
@@ -63,7 +63,7 @@ class Overlap:
         return (prefill.metric(PUSHED_BEFORE_END) - self._before_end) / total
 
 
-async def test_most_bytes_leave_before_the_last_layer(deployment: Deployment, client: Client) -> None:
+async def test_most_bytes_leave_before_the_last_layer(deployment: ModelDeployment, client: Client) -> None:
     """The prompt has 19 chunks of 16 layers each."""
     overlap = Overlap(client, deployment, prompt("overlap of chunks", 1900), "overlap-of-chunks")
     await overlap.run()
@@ -73,12 +73,12 @@ async def test_most_bytes_leave_before_the_last_layer(deployment: Deployment, cl
 
 
 async def test_layers_of_one_chunk_leave_one_by_one(
-    deployment: Deployment, client: Client, tmp_path: Path
+    deployment: ModelDeployment, client: Client, tmp_path: Path
 ) -> None:
     """While P is stopped in the 12th of its 16 layers, the pages of 12 layers arrive, and no others."""
     tokens, layers = 100, 12
     pages = deployment.shape.pages(tokens) * layers // deployment.shape.layers
-    hold = Hold(client, deployment.prefill, tmp_path)
+    hold = StepHold(client, deployment.prefill, tmp_path)
     await hold.arm(layers)
     overlap = Overlap(client, deployment, prompt("overlap of layers", tokens), "overlap-of-layers")
     running = asyncio.create_task(overlap.run())

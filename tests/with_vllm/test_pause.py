@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from deployment import (
     Client,
-    Deployment,
-    Hold,
+    ModelDeployment,
+    StepHold,
     assert_quiescent,
     decode_params,
     prefill_params,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-async def resumed(deployment: Deployment, client: Client) -> AsyncIterator[None]:
+async def resumed(deployment: ModelDeployment, client: Client) -> AsyncIterator[None]:
     """Resumes the engines after a failed test."""
     yield
     for engine in (deployment.prefill, deployment.decode):
@@ -30,7 +30,7 @@ async def resumed(deployment: Deployment, client: Client) -> AsyncIterator[None]
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("clear", [True, False])
-async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clear: bool) -> None:
+async def test_keep(deployment: ModelDeployment, client: Client, tmp_path: Path, clear: bool) -> None:
     """Both engines are paused while P is in the middle of a prompt that D loads, and D decodes another
     request."""
     prefill, decode = deployment.prefill, deployment.decode
@@ -43,7 +43,7 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
         client.stream(deployment.concurrent, other, 160, lambda tokens: started.set())
     )
     await started.wait()
-    hold = Hold(client, prefill, tmp_path)
+    hold = StepHold(client, prefill, tmp_path)
     # After the release P runs slowly, so that the pause comes within the prompt.
     await hold.arm(2 * deployment.shape.layers + 1, prompts=2)
     transfer = f"pause {clear}"
@@ -75,7 +75,7 @@ async def test_keep(deployment: Deployment, client: Client, tmp_path: Path, clea
 
 @pytest.mark.parametrize("deployment", ["llama"], indirect=True)
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-async def test_wait_and_abort(deployment: Deployment, client: Client, mode: str) -> None:
+async def test_wait_and_abort(deployment: ModelDeployment, client: Client, mode: str) -> None:
     """Requests that are sent while D is paused wait in its queue. P has finished their prompts by then."""
     prefill, decode = deployment.prefill, deployment.decode
     prompts = [prompt(f"{mode} {index}", 200) for index in range(3)]

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from deployment import Client, Deployment, Hold, PageCount, assert_quiescent, prompt, wait_until
+from deployment import Client, ModelDeployment, PageCount, StepHold, assert_quiescent, prompt, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -12,7 +12,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
-async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path, dispatch: str) -> None:
+async def test_on_prefill(deployment: ModelDeployment, client: Client, tmp_path: Path, dispatch: str) -> None:
     """P's pool is too small for a local prompt and one for D, which are computed at the same time.
 
     Each fits when it is admitted, and both need more blocks with each chunk. The one for D came second, so it
@@ -33,7 +33,7 @@ async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path
         load = await client.load(deployment.prefill)
         return "" if load == in_hand else f"{in_hand} requests at P, not {load}"
 
-    hold = Hold(client, deployment.prefill, tmp_path)
+    hold = StepHold(client, deployment.prefill, tmp_path)
     await hold.arm(1, prompts=1)
     try:
         first = asyncio.create_task(client.complete(deployment.prefill.url, own, 4))
@@ -50,7 +50,7 @@ async def test_on_prefill(deployment: Deployment, client: Client, tmp_path: Path
 
 
 @pytest.mark.parametrize("deployment", ["gemma3"], indirect=True)
-async def test_on_decode(deployment: Deployment, client: Client) -> None:
+async def test_on_decode(deployment: ModelDeployment, client: Client) -> None:
     """16 outputs grow until D's pool is full. D computes prompt and output so far of each preempted request
     again."""
     prompts = [prompt(f"preempted on D {index}", 270 + index) for index in range(16)]

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from deployment import BLOCK, Client, Deployment, PageCount, assert_quiescent, prompt
+from deployment import BLOCK, Client, ModelDeployment, PageCount, assert_quiescent, prompt
 
 from kv_connector.lab.cluster import EngineProcess
 
@@ -23,7 +23,7 @@ class Observed:
     decode_hits: float
 
 
-async def observe(client: Client, deployment: Deployment, one: list[int]) -> Observed:
+async def observe(client: Client, deployment: ModelDeployment, one: list[int]) -> Observed:
     """Sends a prompt through P and D, and checks its output."""
     engines = (deployment.prefill, deployment.decode)
     hits_before = [engine.metric(HITS) for engine in engines]
@@ -43,7 +43,7 @@ async def forget(client: Client, engine: EngineProcess) -> None:
     await assert_quiescent(client, engine)
 
 
-async def test_hit_on_prefill(deployment: Deployment, client: Client) -> None:
+async def test_hit_on_prefill(deployment: ModelDeployment, client: Client) -> None:
     """Cached pages are sent too, though no forward pass writes them."""
     one = prompt("hit on P", 610)
     await observe(client, deployment, one)
@@ -55,7 +55,7 @@ async def test_hit_on_prefill(deployment: Deployment, client: Client) -> None:
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_partial_hit_on_prefill(deployment: Deployment, client: Client) -> None:
+async def test_partial_hit_on_prefill(deployment: ModelDeployment, client: Client) -> None:
     first = prompt("partial hit on P", 610)
     other = first[:333] + prompt("another end", 200)
     await observe(client, deployment, first)
@@ -70,7 +70,7 @@ async def test_partial_hit_on_prefill(deployment: Deployment, client: Client) ->
 
 
 @pytest.mark.parametrize("length", [610, 577, 639])
-async def test_full_hit_on_decode(deployment: Deployment, client: Client, length: int) -> None:
+async def test_full_hit_on_decode(deployment: ModelDeployment, client: Client, length: int) -> None:
     """D holds all but the last block, or all it needs (577: 18 blocks and the token it computes itself)."""
     one = prompt(f"full hit on D {length}", length)
     await observe(client, deployment, one)
@@ -82,7 +82,7 @@ async def test_full_hit_on_decode(deployment: Deployment, client: Client, length
     await assert_quiescent(client, deployment.prefill, deployment.decode, seconds=5)
 
 
-async def test_full_hit_on_decode_alone(deployment: Deployment, client: Client) -> None:
+async def test_full_hit_on_decode_alone(deployment: ModelDeployment, client: Client) -> None:
     """D holds the prompt, P has dropped it."""
     one = prompt("hit on D alone", 610)
     await observe(client, deployment, one)
@@ -93,7 +93,7 @@ async def test_full_hit_on_decode_alone(deployment: Deployment, client: Client) 
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_partial_hit_on_decode(deployment: Deployment, client: Client) -> None:
+async def test_partial_hit_on_decode(deployment: ModelDeployment, client: Client) -> None:
     """The prompt continues one that D holds: D requests only the rest."""
     first = prompt("partial hit on D", 333)
     await observe(client, deployment, first)
@@ -103,7 +103,7 @@ async def test_partial_hit_on_decode(deployment: Deployment, client: Client) -> 
     await assert_quiescent(client, deployment.prefill, deployment.decode)
 
 
-async def test_shared_prefix_in_one_step(deployment: Deployment, client: Client) -> None:
+async def test_shared_prefix_in_one_step(deployment: ModelDeployment, client: Client) -> None:
     """P treats blocks as cached that another request of the same step has not written yet."""
     shared = prompt("shared", 96)
     prompts = [shared + prompt(f"end {index}", 10 + 7 * index) for index in range(6)]

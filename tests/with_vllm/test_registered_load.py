@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deployment import Client, Deployment, assert_quiescent, prompt, wait_until
+from deployment import Client, ModelDeployment, assert_quiescent, prompt, wait_until
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
 from kv_connector.control.membership import MembershipSockets, Register, WorkloadReport
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 class Listener:
     """Receives the registrations of P and D, and keeps the last of each."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: ModelDeployment) -> None:
         key_file = deployment.cluster.environment.get(KEY_FILE_VARIABLE)
         self._sockets = MembershipSockets(ClusterKey.read(Path(key_file)) if key_file else None)
         self._sockets.bind(deployment.listener)
@@ -35,14 +35,14 @@ class Listener:
 
 
 @pytest.fixture
-def listener(deployment: Deployment) -> Iterator[Listener]:
+def listener(deployment: ModelDeployment) -> Iterator[Listener]:
     made = Listener(deployment)
     yield made
     made.close()
 
 
 async def test_prefill_engine_reports_the_cost_of_prompts(
-    deployment: Deployment, client: Client, listener: Listener
+    deployment: ModelDeployment, client: Client, listener: Listener
 ) -> None:
     for tokens in (500, 100, 300, 700, 200, 600, 400, 800, 150, 250):
         await client.complete(deployment.concurrent, prompt(f"cost {tokens}", tokens), 3)
@@ -65,7 +65,7 @@ async def test_prefill_engine_reports_the_cost_of_prompts(
 
 
 async def test_decode_engine_reports_its_streams(
-    deployment: Deployment, client: Client, listener: Listener
+    deployment: ModelDeployment, client: Client, listener: Listener
 ) -> None:
     one = asyncio.create_task(client.stream(deployment.concurrent, prompt("long stream", 100), 1800))
 

@@ -10,11 +10,11 @@ import uuid
 from pathlib import Path
 
 import pytest
-from deployment import Client, Deployment, completion_body, prompt, wait_until
+from deployment import Client, ModelDeployment, completion_body, prompt, wait_until
 from otlp import Span
 
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey
-from kv_connector.control.timelines import Worker, ask_workers
+from kv_connector.control.timelines import WorkerTimelines, ask_workers
 from kv_connector.lab.cluster import EngineProcess
 from kv_connector.protocol.actions import Address
 
@@ -24,7 +24,7 @@ TOKENS = 500
 """Tokens of the prompt, in chunks of 100."""
 
 
-async def ask(client: Client, deployment: Deployment) -> tuple[str, list[Span]]:
+async def ask(client: Client, deployment: ModelDeployment) -> tuple[str, list[Span]]:
     """Sends one request through the router. Returns its client's trace id and its spans, once they have
     arrived."""
     trace, span = uuid.uuid4().hex, uuid.uuid4().hex[:16]
@@ -48,7 +48,7 @@ async def ask(client: Client, deployment: Deployment) -> tuple[str, list[Span]]:
 
 
 async def test_router_both_engines_and_the_transfer_are_one_trace(
-    deployment: Deployment, client: Client
+    deployment: ModelDeployment, client: Client
 ) -> None:
     _, spans = await ask(client, deployment)
     by_name = {span.name: span for span in spans}
@@ -69,13 +69,13 @@ async def test_router_both_engines_and_the_transfer_are_one_trace(
     assert push.attributes["kv.bytes"] > 0
 
 
-def recall(engine: EngineProcess, key: ClusterKey, text: str) -> Worker:
+def recall(engine: EngineProcess, key: ClusterKey, text: str) -> WorkerTimelines:
     assert engine.control_port is not None
     (worker,) = ask_workers([Address(engine.host, engine.control_port)], key, text, 9, 30.0)
     return worker
 
 
-async def test_a_timeline_has_each_layer_of_each_chunk(deployment: Deployment, client: Client) -> None:
+async def test_a_timeline_has_each_layer_of_each_chunk(deployment: ModelDeployment, client: Client) -> None:
     trace, spans = await ask(client, deployment)
     key = ClusterKey.read(Path(deployment.cluster.environment[KEY_FILE_VARIABLE]))
     prefill, decode = (recall(engine, key, trace) for engine in (deployment.prefill, deployment.decode))
@@ -93,7 +93,9 @@ async def test_a_timeline_has_each_layer_of_each_chunk(deployment: Deployment, c
     assert transfers == {sending.about.transfer_id} == {receiving.about.transfer_id}
 
 
-async def test_the_trace_command_draws_it(deployment: Deployment, client: Client, tmp_path: Path) -> None:
+async def test_the_trace_command_draws_it(
+    deployment: ModelDeployment, client: Client, tmp_path: Path
+) -> None:
     trace, _ = await ask(client, deployment)
     file = tmp_path / "trace.json"
     engines = [f"{e.host}:{e.control_port}" for e in (deployment.prefill, deployment.decode)]

@@ -21,7 +21,7 @@ import safetensors.torch
 from deployment import SMALL, Client, engine_settings, prompt, wait_until
 from suite_numbers import whole_of
 from typer.testing import CliRunner
-from weight_trainer import FORKSERVER, Model, Trainer, in_checkpoint, main_until_killed
+from weight_trainer import FORKSERVER, TrainedModel, Trainer, in_checkpoint, main_until_killed
 
 from kv_connector.cli.main import app
 from kv_connector.lab.cluster import HOST, EngineProcess, LocalCluster, engine_environment
@@ -380,7 +380,7 @@ async def test_vllms_own_trainer_drives_it(site: Site, client: Client) -> None:
     engine = site.engines[0]
     sync = HTTPVLLMWeightSyncClient(engine.url)
     for name in ("a", "b"):
-        source: WeightSource = ModuleSource(Model(in_checkpoint(site.checkpoints[name])))
+        source: WeightSource = ModuleSource(TrainedModel(in_checkpoint(site.checkpoints[name])))
         trainer = await asyncio.to_thread(
             WeightTransferTrainerFactory.trainer_init, info, client=sync, source=source
         )

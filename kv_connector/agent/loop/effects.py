@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.agent.loop.writes import BURSTS, Target, Writes
-from kv_connector.agent.ports import Received, Sockets, TransferPort
+from kv_connector.agent.loop.writes import BURSTS, Writes, WriteTarget
+from kv_connector.agent.ports import ReceivedMessage, Sockets, TransferPort
 from kv_connector.agent.reports.end_log import log_end
 from kv_connector.agent.reports.ledger import Ledger, Timing
 from kv_connector.agent.reports.links import LinkWatch, PeerName
@@ -124,7 +124,7 @@ class _Link:
     name: str
     lane: str = ""
     engine_peer: int | None = None
-    target: Target | None = None  # where the peer's pages lie
+    target: WriteTarget | None = None  # where the peer's pages lie
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Effects:
             except Exception:  # the messages behind it come from other peers
                 logger.exception("message from %s was not acted on", received.source)
 
-    def _received(self, now: float, received: Received) -> Sequence[Action]:
+    def _received(self, now: float, received: ReceivedMessage) -> Sequence[Action]:
         if received.message is None:
             return self.peers.lost(now, received.source, "it sent a malformed message")
         if isinstance(received.message, Recall) and self._timelines is not None:
@@ -420,7 +420,7 @@ class Effects:
         )
         if isinstance(plan, str):
             return self.peers.refused(now, action.peer, NakReason.INCOMPATIBLE, plan)
-        link.target = Target(handshake.peer, regions, plan, BURSTS.get(link.lane))
+        link.target = WriteTarget(handshake.peer, regions, plan, BURSTS.get(link.lane))
         most = 0 if link.target.bursts is None else link.target.bursts.most
         self.gathered = most if self.gathered is None else min(self.gathered, most)
         return self.peers.accepted(now, action.peer, link.lane, handshake.data)

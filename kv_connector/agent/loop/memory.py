@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from kv_connector.agent.config import AgentError, MemoryRange
+from kv_connector.agent.config import AgentError, PageMemory
 from kv_connector.agent.loop.effects import Action, Effects
 from kv_connector.agent.loop.page_summer import PageSummer
 from kv_connector.agent.loop.thread import AgentThread
@@ -20,7 +20,7 @@ class KvMemory:
     register()."""
 
     def __init__(
-        self, engine: TransferEngine, memory: Sequence[MemoryRange], engine_id: str, timeouts: Timeouts
+        self, engine: TransferEngine, memory: Sequence[PageMemory], engine_id: str, timeouts: Timeouts
     ) -> None:
         """Registers all of it, or none; raises TransferError."""
         self._engine = engine

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import PageMemory
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.engine.transfer_engine import PageSummer as NativeSummer
 from kv_connector.protocol.actions import SummedPages
@@ -32,7 +32,7 @@ def _hangs(timeout: float) -> TransferError:
 class PageSummer:
     """Sums pages one job after the other. The thread starts with the first job."""
 
-    def __init__(self, memory: Sequence[MemoryRange], *, on_gpu: bool) -> None:
+    def __init__(self, memory: Sequence[PageMemory], *, on_gpu: bool) -> None:
         """``on_gpu``: the memory is that of the GPU whose context is current on this thread. Raises
         TransferError."""
         self._memory = tuple(memory)

@@ -34,7 +34,7 @@ BURSTS = {"nvlink": Bursts(320 << 20, early_token=2 << 30)}
 
 
 @dataclass(frozen=True)
-class Target:
+class WriteTarget:
     """The place of a peer's pages, in the transfer engine's numbers."""
 
     peer: int  # the transfer engine's number
@@ -64,7 +64,7 @@ class Outgoing:
 
     number: int  # the transfer engine's number
     opened: float
-    target: Target
+    target: WriteTarget
     held: list[_Pages] = field(default_factory=list)  # pages of earlier steps that wait for a later one
     last_signal: int = 0  # the highest signal value that a layer of the share waits for
     step: int | None = None  # the signal base of the last step's pages; None: they were computed already
@@ -127,7 +127,7 @@ class Writes:
         its pages are named."""
         self._leisurely = signal_base
 
-    def push(self, now: float, push: Push, target: Target) -> None:
+    def push(self, now: float, push: Push, target: WriteTarget) -> None:
         """Adds the pages to the share. The first push opens the share. Raises TransferError."""
         outgoing = self.open.get(push.share)
         if outgoing is None:

@@ -7,15 +7,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kv_connector import _bench
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.side import ContestantSide, Face, SideRole
+from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 
-class _BatchSide(Side):
+class _BatchSide(ContestantSide):
     """A side whose batch consists of its lists of pages only."""
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         self.page_bytes = workload.page_bytes
         self.source_slots = source_slots
         self.target_slots = target_slots
@@ -25,7 +25,7 @@ class MemoryCopySide(_BatchSide):
     """memcpy into the target's shared memory, which the initiator has mapped."""
 
     def connect(self, peer: Connection) -> None:
-        if self.role is Role.TARGET:
+        if self.role is SideRole.TARGET:
             peer.send((os.getpid(), self.pool.memfd))
             peer.recv()
             return
@@ -54,7 +54,7 @@ class ProcessWriteSide(_BatchSide):
     pages_per_call = 256
 
     def connect(self, peer: Connection) -> None:
-        if self.role is Role.TARGET:
+        if self.role is SideRole.TARGET:
             peer.send((os.getpid(), self.pool.address))
         else:
             self.pid, self.target = peer.recv()
@@ -76,13 +76,13 @@ class PlainSocketSide(_BatchSide):
 
     faces = (Face.THREAD,)
 
-    def __init__(self, role: Role, pool: Pool) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory) -> None:
         super().__init__(role, pool)
-        if role is Role.TARGET:
+        if role is SideRole.TARGET:
             self.server = _bench.SocketTarget(pool.address, pool.size)
 
     def connect(self, peer: Connection) -> None:
-        if self.role is Role.TARGET:
+        if self.role is SideRole.TARGET:
             peer.send(self.server.port)
         else:
             self.client = _bench.SocketInitiator(self.pool.address, peer.recv())

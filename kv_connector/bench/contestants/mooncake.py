@@ -4,20 +4,20 @@ import importlib
 from multiprocessing.connection import Connection
 
 from kv_connector.bench.contestants.python_loop import ping_pong
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.side import ContestantSide, Face, SideRole
+from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 # Pages of one call. With the default settings, the queue of its tcp transport refuses more.
 _PAGES_PER_CALL = 1024
 
 
-class MooncakeSide(Side):
+class MooncakeSide(ContestantSide):
     """Two engines that know each other by address alone (P2PHANDSHAKE)."""
 
     faces = (Face.PYTHON,)
 
-    def __init__(self, role: Role, pool: Pool) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory) -> None:
         super().__init__(role, pool)
         self.library = importlib.import_module("mooncake.engine")
         self.engine = self.library.TransferEngine()
@@ -28,7 +28,7 @@ class MooncakeSide(Side):
         peer.send((f"127.0.0.1:{self.engine.get_rpc_port()}", self.pool.address))
         self.peer, self.target = peer.recv()
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         # Plain lists of addresses, as MooncakeConnector builds them.
         size = workload.page_bytes
         sources = [self.pool.address + int(slot) * size for slot in source_slots]

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_connector.bench.contestants.python_loop import ping_pong
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.side import ContestantSide, Face, SideRole
+from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 
-class NixlSide(Side):
+class NixlSide(ContestantSide):
     """One end of NIXL.
 
     `progress_thread` is NIXL's default; without it both sides must poll, which is its fastest setting.
@@ -22,7 +22,7 @@ class NixlSide(Side):
 
     faces = (Face.PYTHON,)
 
-    def __init__(self, role: Role, pool: Pool, *, progress_thread: bool) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory, *, progress_thread: bool) -> None:
         super().__init__(role, pool)
         api = importlib.import_module("nixl._api")
         self.polls = not progress_thread
@@ -36,7 +36,7 @@ class NixlSide(Side):
         self.target, metadata = peer.recv()
         self.peer = self.agent.add_remote_agent(metadata)
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         # As in vLLM, one prepared list contains all pages of the pool, and each transfer picks indices from
         # it.
         ours, theirs = (

@@ -5,9 +5,9 @@ from multiprocessing.connection import Connection
 from kv_connector import _bench
 from kv_connector.bench.contestants.python_loop import ping_pong
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.side import Face, Role, Side
-from kv_connector.bench.workloads import LATENCY_BYTES, Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.side import ContestantSide, Face, SideRole
+from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 from kv_connector.engine import EngineConfig, EventKind, PagedWrite, Pages
 from kv_connector.engine.transfer_engine import TransferEngine
 
@@ -20,12 +20,12 @@ _NATIVE_FACES = {
 }
 
 
-class EngineSide(Side):
+class EngineSide(ContestantSide):
     """One transfer engine over one lane, with default settings. All its writes are counted."""
 
     faces = (Face.WORKER, Face.THREAD, Face.PYTHON)
 
-    def __init__(self, role: Role, pool: Pool, *, lane: Lane) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory, *, lane: Lane) -> None:
         super().__init__(role, pool)
         self.lane = lane
         self.config = EngineConfig(name=role, domains=lane.domains(role))
@@ -60,16 +60,16 @@ class EngineSide(Side):
 
     def _shake_hands(self) -> int:
         """Connects the two sides; the other side calls this too. Returns the other side's id here."""
-        if self.role is Role.INITIATOR:
-            offer = self.engine.offer(Role.TARGET)
+        if self.role is SideRole.INITIATOR:
+            offer = self.engine.offer(SideRole.TARGET)
             self.control.send(offer.data)
             self.engine.complete(offer.peer, self.control.recv())
             return offer.peer
-        answer = self.engine.accept(Role.INITIATOR, self.control.recv())
+        answer = self.engine.accept(SideRole.INITIATOR, self.control.recv())
         self.control.send(answer.data)
         return answer.peer
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         self.batch = PagedWrite(
             page_bytes=workload.page_bytes,
             source=self.region,
@@ -129,7 +129,7 @@ class EngineSide(Side):
             self.pool.size,
             self.pool.memfd,
         )
-        if self.role is Role.INITIATOR:
+        if self.role is SideRole.INITIATOR:
             self.control.send(native.offer())
             native.complete(self.control.recv())
         else:

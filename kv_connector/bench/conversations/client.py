@@ -78,7 +78,7 @@ class _Models(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """A complete answer. Times are in seconds."""
 
     text: str
@@ -94,7 +94,7 @@ class Answer:
     usage: Usage
 
 
-class Endpoint:
+class CompletionServer:
     """An OpenAI-compatible server."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Endpoint:
             raise TurnError("no model", f"{self.url}/v1/models names no model. Set --model")
         return models[0].id
 
-    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answer:
+    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> TimedAnswer:
         """Sends a request and reads its stream to the end. TurnError: the answer is not complete."""
         data = msgspec.json.encode(body)
         stream = _Stream(self.url)
@@ -192,14 +192,14 @@ class _Stream:
         if choice.finish_reason is not None:
             self._finished = now
 
-    def answer(self) -> Answer:
+    def answer(self) -> TimedAnswer:
         if self._finished is None:
             raise TurnError("broken stream", f"{self._url} ended the stream without finish_reason")
         if self._usage is None:
             raise TurnError("no usage", f"{self._url} sent no usage, which stream_options requested")
         # An answer of special tokens alone has no text.
         times = self._times or [self._finished]
-        return Answer(
+        return TimedAnswer(
             text="".join(self._text),
             said="".join(self._said),
             token_ids=self._token_ids,

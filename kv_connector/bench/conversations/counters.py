@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_connector.bench.conversations.results import Engine, Prediction
+from kv_connector.bench.conversations.results import EngineGrowth, Prediction
 
 # An engine sends its numbers with its next step, and a router with the next message of an engine. After two
 # equal readings the counters have settled.
@@ -25,7 +25,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 @dataclass(frozen=True)
-class Source:
+class MetricsSource:
     """A server with metrics."""
 
     name: str
@@ -46,11 +46,11 @@ class Reading:
     problem: str = ""
 
 
-async def read_all(http: aiohttp.ClientSession, sources: Sequence[Source]) -> list[Reading]:
+async def read_all(http: aiohttp.ClientSession, sources: Sequence[MetricsSource]) -> list[Reading]:
     return list(await asyncio.gather(*(_read(http, source) for source in sources)))
 
 
-async def read_settled(http: aiohttp.ClientSession, sources: Sequence[Source]) -> list[Reading]:
+async def read_settled(http: aiohttp.ClientSession, sources: Sequence[MetricsSource]) -> list[Reading]:
     """Reads until two readings have equal counters, or at most MOST_READINGS times."""
     readings = await read_all(http, sources)
     for _ in range(MOST_READINGS - 1):
@@ -70,7 +70,7 @@ def _counters(reading: Reading) -> Samples:
     }
 
 
-async def _read(http: aiohttp.ClientSession, source: Source) -> Reading:
+async def _read(http: aiohttp.ClientSession, source: MetricsSource) -> Reading:
     try:
         async with http.get(source.url, timeout=aiohttp.ClientTimeout(total=_READ_SECONDS)) as response:
             if response.status != 200:
@@ -95,7 +95,7 @@ def _samples(text: str) -> Iterator[tuple[tuple[str, frozenset[tuple[str, str]]]
             yield (sample.name, frozenset(sample.labels.items())), sample.value
 
 
-def engine(source: Source, before: Reading, after: Reading) -> Engine:
+def engine(source: MetricsSource, before: Reading, after: Reading) -> EngineGrowth:
     """Returns the growth of an engine's counters."""
     problem = before.problem or after.problem
     if not problem and any(value < before.samples.get(key, 0.0) for key, value in _counters(after).items()):
@@ -103,7 +103,7 @@ def engine(source: Source, before: Reading, after: Reading) -> Engine:
     if not problem and not any(name.startswith(("vllm:", "kv_connector_")) for name, _ in after.samples):
         problem = f"{source.url} has no metrics of vLLM or kv-connector"
     if problem:
-        return Engine(name=source.name, side=source.side, problem=problem)
+        return EngineGrowth(name=source.name, side=source.side, problem=problem)
 
     def grown(name: str, **labels: str) -> int | None:
         return _grown(before.samples, after.samples, name, labels)
@@ -113,7 +113,7 @@ def engine(source: Source, before: Reading, after: Reading) -> Engine:
     if computed is None:
         cached = grown("vllm:prompt_tokens_cached_total")
         computed = None if prompt is None or cached is None else prompt - cached
-    return Engine(
+    return EngineGrowth(
         name=source.name,
         side=source.side,
         requests=grown("vllm:request_success_total"),
@@ -133,7 +133,7 @@ def _grown(before: Samples, after: Samples, name: str, labels: Mapping[str, str]
     return round(sum(after[key] - before.get(key, 0.0) for key in keys)) if keys else None
 
 
-def predictions(source: Source, before: Reading, after: Reading) -> Iterator[Prediction]:
+def predictions(source: MetricsSource, before: Reading, after: Reading) -> Iterator[Prediction]:
     """Yields the growth of a router's counters of predicted and actual hits, if it has any."""
     if before.problem:
         return

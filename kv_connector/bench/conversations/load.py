@@ -9,11 +9,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kv_connector.bench.conversations.client import Answer, Endpoint, TurnError, Usage
+from kv_connector.bench.conversations.client import CompletionServer, TimedAnswer, TurnError, Usage
 from kv_connector.bench.conversations.prompts import Api, Dialogue, Piece, Scale, new_dialogue, piece
 from kv_connector.bench.conversations.results import Turn
-from kv_connector.bench.conversations.trace import BLOCK_TOKENS, Request
-from kv_connector.bench.conversations.workload import Pace, Shape
+from kv_connector.bench.conversations.trace import BLOCK_TOKENS, TracedRequest
+from kv_connector.bench.conversations.workload import ConversationShape, Pace
 from kv_connector.lab.comparison import common
 
 # Words of the requests that measure tokens per word. A byte-level tokenizer makes 1,280 tokens of the
@@ -50,7 +50,7 @@ class Manner:
         return {**body, "ignore_eos": True} if self.ignore_eos else body
 
 
-async def calibrate(endpoint: Endpoint, manner: Manner) -> Scale:
+async def calibrate(endpoint: CompletionServer, manner: Manner) -> Scale:
     """Measures the tokens of words by the usage of short requests. TurnError: one of them failed."""
     if manner.api is Api.TOKENS:
         return Scale()
@@ -74,16 +74,16 @@ async def calibrate(endpoint: Endpoint, manner: Manner) -> Scale:
     return Scale(word=word, message=message, prompt=many - _MANY * word - message)
 
 
-class Load:
+class ConversationLoad:
     """The turns of one run. ``record`` receives each turn when it has ended."""
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        endpoints: Sequence[CompletionServer],
         manner: Manner,
         scale: Scale,
         record: Callable[[Turn], None],
-        compare: Endpoint | None = None,
+        compare: CompletionServer | None = None,
     ) -> None:
         """All turns of a conversation go to the same endpoint. ``compare``: its answers must be equal."""
         self._endpoints = endpoints
@@ -93,7 +93,7 @@ class Load:
         self._compare = compare
         self._began = 0.0
 
-    async def converse(self, shape: Shape, pace: Pace) -> None:
+    async def converse(self, shape: ConversationShape, pace: Pace) -> None:
         """Runs all conversations of a workload."""
         self._began = time.perf_counter()
         numbers = iter(range(1, shape.conversations + 1))
@@ -107,7 +107,7 @@ class Load:
             for number, at in zip(numbers, pace.starts(self._manner.seed), strict=False)
         )
 
-    async def replay(self, requests: Sequence[Request], speed: float) -> None:
+    async def replay(self, requests: Sequence[TracedRequest], speed: float) -> None:
         """Sends the lines of a trace at their times, divided by ``speed``."""
         self._began = time.perf_counter()
         await self._open_loop((request.at / speed, partial(self._line, request)) for request in requests)
@@ -119,11 +119,11 @@ class Load:
                 await asyncio.sleep(due - time.perf_counter())
                 group.create_task(begin(due))
 
-    async def _one_after_another(self, shape: Shape, pace: Pace, numbers: Iterator[int]) -> None:
+    async def _one_after_another(self, shape: ConversationShape, pace: Pace, numbers: Iterator[int]) -> None:
         for number in numbers:
             await self._conversation(shape, pace, number, time.perf_counter())
 
-    async def _conversation(self, shape: Shape, pace: Pace, number: int, due: float) -> None:
+    async def _conversation(self, shape: ConversationShape, pace: Pace, number: int, due: float) -> None:
         """Sends the turns of one conversation until one fails."""
         dialogue = new_dialogue(self._manner.api)
         # Long prompts take milliseconds, which would delay the events of other streams.
@@ -148,7 +148,7 @@ class Load:
             if turn < shape.turns:
                 await asyncio.sleep(pause)
 
-    def _messages(self, shape: Shape, number: int) -> list[Piece]:
+    def _messages(self, shape: ConversationShape, number: int) -> list[Piece]:
         api, seed = self._manner.api, self._manner.seed
         pieces = []
         if shape.system:
@@ -160,14 +160,14 @@ class Load:
             pieces.append(piece(api, f"{seed}:{number}:{turn}", count))
         return pieces
 
-    async def _line(self, request: Request, due: float) -> None:
+    async def _line(self, request: TracedRequest, due: float) -> None:
         dialogue = new_dialogue(self._manner.api)
         dialogue.add("user", await asyncio.to_thread(self._blocks, request))
         body = self._manner.body(dialogue, request.output_tokens)
         new = partial(_new_of_line, new=request.new_tokens)
         await self._turn(request.conversation, request.turn, due, body, new)
 
-    def _blocks(self, request: Request) -> Piece:
+    def _blocks(self, request: TracedRequest) -> Piece:
         """Returns the prompt of a line. Equal blocks have equal words."""
         api, scale = self._manner.api, Scale(word=self._scale.word)
         *complete, last = (f"{self._manner.seed}:block:{block}" for block in request.blocks)
@@ -185,7 +185,7 @@ class Load:
         due: float,
         body: Mapping[str, Any],
         new: Callable[[Usage], tuple[int, int]],
-    ) -> Answer | None:
+    ) -> TimedAnswer | None:
         """Sends a turn and records it. ``new`` returns its new and its unseen tokens. None: it failed."""
         endpoint = self._endpoints[(conversation - 1) % len(self._endpoints)]
         path, session = self._manner.api.path, self._manner.session_header
@@ -225,7 +225,7 @@ class Load:
         return answer
 
 
-def first_difference(api: Api, answer: Answer, expected: Answer) -> str:
+def first_difference(api: Api, answer: TimedAnswer, expected: TimedAnswer) -> str:
     """Returns the first position at which two answers differ, counted from 1, with what is there; empty: they
     are equal."""
     if api is Api.TOKENS:
@@ -243,7 +243,7 @@ def first_difference(api: Api, answer: Answer, expected: Answer) -> str:
     return f"character {at + 1}: {said[at : at + _SHOWN]!r} instead of {right[at : at + _SHOWN]!r}"
 
 
-def _repeated(api: Api, answer: Answer) -> Piece:
+def _repeated(api: Api, answer: TimedAnswer) -> Piece:
     return answer.token_ids if api is Api.TOKENS else answer.text
 
 

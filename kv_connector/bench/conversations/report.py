@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from kv_connector.bench.conversations.results import Engine, Prediction, Totals, Turn
+from kv_connector.bench.conversations.results import EngineGrowth, Prediction, Totals, Turn
 from kv_connector.bench.conversations.turn_numbers import TurnNumbers
 from kv_connector.bench.tables import print_table
 
@@ -25,7 +25,9 @@ _HEADER = [
 ]
 
 
-def totals(turns: Sequence[Turn], engines: Sequence[Engine], seconds: float, *, interrupted: bool) -> Totals:
+def totals(
+    turns: Sequence[Turn], engines: Sequence[EngineGrowth], seconds: float, *, interrupted: bool
+) -> Totals:
     complete = [turn for turn in turns if not turn.failed]
     cached = [turn.cached_tokens for turn in complete if turn.cached_tokens is not None]
     return Totals(
@@ -53,7 +55,7 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _spread(engines: Sequence[Engine]) -> Iterator[tuple[str, float]]:
+def _spread(engines: Sequence[EngineGrowth]) -> Iterator[tuple[str, float]]:
     for side in dict.fromkeys(engine.side for engine in engines):
         tokens = [engine.prompt_tokens for engine in engines if engine.side == side]
         known = [number for number in tokens if number is not None]
@@ -64,7 +66,7 @@ def _spread(engines: Sequence[Engine]) -> Iterator[tuple[str, float]]:
 def print_results(
     console: Console,
     turns: Sequence[Turn],
-    engines: Sequence[Engine],
+    engines: Sequence[EngineGrowth],
     predictions: Sequence[Prediction],
     total: Totals,
 ) -> None:
@@ -123,7 +125,7 @@ def _turn_row(name: str, turns: Sequence[Turn]) -> list[str]:
     ]
 
 
-def _engine_row(engine: Engine) -> list[str]:
+def _engine_row(engine: EngineGrowth) -> list[str]:
     hits = _ratio(engine.local_hit_tokens, engine.prompt_tokens)
     return [
         escape(engine.name),

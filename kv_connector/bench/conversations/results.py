@@ -37,7 +37,7 @@ class Turn(msgspec.Struct, tag="turn", kw_only=True, frozen=True):
         return bool(self.cause)
 
 
-class Engine(msgspec.Struct, tag="engine", kw_only=True, frozen=True):
+class EngineGrowth(msgspec.Struct, tag="engine", kw_only=True, frozen=True):
     """The growth of one engine's counters during a run. None: the engine does not have the counter."""
 
     name: str

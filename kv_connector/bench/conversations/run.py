@@ -14,21 +14,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from kv_connector.bench.conversations.client import Endpoint, TurnError
+from kv_connector.bench.conversations.client import CompletionServer, TurnError
 from kv_connector.bench.conversations.counters import (
+    MetricsSource,
     Reading,
-    Source,
     engine,
     predictions,
     read_all,
     read_settled,
 )
-from kv_connector.bench.conversations.load import Load, Manner, calibrate
+from kv_connector.bench.conversations.load import ConversationLoad, Manner, calibrate
 from kv_connector.bench.conversations.prompts import Api
 from kv_connector.bench.conversations.report import print_results, totals
 from kv_connector.bench.conversations.results import Turn
-from kv_connector.bench.conversations.trace import Request
-from kv_connector.bench.conversations.workload import Pace, Shape
+from kv_connector.bench.conversations.trace import TracedRequest
+from kv_connector.bench.conversations.workload import ConversationShape, Pace
 from kv_connector.bench.machine import conditions
 from kv_connector.bench.records import append
 from kv_connector.bench.tables import print_conditions
@@ -40,7 +40,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 class Generated:
     """Conversations of the generator."""
 
-    shape: Shape
+    shape: ConversationShape
     pace: Pace
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Traced:
     """The requests of a trace file."""
 
     file: Path
-    requests: Sequence[Request]
+    requests: Sequence[TracedRequest]
     speed: float
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class ConversationsPlan:
     session_header: str
     timeout: float
     """Limit of one request, in seconds."""
-    engines: Sequence[Source]
+    engines: Sequence[MetricsSource]
     compare: str
     """URL of the endpoint whose answers are right; empty: none."""
     json: Path | None
@@ -118,7 +118,7 @@ def run(plan: ConversationsPlan, console: Console) -> bool:
 class _Measurement:
     def __init__(self, plan: ConversationsPlan) -> None:
         self._plan = plan
-        self._sources = [*plan.engines, *(Source(url, f"{url}/metrics") for url in plan.urls)]
+        self._sources = [*plan.engines, *(MetricsSource(url, f"{url}/metrics") for url in plan.urls)]
         self._before: list[Reading] = []
         self._after: list[Reading] = []
         self._turns: list[Turn] = []
@@ -130,7 +130,7 @@ class _Measurement:
         key = os.environ.get(KEY_VARIABLE, "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with _http() as http:
-            endpoint = partial(Endpoint, http, timeout=plan.timeout, headers=headers)
+            endpoint = partial(CompletionServer, http, timeout=plan.timeout, headers=headers)
             endpoints = [endpoint(url) for url in plan.urls]
             compare = endpoint(plan.compare) if plan.compare else None
             manner = Manner(
@@ -148,7 +148,7 @@ class _Measurement:
                 append(plan.json, turn)
                 status.update(f"{len(self._turns)} turns ended")
 
-            load = Load(endpoints, manner, scale, record, compare)
+            load = ConversationLoad(endpoints, manner, scale, record, compare)
             self.began = time.perf_counter()
             if isinstance(plan.work, Generated):
                 await load.converse(plan.work.shape, plan.work.pace)

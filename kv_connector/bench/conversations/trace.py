@@ -35,7 +35,7 @@ class _Line(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Request:
+class TracedRequest:
     """One line of a trace."""
 
     at: float
@@ -50,14 +50,14 @@ class Request:
     """Prompt tokens behind the longest prefix that an earlier line has."""
 
 
-def read_trace(path: Path, limit: int = MAX_LINES) -> list[Request]:
+def read_trace(path: Path, limit: int = MAX_LINES) -> list[TracedRequest]:
     """Reads and checks the whole file. Returns the first ``limit`` requests.
 
     A line continues the conversation of the earlier line with the longest prompt whose complete blocks it
     begins with. TraceError: a line is not valid. OSError: the file is not readable.
     """
     prefixes = _Prefixes()
-    requests: list[Request] = []
+    requests: list[TracedRequest] = []
     began = before = ids = 0.0
     with path.open("rb") as file:
         number = 0
@@ -78,7 +78,7 @@ def read_trace(path: Path, limit: int = MAX_LINES) -> list[Request]:
             if len(requests) < limit:
                 conversation, turn, known = prefixes.add(line)
                 requests.append(
-                    Request(
+                    TracedRequest(
                         at=(line.timestamp - began) / 1e3,
                         input_tokens=line.input_length,
                         output_tokens=line.output_length,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Shape:
+class ConversationShape:
     """The lengths of a workload. Lengths are in tokens."""
 
     conversations: int
@@ -27,11 +27,13 @@ class Shape:
 
 
 PRESETS = {
-    "chat": Shape(conversations=50, turns=8, system=2_000, first=300, message=300, answer=300),
+    "chat": ConversationShape(conversations=50, turns=8, system=2_000, first=300, message=300, answer=300),
     # Prompts grow from 60,000 to 139,989 tokens: 39 times an answer and a tool's output.
-    "agent": Shape(conversations=10, turns=40, system=10_000, first=50_000, message=1_651, answer=400),
+    "agent": ConversationShape(
+        conversations=10, turns=40, system=10_000, first=50_000, message=1_651, answer=400
+    ),
     # 5,178 prompt tokens a conversation, of which 1,318 are not in the prompt of the turn before.
-    "small": Shape(conversations=20, turns=6, system=0, first=408, message=124, answer=58),
+    "small": ConversationShape(conversations=20, turns=6, system=0, first=408, message=124, answer=58),
 }
 
 

@@ -34,7 +34,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class FinishedRequest:
     """The outcome of one request. Without tokens and problem, its client left."""
 
     prompt: int
@@ -44,7 +44,7 @@ class Request:
     problem: str
 
 
-class Clients:
+class FaultClients:
     """The clients of one deployment, through one fault. `expected` are the right answers to `prompts`."""
 
     def __init__(self, url: str, expected: Sequence[Tokens]) -> None:
@@ -54,8 +54,8 @@ class Clients:
         self.expected = expected
         self.fault = math.inf
         """Time of the fault."""
-        self.requests: list[Request] = []
-        self.probes: list[Request] = []
+        self.requests: list[FinishedRequest] = []
+        self.probes: list[FinishedRequest] = []
         """Requests of `until_right`."""
 
     async def leave(self, engines: Sequence[EngineProcess], limit: float) -> float | None:
@@ -129,7 +129,9 @@ class Clients:
                 await asyncio.sleep(PAUSE_SECONDS)
         return None
 
-    async def _ask(self, http: httpx.AsyncClient, prompt: int, seconds: float | None = None) -> Request:
+    async def _ask(
+        self, http: httpx.AsyncClient, prompt: int, seconds: float | None = None
+    ) -> FinishedRequest:
         """Sends one request, whose client leaves after ``seconds``."""
         began, tokens, problem = time.monotonic(), Tokens(), ""
         try:
@@ -139,7 +141,7 @@ class Clients:
             pass
         except (LoadError, httpx.HTTPError) as error:
             problem = f"{type(error).__name__}: {error}"
-        return Request(prompt, began, time.monotonic(), tokens, problem)
+        return FinishedRequest(prompt, began, time.monotonic(), tokens, problem)
 
 
 async def until_empty(

@@ -13,7 +13,7 @@ from kv_connector.lab.process import Process, stop
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningDeployment:
     """A deployment that serves completions at `url`."""
 
     url: str
@@ -32,7 +32,7 @@ class Deployment:
     name: str
     """Value of --deployments."""
     label: str
-    start: Callable[[LocalCluster, ExitStack], Running]
+    start: Callable[[LocalCluster, ExitStack], RunningDeployment]
     """Starts its processes and returns at once.
 
     Processes that the cluster does not own end with the stack.
@@ -41,18 +41,20 @@ class Deployment:
     """Python module that the deployment needs and that is no dependency of this project."""
 
 
-def _alone(cluster: LocalCluster, _: ExitStack) -> Running:
+def _alone(cluster: LocalCluster, _: ExitStack) -> RunningDeployment:
     engine = cluster.start_engine("alone")
-    return Running(engine.url, (engine,))
+    return RunningDeployment(engine.url, (engine,))
 
 
-def _ours(cluster: LocalCluster, _: ExitStack) -> Running:
+def _ours(cluster: LocalCluster, _: ExitStack) -> RunningDeployment:
     prefill = cluster.start_engine("ours-prefill", role="kv_producer")
     decode = cluster.start_engine("ours-decode", role="kv_consumer")
-    return Running(cluster.start_router("ours-router", prefill=[prefill], decode=[decode]), (prefill, decode))
+    return RunningDeployment(
+        cluster.start_router("ours-router", prefill=[prefill], decode=[decode]), (prefill, decode)
+    )
 
 
-def _nixl(cluster: LocalCluster, _: ExitStack) -> Running:
+def _nixl(cluster: LocalCluster, _: ExitStack) -> RunningDeployment:
     """Goes through our router, prefill before decode, which is NIXL's flow."""
     engines = []
     for name, role in (("nixl-prefill", "kv_producer"), ("nixl-decode", "kv_consumer")):
@@ -62,10 +64,10 @@ def _nixl(cluster: LocalCluster, _: ExitStack) -> Running:
         engines.append(_engine(cluster, name, transfer, environment))
     prefill, decode = engines
     url = cluster.start_router("nixl-router", prefill=[prefill], decode=[decode], dispatch="serial")
-    return Running(url, (prefill, decode))
+    return RunningDeployment(url, (prefill, decode))
 
 
-def _mooncake(cluster: LocalCluster, stack: ExitStack) -> Running:
+def _mooncake(cluster: LocalCluster, stack: ExitStack) -> RunningDeployment:
     bootstrap, port = free_ports(2)
     engines = []
     for name, role in (("mooncake-prefill", "kv_producer"), ("mooncake-decode", "kv_consumer")):
@@ -82,7 +84,7 @@ def _mooncake(cluster: LocalCluster, stack: ExitStack) -> Running:
     command += ["--prefill", prefill.url, "--decode", decode.url, "--bootstrap", f"http://{HOST}:{bootstrap}"]
     proxy = Process("mooncake-proxy", command, environment={}, log=cluster.directory / "mooncake-proxy.log")
     stack.callback(stop, [proxy])
-    return Running(f"http://{HOST}:{port}", (prefill, decode), proxy)
+    return RunningDeployment(f"http://{HOST}:{port}", (prefill, decode), proxy)
 
 
 def _engine(

@@ -22,11 +22,11 @@ from kv_connector.bench.pd.clients import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     RIGHT_SECONDS,
-    Clients,
+    FaultClients,
     Tokens,
     right_answers,
 )
-from kv_connector.bench.pd.deployments import DEPLOYMENTS, Deployment, Running
+from kv_connector.bench.pd.deployments import DEPLOYMENTS, Deployment, RunningDeployment
 from kv_connector.bench.pd.load import LoadError
 from kv_connector.bench.pd.run import SETTINGS
 from kv_connector.bench.records import append
@@ -142,7 +142,9 @@ def run(plan: FaultPlan, console: Console) -> bool:
 
 
 @contextmanager
-def _started(deployment: Deployment, logs: Path, model: Path) -> Iterator[tuple[LocalCluster, Running]]:
+def _started(
+    deployment: Deployment, logs: Path, model: Path
+) -> Iterator[tuple[LocalCluster, RunningDeployment]]:
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(logs, model, _SETTINGS))
         running = deployment.start(cluster, stack)
@@ -154,10 +156,10 @@ def _suffer(
     deployment: Deployment,
     fault: Fault,
     cluster: LocalCluster,
-    running: Running,
+    running: RunningDeployment,
     expected: Sequence[Tokens],
 ) -> Suffered:
-    clients = Clients(running.url, expected)
+    clients = FaultClients(running.url, expected)
     if asyncio.run(clients.until_right()) is None:
         raise LoadError(f"no right answer in the first {RIGHT_SECONDS:.0f} s: {clients.probes[-1].problem}")
     if fault.victim is None:
@@ -173,7 +175,7 @@ def _suffer(
 
 
 def _suffered(
-    clients: Clients, deployment: str, fault: str, empty: float | None, right: float | None
+    clients: FaultClients, deployment: str, fault: str, empty: float | None, right: float | None
 ) -> Suffered:
     under_way = [r for r in clients.requests if r.began < clients.fault < r.ended]
     later = [r for r in clients.requests if r.began >= clients.fault]

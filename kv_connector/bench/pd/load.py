@@ -23,7 +23,7 @@ class LoadError(RuntimeError):
     """A request failed. The message is the server's own."""
 
 
-class Load(msgspec.Struct, frozen=True):
+class PromptLoad(msgspec.Struct, frozen=True):
     """`requests` prompts of `prompt_tokens` random tokens each, `concurrency` of them at a time."""
 
     prompt_tokens: int
@@ -35,31 +35,31 @@ class Load(msgspec.Struct, frozen=True):
         return f"{self.prompt_tokens} tokens, {self.concurrency} at a time"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class LoadAnswer(msgspec.Struct, frozen=True):
     ttft: float
     """Seconds from sending the request to its first token."""
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedLoad:
     seconds: float
     """Seconds from the first request to the last token."""
-    answers: Sequence[Answer]
+    answers: Sequence[LoadAnswer]
     """Answers in the order of the prompts."""
 
 
-def serve(url: str, load: Load, seed: int) -> Served:
+def serve(url: str, load: PromptLoad, seed: int) -> ServedLoad:
     """Blocks until all requests are answered. LoadError: a request failed."""
     return asyncio.run(_serve(url, load, seed))
 
 
-async def _serve(url: str, load: Load, seed: int) -> Served:
+async def _serve(url: str, load: PromptLoad, seed: int) -> ServedLoad:
     prompts = np.random.default_rng(seed).integers(*TOKENS, (load.requests, load.prompt_tokens)).tolist()
     turn = asyncio.Semaphore(load.concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client:
 
-        async def in_turn(prompt: list[int]) -> Answer:
+        async def in_turn(prompt: list[int]) -> LoadAnswer:
             async with turn:
                 return await complete(client, prompt, OUTPUT_TOKENS)
 
@@ -68,19 +68,19 @@ async def _serve(url: str, load: Load, seed: int) -> Served:
             answers = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
         except httpx.HTTPError as error:
             raise LoadError(f"{url}: {type(error).__name__}: {error}") from error
-        return Served(time.perf_counter() - start, answers)
+        return ServedLoad(time.perf_counter() - start, answers)
 
 
-class _Choice(msgspec.Struct):
+class _LoadChoice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+class _LoadChunk(msgspec.Struct):
+    choices: list[_LoadChoice] = []
     error: object = None
 
 
-async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> Answer:
+async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> LoadAnswer:
     """Sends one request. LoadError, httpx.HTTPError: the answer is not complete."""
     body = {
         "model": MODEL_NAME,
@@ -100,7 +100,7 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: 
         events = Events()
         async for some in response.aiter_bytes():
             for event in events.feed(some):
-                chunk = msgspec.json.decode(event, type=_Chunk)
+                chunk = msgspec.json.decode(event, type=_LoadChunk)
                 if chunk.error is not None:
                     raise LoadError(f"error in the stream: {chunk.error}")
                 for choice in chunk.choices:
@@ -109,4 +109,4 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], output_tokens: 
                         tokens += choice.token_ids
     if len(tokens) != output_tokens:
         raise LoadError(f"{len(tokens)} tokens instead of {output_tokens}")
-    return Answer(first, tuple(tokens))
+    return LoadAnswer(first, tuple(tokens))

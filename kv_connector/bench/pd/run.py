@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kv_connector.bench.machine import conditions
-from kv_connector.bench.pd.deployments import Deployment, Running
-from kv_connector.bench.pd.load import OUTPUT_TOKENS, Answer, Load, LoadError, serve
+from kv_connector.bench.pd.deployments import Deployment, RunningDeployment
+from kv_connector.bench.pd.load import OUTPUT_TOKENS, LoadAnswer, LoadError, PromptLoad, serve
 from kv_connector.bench.records import append
 from kv_connector.bench.tables import leave_out_missing, print_conditions, print_table, verdict
 from kv_connector.lab import plots
@@ -25,25 +25,25 @@ from kv_connector.lab.cluster import EngineSettings, LocalCluster
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import Process, StartError
 
-LOADS = (Load(512, 1, 6), Load(512, 8, 16), Load(2048, 1, 6), Load(2048, 8, 16))
+LOADS = (PromptLoad(512, 1, 6), PromptLoad(512, 8, 16), PromptLoad(2048, 1, 6), PromptLoad(2048, 8, 16))
 
 TTFT_LIMIT = 1.5
 """Limit for our TTFT as a multiple of one engine's, one request at a time."""
 
 # Connections broke while a deployment was frozen. The first requests after it may fail until they are back.
 _WARM_UP_SECONDS = 60.0
-_WARM_UP = Load(300, 1, 2)
+_WARM_UP = PromptLoad(300, 1, 2)
 
 # The whole prompt is one step, and no prompt occurs twice, so that prefill and transfer are measured.
 SETTINGS = EngineSettings(max_batched_tokens=4096, prefix_caching=False)
 
 
-class Measured(msgspec.Struct, tag="pd", kw_only=True, frozen=True):
+class MeasuredDeployment(msgspec.Struct, tag="pd", kw_only=True, frozen=True):
     """One deployment under one load in one round."""
 
     round: int
     deployment: str
-    load: Load
+    load: PromptLoad
     seconds: float
     ttft: list[float]
     cpu_seconds: float
@@ -99,17 +99,17 @@ class _Bench:
         self._model = model
         self._stack = stack
         self._console = console
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningDeployment] = {}
         self.failures: list[str] = []
 
-    def run(self, deployments: Sequence[Deployment], rounds: int) -> list[Measured]:
+    def run(self, deployments: Sequence[Deployment], rounds: int) -> list[MeasuredDeployment]:
         for deployment in deployments:
             with self._console.status(f"starting: {deployment.label}"), self._tolerate(deployment):
                 self._running[deployment.name] = self._start(deployment)
-        records: list[Measured] = []
+        records: list[MeasuredDeployment] = []
         for number in range(1, rounds + 1):
             for load in LOADS:
-                expected: Sequence[Answer] | None = None
+                expected: Sequence[LoadAnswer] | None = None
                 for deployment in deployments:
                     if deployment.name not in self._running:
                         continue
@@ -128,7 +128,7 @@ class _Bench:
         except (LoadError, StartError) as error:
             self.failures.append(f"{deployment.label}: {error}")
 
-    def _start(self, deployment: Deployment) -> Running:
+    def _start(self, deployment: Deployment) -> RunningDeployment:
         """Starts a deployment and stops its processes.
 
         The run's stack ends them. StartError, LoadError: it does not serve.
@@ -146,8 +146,8 @@ class _Bench:
         return running
 
     def _measure(
-        self, number: int, name: str, load: Load, expected: Sequence[Answer] | None
-    ) -> tuple[Measured, Sequence[Answer]]:
+        self, number: int, name: str, load: PromptLoad, expected: Sequence[LoadAnswer] | None
+    ) -> tuple[MeasuredDeployment, Sequence[LoadAnswer]]:
         running = self._running[name]
         _signal(running, signal.SIGCONT)
         try:
@@ -158,7 +158,7 @@ class _Bench:
         finally:
             _signal(running, signal.SIGSTOP)
         pairs = zip(served.answers, expected or served.answers, strict=True)
-        record = Measured(
+        record = MeasuredDeployment(
             round=number,
             deployment=name,
             load=load,
@@ -169,7 +169,7 @@ class _Bench:
         )
         return record, served.answers
 
-    def _warm_up(self, running: Running) -> None:
+    def _warm_up(self, running: RunningDeployment) -> None:
         """Sends requests until one is answered. LoadError: none was, with the last error."""
         deadline = time.monotonic() + _WARM_UP_SECONDS
         while True:
@@ -182,7 +182,7 @@ class _Bench:
                 time.sleep(0.5)
 
 
-def _signal(running: Running, number: signal.Signals) -> None:
+def _signal(running: RunningDeployment, number: signal.Signals) -> None:
     for process in running.processes:
         process.signal(number)
 
@@ -199,11 +199,13 @@ def _cpu_seconds(processes: Sequence[Process]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-Cell = tuple[str, Load]
+Cell = tuple[str, PromptLoad]
 
 
-def _print(console: Console, deployments: Sequence[Deployment], records: Sequence[Measured]) -> None:
-    cells: dict[Cell, list[Measured]] = {}
+def _print(
+    console: Console, deployments: Sequence[Deployment], records: Sequence[MeasuredDeployment]
+) -> None:
+    cells: dict[Cell, list[MeasuredDeployment]] = {}
     for record in records:
         cells.setdefault((record.deployment, record.load), []).append(record)
     header = ["", *(load.name for load in LOADS)]
@@ -235,7 +237,7 @@ class _Summary:
     """Requests a second."""
 
 
-def _summary(records: Sequence[Measured]) -> _Summary:
+def _summary(records: Sequence[MeasuredDeployment]) -> _Summary:
     return _Summary(
         ttft=statistics.median(ttft for record in records for ttft in record.ttft),
         rate=statistics.median(record.load.requests / record.seconds for record in records),
@@ -267,7 +269,7 @@ def _aim_rows(summaries: Mapping[Cell, _Summary]) -> Iterator[list[str]]:
                 yield [name, load.name, "requests/s", f"{rate:.2f}", "over 1", verdict(rate > 1)]
 
 
-def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[Measured]) -> None:
+def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[MeasuredDeployment]) -> None:
     """Draws times to first token, and requests a second."""
     ttft, rate = list[plots.Series](), list[plots.Series]()
     for deployment in deployments:
@@ -290,18 +292,18 @@ def _plot(file: Path, deployments: Sequence[Deployment], records: Sequence[Measu
     )
 
 
-def _ttft_ms(records: Sequence[Measured]) -> tuple[float | None, float | None]:
+def _ttft_ms(records: Sequence[MeasuredDeployment]) -> tuple[float | None, float | None]:
     """Returns the median and the 90th percentile over all requests."""
     ttfts = sorted(ttft * 1e3 for record in records for ttft in record.ttft)
     return (statistics.median(ttfts), ttfts[len(ttfts) * 9 // 10]) if ttfts else (None, None)
 
 
-def _ttft(records: Sequence[Measured]) -> str:
+def _ttft(records: Sequence[MeasuredDeployment]) -> str:
     median, last = _ttft_ms(records)
     return "-" if median is None else f"{median:.0f} / {last:.0f}"
 
 
-def _rate(records: Sequence[Measured]) -> str:
+def _rate(records: Sequence[MeasuredDeployment]) -> str:
     if not records:
         return "-"
     rate = _summary(records).rate

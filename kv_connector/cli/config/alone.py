@@ -11,8 +11,14 @@ from urllib.parse import urlsplit
 
 import typer
 
-from kv_connector.agent.settings import DEFAULT_PROVIDERS, Settings, SettingsError, examine_settings, nearest
-from kv_connector.cli.config.deployment import STAND_IN, Engine, Router, Unknown
+from kv_connector.agent.settings import (
+    DEFAULT_PROVIDERS,
+    AgentSettings,
+    SettingsError,
+    examine_settings,
+    nearest,
+)
+from kv_connector.cli.config.deployment import STAND_IN, ConfiguredEngine, Router, Unknown
 from kv_connector.cli.config.files import options_of
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.findings import Finding, Verdict
@@ -22,15 +28,15 @@ from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings as RouterSettings
+from kv_connector.router.engines.settings import RouterSettings
 
 
 @dataclass(frozen=True)
 class CheckedEngine:
     """An engine with the usable part of its settings."""
 
-    engine: Engine
-    settings: Settings
+    engine: ConfiguredEngine
+    settings: AgentSettings
     key_file: str | None
 
     @property
@@ -65,7 +71,7 @@ class CheckedRouter:
         return self.router.where
 
 
-def check_engine(engine: Engine) -> tuple[CheckedEngine, list[Finding]]:
+def check_engine(engine: ConfiguredEngine) -> tuple[CheckedEngine, list[Finding]]:
     settings, wrong = examine_settings(engine.settings)
     named = settings.control_key_file or _variable(engine.environment, KEY_FILE_VARIABLE)
     checked = CheckedEngine(engine, settings, named)
@@ -161,7 +167,7 @@ def _engine_problems(checked: CheckedEngine) -> Iterator[str]:
         yield from _url_problems(settings.api_url, settings)
 
 
-def _lane_problems(settings: Settings) -> Iterator[str]:
+def _lane_problems(settings: AgentSettings) -> Iterator[str]:
     try:
         from kv_connector.engine.transfer_engine import providers
     except ImportError:
@@ -181,7 +187,7 @@ def _lane_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _url_problems(url: str, settings: Settings) -> Iterator[str]:
+def _url_problems(url: str, settings: AgentSettings) -> Iterator[str]:
     try:
         Endpoint.parse(url)
     except ValueError as error:
@@ -200,7 +206,7 @@ def _variable(environment: Mapping[str, str], name: str) -> str | None:
     return environment.get(name) or os.environ.get(name) or None
 
 
-def check_variables(parts: Iterable[Engine | Router | Unknown]) -> Iterator[Finding]:
+def check_variables(parts: Iterable[ConfiguredEngine | Router | Unknown]) -> Iterator[Finding]:
     """Reports each unknown variable that begins like ours once, whichever part it is set for."""
     found = {
         (part.machine.name, name)

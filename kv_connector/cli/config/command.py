@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kv_connector.cli.config.alone import check_engine, check_router, check_variables
-from kv_connector.cli.config.deployment import STAND_IN, Engine, Unknown, Unreadable
+from kv_connector.cli.config.deployment import STAND_IN, ConfiguredEngine, Unknown, Unreadable
 from kv_connector.cli.config.files import read, variables
 from kv_connector.cli.config.together import check_together
 from kv_connector.cli.findings import Finding, Verdict, print_findings
@@ -55,7 +55,7 @@ def check(
     for part in parts:
         if isinstance(part, Unknown):
             findings.append(Finding(part.where, Verdict.NOTE, part.words))
-        elif isinstance(part, Engine):
+        elif isinstance(part, ConfiguredEngine):
             engine, found = check_engine(part)
             engines.append(engine)
             findings += found

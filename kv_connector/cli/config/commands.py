@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kv_connector.cli.config.deployment import STAND_IN, Command, Machine, Unreadable
+from kv_connector.cli.config.deployment import STAND_IN, Command, PortScope, Unreadable
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 _HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?\s*\2$", re.MULTILINE)
@@ -32,10 +32,10 @@ def shell_commands(where: str, text: str, known: Mapping[str, str]) -> Iterator[
             rest.pop(0)
         if rest:
             words = [expand(word, {**known, **mine}) for word in rest]
-            yield Command(where, Machine(where), tuple(words), mine)
+            yield Command(where, PortScope(where), tuple(words), mine)
         else:
             environment = mine
-    yield Command(where, Machine(where), (), environment)
+    yield Command(where, PortScope(where), (), environment)
 
 
 def _split(where: str, text: str) -> Iterator[list[str]]:
@@ -93,7 +93,7 @@ def environment_file(where: str, text: str) -> Command | None:
         value = assignment["value"].strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         environment[assignment["name"]] = value[1:-1] if quoted else value
-    return Command(where, Machine(where), (), environment) if environment else None
+    return Command(where, PortScope(where), (), environment) if environment else None
 
 
 def containers(
@@ -117,7 +117,7 @@ def containers(
     mine = {**known, **environment}
     words = [word for key in ("entrypoint", "command", "args") for word in _words(tree.get(key), mine)]
     if words:
-        machine = Machine(where) if tree.get("network_mode") == "host" else Machine(path, container=True)
+        machine = PortScope(where) if tree.get("network_mode") == "host" else PortScope(path, container=True)
         name = str(tree.get("name") or path.rpartition("/")[2])
         if len(words) > 2 and words[1] == "-c":  # a shell with its script
             shell = shell_commands(where, words[2], mine)

@@ -17,7 +17,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class PortScope:
     """A scope of shared ports.
 
     All that a file starts shares one, but each service and each pod has its own.
@@ -33,15 +33,15 @@ class Command:
 
     where: str
     """Name for the reader: the file, and the container if there are several."""
-    machine: Machine
+    machine: PortScope
     words: tuple[str, ...]
     environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Engine:
+class ConfiguredEngine:
     where: str
-    machine: Machine
+    machine: PortScope
     framework: Literal["vLLM", "SGLang"] | None
     """Framework of the engine. None: bare settings, which do not show it."""
     role: Role | None
@@ -84,7 +84,7 @@ class Unknown:
 @dataclass(frozen=True)
 class Router:
     where: str
-    machine: Machine
+    machine: PortScope
     arguments: Sequence[str]
     environment: Mapping[str, str]
     options: Mapping[str, Any] | None = None

@@ -25,8 +25,8 @@ from kv_connector.cli.config.commands import (
 )
 from kv_connector.cli.config.deployment import (
     Command,
-    Engine,
-    Machine,
+    ConfiguredEngine,
+    PortScope,
     Role,
     Router,
     Unknown,
@@ -74,7 +74,7 @@ _SHORT = {
 }
 
 
-Part = Engine | Router | Unknown
+Part = ConfiguredEngine | Router | Unknown
 
 
 def variables(where: str, text: str) -> Command | None:
@@ -167,17 +167,17 @@ def _structured(where: str, documents: Iterable[Any], known: Mapping[str, str]) 
             continue
         options = {str(key).replace("_", "-"): value for key, value in document.items()}
         if "kv-transfer-config" in options:
-            yield _vllm(where, Machine(where), {key: _option(value) for key, value in options.items()}, {})
+            yield _vllm(where, PortScope(where), {key: _option(value) for key, value in options.items()}, {})
         elif any(str(key).startswith("kv_") for key in document):
-            yield _transfer(where, Machine(where), document, None, {})
+            yield _transfer(where, PortScope(where), document, None, {})
         elif any(isinstance(document.get(key), str | list) for key in ROUTER_KEYS):
-            yield Router(f"{where}: router", Machine(where), (), {}, document)
+            yield Router(f"{where}: router", PortScope(where), (), {}, document)
         elif started := list(_started(containers(where, document, known, f"{where}/{number}"))):
             yield from started
         elif document.keys() & set(SETTINGS):
-            yield Engine(where, Machine(where), None, None, document)
+            yield ConfiguredEngine(where, PortScope(where), None, None, document)
         elif any(difflib.get_close_matches(key, ROUTER_KEYS, 1, _SAME_WORD) for key in options):
-            yield Router(f"{where}: router", Machine(where), (), {}, document)
+            yield Router(f"{where}: router", PortScope(where), (), {}, document)
 
 
 def _option(value: Any) -> str:
@@ -265,7 +265,9 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _vllm(where: str, machine: Machine, options: Mapping[str, str], environment: Mapping[str, str]) -> Engine:
+def _vllm(
+    where: str, machine: PortScope, options: Mapping[str, str], environment: Mapping[str, str]
+) -> ConfiguredEngine:
     options = {_SHORT.get(name, name): value for name, value in options.items()}
     try:
         transfer = json.loads(options["kv-transfer-config"])
@@ -273,17 +275,17 @@ def _vllm(where: str, machine: Machine, options: Mapping[str, str], environment:
             raise ValueError("it must be a JSON object")
     except (ValueError, RecursionError) as error:
         problem = f"--kv-transfer-config: {error} in {options['kv-transfer-config'][:500]!r}"
-        return Engine(where, machine, "vLLM", None, {}, options, environment, (problem,))
+        return ConfiguredEngine(where, machine, "vLLM", None, {}, options, environment, (problem,))
     return _transfer(where, machine, transfer, options, environment)
 
 
 def _transfer(
     where: str,
-    machine: Machine,
+    machine: PortScope,
     transfer: Mapping[str, Any],
     options: Mapping[str, str] | None,
     environment: Mapping[str, str],
-) -> Engine:
+) -> ConfiguredEngine:
     problems = []
     for key in transfer.keys() - set(TRANSFER_KEYS):
         if key in SETTINGS:
@@ -309,7 +311,7 @@ def _transfer(
     policy = transfer.get("kv_load_failure_policy", POLICIES[0])
     if policy not in POLICIES:
         problems.append(f"kv_load_failure_policy is {policy!r}. Set {' or '.join(POLICIES)}")
-    return Engine(
+    return ConfiguredEngine(
         where, machine, "vLLM", ROLES.get(role), settings, options, environment, tuple(sorted(problems))
     )
 
@@ -330,7 +332,7 @@ def _ours(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     )
 
 
-def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
+def _sglang(command: Command, options: Mapping[str, str] | None) -> ConfiguredEngine:
     problems = []
     try:
         settings = settings_in_environment(command.environment)
@@ -344,7 +346,7 @@ def _sglang(command: Command, options: Mapping[str, str] | None) -> Engine:
     if options is not None and backend != BACKEND:
         problems.append(f"--disaggregation-transfer-backend is {backend!r}. Set {BACKEND}")
     port = (options or {}).get("port", "")
-    return Engine(
+    return ConfiguredEngine(
         command.where if options is None else _called(command, f"SGLang {port}"),
         command.machine,
         "SGLang",

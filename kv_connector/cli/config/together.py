@@ -8,7 +8,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kv_connector.cli.config.alone import CheckedEngine, CheckedRouter
-from kv_connector.cli.config.deployment import Machine
+from kv_connector.cli.config.deployment import PortScope
 from kv_connector.cli.findings import Finding, Verdict
 from kv_connector.control.addresses import is_loopback
 
@@ -24,7 +24,7 @@ class Listener(NamedTuple):
 
     where: str
     what: str
-    machine: Machine
+    machine: PortScope
     host: str | None
     """Address. None: an address of the machine that no setting contains."""
     ports: range

@@ -18,11 +18,11 @@ from kv_connector.cli.fit.model import (
     Latent,
     Layer,
     Model,
-    State,
+    RecurrentState,
     attending,
     read_model,
 )
-from kv_connector.cli.fit.side import DTYPES, KV_DTYPES, Side
+from kv_connector.cli.fit.side import DTYPES, KV_DTYPES, FitSide
 from kv_connector.protocol.pages.division import division_problem
 from kv_connector.protocol.pages.geometry import (
     Piece,
@@ -57,7 +57,7 @@ class Unstartable(ValueError):
 class EngineShape:
     """One engine of a side; with data parallelism, one data-parallel engine."""
 
-    side: Side
+    side: FitSide
     model: Model
     dtype: str
     kv_dtype: str
@@ -87,7 +87,7 @@ class EngineShape:
         groups: dict[tuple[int, str], int] = {}
         layers, offset = [], 0
         for layer in mine:
-            state = isinstance(layer.cache, State)
+            state = isinstance(layer.cache, RecurrentState)
             kind = 0 if state else tokens[layer.cache], group_kind(layer.cache)
             group = groups.setdefault(kind, len(groups))
             size = max(self.page_bytes(layer.cache, tokens[layer.cache]), 1)
@@ -99,7 +99,7 @@ class EngineShape:
 
 def group_kind(cache: Cache) -> str:
     """Returns vLLM's name of the attention, which decides which blocks a request keeps."""
-    if isinstance(cache, State):
+    if isinstance(cache, RecurrentState):
         return "recurrent state"
     if isinstance(cache, Latent):
         return "mla_attention"
@@ -114,7 +114,7 @@ def first_needed(kind: str, loaded: int) -> int:
     return loaded // int(number) * int(number) if name == "chunked_local_attention" else 0
 
 
-def engine(model: Model, side: Side) -> EngineShape:
+def engine(model: Model, side: FitSide) -> EngineShape:
     """Returns the engine of a side. Raises Unstartable; ConfigError if the side's drafter cannot be read."""
     problem = division_problem(side.dcp, side.pcp, side.dbo)
     if problem is not None:
@@ -136,18 +136,18 @@ def engine(model: Model, side: Side) -> EngineShape:
     for cache in dict.fromkeys(layer.cache for layer in layers):
         _check_division(cache, side.tp)
     found = EngineShape(side, model, dtype, kv_dtype or dtype, layers, 0)
-    attends = [cache for cache in _caches(found) if not isinstance(cache, State)]
+    attends = [cache for cache in _caches(found) if not isinstance(cache, RecurrentState)]
     return replace(found, block=_block_tokens(found)[attends[0]]) if attends else found
 
 
-def _drafter(model: Model, side: Side) -> list[Layer]:
+def _drafter(model: Model, side: FitSide) -> list[Layer]:
     """Returns the drafter's layers, which follow the model's own, on the last stage."""
     if not side.drafter:
         return []
     if side.drafter == "mtp":
         if not model.drafters:
             raise ConfigError(f"{model.architecture} has no layers that predict more tokens (MTP)")
-        attends = [layer.cache for layer in model.layers if not isinstance(layer.cache, State)]
+        attends = [layer.cache for layer in model.layers if not isinstance(layer.cache, RecurrentState)]
         indices = range(model.depth, model.depth + model.drafters)
         return [replace(attending(index, attends[-1]), needed=False) for index in indices]
     layers = read_model(Path(side.drafter)).layers
@@ -160,7 +160,7 @@ def _drafter(model: Model, side: Side) -> list[Layer]:
 def _check_division(cache: Cache, ranks: int) -> None:
     if isinstance(cache, Attention) and cache.heads % ranks and ranks % cache.heads:
         raise Unstartable(f"tp={ranks} and {cache.heads} KV heads: neither divides the other")
-    if isinstance(cache, State):
+    if isinstance(cache, RecurrentState):
         for name, _, units in (*cache.pieces, ("", 0, cache.heads)):
             if units % ranks and not (name in ("B", "C") and units == 1):
                 what = "groups" if name in ("B", "C") else "heads"
@@ -189,8 +189,8 @@ def _block_tokens(engine: EngineShape) -> dict[Cache, int]:
     otherwise, and not all layers need the same blocks, the smaller pages hold more tokens.
     """
     side, caches = engine.side, _caches(engine)
-    states = [cache for cache in caches if isinstance(cache, State)]
-    attends = [cache for cache in caches if not isinstance(cache, State)]
+    states = [cache for cache in caches if isinstance(cache, RecurrentState)]
+    attends = [cache for cache in caches if not isinstance(cache, RecurrentState)]
     latents = any(isinstance(cache, Latent) for cache in attends)
     block = side.block or (16 if side.order != "planes" or latents else 128)
     if states and attends:
@@ -212,7 +212,7 @@ Pages = tuple[str, tuple[Part, ...]]
 
 def _pages(engine: EngineShape, cache: Cache, tokens: int, rank: int, place: Place) -> Pages:
     """Returns the format and the parts, as ``kv_connector.vllm`` describes them."""
-    if isinstance(cache, State):
+    if isinstance(cache, RecurrentState):
         return _state_pages(engine, cache, rank, place)
     side, element = engine.side, KV_DTYPES[engine.kv_dtype]
     numbers = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}.get(engine.kv_dtype, engine.kv_dtype)
@@ -235,7 +235,7 @@ def _pages(engine: EngineShape, cache: Cache, tokens: int, rank: int, place: Pla
     return words, parts if kernel == tokens else in_kernel_blocks(parts, tokens // kernel, page)
 
 
-def _state_pages(engine: EngineShape, state: State, rank: int, place: Place) -> Pages:
+def _state_pages(engine: EngineShape, state: RecurrentState, rank: int, place: Place) -> Pages:
     side = engine.side
     kv = DTYPES[engine.dtype]
     recurrent = side.ssm_dtype or ("float32" if side.order == "planes" else state.dtype) or engine.dtype

@@ -42,7 +42,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class State:
+class RecurrentState:
     """A recurrent state of each request: the last inputs of a convolution over ``pieces``, and a recurrent
     matrix."""
 
@@ -56,7 +56,7 @@ class State:
     drafts: bool = True  # whether the convolution keeps one more row for each drafted token
 
 
-Cache = Attention | Latent | State
+Cache = Attention | Latent | RecurrentState
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,12 @@ def _latent_of(config: _Config) -> Latent:
 # --- Models with states
 
 
-def _state(index: int, state: State) -> Layer:
+def _state(index: int, state: RecurrentState) -> Layer:
     return Layer(f"model.layers.{index}.mixer", index, state)
 
 
 def _hybrid(
-    config: _Config, state: State, types: list[str] | None, cache: Cache | None = None
+    config: _Config, state: RecurrentState, types: list[str] | None, cache: Cache | None = None
 ) -> list[Layer]:
     if types is None:
         raise ConfigError(f"the configuration of {config.kind} has no layer_types. Save it with transformers")
@@ -273,18 +273,18 @@ def _hybrid(
 
 def _mamba2(
     heads: int, head_dim: int, groups: int, size: int, kernel: int, dtype: str | None = None
-) -> State:
+) -> RecurrentState:
     pieces = (("x", head_dim, heads), ("B", size, groups), ("C", size, groups))
-    return State("MAMBA2", "a Mamba2 state", pieces, kernel - 1, heads, (head_dim, size), dtype)
+    return RecurrentState("MAMBA2", "a Mamba2 state", pieces, kernel - 1, heads, (head_dim, size), dtype)
 
 
-def _mamba1(channels: int, size: int, kernel: int) -> State:
-    return State(
+def _mamba1(channels: int, size: int, kernel: int) -> RecurrentState:
+    return RecurrentState(
         "MAMBA1", "a Mamba1 state", (("x", 1, channels),), kernel - 1, channels, (size,), drafts=False
     )
 
 
-def _mamba_prefixed(config: _Config) -> State:
+def _mamba_prefixed(config: _Config) -> RecurrentState:
     """Granite 4 and Falcon-H1."""
     n = config.number
     return _mamba2(
@@ -353,7 +353,7 @@ def _delta_net(config: _Config) -> list[Layer]:
     pieces = (("q", key_dim, keys), ("k", key_dim, keys), ("v", value_dim, values))
     rows = n("linear_conv_kernel_dim") - 1
     shape, dtype = (value_dim, key_dim), config.get("mamba_ssm_dtype")
-    state = State("GDN_ATTN", "a gated delta net's state", pieces, rows, values, shape, dtype)
+    state = RecurrentState("GDN_ATTN", "a gated delta net's state", pieces, rows, values, shape, dtype)
     types = config.layer_types("layer_types")
     if types is None:
         every = n("full_attention_interval", default=4)
@@ -369,7 +369,9 @@ def _kimi_linear(config: _Config) -> list[Layer]:
     heads, size = of_linear.number("num_heads"), of_linear.number("head_dim")
     pieces = tuple((name, size, heads) for name in "qkv")
     rows = of_linear.number("short_conv_kernel_size") - 1
-    state = State("GDN_ATTN", "a Kimi delta net's state", pieces, rows, heads, (size, size), "float32")
+    state = RecurrentState(
+        "GDN_ATTN", "a Kimi delta net's state", pieces, rows, heads, (size, size), "float32"
+    )
     deltas = linear.get("kda_layers") or ()  # counted from 1
     types = ["linear_attention" if i + 1 in deltas else "full_attention" for i in range(config.depth)]
     return _hybrid(config, state, types, _latent_of(config))
@@ -378,7 +380,7 @@ def _kimi_linear(config: _Config) -> list[Layer]:
 def _short_conv(config: _Config) -> list[Layer]:
     dims = config.number("conv_dim", "hidden_size")
     rows = config.number("conv_L_cache", default=3) - 1
-    state = State("SHORT_CONV", "a short convolution's state", (("x", 1, dims),), rows, drafts=False)
+    state = RecurrentState("SHORT_CONV", "a short convolution's state", (("x", 1, dims),), rows, drafts=False)
     types = config.layer_types("layer_types")
     if types is None:
         attends = config.get("full_attn_idxs") or range(config.depth)

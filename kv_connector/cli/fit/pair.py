@@ -23,7 +23,7 @@ from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.wire.messages import Rank, fingerprint
 
 
-class Cost(msgspec.Struct, frozen=True):
+class RankCost(msgspec.Struct, frozen=True):
     """The part of a prompt that one rank of the decode engine receives."""
 
     rank: int
@@ -51,7 +51,7 @@ def problems(prefill: EngineShape, decode: EngineShape) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Iterator[Cost]:
+def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Iterator[RankCost]:
     """Yields the cost of a prompt of this many tokens by decode rank. Raises Misfit."""
     for rank, worker in enumerate(decode):
         found = draws(decode, rank, prefill)
@@ -59,7 +59,7 @@ def costs(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: int) -> Itera
         targets = wanted(worker.layout, tokens)
         moved = [_moved(plan, targets, tokens) for plan in plans.values()]
         page_writes, least = max((plan.pieces() for plan in plans.values()), default=(0, 0))
-        yield Cost(
+        yield RankCost(
             rank=rank,
             sources=tuple(sorted(plans)),
             nbytes=sum(nbytes for nbytes, _ in moved),

@@ -10,9 +10,9 @@ import msgspec
 
 from kv_connector.cli.findings import Finding, Verdict
 from kv_connector.cli.fit.layout import EngineShape, Unstartable, engine
-from kv_connector.cli.fit.model import Attention, Model, State, read_model
-from kv_connector.cli.fit.pair import Cost, costs, problems, remedy
-from kv_connector.cli.fit.side import ORDERS, Side
+from kv_connector.cli.fit.model import Attention, Model, RecurrentState, read_model
+from kv_connector.cli.fit.pair import RankCost, costs, problems, remedy
+from kv_connector.cli.fit.side import ORDERS, FitSide
 
 # Kinds of layers for which docs/compatibility.md has no tested pair of engines.
 _UNTRIED = {
@@ -32,7 +32,7 @@ class SideReport(msgspec.Struct, frozen=True):
     kv_cache_dtype: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class FitReport(msgspec.Struct, frozen=True):
     architecture: str
     model_type: str
     layers: dict[str, int]
@@ -46,16 +46,16 @@ class Report(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
     prefill: SideReport | None = None
     decode: SideReport | None = None
-    costs: tuple[Cost, ...] = ()
+    costs: tuple[RankCost, ...] = ()
     remedy: str | None = None
     """Settings with which pages are few writes, if they are many now."""
     notes: tuple[str, ...] = ()
 
 
-def report(path: Path, prefill: Side, decode: Side, tokens: int) -> Report:
+def report(path: Path, prefill: FitSide, decode: FitSide, tokens: int) -> FitReport:
     """Makes the report. Raises ConfigError."""
     model = read_model(path)
-    found = Report(
+    found = FitReport(
         architecture=model.architecture,
         model_type=model.kind,
         layers=dict(Counter(layer.cache.words for layer in model.layers)),
@@ -77,14 +77,14 @@ def report(path: Path, prefill: Side, decode: Side, tokens: int) -> Report:
     return _judged(found, model, *engines)
 
 
-def _judged(found: Report, model: Model, prefill: EngineShape, decode: EngineShape) -> Report:
+def _judged(found: FitReport, model: Model, prefill: EngineShape, decode: EngineShape) -> FitReport:
     sizes = [(layer.cache, prefill.page_bytes(layer.cache, 1, ranks=1)) for layer in model.layers]
     differs = tuple(problems(prefill, decode))
     priced = () if differs else tuple(costs(prefill.ranks, decode.ranks, found.tokens))
     return msgspec.structs.replace(
         found,
-        kv_bytes_per_token=sum(size for cache, size in sizes if not isinstance(cache, State)),
-        state_bytes_per_request=sum(size for cache, size in sizes if isinstance(cache, State)),
+        kv_bytes_per_token=sum(size for cache, size in sizes if not isinstance(cache, RecurrentState)),
+        state_bytes_per_request=sum(size for cache, size in sizes if isinstance(cache, RecurrentState)),
         prefill=_side(prefill),
         decode=_side(decode),
         fits=not differs,
@@ -102,7 +102,7 @@ def _side(one: EngineShape) -> SideReport:
 
 def _notes(prefill: EngineShape, decode: EngineShape) -> Iterator[str]:
     caches = {layer.cache for one in (prefill, decode) for layer in one.layers}
-    kinds = {cache.kind for cache in caches if isinstance(cache, Attention | State)}
+    kinds = {cache.kind for cache in caches if isinstance(cache, Attention | RecurrentState)}
     yield from (note for kind, note in _UNTRIED.items() if kind in kinds)
     if any(one.kv_dtype.startswith("fp8") for one in (prefill, decode)):
         yield "the k and v scales of a KV cache in fp8 must be equal. The engines compare them"
@@ -119,7 +119,7 @@ def _notes(prefill: EngineShape, decode: EngineShape) -> Iterator[str]:
 # --- In words
 
 
-def findings(found: Report) -> Iterator[Finding]:
+def findings(found: FitReport) -> Iterator[Finding]:
     kinds = ", ".join(f"{count} layers of {kind}" for kind, count in found.layers.items())
     sizes = []
     if found.kv_bytes_per_token:
@@ -157,7 +157,7 @@ def _side_words(side: SideReport) -> str:
     return ", ".join(parts)
 
 
-def _cost_words(cost: Cost, found: Report) -> str:
+def _cost_words(cost: RankCost, found: FitReport) -> str:
     ranks = f"prefill rank{'s' * (len(cost.sources) > 1)} {', '.join(map(str, cost.sources))}"
     writes = f"{cost.writes:,} writes of {size(cost.nbytes // max(cost.writes, 1))} on average"
     pieces = "one for each layer and block"

@@ -44,7 +44,7 @@ def _key(default: Any, words: str, parse: Callable[[str], Any] = _number) -> Any
 
 
 @dataclass(frozen=True)
-class Side:
+class FitSide:
     """The options of an engine on which its pages depend. The metadata are the option's help and parser."""
 
     tp: int = _key(1, "tensor parallelism")
@@ -77,11 +77,11 @@ class Side:
         return self.drafts or (1 if self.drafter else 0)
 
 
-KEYS = {one.name.replace("_", "-"): one for one in fields(Side)}
+KEYS = {one.name.replace("_", "-"): one for one in fields(FitSide)}
 HELP = "\n\n".join(f"{key}: {one.metadata['words']}" for key, one in KEYS.items())
 
 
-def parse_side(text: str) -> Side:
+def parse_side(text: str) -> FitSide:
     """Parses `tp=2,block=16`; empty: one rank and all defaults. Raises SideError."""
     found: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
@@ -97,4 +97,4 @@ def parse_side(text: str) -> Side:
             found[name] = KEYS[key].metadata["parse"](value)
         except SideError as error:
             raise SideError(f"{key} {error}") from None
-    return Side(**found)
+    return FitSide(**found)

@@ -18,8 +18,8 @@ from kv_connector.cli.verify.canaries import Route
 from kv_connector.router.engines.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from kv_connector.cli.verify.run import Plan, Result
-    from kv_connector.cli.verify.server import Server
+    from kv_connector.cli.verify.run import Result, VerificationPlan
+    from kv_connector.cli.verify.server import VerifiedServer
     from kv_connector.router.engines.client import EngineClient
 
 STANDARD_OUTPUT = Path("-")
@@ -160,7 +160,7 @@ def verify(
         )
     if json is not None and json != STANDARD_OUTPUT and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"{json.absolute().parent} is not a folder", param_hint="--json")
-    wanted = Wanted(
+    wanted = RunOptions(
         target=target.url,
         reference=None if reference is None else reference.url,
         admin=target.url if admin is None else admin.url,
@@ -194,7 +194,7 @@ def verify(
         raise typer.Exit(ExitStatus.FAILURE)
 
 
-class Wanted(msgspec.Struct, kw_only=True, frozen=True):
+class RunOptions(msgspec.Struct, kw_only=True, frozen=True):
     """The options of a run."""
 
     target: str
@@ -217,7 +217,7 @@ class Wanted(msgspec.Struct, kw_only=True, frozen=True):
     reference_key: str | None
 
 
-async def _verify(wanted: Wanted, say: Callable[[str], None]) -> Result | str:
+async def _verify(wanted: RunOptions, say: Callable[[str], None]) -> Result | str:
     """Returns the result, or why no comparison is possible."""
     from kv_connector.cli.verify.run import UnusableError, verify
     from kv_connector.cli.verify.server import ServerError
@@ -237,18 +237,18 @@ async def _verify(wanted: Wanted, say: Callable[[str], None]) -> Result | str:
             return str(error)
 
 
-async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
+async def _plan(wanted: RunOptions, client: EngineClient) -> VerificationPlan:
     from kv_connector.cli.verify import transfers
-    from kv_connector.cli.verify.run import Plan, UnusableError
-    from kv_connector.cli.verify.server import Sampling, Server, ServerError
+    from kv_connector.cli.verify.run import UnusableError, VerificationPlan
+    from kv_connector.cli.verify.server import Sampling, ServerError, VerifiedServer
 
-    def server(url: str, key: str | None) -> Server:
+    def server(url: str, key: str | None) -> VerifiedServer:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return Server(url, client, headers, wanted.timeout)
+        return VerifiedServer(url, client, headers, wanted.timeout)
 
     target, admin = server(wanted.target, wanted.api_key), server(wanted.admin, wanted.api_key)
     listed = await target.models()
-    engines = transfers.Engines()
+    engines = transfers.ListedEngines()
     if wanted.reference is None or wanted.require_transfer:
         try:
             engines = await transfers.engines(admin)
@@ -269,7 +269,7 @@ async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
             f"a sequence of {model} has at most {most} tokens. Lower --max-tokens from {wanted.max_tokens}"
         )
     decode = [server(url, wanted.reference_key) for url in engines.decode]
-    return Plan(
+    return VerificationPlan(
         target=target,
         reference=reference,
         sampling=Sampling(model, wanted.max_tokens),
@@ -287,7 +287,7 @@ async def _plan(wanted: Wanted, client: EngineClient) -> Plan:
 
 
 def _model(
-    wanted: Wanted, target: dict[str, int | None], reference: dict[str, int | None]
+    wanted: RunOptions, target: dict[str, int | None], reference: dict[str, int | None]
 ) -> tuple[str, int | None]:
     """Returns the model to query, and its longest sequence in tokens if a server reports it."""
     from kv_connector.cli.verify.run import UnusableError
@@ -305,7 +305,7 @@ def _model(
     return name, min(known, default=None)
 
 
-async def _block(reference: Server) -> int | None:
+async def _block(reference: VerifiedServer) -> int | None:
     """Returns the reference's block size; None if it does not report it. vLLM and its fork report it."""
     from kv_connector.cli.verify.server import ServerError
 

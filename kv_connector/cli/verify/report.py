@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_connector.cli.verify.run import Fault, Kind, Result
+from kv_connector.cli.verify.run import AnswerFault, AnswerFaultKind, Result
 
 # Unstable canaries that are named.
 _NAMED = 5
 
 _HEADS = {
-    Kind.DIFFERENT: "WRONG ANSWER",
-    Kind.EMPTY: "EMPTY ANSWER",
-    Kind.ERROR: "NO ANSWER",
-    Kind.LOCAL: "LOCAL PREFILL",
+    AnswerFaultKind.DIFFERENT: "WRONG ANSWER",
+    AnswerFaultKind.EMPTY: "EMPTY ANSWER",
+    AnswerFaultKind.ERROR: "NO ANSWER",
+    AnswerFaultKind.LOCAL: "LOCAL PREFILL",
 }
 
 
@@ -45,12 +45,12 @@ def lines(result: Result) -> Iterator[str]:
         )
 
 
-def _fault(fault: Fault, result: Result) -> Iterator[str]:
+def _fault(fault: AnswerFault, result: Result) -> Iterator[str]:
     if fault.canary is None:
         yield f"{_HEADS[fault.kind]}: {fault.words}"
         return
     yield f"{_HEADS[fault.kind]}: canary {fault.canary} ({fault.request}): {fault.words}"
-    if fault.kind is not Kind.ERROR:
+    if fault.kind is not AnswerFaultKind.ERROR:
         yield f"  reference: {fault.expected!r}"
         yield f"  answer:    {fault.got!r}"
         if fault.expected_tokens or fault.got_tokens:

@@ -15,7 +15,7 @@ import msgspec
 
 from kv_connector import __version__
 from kv_connector.cli.verify.canaries import END, SHORT_WORDS, Cache, Canary, Maker, Route, Tokenized, lengths
-from kv_connector.cli.verify.server import Reply, Sampling, Server, ServerError, Trouble
+from kv_connector.cli.verify.server import CanaryReply, Sampling, ServerError, Trouble, VerifiedServer
 from kv_connector.cli.verify.transfers import Counts, Meter, problem
 from kv_connector.lab.comparison import Difference, Output, first_difference, whose
 
@@ -29,17 +29,17 @@ TOKENS_IN_WORD = 10
 _NOT_SERVED = (400, 404, 405, 422, 501)
 
 
-class Kind(StrEnum):
+class AnswerFaultKind(StrEnum):
     DIFFERENT = "different"
     EMPTY = "empty"
     ERROR = "error"
     LOCAL = "local"
 
 
-class Fault(msgspec.Struct, kw_only=True):
+class AnswerFault(msgspec.Struct, kw_only=True):
     """A wrong answer, or none."""
 
-    kind: Kind
+    kind: AnswerFaultKind
     words: str
     """Description of the fault, or the error of the server."""
     canary: int | None = None
@@ -89,7 +89,7 @@ class Result(msgspec.Struct, kw_only=True):
     unstable: list[Unstable] = []
     alike: int = 0
     """Canaries whose reference answer another canary has, too: exchanged answers of these are not noticed."""
-    faults: list[Fault] = []
+    faults: list[AnswerFault] = []
     transfers: Counts | None = None
     """The router's and engines' counters during the run, with --require-transfer."""
     expected_transfers: int = 0
@@ -99,9 +99,9 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Plan:
-    target: Server
-    reference: Server
+class VerificationPlan:
+    target: VerifiedServer
+    reference: VerifiedServer
     sampling: Sampling
     routes: Sequence[Route]
     all_routes: bool
@@ -136,7 +136,7 @@ class _Question:
         )
 
 
-async def verify(plan: Plan, say: Callable[[str], None]) -> Result:
+async def verify(plan: VerificationPlan, say: Callable[[str], None]) -> Result:
     """Returns the outcome. `say` gets a line after each pass.
 
     UnusableError: the reference cannot be used. ServerError: it does not answer.
@@ -146,9 +146,9 @@ async def verify(plan: Plan, say: Callable[[str], None]) -> Result:
 
 @dataclass
 class _Run:
-    plan: Plan
+    plan: VerificationPlan
     say: Callable[[str], None]
-    references: dict[int, Reply] = field(default_factory=dict)
+    references: dict[int, CanaryReply] = field(default_factory=dict)
     """Stable answers of the reference by canary: the first of each, one at a time."""
     canaries: dict[int, Canary] = field(default_factory=dict)
     requests: int = 0
@@ -181,7 +181,7 @@ class _Run:
         if plan.meter is not None and before is not None and not self._done:
             result.transfers = await plan.meter.settled(before, result.expected_transfers)
             if words := problem(result.transfers, result.expected_transfers):
-                result.faults.append(Fault(kind=Kind.LOCAL, words=words))
+                result.faults.append(AnswerFault(kind=AnswerFaultKind.LOCAL, words=words))
         result.seconds = round(time.monotonic() - began, 3)
         result.equal = not result.faults and result.compared > 0
         return result
@@ -258,7 +258,7 @@ class _Run:
         self.references.pop(canary.number, None)
         self.result.unstable.append(Unstable(canary.number, why))
 
-    async def _reference(self, canary: Canary, *, stream: bool, candidates: bool) -> Reply:
+    async def _reference(self, canary: Canary, *, stream: bool, candidates: bool) -> CanaryReply:
         extra = dict(self.extras[canary.route])
         if "cache_salt" in extra:
             extra["cache_salt"] = f"{self.plan.salt}-{self.requests}"  # another one for each request
@@ -341,7 +341,7 @@ class _Run:
             reply = await self._ask(self.plan.target, canary, stream=question.stream)
         except ServerError as error:
             words = f"{error.trouble.value}: {error}"
-            self._fault(question, Kind.ERROR, words, request_id=error.request_id)
+            self._fault(question, AnswerFaultKind.ERROR, words, request_id=error.request_id)
             return
         if canary.number not in self.references:
             return  # it was left out meanwhile
@@ -353,7 +353,7 @@ class _Run:
             await self._differs(question, reference, reply, difference)
 
     async def _differs(
-        self, question: _Question, reference: Reply, reply: Reply, difference: Difference
+        self, question: _Question, reference: CanaryReply, reply: CanaryReply, difference: Difference
     ) -> None:
         canary, tie = question.canary, self.plan.tie
         if difference.margin is not None and difference.margin <= tie:
@@ -381,7 +381,7 @@ class _Run:
         ]
         self._fault(
             question,
-            Kind.EMPTY if reply.output.empty else Kind.DIFFERENT,
+            AnswerFaultKind.EMPTY if reply.output.empty else AnswerFaultKind.DIFFERENT,
             "the answer is empty" if reply.output.empty else f"the answers differ at {_place(difference)}",
             request_id=reply.request_id,
             reference_request_id=reference.request_id,
@@ -398,7 +398,7 @@ class _Run:
             again=await self._again(question, reference, reply),
         )
 
-    async def _again(self, question: _Question, reference: Reply, reply: Reply) -> str:
+    async def _again(self, question: _Question, reference: CanaryReply, reply: CanaryReply) -> str:
         """Sends the same request once more, which shows whether the fault persists."""
         try:
             again = await self._ask(self.plan.target, question.canary, stream=question.stream)
@@ -410,17 +410,19 @@ class _Run:
             return "sent again, the request gets the same wrong answer"
         return "sent again, the request gets a third answer"
 
-    def _fault(self, question: _Question, kind: Kind, words: str, **more: Any) -> None:
+    def _fault(self, question: _Question, kind: AnswerFaultKind, words: str, **more: Any) -> None:
         if self._done:  # another canary in flight was faster
             return
-        found = Fault(kind=kind, words=words, canary=question.canary.number, request=str(question), **more)
+        found = AnswerFault(
+            kind=kind, words=words, canary=question.canary.number, request=str(question), **more
+        )
         self.result.faults.append(found)
 
     # --- Requests
 
     async def _ask(
-        self, server: Server, canary: Canary, *, stream: bool, extra: Mapping[str, Any] | None = None
-    ) -> Reply:
+        self, server: VerifiedServer, canary: Canary, *, stream: bool, extra: Mapping[str, Any] | None = None
+    ) -> CanaryReply:
         self.requests += 1
         body = self.plan.sampling.body(canary, stream=stream) | dict(extra or {})
         request_id = f"verify-{self.plan.salt}-{self.requests}"

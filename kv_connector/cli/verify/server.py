@@ -1,4 +1,4 @@
-"""Server: bounded requests to one OpenAI server, and its answers to canaries."""
+"""VerifiedServer: bounded requests to one OpenAI server, and its answers to canaries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class CanaryReply:
     """A complete answer to a canary."""
 
     output: Output
@@ -94,7 +94,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Server:
+class VerifiedServer:
     """A router or an engine. Used within the client's event loop."""
 
     url: str
@@ -103,7 +103,7 @@ class Server:
     timeout: float = 120.0
     """Time limit for one answer, in seconds."""
 
-    async def answer(self, path: str, body: Mapping[str, Any], request_id: str) -> Reply:
+    async def answer(self, path: str, body: Mapping[str, Any], request_id: str) -> CanaryReply:
         """Sends one canary and returns its answer. ServerError: it is not complete."""
         headers = {**self.headers, "content-type": "application/json", "x-request-id": request_id}
         parts = _Parts()
@@ -120,7 +120,7 @@ class Server:
                 self._take(parts, b"".join([chunk async for chunk in chunks]))
         if not parts.finished:
             raise ServerError(Trouble.BROKEN, f"{self.url}: the answer ended without a finish_reason")
-        return Reply(parts.output(), request_id, parts.prompt_tokens, served_by)
+        return CanaryReply(parts.output(), request_id, parts.prompt_tokens, served_by)
 
     def _take(self, parts: _Parts, data: bytes) -> None:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from prometheus_client import Metric
 
-from kv_connector.cli.verify.server import Server, ServerError, Trouble
+from kv_connector.cli.verify.server import ServerError, Trouble, VerifiedServer
 from kv_connector.router.engines.endpoint import Endpoint
 
 # Engines whose metrics are read. More take too long, and then only the router's metrics count.
@@ -27,17 +27,17 @@ class _Health(msgspec.Struct):
     decode: dict[str, str] = {}
 
 
-class Engines(msgspec.Struct, frozen=True):
+class ListedEngines(msgspec.Struct, frozen=True):
     """URLs of the ready engines that the router lists."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
 
 
-async def engines(router: Server) -> Engines:
+async def engines(router: VerifiedServer) -> ListedEngines:
     """Returns the ready engines of a kv-connector router. ServerError: it lists none."""
     health: _Health = await router.decoded("/health", _Health)
-    return Engines(_ready(health.prefill), _ready(health.decode))
+    return ListedEngines(_ready(health.prefill), _ready(health.decode))
 
 
 def _ready(states: dict[str, str]) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Counts(msgspec.Struct):
 class Meter:
     """Reads the counters of a router and its decode engines."""
 
-    def __init__(self, router: Server, decode: Sequence[Server]) -> None:
+    def __init__(self, router: VerifiedServer, decode: Sequence[VerifiedServer]) -> None:
         self._router = router
         self._decode = decode if len(decode) <= MOST_ENGINES else ()
 

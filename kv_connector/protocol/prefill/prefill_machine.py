@@ -51,7 +51,7 @@ from kv_connector.protocol.prefill.lending import Lendings, refusal
 from kv_connector.protocol.prefill.share_ends import ShareEnds, outcome_of, report_end, report_moving
 from kv_connector.protocol.prefill.shares import (
     PrefillAction,
-    Prompt,
+    PromptShares,
     Reservation,
     SharePhase,
     ShareTransfer,
@@ -59,7 +59,7 @@ from kv_connector.protocol.prefill.shares import (
     share_problem,
     under_way,
 )
-from kv_connector.protocol.prefill.tombstones import Tombstones, Verdict
+from kv_connector.protocol.prefill.tombstones import RecordedEnd, Tombstones
 from kv_connector.protocol.requests import ComputedPages, PrefillRequest
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers, earliest
@@ -107,7 +107,7 @@ class PrefillMachine:
         self._layout = layout
         self._timeouts = timeouts
         self._peers: dict[PeerId, _Decode] = {}
-        self._prompts: dict[str, Prompt] = {}  # by transfer id
+        self._prompts: dict[str, PromptShares] = {}  # by transfer id
         self._tombstones = Tombstones(2 * timeouts.longest())
         self._timers: Timers[Share] = Timers()
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
@@ -303,7 +303,9 @@ class PrefillMachine:
         if prompt is None:
             # The request ended before it was ever scheduled, and D's RESERVE is still to arrive.
             return (
-                [] if ok else self._ends.forbid(now, transfer_id, Verdict(outcome_of(code), code, reason, ()))
+                []
+                if ok
+                else self._ends.forbid(now, transfer_id, RecordedEnd(outcome_of(code), code, reason, ()))
             )
         if prompt.finished and ok:
             return []
@@ -473,7 +475,7 @@ class PrefillMachine:
         prompt = self._prompts.get(message.transfer_id)
         acknowledged = Send(peer, CancelAck(message.transfer_id, message.attempt, drained=True))
         text = "the decode engine cancelled the transfer"
-        cancelled = Verdict(Outcome.CANCELLED, FailCode.PREFILL_ABORTED, text, (key,))
+        cancelled = RecordedEnd(Outcome.CANCELLED, FailCode.PREFILL_ABORTED, text, (key,))
         if prompt is None:
             tombstone = self._tombstones.get(message.transfer_id)
             if tombstone is None:  # CANCEL overtook its RESERVE, which must not start the transfer
@@ -499,7 +501,7 @@ class PrefillMachine:
         # A later RESERVE belongs to a request whose client has left, because a router has disowned the
         # transfer.
         text = "a decode engine released the transfer"
-        released = Verdict(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
+        released = RecordedEnd(Outcome.RELEASED, FailCode.PREFILL_ABORTED, text, ())
         self._lendings.drop(message.transfer_id)
         if prompt is None:
             return self._ends.forbid(now, message.transfer_id, released)
@@ -546,7 +548,7 @@ class PrefillMachine:
             reservation.peer_lost = True
             self._timers.clear(transfer.share)
             if transfer.phase is SharePhase.ACTIVE:
-                verdict = Verdict(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
+                verdict = RecordedEnd(Outcome.FAILED, FailCode.EXPIRED, reason, (reservation.key,))
                 actions += self._ends.drain(now, transfer, verdict)
         return actions
 
@@ -573,7 +575,7 @@ class PrefillMachine:
         if end is WritesEnd.DONE:
             return self._sum(now, transfer)
         text, served = reason or "the writes ended early", (transfer.reservation.key,)
-        transfer.verdict = Verdict(Outcome.FAILED, FailCode.WRITE_ERROR, text, served)
+        transfer.verdict = RecordedEnd(Outcome.FAILED, FailCode.WRITE_ERROR, text, served)
         return self._ends.drained(now, transfer, quiesced)
 
     def pages_summed(self, now: float, share: Share, sums: bytes, problem: str) -> list[PrefillAction]:
@@ -613,7 +615,7 @@ class PrefillMachine:
             reservation = transfer.reservation
             if reservation is None:
                 text = "no decode engine requested it in time"
-                verdict = Verdict(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
+                verdict = RecordedEnd(Outcome.EXPIRED, FailCode.EXPIRED, text, ())
                 actions += self._ends.close(now, transfer, verdict)
             elif transfer.phase is SharePhase.DRAINING:
                 text = f"writes of transfer {share} did not drain within {self._timeouts.drain:g} s"
@@ -647,15 +649,15 @@ class PrefillMachine:
 
     # --- Steps
 
-    def _new_prompt(self, transfer_id: str) -> Prompt:
-        prompt = Prompt(transfer_id, self._weights)
+    def _new_prompt(self, transfer_id: str) -> PromptShares:
+        prompt = PromptShares(transfer_id, self._weights)
         prompt.shares.append(
             ShareTransfer(Share(transfer_id), prompt, pages=[{} for _ in self._layout.groups])
         )
         self._prompts[transfer_id] = prompt
         return prompt
 
-    def _split(self, prompt: Prompt, shares: int) -> None:
+    def _split(self, prompt: PromptShares, shares: int) -> None:
         """Replaces the one share without a RESERVE by as many shares as D has reported."""
         prompt.shares_known = True
         (first,) = prompt.shares
@@ -666,7 +668,7 @@ class PrefillMachine:
             if held_until is not None:
                 self._timers.set(share, held_until)
 
-    def _share_of(self, prompt: Prompt, number: int) -> ShareTransfer | None:
+    def _share_of(self, prompt: PromptShares, number: int) -> ShareTransfer | None:
         """The share of that number, or None if there are fewer shares. Until the first RESERVE, one share
         stands for all."""
         if not prompt.shares_known:
@@ -698,7 +700,7 @@ class PrefillMachine:
     def _refuse_stale(self, now: float, peer: PeerId, message: Reserve, text: str) -> list[PrefillAction]:
         """No other D will request the pages. D computes the prompt itself."""
         refused = self._refuse(peer, message, FailCode.STALE, text)
-        verdict = Verdict(Outcome.STALE, FailCode.STALE, text, ())
+        verdict = RecordedEnd(Outcome.STALE, FailCode.STALE, text, ())
         prompt = self._prompts.get(message.transfer_id)
         if prompt is None:
             return [refused, *self._ends.forbid(now, message.transfer_id, verdict)]
@@ -793,7 +795,7 @@ class PrefillMachine:
         return [SumPages(transfer.share, reservation.to_sum)]
 
 
-def _say_sampled(peer: PeerId, message: Reserve, prompt: Prompt) -> list[PrefillAction]:
+def _say_sampled(peer: PeerId, message: Reserve, prompt: PromptShares) -> list[PrefillAction]:
     """SAMPLED, if D has requested it."""
     if not message.wants_sampled:
         return []
@@ -816,7 +818,7 @@ def _other_weights(ours: str, message: Reserve) -> str:
     return f"weights: prefill engine has {prefill}, decode engine has {decode}"
 
 
-def _acknowledge(peer: PeerId, message: Cancel, verdict: Verdict) -> Send:
+def _acknowledge(peer: PeerId, message: Cancel, verdict: RecordedEnd) -> Send:
     """CANCEL_ACK for a transfer that is over. Only a served attempt may have left writes in flight."""
     drained = verdict.quiesced or (peer, message.attempt) not in verdict.served
     return Send(peer, CancelAck(message.transfer_id, message.attempt, drained))

@@ -19,8 +19,14 @@ from kv_connector.protocol.actions import (
     Share,
     State,
 )
-from kv_connector.protocol.prefill.shares import PrefillAction, Prompt, SharePhase, ShareTransfer, verdict_on
-from kv_connector.protocol.prefill.tombstones import Tombstones, Verdict
+from kv_connector.protocol.prefill.shares import (
+    PrefillAction,
+    PromptShares,
+    SharePhase,
+    ShareTransfer,
+    verdict_on,
+)
+from kv_connector.protocol.prefill.tombstones import RecordedEnd, Tombstones
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers
 from kv_connector.protocol.wire.messages import CancelAck, Fail, FailCode, Role, clip
@@ -33,7 +39,11 @@ class ShareEnds:
     """Ends the shares of a prefill machine, and changes the machine's tables accordingly."""
 
     def __init__(
-        self, prompts: dict[str, Prompt], tombstones: Tombstones, timers: Timers[Share], timeouts: Timeouts
+        self,
+        prompts: dict[str, PromptShares],
+        tombstones: Tombstones,
+        timers: Timers[Share],
+        timeouts: Timeouts,
     ) -> None:
         """``prompts``: by transfer id. The machine shares all of these objects."""
         self._prompts = prompts
@@ -46,25 +56,25 @@ class ShareEnds:
         reservation = transfer.reservation
         assert reservation is not None
         text = "the transfer is complete"
-        transfer.verdict = Verdict(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
+        transfer.verdict = RecordedEnd(Outcome.COMPLETED, FailCode.DUPLICATE, text, (reservation.key,))
         return self._finish_reservation(now, transfer, ())
 
     def end(self, now: float, transfer: ShareTransfer, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends the share without its pages, unless it has ended or is ending."""
         outcome = outcome_of(code)
         if transfer.phase is SharePhase.WAITING:
-            return self.close(now, transfer, Verdict(outcome, code, text, ()))
+            return self.close(now, transfer, RecordedEnd(outcome, code, text, ()))
         if transfer.phase is SharePhase.ACTIVE:
             reservation = transfer.reservation
             assert reservation is not None
-            return self.drain(now, transfer, Verdict(outcome, code, text, (reservation.key,)))
+            return self.drain(now, transfer, RecordedEnd(outcome, code, text, (reservation.key,)))
         return []
 
-    def end_all(self, now: float, prompt: Prompt, code: FailCode, text: str) -> list[PrefillAction]:
+    def end_all(self, now: float, prompt: PromptShares, code: FailCode, text: str) -> list[PrefillAction]:
         """Ends each share of the prompt as end() does."""
         return [action for transfer in prompt.shares for action in self.end(now, transfer, code, text)]
 
-    def drain(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
+    def drain(self, now: float, transfer: ShareTransfer, verdict: RecordedEnd) -> list[PrefillAction]:
         """Stops the transfer's writes. Its end follows once nothing is in flight."""
         reservation = transfer.reservation
         assert reservation is not None
@@ -82,7 +92,7 @@ class ShareEnds:
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
         assert verdict is not None
-        transfer.verdict = Verdict(verdict.outcome, verdict.code, verdict.text, verdict.served, quiesced)
+        transfer.verdict = RecordedEnd(verdict.outcome, verdict.code, verdict.text, verdict.served, quiesced)
         if reservation.peer_lost:
             return self._finish_reservation(now, transfer, ())
         message = reservation.message
@@ -92,7 +102,7 @@ class ShareEnds:
             answer = Fail(message.transfer_id, message.attempt, verdict.code, clip(verdict.text), quiesced)
         return self._finish_reservation(now, transfer, (Send(reservation.peer, answer),))
 
-    def close(self, now: float, transfer: ShareTransfer, verdict: Verdict) -> list[PrefillAction]:
+    def close(self, now: float, transfer: ShareTransfer, verdict: RecordedEnd) -> list[PrefillAction]:
         """Ends a transfer without a reservation."""
         if transfer.prompt.mismatch and verdict.code is FailCode.PREFILL_ABORTED:
             # D computes the prompt itself, so its other workers must not take this for an abort.
@@ -111,7 +121,7 @@ class ShareEnds:
         )
         return [ended, *self._settle(now, transfer)]
 
-    def conclude(self, now: float, prompt: Prompt) -> list[PrefillAction]:
+    def conclude(self, now: float, prompt: PromptShares) -> list[PrefillAction]:
         """All shares are over. Reports the request if P's engine has finished it, or else when it does."""
         if prompt.request is not None and not prompt.finished:
             return []
@@ -123,7 +133,7 @@ class ShareEnds:
         done = _report_status(prompt, State.DONE) if verdict.outcome in _GOOD else []
         return [*done, FinishedSending(prompt.request.request_id)]
 
-    def forbid(self, now: float, transfer_id: str, verdict: Verdict) -> list[PrefillAction]:
+    def forbid(self, now: float, transfer_id: str, verdict: RecordedEnd) -> list[PrefillAction]:
         """Ends a transfer before it begins, when nothing is known about it yet."""
         if self._tombstones.get(transfer_id) is not None:
             return []
@@ -161,14 +171,14 @@ class ShareEnds:
         return [*report_end(prompt), *self.conclude(now, prompt)]
 
 
-def report_moving(prompt: Prompt, first_token: int = 0) -> list[PrefillAction]:
+def report_moving(prompt: PromptShares, first_token: int = 0) -> list[PrefillAction]:
     """Reports with the first share that pages flow."""
     actions = [] if prompt.moving else _report_status(prompt, State.MOVING, first_token)
     prompt.moving = prompt.request is not None
     return actions
 
 
-def report_end(prompt: Prompt) -> list[PrefillAction]:
+def report_end(prompt: PromptShares) -> list[PrefillAction]:
     """Reports a failure when nothing will move any more, unless decode has received everything that it
     wanted. Decode may want nothing, which can be known before the prompt is computed."""
     if verdict_on(prompt).outcome not in _GOOD:
@@ -176,11 +186,11 @@ def report_end(prompt: Prompt) -> list[PrefillAction]:
     return [] if prompt.finished else report_moving(prompt)
 
 
-def _request_id(prompt: Prompt) -> str:
+def _request_id(prompt: PromptShares) -> str:
     return "" if prompt.request is None else prompt.request.request_id
 
 
-def _report_status(prompt: Prompt, state: State, first_token: int = 0) -> list[PrefillAction]:
+def _report_status(prompt: PromptShares, state: State, first_token: int = 0) -> list[PrefillAction]:
     """The report for the request, if there is one."""
     request = prompt.request
     if request is None:

@@ -27,7 +27,7 @@ from kv_connector.protocol.actions import (
 )
 from kv_connector.protocol.plans.plan import Groups
 from kv_connector.protocol.plans.runs import Places
-from kv_connector.protocol.prefill.tombstones import Verdict
+from kv_connector.protocol.prefill.tombstones import RecordedEnd
 from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.wire.messages import Reserve, Role
 
@@ -83,7 +83,7 @@ class Reservation:
 
 
 @dataclass
-class Prompt:
+class PromptShares:
     """A request of P's engine, or the facts known about it before it arrives."""
 
     transfer_id: str
@@ -113,11 +113,11 @@ class ShareTransfer:
     """A share of a prompt, for one worker of D."""
 
     share: Share
-    prompt: Prompt
+    prompt: PromptShares
     phase: SharePhase = SharePhase.WAITING
     claimed: PeerId | None = None  # the last peer that claimed the share in a PING
     reservation: Reservation | None = None
-    verdict: Verdict | None = None  # the future end in DRAINING, the actual end in CLOSED
+    verdict: RecordedEnd | None = None  # the future end in DRAINING, the actual end in CLOSED
     # Computed pages that are not pushed, per group: logical block -> (P's block, signal base).
     pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ def prompt_problem(request: PrefillRequest, reserve: Reserve) -> str | None:
     return None
 
 
-def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
+def share_problem(prompt: PromptShares | None, message: Reserve) -> str | None:
     if message.share >= message.shares:
         return f"there is no share {message.share} of {message.shares}"
     if prompt is not None and prompt.shares_known and len(prompt.shares) != message.shares:
@@ -152,7 +152,7 @@ def share_problem(prompt: Prompt | None, message: Reserve) -> str | None:
     return None
 
 
-def verdict_on(prompt: Prompt) -> Verdict:
+def verdict_on(prompt: PromptShares) -> RecordedEnd:
     """The verdict on a prompt whose shares are all over: the first that is no success, for all of them."""
     verdicts = [transfer.verdict for transfer in prompt.shares if transfer.verdict is not None]
     worst = next((one for one in verdicts if one.outcome is not Outcome.COMPLETED), verdicts[0])
@@ -163,7 +163,7 @@ def verdict_on(prompt: Prompt) -> Verdict:
     )
 
 
-def under_way(prompts: Iterable[Prompt]) -> list[UnderWay]:
+def under_way(prompts: Iterable[PromptShares]) -> list[UnderWay]:
     """The shares of these prompts that are not over, and prompts that P's engine still works on."""
     found = []
     for prompt in prompts:

@@ -13,7 +13,7 @@ MAX_TOMBSTONES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RecordedEnd:
     """The end of a transfer, with which a late message about it is answered."""
 
     outcome: Outcome
@@ -29,19 +29,19 @@ class Tombstones:
     def __init__(self, lifetime: float) -> None:
         """``lifetime``: time after which no message about a transfer can arrive any more, in seconds."""
         self._lifetime = lifetime
-        self._verdicts: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # oldest first
+        self._verdicts: OrderedDict[str, tuple[float, RecordedEnd]] = OrderedDict()  # oldest first
 
     def __len__(self) -> int:
         """Number of remembered verdicts."""
         return len(self._verdicts)
 
-    def bury(self, now: float, transfer_id: str, verdict: Verdict) -> None:
+    def bury(self, now: float, transfer_id: str, verdict: RecordedEnd) -> None:
         """Remembers the verdict, and replaces an earlier one."""
         self._verdicts.pop(transfer_id, None)
         self._verdicts[transfer_id] = (now, verdict)
         self.forget(now)
 
-    def get(self, transfer_id: str) -> Verdict | None:
+    def get(self, transfer_id: str) -> RecordedEnd | None:
         """The verdict on a transfer, or None."""
         known = self._verdicts.get(transfer_id)
         return None if known is None else known[1]

@@ -114,7 +114,7 @@ def fingerprint(values: Mapping[str, str | tuple[str, ...]]) -> Fingerprint:
     return checked
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
+class WireMessage(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
     """Base of all messages."""
 
 
@@ -130,7 +130,7 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
-class Locate(Message, frozen=True, tag="locate"):
+class Locate(WireMessage, frozen=True, tag="locate"):
     """D requests the addresses of an engine's workers, and introduces itself as it later does to each of
     them."""
 
@@ -141,7 +141,7 @@ class Locate(Message, frozen=True, tag="locate"):
     fingerprint: Fingerprint
 
 
-class Directory(Message, frozen=True, tag="directory"):
+class Directory(WireMessage, frozen=True, tag="directory"):
     """P's workers, by rank. The first one is the worker that answered."""
 
     engine_id: Id
@@ -155,7 +155,7 @@ Wants = Annotated[
 ]
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(WireMessage, frozen=True, tag="hello"):
     """D introduces itself, with the bytes of TransferEngine.offer() and the descriptors of its memory
     regions."""
 
@@ -181,7 +181,7 @@ def knows_defer(introduction: Locate | Hello) -> bool:
     return introduction.protocol == DEFER_PROTOCOL_VERSION
 
 
-class HelloAck(Message, frozen=True, tag="hello_ack"):
+class HelloAck(WireMessage, frozen=True, tag="hello_ack"):
     """P accepts, with the bytes of TransferEngine.accept(). ``lane``: the provider that its writes will use.
 
     ``layout``: P's current layout. The one in the directory may be that of an earlier process at this
@@ -205,14 +205,14 @@ class NakReason(enum.Enum):
     PROTOCOL = "protocol"
 
 
-class HelloNak(Message, frozen=True, tag="hello_nak"):
+class HelloNak(WireMessage, frozen=True, tag="hello_nak"):
     """P refuses. ``message`` says what to do."""
 
     reason: NakReason
     message: Text
 
 
-class Reserve(Message, frozen=True, tag="reserve"):
+class Reserve(WireMessage, frozen=True, tag="reserve"):
     """D has blocks and a counter ready and wants the prompt's pages.
 
     The counter behind ``immediate`` is raised once for each run of bytes that the two layouts' Plan makes of
@@ -236,7 +236,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     weights: Version = ""  # the version that D serves; the pages must have the same one
 
 
-class Sampled(Message, frozen=True, tag="sampled"):
+class Sampled(WireMessage, frozen=True, tag="sampled"):
     """The token that P sampled behind the prompt, for a D that continues with it. A client may have it
     already. None: P has no token."""
 
@@ -245,7 +245,7 @@ class Sampled(Message, frozen=True, tag="sampled"):
     token: UInt32 | None
 
 
-class Sums(Message, frozen=True, tag="sums"):
+class Sums(WireMessage, frozen=True, tag="sums"):
     """Sums of the pages that P has written for the attempt, from byte ``first`` on, in the order of
     page_sums.py. If P has none, ``reason`` explains why.
     """
@@ -270,7 +270,7 @@ class FailCode(enum.Enum):
     STALE = "stale"  # P has other weights than D, or recomputes a prompt of which D has a part
 
 
-class Fail(Message, frozen=True, tag="fail"):
+class Fail(WireMessage, frozen=True, tag="fail"):
     """P will not complete the transfer. ``quiesced``: none of its writes can land. If it is false, D must
     fence."""
 
@@ -281,7 +281,7 @@ class Fail(Message, frozen=True, tag="fail"):
     quiesced: bool
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
+class Cancel(WireMessage, frozen=True, tag="cancel"):
     """D no longer wants the share. P stops, drains and answers with CANCEL_ACK."""
 
     transfer_id: Id
@@ -289,7 +289,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
     share: ShareNumber = 0
 
 
-class CancelAck(Message, frozen=True, tag="cancel_ack"):
+class CancelAck(WireMessage, frozen=True, tag="cancel_ack"):
     """P has stopped. ``drained``: no page of the transfer is in flight. If it is false, P does not know, and
     D must fence."""
 
@@ -298,14 +298,14 @@ class CancelAck(Message, frozen=True, tag="cancel_ack"):
     drained: bool
 
 
-class Release(Message, frozen=True, tag="release"):
+class Release(WireMessage, frozen=True, tag="release"):
     """D needs no pages of this transfer. P may free its blocks, as far as the share is concerned."""
 
     transfer_id: Id
     share: ShareNumber = 0
 
 
-class Defer(Message, frozen=True, tag="defer"):
+class Defer(WireMessage, frozen=True, tag="defer"):
     """D is short of blocks, and takes none for this transfer while its prompt waits at P.
 
     One worker of D sends it for all, and waits for DUE.
@@ -314,14 +314,14 @@ class Defer(Message, frozen=True, tag="defer"):
     transfer_id: Id
 
 
-class Due(Message, frozen=True, tag="due"):
+class Due(WireMessage, frozen=True, tag="due"):
     """The prompt is about to be computed, or P has nothing to wait for: D may send RESERVE. P waits for no
     answer."""
 
     transfer_id: Id
 
 
-class Borrow(Message, frozen=True, tag="borrow"):
+class Borrow(WireMessage, frozen=True, tag="borrow"):
     """The borrower requests the pages of a prompt's leading tokens, under a new transfer id."""
 
     transfer_id: Id
@@ -349,7 +349,7 @@ class LendOutcome(enum.Enum):
     SKIPPED = "skipped"  # not sent: the lender was silent or unlike, or too many lenders are being located
 
 
-class Lent(Message, frozen=True, tag="lent"):
+class Lent(WireMessage, frozen=True, tag="lent"):
     """The lender has the first ``tokens`` tokens, and holds their pages for RESERVE. 0: it lends nothing, for
     this reason."""
 
@@ -359,24 +359,24 @@ class Lent(Message, frozen=True, tag="lent"):
     outcome: LendOutcome = LendOutcome.LENT
 
 
-class Ping(Message, frozen=True, tag="ping"):
+class Ping(WireMessage, frozen=True, tag="ping"):
     """D's heartbeat. It lists the transfers that still wait in D's queue, so that P holds their blocks."""
 
     sequence: Natural
     waiting: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
 
 
-class Pong(Message, frozen=True, tag="pong"):
+class Pong(WireMessage, frozen=True, tag="pong"):
     sequence: Natural
 
 
-class Bye(Message, frozen=True, tag="bye"):
+class Bye(WireMessage, frozen=True, tag="bye"):
     """The session is over. A transfer that has not ended with its own message is fenced and fails."""
 
     reason: Text = ""
 
 
-class Recall(Message, frozen=True, tag="recall"):
+class Recall(WireMessage, frozen=True, tag="recall"):
     """An operator queries the newest ``limit`` timelines of transfers whose id, or whose request's id,
     contains ``text``. 0: only the time."""
 
@@ -384,7 +384,7 @@ class Recall(Message, frozen=True, tag="recall"):
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIMELINES)] = 0
 
 
-class Recalled(Message, frozen=True, tag="recalled"):
+class Recalled(WireMessage, frozen=True, tag="recalled"):
     """The timelines that a worker has kept, the newest first, as many as fit into a message."""
 
     engine_id: Id

@@ -16,7 +16,7 @@ import msgspec
 
 from kv_connector.router.bodies import parser_process
 from kv_connector.router.bodies.fields import PASSED_ON, BodyError, Fields, Shapes, named, parse
-from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Parsed, Wanted, read
+from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Field, Parsed, WantedParts, read
 from kv_connector.router.failure import bad_request, overloaded
 
 # Longer bodies go to the child process. A text of this length holds the event loop for 0.1 ms, and a body
@@ -35,7 +35,7 @@ class BodyParser:
 
     def __init__(self, *, prompts: bool = True) -> None:
         """``prompts``: whether prompts will be looked at. The child process reads the long ones."""
-        self._wanted = Wanted.PROMPT if prompts else Wanted.FIELDS
+        self._wanted = WantedParts.PROMPT if prompts else WantedParts.FIELDS
         self._turn = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -64,7 +64,7 @@ class BodyParser:
         """Returns the model that a body names; Failure 503 if the child process has ended."""
         if len(raw) <= LONG:
             return named(raw)
-        return (await self._ask(raw, Wanted.MODEL)).model
+        return (await self._ask(raw, WantedParts.MODEL)).model
 
     async def close(self) -> None:
         """Ends the child process."""
@@ -74,7 +74,7 @@ class BodyParser:
             if self._child is not None:
                 await asyncio.to_thread(self._end, self._child)
 
-    async def _ask(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
+    async def _ask(self, raw: bytes | memoryview, wanted: WantedParts) -> Parsed:
         async with self._turn:
             asking = asyncio.ensure_future(asyncio.to_thread(self._exchange, raw, wanted))
             try:
@@ -95,7 +95,7 @@ class BodyParser:
                         await asyncio.wait({asking})
                 asking.exception()  # retrieves the exception: it was raised above, or is not needed
 
-    def _exchange(self, raw: bytes | memoryview, wanted: Wanted) -> Parsed:
+    def _exchange(self, raw: bytes | memoryview, wanted: WantedParts) -> Parsed:
         """Sends the body to the child and reads the answer, in a thread. It waits without the interpreter's
         lock."""
         child = self._child

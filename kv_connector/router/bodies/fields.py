@@ -44,7 +44,7 @@ class BodyError(Exception):
     """A body is not a JSON object. The message is for the client."""
 
 
-class Shape(msgspec.Struct, frozen=True, array_like=True):
+class ValueShape(msgspec.Struct, frozen=True, array_like=True):
     """The facts about a long value that the router uses. To find them, each byte is read."""
 
     several: bool
@@ -61,12 +61,12 @@ class Shapes:
     """The shapes of one body's values, each computed once."""
 
     def __init__(
-        self, known: Mapping[str, Shape] | None = None, texts: Mapping[str, Texts | None] | None = None
+        self, known: Mapping[str, ValueShape] | None = None, texts: Mapping[str, Texts | None] | None = None
     ) -> None:
         self._known = dict(known or {})
         self._texts = dict(texts or {})
 
-    def of(self, name: str, value: msgspec.Raw) -> Shape:
+    def of(self, name: str, value: msgspec.Raw) -> ValueShape:
         """Returns the shape of a value; ``name`` is the name of its field."""
         if (known := self._known.get(name)) is None:
             known = self._known[name] = shape(name, value)
@@ -137,10 +137,10 @@ def stays_json(value: msgspec.Raw) -> bool:
     return len(data) > 2 * _MOST_BRACKETS and sum(map(bytes(data).count, (b"[", b"{"))) > _MOST_BRACKETS
 
 
-def shape(name: str, value: msgspec.Raw) -> Shape:
+def shape(name: str, value: msgspec.Raw) -> ValueShape:
     """Computes the shape of a field's value, for which each byte is read."""
     passed_on = name in PASSED_ON
-    return Shape(
+    return ValueShape(
         _several(name, value),
         _count_tokens(value) if passed_on else None,
         b"" if passed_on else blake2b(value, digest_size=8).digest(),

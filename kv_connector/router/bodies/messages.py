@@ -90,7 +90,7 @@ class ToolCall(msgspec.Struct, gc=False):
     function: Function
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
     """A message of text and tool calls. Fields without a docstring are read and not used."""
 
     role: str
@@ -142,8 +142,8 @@ class _Chat(msgspec.Struct, gc=False):
     content: str | list[str | _Typed] | None = None
 
 
-_MESSAGES = msgspec.json.Decoder(list[Message])
-_MESSAGE = msgspec.json.Decoder(Message)
+_MESSAGES = msgspec.json.Decoder(list[ChatMessage])
+_MESSAGE = msgspec.json.Decoder(ChatMessage)
 _SYSTEM = msgspec.json.Decoder(str | list[_Block])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _DICT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -166,7 +166,7 @@ def read(name: str, raw: bytes | msgspec.Raw) -> Texts | None:
         if name == "system":
             return Texts("messages", [[message.encode()] for message in _system(data)])
         if name == "input" and data.lstrip()[:1] == b'"':
-            return Texts("messages", [[Message(role="user", content=_TEXT.decode(data)).encode()]])
+            return Texts("messages", [[ChatMessage(role="user", content=_TEXT.decode(data)).encode()]])
         messages = _messages(data)
     except UNREADABLE:
         return None
@@ -205,12 +205,12 @@ def _messages(data: bytes) -> list[list[Segment]] | None:
     return [[message.encode()] for message in messages]
 
 
-def _parts(message: Message) -> int:
+def _parts(message: ChatMessage) -> int:
     content = message.content
     return 1 + (len(content) if isinstance(content, list) else 0) + len(message.tool_calls or ())
 
 
-def _system(data: bytes) -> list[Message]:
+def _system(data: bytes) -> list[ChatMessage]:
     """Returns Anthropic's `system` as the message that vLLM makes of it. No message: nothing is rendered."""
     said = _SYSTEM.decode(data)
     if not isinstance(said, str):
@@ -218,7 +218,7 @@ def _system(data: bytes) -> list[Message]:
             raise msgspec.ValidationError(f"more than {_MOST_PARTS} blocks")
         texts = (block.text for block in said if block.type == "text" and block.text)
         said = "".join(text for text in texts if not text.startswith(_BILLING))
-    return [Message(role="system", content=said)] if said else []
+    return [ChatMessage(role="system", content=said)] if said else []
 
 
 def _rendered(content: str | list[_Part] | None) -> str:
@@ -247,7 +247,7 @@ class _Budget:
 
 
 def _segments(item: msgspec.Raw, budget: _Budget) -> list[Segment]:
-    """Returns the segments of a message that may have fields or parts that Message does not have."""
+    """Returns the segments of a message that may have fields or parts that ChatMessage does not have."""
     try:
         return [_MESSAGE.decode(item).encode()]
     except UNREADABLE:

@@ -16,7 +16,7 @@ from typing import IO, BinaryIO
 import msgspec
 import numpy as np
 
-from kv_connector.router.bodies.fields import PASSED_ON, BodyError, Shape, is_long, named, parse, shape
+from kv_connector.router.bodies.fields import PASSED_ON, BodyError, ValueShape, is_long, named, parse, shape
 from kv_connector.router.bodies.messages import LOOKED_AT, Texts, only_text
 from kv_connector.router.bodies.messages import read as read_prompt
 
@@ -24,7 +24,7 @@ from kv_connector.router.bodies.messages import read as read_prompt
 _NICE = 10
 
 
-class Wanted(IntEnum):
+class WantedParts(IntEnum):
     """The parts of a body that the parent needs."""
 
     MODEL = 0
@@ -34,7 +34,7 @@ class Wanted(IntEnum):
 
 
 REQUEST = struct.Struct("<BQ")
-"""Header of a request: a Wanted, and the bytes of the body that follows."""
+"""Header of a request: a WantedParts, and the bytes of the body that follows."""
 ANSWER = struct.Struct("<Q")
 """Header of an answer: the bytes of the Parsed that follows."""
 
@@ -44,7 +44,7 @@ class Field(msgspec.Struct, array_like=True):
     start: int
     end: int
     """Offset in the body where the value ends. ``start`` is where the value starts."""
-    shape: Shape | None
+    shape: ValueShape | None
     """The shape of a long value; None for a short value."""
     texts: Texts | None = None
     """The prompt in a long value, if it is wanted and can be read."""
@@ -60,15 +60,15 @@ class Parsed(msgspec.Struct):
     model: str | None = None
 
 
-def parsed(raw: bytes, wanted: Wanted) -> Parsed:
-    if wanted is Wanted.MODEL:
+def parsed(raw: bytes, wanted: WantedParts) -> Parsed:
+    if wanted is WantedParts.MODEL:
         return Parsed(model=named(raw))
     try:
         fields = parse(raw)
     except BodyError as error:
         return Parsed(refusal=str(error))
     xargs = None if fields.xargs is None else _spans(raw, fields.xargs, prompt=False)
-    return Parsed(_spans(raw, fields.values, prompt=wanted is Wanted.PROMPT), xargs)
+    return Parsed(_spans(raw, fields.values, prompt=wanted is WantedParts.PROMPT), xargs)
 
 
 def _spans(raw: bytes, values: Mapping[str, msgspec.Raw], *, prompt: bool) -> list[Field]:
@@ -102,7 +102,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until the parent closes its end of the pipe."""
     while head := source.read(REQUEST.size):
         wanted, nbytes = REQUEST.unpack(head)
-        answer = msgspec.msgpack.encode(parsed(read(source, nbytes), Wanted(wanted)))
+        answer = msgspec.msgpack.encode(parsed(read(source, nbytes), WantedParts(wanted)))
         sink.write(ANSWER.pack(len(answer)) + answer)
         sink.flush()
 

@@ -64,7 +64,7 @@ def read_authority(path: Path) -> ssl.SSLContext:
 
 
 @dataclass(frozen=True)
-class Reply:
+class EngineReply:
     """An engine's whole answer."""
 
     status: int
@@ -152,10 +152,10 @@ class EngineClient:
 
     async def whole(
         self, method: str, url: str, body: Content | None = None, headers: Mapping[str, str] | None = None
-    ) -> Reply:
+    ) -> EngineReply:
         async with self.stream(method, url, body, headers) as response:
             answer = await response.read()
-            return Reply(response.status, content_type(response), answer, retry_after(response))
+            return EngineReply(response.status, content_type(response), answer, retry_after(response))
 
 
 class _Payload(aiohttp.Payload):

@@ -44,7 +44,7 @@ _LOGGED = 200
 _PUSHING_S = 5.0
 
 
-class RefusedError(Exception):
+class RefusedRegistrationError(Exception):
     """A well-formed registration is refused for now. The same engine may be accepted later."""
 
 
@@ -59,7 +59,7 @@ TEXT_SIDES = (Side.PREFILL, Side.DECODE)
 _SIDES = {Role.PREFILL: (Side.PREFILL,), Role.DECODE: (Side.DECODE,), Role.BOTH: TEXT_SIDES}
 
 
-class State(enum.Enum):
+class MemberStatus(enum.Enum):
     READY = "ready"
     JOINING = "joining"  # its API server has not answered yet
     UNREACHABLE = "unreachable"  # a request was not answered, and no health check has been answered since
@@ -71,13 +71,13 @@ class State(enum.Enum):
 
 
 # If no other engine is available, FAILING is better than a refusal.
-TAKES_REQUESTS = (State.READY, State.FAILING)
+TAKES_REQUESTS = (MemberStatus.READY, MemberStatus.FAILING)
 
 _TROUBLES = {
-    State.SILENT: "is silent: its registrations stopped",
-    State.UNREACHABLE: "does not answer",
-    State.FAILING: "fails one request after another",
-    State.TORN: "stays paused: its new weights were not applied",
+    MemberStatus.SILENT: "is silent: its registrations stopped",
+    MemberStatus.UNREACHABLE: "does not answer",
+    MemberStatus.FAILING: "fails one request after another",
+    MemberStatus.TORN: "stays paused: its new weights were not applied",
 }
 
 
@@ -115,18 +115,18 @@ class _Engine:
     breaker: Breaker = field(default_factory=Breaker)
 
     @property
-    def state(self) -> State:
+    def state(self) -> MemberStatus:
         if self.silent:
-            return State.SILENT
+            return MemberStatus.SILENT
         if self.torn:
-            return State.TORN
+            return MemberStatus.TORN
         if self.draining:
-            return State.DRAINING
+            return MemberStatus.DRAINING
         if self.asleep:
-            return State.ASLEEP
+            return MemberStatus.ASLEEP
         if not self.answers:
-            return State.UNREACHABLE if self.joined else State.JOINING
-        return State.FAILING if self.breaker.open else State.READY
+            return MemberStatus.UNREACHABLE if self.joined else MemberStatus.JOINING
+        return MemberStatus.FAILING if self.breaker.open else MemberStatus.READY
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class EngineInfo:
     """Label that does not reveal the address, such as "decode 2"."""
     endpoint: Endpoint
     sides: tuple[Side, ...]
-    state: State
+    state: MemberStatus
     outstanding: int
     silence: float | None
     """Seconds since its latest REGISTER; None: it does not register."""
@@ -185,9 +185,9 @@ class Members:
         for endpoint, sides in _listed(listed):
             self._list(_Engine(endpoint, sides, listed=True, answers=True, name=str(endpoint), joined=True))
 
-    def states(self) -> dict[Side, dict[str, State]]:
+    def states(self) -> dict[Side, dict[str, MemberStatus]]:
         """Returns {side: {endpoint as text: state}}. A router without encoder engines has two sides."""
-        found: dict[Side, dict[str, State]] = {Side.PREFILL: {}, Side.DECODE: {}}
+        found: dict[Side, dict[str, MemberStatus]] = {Side.PREFILL: {}, Side.DECODE: {}}
         for engine in self._engines.values():
             for side in engine.sides:
                 found.setdefault(side, {})[str(engine.endpoint)] = engine.state
@@ -252,7 +252,7 @@ class Members:
     def register(self, now: float, message: Register) -> Endpoint:
         """Handles REGISTER; returns the engine's endpoint.
 
-        ValueError if the message is malformed, RefusedError if the engine cannot be accepted now.
+        ValueError if the message is malformed, RefusedRegistrationError if the engine cannot be accepted now.
         """
         control = Address(message.control_host, message.control_port)
         endpoint = replace(Endpoint.parse(f"{message.url}@{control}"), rank=message.rank)
@@ -262,12 +262,12 @@ class Members:
             # restarted. With another address, each REGISTER of either would fail the other's requests.
             heard = engine.seen is not None and now - engine.seen < self._dead
             if engine.replaced == message.incarnation or (heard and engine.endpoint != endpoint):
-                raise RefusedError(
+                raise RefusedRegistrationError(
                     f"engines {message.engine_id} and {engine.name} both register as rank {message.rank} of "
                     f"{endpoint.url}. Set each engine's api_url to the URL of the API server that serves it"
                 )
         if engine is None and len(self._engines) >= MAX_ENGINES:
-            raise RefusedError(f"the router has {MAX_ENGINES} engines already, its maximum")
+            raise RefusedRegistrationError(f"the router has {MAX_ENGINES} engines already, its maximum")
         if engine is None or engine.endpoint != endpoint or engine.incarnation != message.incarnation:
             sides, name = _SIDES[message.role], f"{message.engine_id} at {endpoint} (control {control})"
             replacement = _Engine(endpoint, sides, listed=False, answers=False, name=name)
@@ -522,10 +522,11 @@ class Members:
         engine.asleep = engine.asleep if asleep is None else asleep
         engine.torn = engine.torn if torn is None else torn
         state = engine.state
-        if state is State.READY:
+        if state is MemberStatus.READY:
             engine.joined = True
         if state is not before:
-            level = logging.INFO if state in (State.READY, State.DRAINING, State.ASLEEP) else logging.WARNING
+            expected = (MemberStatus.READY, MemberStatus.DRAINING, MemberStatus.ASLEEP)
+            level = logging.INFO if state in expected else logging.WARNING
             logger.log(level, "%s: %s%s", state.name, engine.name, f": {reason}" if reason else "")
             if state in _TROUBLES:
                 self._incidents.note(engine.label, _TROUBLES[state], reason)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from kv_connector.router.engines.client import Reply
+from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.failure import UNREADABLE
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Entries(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
-def names(url: str, reply: Reply) -> frozenset[str] | None:
+def names(url: str, reply: EngineReply) -> frozenset[str] | None:
     """Returns the models of an engine's answer; None if it lists no models, or too many."""
     try:
         listed = [] if reply.status != 200 else msgspec.json.decode(reply.body, type=_Models).data
@@ -55,7 +55,7 @@ def names(url: str, reply: Reply) -> frozenset[str] | None:
     return frozenset(model.id for model in listed) or None
 
 
-def longest(reply: Reply) -> int | None:
+def longest(reply: EngineReply) -> int | None:
     """Returns the tokens of the longest model that an engine lists; None if it lists no length.
 
     Adapters are listed without a length.
@@ -67,7 +67,7 @@ def longest(reply: Reply) -> int | None:
     return max((model.max_model_len for model in listed if model.max_model_len), default=None)
 
 
-def merged(replies: Sequence[Reply]) -> Reply:
+def merged(replies: Sequence[EngineReply]) -> EngineReply:
     """Returns the first answer, with the models of all answers. Each answer is a readable list."""
     found: dict[str, msgspec.Raw] = {}
     for reply in replies:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from kv_connector.router.bodies.fields import Shapes, is_nothing
-from kv_connector.router.bodies.messages import LOOKED_AT, PICTURE, Message, Picture, Segment, Texts
+from kv_connector.router.bodies.messages import LOOKED_AT, PICTURE, ChatMessage, Picture, Segment, Texts
 
 # About 256 tokens of text, which a GPU computes in milliseconds. Shorter hits are not worth counting.
 PREFIX_BYTES = 1024
@@ -73,7 +73,7 @@ _ELSE = (
 _PICTURE_BYTES = 4000
 
 
-class Tail(NamedTuple):
+class PromptTail(NamedTuple):
     """The end of a prompt, from which an answer continues it."""
 
     last: int
@@ -182,7 +182,7 @@ class Prompt:
     counts: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Whole token ids in each prefix of a list of token ids. Empty: the prompt is no such list, or something
     else stands before it."""
-    tail: Tail = field(default=Tail(0, b"", ""), compare=False, repr=False)
+    tail: PromptTail = field(default=PromptTail(0, b"", ""), compare=False, repr=False)
     cut: bool = False
     """Whether the engine may drop a part of the prompt, and compute another beginning. Such a prompt has no
     prefixes."""
@@ -192,7 +192,7 @@ class Prompt:
         """Reads a request's prompt, as _read() does. Of a prompt that the engine may cut, only its size."""
         prompt = cls._read(path, body, shapes)
         if _is_cut(path, body):
-            return replace(prompt, prefixes=(), ends=(), counts=(), tail=Tail(0, b"", ""), cut=True)
+            return replace(prompt, prefixes=(), ends=(), counts=(), tail=PromptTail(0, b"", ""), cut=True)
         return prompt
 
     @classmethod
@@ -240,7 +240,7 @@ class Prompt:
             chain.pictures,
             tuple(chain.ends),
             () if head else tuple(accumulate(chain.counts)),
-            Tail(chain.last, chain.rest if form else b"", form),
+            PromptTail(chain.last, chain.rest if form else b"", form),
         )
 
     @property
@@ -279,7 +279,7 @@ class Prompt:
             return self.bytes_of(bisect_right(self.counts, cached))
         return max(0, min(self.size * cached // tokens, self.bytes_of(len(self.prefixes))))
 
-    def followed_by(self, answer: Message | str | bytes) -> Prompt:
+    def followed_by(self, answer: ChatMessage | str | bytes) -> Prompt:
         """Returns the beginning of the next turn's prompt, which repeats this prompt and its answer.
 
         ``answer``: a message for a chat, text behind a text, a list of token ids, as JSON without brackets,
@@ -291,7 +291,7 @@ class Prompt:
         chain.rest = rest
         tokens = None
         match answer:
-            case Message() if form == "messages":
+            case ChatMessage() if form == "messages":
                 chain.message([answer.encode()])
             case str() if form == "text":
                 chain.add(answer.encode(errors="replace"))
@@ -309,9 +309,9 @@ class Prompt:
             prefixes=(*self.prefixes, *chain.prefixes),
             ends=(*self.ends, *chain.ends),
             counts=self._counts_with(chain.counts),
-            tail=Tail(chain.last, chain.rest, form),
+            tail=PromptTail(chain.last, chain.rest, form),
         )
-        hidden = isinstance(answer, Message) and answer.thinks_aloud
+        hidden = isinstance(answer, ChatMessage) and answer.thinks_aloud
         return continued.hidden_behind(self) if hidden else continued
 
     def hidden_behind(self, beginning: Prompt) -> Prompt:

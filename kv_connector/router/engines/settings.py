@@ -1,4 +1,4 @@
-"""Settings: the router's configuration, fixed at its start."""
+"""RouterSettings: the router's configuration, fixed at its start."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +37,7 @@ LONGEST_TIMEOUT = 604_800.0
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class RequestTimeouts:
     """Time limits of each request, in seconds. None: no limit."""
 
     first_token: float | None = None
@@ -59,7 +59,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RouterSettings:
     prefill: tuple[Endpoint, ...]
     decode: tuple[Endpoint, ...]
     encoders: tuple[Endpoint, ...] = ()
@@ -80,7 +80,7 @@ class Settings:
     stall: float = 60.0
     """Seconds that headers may take, a body may pause, and a reader may take nothing. It is nginx's default
     for each of the three."""
-    timeouts: Timeouts = Timeouts()
+    timeouts: RequestTimeouts = RequestTimeouts()
     """Time limits of each request. A router without options has none: prompts may wait in queues."""
     stream_comments: float | None = None
     """Seconds without an event after which a stream gets a comment; None: it gets none."""

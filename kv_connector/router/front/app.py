@@ -23,15 +23,15 @@ from starlette.types import Receive, Scope, Send
 
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import content
-from kv_connector.router.engines.client import EngineClient, Reply, read_authority
+from kv_connector.router.engines.client import EngineClient, EngineReply, read_authority
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Side, State
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.members import MemberStatus, Side
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key, refused_by_engine
 from kv_connector.router.front.comments import Comments
 from kv_connector.router.front.deadline import Deadline
-from kv_connector.router.front.limits import Limits, Place
+from kv_connector.router.front.limits import Limits, LimitsPlace
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.router_app import RouterApp, sender_of_body
 from kv_connector.router.front.status import Status
@@ -96,11 +96,11 @@ CLIENT_LEFT = 499  # nginx's status for a client that disconnected; only metrics
 class Current:
     """The router's settings, some of which may change while it runs."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
 
 
-def create_app(settings: Settings) -> RouterApp:
+def create_app(settings: RouterSettings) -> RouterApp:
     """Returns the router as an ASGI application. It holds no state beyond its lifespan."""
     current = Current(settings)
     metrics = Metrics()
@@ -150,7 +150,7 @@ def create_app(settings: Settings) -> RouterApp:
                 await asyncio.to_thread(spans.close)
                 await asyncio.to_thread(access_log.close)
 
-    async def forward_any(request: Request) -> Reply:
+    async def forward_any(request: Request) -> EngineReply:
         exchange = exchange_of(request.scope)
         with _within_shutdown(), limits.enter(exchange.key) as place:
             body = await _read(request, current.settings, place)
@@ -199,7 +199,7 @@ def create_app(settings: Settings) -> RouterApp:
     def state_of_engines() -> tuple[int, dict[str, Any]]:
         """Returns the status and the body of an answer at /health."""
         states = members.states()
-        lacking = {side for side, engines in states.items() if State.READY not in engines.values()}
+        lacking = {side for side, engines in states.items() if MemberStatus.READY not in engines.values()}
         unready = not lacking.isdisjoint(members.needed)
         found = {side.value: {url: s.value for url, s in engines.items()} for side, engines in states.items()}
         status = "unready" if unready else "degraded" if lacking else "ready"
@@ -220,7 +220,7 @@ def create_app(settings: Settings) -> RouterApp:
         states = members.states()
         for side, engines in states.items():
             count = Counter(engines.values())
-            for state in State:
+            for state in MemberStatus:
                 metrics.engines.labels(side.value, state.value).set(count[state])
         metrics.engines_are(members.engines(time.monotonic()))
         metrics.caches_filled.set(dispatcher.parts.pools[Side.DECODE].caches_filled())
@@ -256,7 +256,7 @@ def create_app(settings: Settings) -> RouterApp:
         middleware.append(Middleware(KeyCheck, keys=keys))
     strangers = keys is not None or settings.admin is not None
 
-    def change(new: Settings) -> None:
+    def change(new: RouterSettings) -> None:
         access = _access_to_engines(new)  # all files are read before anything changes
         if keys is not None and new.api_key_file is not None:
             keys.replace(ApiKeys.read(Path(new.api_key_file)))
@@ -285,7 +285,7 @@ def create_app(settings: Settings) -> RouterApp:
     return application
 
 
-def _access_to_engines(settings: Settings) -> tuple[str | None, ssl.SSLContext | None]:
+def _access_to_engines(settings: RouterSettings) -> tuple[str | None, ssl.SSLContext | None]:
     """Returns the key and the authorities for engines. Raises KeyFileError or AuthorityError."""
     key = None if settings.engine_key_file is None else read_engine_key(Path(settings.engine_key_file))
     return key, None if settings.engine_ca is None else read_authority(Path(settings.engine_ca))
@@ -336,7 +336,9 @@ class Completions:
                 exchange.status = status
                 self._metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _serve(self, request: Request, exchange: Exchange, place: Place, completion: Completion) -> int:
+    async def _serve(
+        self, request: Request, exchange: Exchange, place: LimitsPlace, completion: Completion
+    ) -> int:
         """Answers the request; returns its status, or CLIENT_LEFT if the client disconnected before
         the end."""
         settings = self._current.settings
@@ -370,7 +372,7 @@ class _Answering:
         request: Request,
         exchange: Exchange,
         path: str,
-        place: Place,
+        place: LimitsPlace,
         deadline: Deadline,
         interval: float | None,
         dispatcher: Dispatcher,
@@ -482,7 +484,7 @@ def client_failure(error: Exception, exchange: Exchange) -> Failure:
     return failure(500, "api_error", f"{words} {exchange.request_id}")
 
 
-async def _read(request: Request, settings: Settings, place: Place) -> bytes | memoryview:
+async def _read(request: Request, settings: RouterSettings, place: LimitsPlace) -> bytes | memoryview:
     """Reads the request's body. Failure 413 if the body is longer than the limit, 408 if it arrives too
     slowly, 503 if all bodies in flight have too many bytes."""
     limit, stall = settings.body_limit, settings.stall
@@ -531,7 +533,7 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _unless_left(reply: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
+async def _unless_left(reply: Coroutine[Any, Any, EngineReply], receive: Receive) -> EngineReply:
     """Waits for the reply. If the client disconnects first, cancels the reply and raises ClientDisconnect."""
     work = asyncio.create_task(reply)
     try:

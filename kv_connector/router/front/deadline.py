@@ -7,14 +7,14 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kv_connector.router.engines.settings import Timeouts
+from kv_connector.router.engines.settings import RequestTimeouts
 from kv_connector.router.failure import failure
 
 
 class Deadline:
     """Ends what waits for an engine's answer. Used from the event loop's thread only."""
 
-    def __init__(self, timeouts: Timeouts, *, streamed: bool) -> None:
+    def __init__(self, timeouts: RequestTimeouts, *, streamed: bool) -> None:
         """``streamed``: the answer is a stream, else it arrives as a whole."""
         self._timeouts = timeouts
         self._streamed = streamed

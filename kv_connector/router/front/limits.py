@@ -60,7 +60,7 @@ class Limits:
         self._most_per_key = requests_per_key
 
     @contextmanager
-    def enter(self, key: str | None = None) -> Iterator[Place]:
+    def enter(self, key: str | None = None) -> Iterator[LimitsPlace]:
         """Counts the current task as a request in flight, for the length of a block.
 
         ``key``: name of the client's API key. Failure 429 if too many requests have this key, 503 if all
@@ -78,7 +78,7 @@ class Limits:
             )
         task = asyncio.current_task()
         assert task is not None
-        place = Place(self)
+        place = LimitsPlace(self)
         self._tasks.add(task)
         if key is not None:
             self._of_keys[key] += 1
@@ -111,7 +111,7 @@ class Limits:
         self._bytes += nbytes
 
 
-class Place:
+class LimitsPlace:
     """One request's part of the limits."""
 
     def __init__(self, limits: Limits) -> None:

@@ -34,7 +34,7 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.client import LOST_SECONDS, EngineClient, HttpError, refused
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError
+from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedRegistrationError
 from kv_connector.router.engines.models import longest, names
 from kv_connector.router.engines.reasons import Reasons
 from kv_connector.router.failure import Failure
@@ -191,7 +191,7 @@ class Registry:
                         self._undrain(received.source, Endpoint.parse(url).url)
                     case Controllers():
                         self._list_controllers(received.source, message)
-            except RefusedError as error:
+            except RefusedRegistrationError as error:
                 self._refuse(received.source, str(error))
             except ValueError as error:
                 logger.warning("a registration is ignored: %s", error)

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_connector.protocol.actions import Address
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.comments import COMMENT
 from kv_connector.router.observe.access_log import AccessLog, begin_exchange
 
@@ -29,7 +29,7 @@ class RouterApp(Starlette):
 
     def __init__(
         self,
-        change: Callable[[Settings], None],
+        change: Callable[[RouterSettings], None],
         access_log: AccessLog,
         unlogged: Collection[str],
         admin: Address | None,

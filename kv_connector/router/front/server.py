@@ -36,7 +36,7 @@ HEADER_LIMIT = 64 << 10
 _LINGER_S = 5.0
 
 
-class Turns:
+class ReadTurns:
     """Connections that have much to read. In each turn of the event loop, one of them reads.
 
     A read of 256 KiB takes 0.3 ms, so 64 clients with long bodies would make each turn 20 ms. Used from the
@@ -69,7 +69,7 @@ class Turns:
 class _Flow(FlowControl):
     """uvicorn's flow control, with a queue: a connection waits for its turn before it reads on."""
 
-    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+    def __init__(self, transport: asyncio.Transport, turns: ReadTurns) -> None:
         super().__init__(transport)
         self._turns = turns
 
@@ -106,7 +106,7 @@ class ServerConfig(uvicorn.Config):
         ``tls``: for HTTPS at the clients' address; None: HTTP. ``options``: uvicorn's options."""
         super().__init__(
             app,
-            http=BoundedProtocol if tls is None else Handshake,
+            http=BoundedProtocol if tls is None else TlsHandshake,
             # A WebSocket would leave this protocol and its bounds. The router has no route for a WebSocket.
             ws="none",
             # Clients can write X-Forwarded-For themselves. A proxy on this host passes it on by default.
@@ -118,8 +118,8 @@ class ServerConfig(uvicorn.Config):
         self.tls = tls
         self.most_connections = connections
         self.stall = stall
-        self.turns = Turns()
-        self.idle: dict[BoundedProtocol | Handshake, None] = {}
+        self.turns = ReadTurns()
+        self.idle: dict[BoundedProtocol | TlsHandshake, None] = {}
         """Connections without a request in progress, the longest idle first."""
         self.handshakes = 0
         """Connections whose TLS handshake is not complete. They are idle, too."""
@@ -371,7 +371,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._headers_due = None
 
 
-class Handshake(asyncio.Protocol):
+class TlsHandshake(asyncio.Protocol):
     """A client's connection until its TLS handshake is complete. A BoundedProtocol has it afterwards.
 
     uvicorn and the event loop would not count the connection, and would wait 60 s for the handshake.

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kv_connector.router.engines.members import TEXT_SIDES, EngineInfo, Side, State
+from kv_connector.router.engines.members import TEXT_SIDES, EngineInfo, MemberStatus, Side
 from kv_connector.router.observe.first_bytes import FirstBytes
 
 # From a tiny model on loopback to a prompt of 100,000 tokens in a queue.
@@ -231,7 +231,7 @@ class Metrics:
         for engine in engines:
             name = str(engine.endpoint)
             for side in engine.sides:
-                self._engine_ready.labels(side.value, name).set(engine.state is State.READY)
+                self._engine_ready.labels(side.value, name).set(engine.state is MemberStatus.READY)
             self._engine_requests.labels(name).set(engine.outstanding)
 
     def proposed(self, result: str, tokens: int) -> None:

@@ -28,7 +28,7 @@ _MOST_KINDS = 4096
 _HEADER_TOKENS = 64
 
 
-class Kind(NamedTuple):
+class AnswerKind(NamedTuple):
     """Answers that are repeated alike."""
 
     model: str
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 class _Answer(NamedTuple):
     """An answer whose next turn has still to come."""
 
-    kind: Kind
+    kind: AnswerKind
     engine: Endpoint
     """The engine that has its KV."""
     prompt: int
@@ -62,16 +62,18 @@ class AnswerRepeats:
     """Learns from the decode engines' hits. Used from the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._shares: OrderedDict[Kind, float] = OrderedDict()
+        self._shares: OrderedDict[AnswerKind, float] = OrderedDict()
         """Share of the latest turns that had the ids of the answer, in the order of their last use."""
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
         """Answers by the last prefix of prompt and answer, in the order in which they came."""
 
-    def expected(self, kind: Kind) -> bool:
+    def expected(self, kind: AnswerKind) -> bool:
         """Returns whether the next turn is expected to have the ids of such an answer."""
         return self._shares.get(kind, 1.0) >= 1 / 2
 
-    def answered(self, kind: Kind, engine: Endpoint, tokens: int, prompt: Prompt, continued: Prompt) -> None:
+    def answered(
+        self, kind: AnswerKind, engine: Endpoint, tokens: int, prompt: Prompt, continued: Prompt
+    ) -> None:
         """Notes an answer. ``tokens``: those of its prompt. ``continued``: prompt and answer."""
         if kind.form.startswith(","):
             return  # A client that sends token ids repeats them. An engine without them has dropped them.

@@ -46,7 +46,7 @@ from kv_connector.router.placement.policy import (
     PlacementRequest,
     forecast_tokens,
 )
-from kv_connector.router.placement.sessions import Sessions
+from kv_connector.router.placement.sessions import SessionEngines
 
 # Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the
 # same speed, one after the other, so both delay the first token alike.
@@ -82,13 +82,13 @@ class CacheAware:
         pools: Mapping[Side, Pool],
         index: PrefixIndex,
         sizes: TokenSizes | None = None,
-        sessions: Sessions | None = None,
+        sessions: SessionEngines | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = pools
         self._index = index
         self._sizes = sizes or TokenSizes()
-        self._sessions = Sessions() if sessions is None else sessions
+        self._sessions = SessionEngines() if sessions is None else sessions
         self._clock = clock
 
     def place(self, request: PlacementRequest) -> Placement:

@@ -8,10 +8,10 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.workload import Workload
-from kv_connector.router.placement.answer_repeats import AnswerRepeats, Kind
+from kv_connector.router.placement.answer_repeats import AnswerKind, AnswerRepeats
 from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.placement.policy import Placement
-from kv_connector.router.placement.sessions import Sessions
+from kv_connector.router.placement.sessions import SessionEngines
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.transcript import Said
 
@@ -49,12 +49,12 @@ class CacheRecords:
     def __init__(
         self,
         sizes: TokenSizes | None = None,
-        sessions: Sessions | None = None,
+        sessions: SessionEngines | None = None,
         count: Count = _count_nothing,
         proposed: Proposed = _count_no_proposal,
     ) -> None:
         self.sizes = sizes or TokenSizes()
-        self.sessions = Sessions() if sessions is None else sessions
+        self.sessions = SessionEngines() if sessions is None else sessions
         self._repeats = AnswerRepeats()
         self._count = count
         self._proposed = proposed
@@ -125,7 +125,7 @@ class CacheRecords:
         if local:
             self._reported(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens)
         if (continued := continued_by(prompt, said)) is not None:
-            engine, kind = moved or lease, Kind.of(prompt, said)
+            engine, kind = moved or lease, AnswerKind.of(prompt, said)
             self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
             if not self._repeats.expected(kind):
                 continued = continued.hidden_behind(prompt)
@@ -133,7 +133,7 @@ class CacheRecords:
 
     def repeats(self, prompt: Prompt, said: Said) -> bool:
         """Returns whether the next turn is expected to have the token ids of this answer."""
-        return self._repeats.expected(Kind.of(prompt, said))
+        return self._repeats.expected(AnswerKind.of(prompt, said))
 
     def prefetched(self, lease: Lease, lender: Endpoint, tokens: int) -> None:
         """Notes that a prefill engine has loaded the end of the lease's prompt, so many tokens."""

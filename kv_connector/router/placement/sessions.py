@@ -1,4 +1,4 @@
-"""Sessions: the engines that had a conversation's latest turn, by the client's own name for the conversation.
+"""SessionEngines: the engines of a conversation's latest turn, by the client's own name for the conversation.
 
 A session only breaks ties between engines. Prefixes show what an engine has cached. A session also helps
 where a prompt is too short for a prefix, or where a client changed what it repeats.
@@ -41,7 +41,7 @@ def _names(headers: Mapping[str, str], body: Mapping[str, Any]) -> Iterator[tupl
     yield _USER_ID, metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
-class Sessions:
+class SessionEngines:
     """The latest engines of each session. Used from the event loop's thread only."""
 
     def __init__(self, most: int = MOST_SESSIONS) -> None:

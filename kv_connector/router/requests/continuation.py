@@ -191,7 +191,7 @@ def resumed_prompt(prompt: Prompt, tokens: int, said: int) -> Prompt:
     return replace(prompt, size=size, tokens=tokens)
 
 
-class Tail:
+class ContinuationTail:
     """Translates a continuation's answer to the form of the stream that it continues."""
 
     def __init__(

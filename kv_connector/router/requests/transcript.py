@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.bodies.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import ChatMessage, Function, ToolCall
 from kv_connector.router.failure import UNREADABLE
 from kv_connector.router.requests.events import END, data_of
 from kv_connector.router.requests.token_counts import cached_tokens, prompt_tokens
@@ -29,7 +29,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 class Said:
     """The facts about an answer that show what its engine has cached. None: not known."""
 
-    answer: Message | str | None = None
+    answer: ChatMessage | str | None = None
     """The answer as the next turn repeats it: a message of a chat, or text."""
     ids: bytes = b""
     """Token ids of the answer, as JSON without brackets; empty: the client did not request them."""
@@ -40,12 +40,12 @@ class Said:
     @property
     def calls(self) -> bool:
         """Whether the answer is a message that calls tools."""
-        return isinstance(self.answer, Message) and bool(self.answer.tool_calls)
+        return isinstance(self.answer, ChatMessage) and bool(self.answer.tool_calls)
 
     @property
     def thinks(self) -> bool:
         """Whether the answer is a message with a thinking part."""
-        return isinstance(self.answer, Message) and bool(self.answer.reasoning)
+        return isinstance(self.answer, ChatMessage) and bool(self.answer.reasoning)
 
 
 class Budget:
@@ -157,14 +157,14 @@ class Transcript:
         self._kept = 0
         self._full = True
 
-    def _answer(self) -> Message | str | None:
+    def _answer(self) -> ChatMessage | str | None:
         if self._odd:
             return None
         text = "".join(self._text)
         if self._path == COMPLETIONS:
             return text
         calls = [ToolCall(Function(name, "".join(parts))) for name, *parts in self._calls.values()]
-        return Message(
+        return ChatMessage(
             role="assistant",
             content=text,
             reasoning="".join(self._reasoning) or None,

@@ -16,14 +16,14 @@ from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import TokenSizes
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.cache_aware import CacheAware
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.placement.records import CacheRecords
-from kv_connector.router.placement.sessions import Sessions
+from kv_connector.router.placement.sessions import SessionEngines
 from kv_connector.router.requests.completion import Completion, prefix_params
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
@@ -53,7 +53,7 @@ class Components:
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        settings: RouterSettings,
         client: EngineClient,
         metrics: Metrics,
         incidents: Incidents,
@@ -61,7 +61,7 @@ class Components:
     ) -> Components:
         """Creates the parts for these settings."""
         pools = {side: Pool() for side in Side}
-        index, sizes, sessions = PrefixIndex(), TokenSizes(), Sessions()
+        index, sizes, sessions = PrefixIndex(), TokenSizes(), SessionEngines()
         members = Members(
             pools,
             {

@@ -16,8 +16,8 @@ import msgspec
 from kv_connector.router.bodies.fields import Content
 from kv_connector.router.engines.client import (
     EngineClient,
+    EngineReply,
     HttpError,
-    Reply,
     content_type,
     refused,
     retry_after,
@@ -115,7 +115,7 @@ class Calls:
         call.running.lease = decode
         return call.running.begin(decode.endpoint, prefetches=prefetches)
 
-    async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> Reply:
+    async def whole(self, side: Side, lease: Lease, method: str, body: Content, call: Call) -> EngineReply:
         """Sends a request that is not a completion, and returns the whole answer."""
         endpoint = lease.endpoint
         call.exchange.decoding(endpoint)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from kv_connector.router.bodies.fields import Content
-from kv_connector.router.engines.client import Reply
+from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import longest
@@ -31,7 +31,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Longest wait for the text of token ids, as for a whole move. The client's stream pauses for it.
 MAX_QUESTION_S = 5.0
 
-Forward = Callable[[str, Call, Content], Awaitable[Reply]]
+Forward = Callable[[str, Call, Content], Awaitable[EngineReply]]
 """Returns the answer of any decode engine that serves the call's model."""
 
 
@@ -78,7 +78,7 @@ class Continuing:
         try:
             async with asyncio.timeout(MAX_QUESTION_S):
                 reply = await self._forward("POST", _question(request.call, "/detokenize"), body)
-            return msgspec.json.decode(reply.body, type=_Text).prompt
+            return msgspec.json.decode(reply.body, type=_Detokenized).prompt
         except TimeoutError:
             raise ContinuingError(f"no answer at /detokenize within {MAX_QUESTION_S:g} s") from None
         except (Failure, *UNREADABLE) as error:
@@ -95,7 +95,7 @@ class Continuing:
             return ""
         token = bytes(running.ids[: running.place[0]]).rpartition(b",")[2]
         try:
-            told = msgspec.json.decode(data_of(running.spoken), type=_Event).choices[0].delta.content
+            told = msgspec.json.decode(data_of(running.spoken), type=_ChatEvent).choices[0].delta.content
             text = await self.text(request, token)
         except (ContinuingError, *UNREADABLE, IndexError):
             return ""
@@ -137,17 +137,17 @@ class _Delta(msgspec.Struct):
     content: str
 
 
-class _Choice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct):
     delta: _Delta
 
 
-class _Event(msgspec.Struct):
+class _ChatEvent(msgspec.Struct):
     """An event of a chat."""
 
-    choices: list[_Choice]
+    choices: list[_ChatChoice]
 
 
-class _Text(msgspec.Struct):
+class _Detokenized(msgspec.Struct):
     """vLLM's answer at /detokenize."""
 
     prompt: str

@@ -23,13 +23,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kv_connector.router.bodies.fields import Content
-from kv_connector.router.engines.client import EngineClient, Reply
+from kv_connector.router.engines.client import EngineClient, EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure, failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
@@ -63,7 +63,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RouterSettings,
         client: EngineClient,
         metrics: Metrics,
         incidents: Incidents,
@@ -112,21 +112,21 @@ class Dispatcher:
                 if self.parts.prefetches is not None:
                     self.parts.prefetches.answered(request, began, said)
 
-    async def forward(self, method: str, call: Call, body: Content) -> Reply:
+    async def forward(self, method: str, call: Call, body: Content) -> EngineReply:
         """Returns the whole answer of any decode engine, for a route that changes nothing there."""
         if call.path == MODELS_PATH:
             return await self._models(replace(call, model=None))
         return await self._forward(method, call, body)
 
-    async def _forward(self, method: str, call: Call, body: Content) -> Reply:
-        async def attempt(avoid: Collection[Endpoint], _: int, __: EngineFailure | None) -> Reply:
+    async def _forward(self, method: str, call: Call, body: Content) -> EngineReply:
+        async def attempt(avoid: Collection[Endpoint], _: int, __: EngineFailure | None) -> EngineReply:
             with ExitStack() as stack:
                 lease = await self._decoder(stack, call, avoid)
                 return await self.parts.calls.whole(Side.DECODE, lease, method, body, call)
 
         return await self._retried(attempt, call)
 
-    async def _models(self, call: Call) -> Reply:
+    async def _models(self, call: Call) -> EngineReply:
         """Returns the models of all decode engines, merged from the answers of as many engines as needed."""
         first = await self._forward("GET", call, b"")
         listed = names(call.path, first)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kv_connector.router.bodies.fields import Content
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.client import EngineClient, HttpError
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
@@ -157,7 +157,7 @@ class Prefetches:
                 reply = await self._client.whole("POST", url, prefetch.body, headers)
             if reply.status >= 400:
                 raise Failure(reply.status, reply.body, reply.content_type)
-            params = msgspec.json.decode(reply.body, type=_Answer).kv_transfer_params or {}
+            params = msgspec.json.decode(reply.body, type=_PrefetchAnswer).kv_transfer_params or {}
             loaded = params.get("prefetched_tokens")
             if not isinstance(loaded, int) or loaded < 1:
                 return 0
@@ -186,11 +186,11 @@ class _Prefetch:
     headers: Mapping[str, str]
 
 
-class _Answer(msgspec.Struct):
+class _PrefetchAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
 def _thinks(said: Said) -> bool:
     """Returns whether the answer has a thinking part, which templates leave out of the next turn."""
     answer = said.answer
-    return isinstance(answer, Message) and bool(answer.reasoning or answer.thinks_aloud)
+    return isinstance(answer, ChatMessage) and bool(answer.reasoning or answer.thinks_aloud)

@@ -23,7 +23,7 @@ from kv_connector.router.failure import UNREADABLE, Failure, failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.requests.continuation import Tail, resumed_prompt
+from kv_connector.router.requests.continuation import ContinuationTail, resumed_prompt
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.continuing import INCOMPLETE, Continuing, ContinuingError
 from kv_connector.router.streams.request import Request
@@ -88,7 +88,7 @@ class Resumed:
     stack: AsyncExitStack
     """Ends the answer."""
     answer: Answer
-    tail: Tail
+    tail: ContinuationTail
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ class Resumption:
         self._metrics.resume_pause.observe(pause)
         words = "request %s: resumed on decode engine %s at token %d, after a pause of %.3f s"
         logger.info(words, request.call.request_id, new.engine, said, pause)
-        tail = Tail(last, prompt=prompt, said=said, cached=cached, known=place.known, held=place.held)
+        tail = ContinuationTail(
+            last, prompt=prompt, said=said, cached=cached, known=place.known, held=place.held
+        )
         return Resumed(new, stack, answer, tail)
 
     def failure(self, request: Request, error: EngineFailure, why: NotResumedError | None) -> Failure:

@@ -14,7 +14,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.pool import NoEngine
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.answers import Answer
-from kv_connector.router.requests.continuation import Tail
+from kv_connector.router.requests.continuation import ContinuationTail
 from kv_connector.router.streams.calls import EngineFailure
 from kv_connector.router.streams.moves import Moves
 from kv_connector.router.streams.request import Request
@@ -142,7 +142,7 @@ class Stream:
         except TimeoutError:
             self._moves.failed(request, to, "too_late", f"the new engine sent nothing for {_MAX_PAUSE_S:g} s")
         else:
-            tail = Tail(last, prompt=self._prompt, said=said, cached=self._cached)
+            tail = ContinuationTail(last, prompt=self._prompt, said=said, cached=self._cached)
             self._moves.moved(request, engine, time.perf_counter() - began)
             self._continues(new)
             old, self._stack = self._stack, stack
@@ -206,7 +206,7 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes:
     return await anext(chunks, b"")
 
 
-async def _translated(chunks: AsyncIterator[bytes], tail: Tail) -> AsyncIterator[bytes]:
+async def _translated(chunks: AsyncIterator[bytes], tail: ContinuationTail) -> AsyncIterator[bytes]:
     async for events in chunks:
         if more := tail.of(events):
             yield more

@@ -1,4 +1,4 @@
-"""Arena: a bounded store of embeddings in host memory that the transfer engine and the workers share.
+"""EmbeddingArena: a bounded store of embeddings in host memory that the engine and the workers share.
 
 Each embedding has one contiguous place, so that one write fills it. A place begins with a header. The worker
 that saves an embedding stores the place's stamp there once all bytes are in place.
@@ -30,7 +30,7 @@ _offset = attrgetter("offset")
 
 
 @dataclass(eq=False)
-class Place:
+class EmbeddingPlace:
     """The place of one embedding. Only the arena changes it."""
 
     key: str
@@ -57,7 +57,7 @@ class Place:
         return self.payload + -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Arena:
+class EmbeddingArena:
     """Any thread may call any method. No method blocks for longer than a search."""
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -68,8 +68,8 @@ class Arena:
         """A file that workers of the same user on this host can map, while this process lives."""
         self._view = memoryview(self.memory)
         self._lock = threading.Lock()
-        self._places: OrderedDict[str, Place] = OrderedDict()  # least recently used first
-        self._by_offset: list[Place] = []  # the same places
+        self._places: OrderedDict[str, EmbeddingPlace] = OrderedDict()  # least recently used first
+        self._by_offset: list[EmbeddingPlace] = []  # the same places
         # An embedding of an earlier place may be where a header is. It does not look like a random number.
         self._stamps = secrets.randbits(62)
         self._refused = self.nbytes + 1
@@ -77,7 +77,7 @@ class Arena:
         self.pinned = 0
         """Embeddings that are kept because of a pin."""
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> EmbeddingPlace | None:
         """The place of an embedding, which becomes the most recently used."""
         with self._lock:
             place = self._places.get(key)
@@ -85,7 +85,7 @@ class Arena:
                 self._places.move_to_end(key)
             return place
 
-    def find_and_pin(self, key: str) -> Place | None:
+    def find_and_pin(self, key: str) -> EmbeddingPlace | None:
         with self._lock:
             place = self._places.get(key)
             if place is not None:
@@ -94,12 +94,12 @@ class Arena:
                 place.pins += 1
             return place
 
-    def reserve(self, key: str, nbytes: int, rows: int = 1) -> Place | None:
+    def reserve(self, key: str, nbytes: int, rows: int = 1) -> EmbeddingPlace | None:
         """A new place with one pin. Evicts embeddings that no user has pinned, least recently used first.
 
         None: the embedding does not fit beside those that are in use.
         """
-        place = Place(key, 0, nbytes, rows, 0)
+        place = EmbeddingPlace(key, 0, nbytes, rows, 0)
         with self._lock:
             assert key not in self._places
             if place.end >= self._refused:
@@ -117,7 +117,7 @@ class Arena:
             self.pinned += 1
             return place
 
-    def unpin(self, place: Place) -> bool:
+    def unpin(self, place: EmbeddingPlace) -> bool:
         """Ends one user's interest. Returns whether that removed the place, because it is not complete."""
         with self._lock:
             place.pins -= 1
@@ -129,19 +129,19 @@ class Arena:
             self._remove(place)
             return True
 
-    def complete(self, place: Place) -> None:
+    def complete(self, place: EmbeddingPlace) -> None:
         """The embedding is in its place."""
         with self._lock:
             place.ready = True
 
-    def saved(self, place: Place) -> bool:
+    def saved(self, place: EmbeddingPlace) -> bool:
         """Whether a worker has stored the embedding and then its stamp."""
         return load_stamp(self._view, place.offset) == place.stamp
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def _gap(self, nbytes: int, places: Sequence[Place]) -> int | None:
+    def _gap(self, nbytes: int, places: Sequence[EmbeddingPlace]) -> int | None:
         """The lowest offset with so many free bytes if the arena has these places, in order."""
         if len(places) >= MAX_EMBEDDINGS:
             return None
@@ -174,7 +174,7 @@ class Arena:
                 full = False
         return None
 
-    def _remove(self, place: Place) -> int:
+    def _remove(self, place: EmbeddingPlace) -> int:
         """Returns the place's former index by offset."""
         del self._places[place.key]
         index = bisect_left(self._by_offset, place.offset, key=_offset)

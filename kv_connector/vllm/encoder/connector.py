@@ -15,7 +15,7 @@ import zmq
 from kv_connector.agent.settings import SettingsError
 from kv_connector.protocol.session.identity import engine_fingerprint, model_identity
 from kv_connector.protocol.wire.messages import Fingerprint
-from kv_connector.vllm.encoder.arena import Arena
+from kv_connector.vllm.encoder.arena import EmbeddingArena
 from kv_connector.vllm.encoder.consumer import ConsumerScheduler
 from kv_connector.vllm.encoder.internals import (
     ECConnectorBase,
@@ -64,7 +64,7 @@ class WriteImmEncoderConnector(ECConnectorBase):  # type: ignore[misc]
                 "embeddings. Set control_key_file.",
                 link.data_host,
             )
-        arena = Arena("kvc-embeddings", int(transfer.ec_buffer_size))
+        arena = EmbeddingArena("kvc-embeddings", int(transfer.ec_buffer_size))
         itemsize = vllm_config.model_config.dtype.itemsize
         if self.is_producer:
             port = transfer.ec_port + parallel.data_parallel_index

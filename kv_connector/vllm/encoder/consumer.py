@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kv_connector.protocol.actions import Address
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.messages import MAX_KEY
 from kv_connector.vllm.encoder.metadata import Copy, EncoderMetadata, Loaded
 from kv_connector.vllm.encoder.receiver import Fetch
@@ -24,7 +24,7 @@ _GRACE_S = 5.0
 
 
 class Fetcher(Protocol):
-    def fetch(self, address: Address, place: Place) -> Fetch: ...
+    def fetch(self, address: Address, place: EmbeddingPlace) -> Fetch: ...
 
 
 class BadAnnouncement(ValueError):
@@ -32,14 +32,14 @@ class BadAnnouncement(ValueError):
 
 
 @dataclass(frozen=True)
-class Announcement:
+class AnnouncedEmbedding:
     """The place of one embedding at its encoder engine, as a request names it."""
 
     address: Address
     nbytes: int
 
 
-def parse_announcement(announced: Any, rows: int) -> Announcement:
+def parse_announcement(announced: Any, rows: int) -> AnnouncedEmbedding:
     """Raises BadAnnouncement."""
     if not isinstance(announced, Mapping):
         raise BadAnnouncement(f"it must be an object, not {announced!r:.100}")
@@ -50,17 +50,17 @@ def parse_announcement(announced: Any, rows: int) -> Announcement:
         raise BadAnnouncement(f"peer_port must be a port, not {port!r:.100}")
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0 or nbytes % rows:
         raise BadAnnouncement(f"size_bytes must be a multiple of {rows} rows, not {nbytes!r:.100}")
-    return Announcement(Address(host, port), nbytes)
+    return AnnouncedEmbedding(Address(host, port), nbytes)
 
 
 @dataclass(eq=False)
 class _Ticket:
     """One request's wait for one embedding."""
 
-    announcement: Announcement | None
+    announcement: AnnouncedEmbedding | None
     """None: the engine encodes the picture itself."""
     since: float
-    place: Place | None = None
+    place: EmbeddingPlace | None = None
     """The place that this ticket has pinned."""
     fetch: Fetch | None = None
     """The fetch that fills the place."""
@@ -73,7 +73,7 @@ class ConsumerScheduler:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: EmbeddingArena,
         fetcher: Fetcher,
         *,
         row_unit: int,
@@ -100,7 +100,7 @@ class ConsumerScheduler:
         self._unavailable: set[str] = set()
         self._loads: dict[str, Copy] = {}
         """Loads of the next step by key."""
-        self._loading: dict[int, tuple[Place, int]] = {}
+        self._loading: dict[int, tuple[EmbeddingPlace, int]] = {}
         """Pinned places of loads, and the workers that have not reported them, by number."""
         self._numbers = itertools.count()
 
@@ -207,7 +207,7 @@ class ConsumerScheduler:
             return self._give_up(request, feature, ticket, failure)
         return ticket.place is not None and ticket.place.ready
 
-    def _checked(self, announced: Any, rows: int) -> Announcement:
+    def _checked(self, announced: Any, rows: int) -> AnnouncedEmbedding:
         announcement = parse_announcement(announced, rows)
         if announcement.nbytes % (rows * self._row_unit):
             raise BadAnnouncement(f"size_bytes {announcement.nbytes} is not {rows} rows of this model's type")
@@ -218,7 +218,7 @@ class ConsumerScheduler:
             )
         return announcement
 
-    def _progress(self, ticket: _Ticket, announcement: Announcement, key: str, rows: int) -> str:
+    def _progress(self, ticket: _Ticket, announcement: AnnouncedEmbedding, key: str, rows: int) -> str:
         """Does what can be done for a ticket. Returns the reason of its failure, or an empty text."""
         if ticket.place is None:
             late = self._clock() - ticket.since > self._timeout

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from kv_connector.control.sockets import Codec, codec_of
-from kv_connector.protocol.wire.messages import Blob, Fingerprint, Id, Message, Natural, Text, UInt32
+from kv_connector.protocol.wire.messages import Blob, Fingerprint, Id, Natural, Text, UInt32, WireMessage
 
 PROTOCOL = 1
 
@@ -21,7 +21,7 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(WireMessage, frozen=True, tag="hello"):
     """From a prefill engine: requests a session. WELCOME or LEAVE answers."""
 
     name: Id
@@ -31,11 +31,11 @@ class Hello(Message, frozen=True, tag="hello"):
     protocol: Natural = PROTOCOL
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, tag="welcome"):
     answer: Blob  # to the offer
 
 
-class FetchRequest(Message, frozen=True, tag="fetch"):
+class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     """From a prefill engine: requests one embedding. One write answers, or MISSING."""
 
     fetch: Natural  # counts the session's fetches
@@ -46,14 +46,14 @@ class FetchRequest(Message, frozen=True, tag="fetch"):
     immediate: UInt32  # of the counter that the write raises by one
 
 
-class Missing(Message, frozen=True, tag="missing"):
+class Missing(WireMessage, frozen=True, tag="missing"):
     """From an encoder engine: it has not written, and will not write, the embedding of this fetch."""
 
     fetch: Natural
     reason: Text
 
 
-class Leave(Message, frozen=True, tag="leave"):
+class Leave(WireMessage, frozen=True, tag="leave"):
     """From either side: the session is over."""
 
     reason: Text

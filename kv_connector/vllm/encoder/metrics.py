@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kv_connector.vllm.encoder.arena import Arena
+from kv_connector.vllm.encoder.arena import EmbeddingArena
 from kv_connector.vllm.encoder.exposition import EMBEDDING_GAUGES, EMBEDDING_NAMES, EmbeddingExposition
 from kv_connector.vllm.encoder.internals import ECConnectorPromMetrics, ECConnectorStats
 from kv_connector.vllm.metrics import unregister
@@ -41,7 +41,7 @@ class EmbeddingStats(ECConnectorStats):  # type: ignore[misc]  # vLLM is not typ
 class EmbeddingReporter:
     """Takes the numbers of one scheduler side, once per step."""
 
-    def __init__(self, arena: Arena, counts: Counter[str]) -> None:
+    def __init__(self, arena: EmbeddingArena, counts: Counter[str]) -> None:
         """``counts``: numbers since the start, which another thread raises."""
         self._arena = arena
         self._counts = counts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kv_connector.protocol.actions import Address
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.messages import MAX_KEY
 from kv_connector.vllm.encoder.metadata import Copy, EncoderMetadata
 
@@ -17,12 +17,12 @@ logger = logging.getLogger("kv_connector")
 class ProducerScheduler:
     """All methods belong to the scheduler's thread."""
 
-    def __init__(self, arena: Arena, address: Address, row_bytes: Callable[[str], int]) -> None:
+    def __init__(self, arena: EmbeddingArena, address: Address, row_bytes: Callable[[str], int]) -> None:
         """``row_bytes``: size of an embedding's row, by modality. It raises ValueError for an unknown one."""
         self._arena = arena
         self._address = address
         self._row_bytes = row_bytes
-        self._places: dict[str, dict[str, Place]] = {}
+        self._places: dict[str, dict[str, EmbeddingPlace]] = {}
         """Places that live requests have pinned, by request id and key."""
 
     def plan(self, new_requests: Iterable[tuple[str, Sequence[Any]]]) -> EncoderMetadata:
@@ -59,7 +59,7 @@ class ProducerScheduler:
             self._arena.unpin(place)
         return announced or None
 
-    def _reserve(self, feature: Any) -> Place | None:
+    def _reserve(self, feature: Any) -> EmbeddingPlace | None:
         rows = int(feature.mm_position.get_num_embeds())
         try:
             nbytes = rows * self._row_bytes(feature.modality)

@@ -13,7 +13,7 @@ from kv_connector.engine import EventKind, TransferError
 from kv_connector.engine.transfer_engine import close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.wire.messages import clip
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.link import Fences, LinkConfig, open_engine
 from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.weights.wire.loop import Loop
@@ -31,7 +31,7 @@ MAX_FETCHES = 256
 class Fetch:
     """One embedding on its way. It holds a pin of its place until no write can land there any more."""
 
-    place: Place
+    place: EmbeddingPlace
     deadline: float
     failure: str = ""
     """Reason of the failure. Empty: it is in flight, or complete (`place.ready`)."""
@@ -56,7 +56,7 @@ class _EncoderSession:
 class EmbeddingReceiver:
     """Fetches embeddings. Any thread may call fetch() and close()."""
 
-    def __init__(self, config: LinkConfig, arena: Arena) -> None:
+    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
         """Raises TransferError if a provider does not open."""
         self._config = config
         self._arena = arena
@@ -67,7 +67,7 @@ class EmbeddingReceiver:
         self._sessions: dict[Address, _EncoderSession] = {}
         self._sources: dict[Source, _EncoderSession] = {}
         self._counters: dict[int, tuple[_EncoderSession, int]] = {}
-        self._fenced: list[tuple[int, list[Place]]] = []
+        self._fenced: list[tuple[int, list[EmbeddingPlace]]] = []
         """Places whose pins end once the peer's fence is complete."""
         self.counts: Counter[str] = Counter()
         """Numbers since the start, by keys of EMBEDDING_COUNTERS."""
@@ -75,7 +75,7 @@ class EmbeddingReceiver:
         self._loop.sockets.watch(self._engine.event_fd())
         self._loop.start(self)
 
-    def fetch(self, address: Address, place: Place) -> Fetch:
+    def fetch(self, address: Address, place: EmbeddingPlace) -> Fetch:
         """Requests the embedding for a place that was just reserved, whose pin passes to the fetch. Never
         blocks."""
         fetch = Fetch(place, time.monotonic() + self._config.timeout)

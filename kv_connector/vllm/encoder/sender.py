@@ -14,7 +14,7 @@ from kv_connector.engine.transfer_engine import close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.wire.messages import clip
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.link import ADVICE, Fences, LinkConfig, open_engine
 from kv_connector.vllm.encoder.messages import CODEC, PROTOCOL, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.weights.wire.loop import Loop
@@ -42,14 +42,14 @@ class _PrefillSession:
 @dataclass(frozen=True, eq=False)
 class _Write:
     session: _PrefillSession
-    place: Place
+    place: EmbeddingPlace
     deadline: float
 
 
 class EmbeddingSender:
     """Sends embeddings of an arena. Call start() once and close() once. Any thread may call both."""
 
-    def __init__(self, config: LinkConfig, arena: Arena) -> None:
+    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
         """Raises TransferError if a provider does not open."""
         self._config = config
         self._arena = arena

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.agent.settings import Settings, SettingsError, nearest, parse_settings
+from kv_connector.agent.settings import AgentSettings, SettingsError, nearest, parse_settings
 from kv_connector.engine.placement import Device, place_nics
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Fingerprint
@@ -21,7 +21,7 @@ _DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    shared: Settings
+    shared: AgentSettings
     timeout: float
 
     def link(self, name: str, own_host: str, fingerprint: Fingerprint) -> LinkConfig:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kv_connector.agent.config import MemoryRange
+from kv_connector.agent.config import PageMemory
 from kv_connector.protocol.pages.geometry import (
     Place,
     Units,
@@ -68,7 +68,7 @@ Pages = tuple[str, tuple[Part, ...]]  # a layer's format, and its parts
 
 def kv_layout(
     vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], rank: int
-) -> tuple[KvLayout, tuple[MemoryRange, ...]]:
+) -> tuple[KvLayout, tuple[PageMemory, ...]]:
     """Returns the layout of one rank's pages and the memory ranges that hold them, one for each storage.
 
     ``tensors``: vLLM's views by layer name, [kernel blocks, heads, tokens, content]. The addresses are
@@ -89,7 +89,7 @@ def kv_layout(
     order.sort(key=lambda layer: (_layer_index(layer[0]), layer[0]))
     places = _places(kv_cache_config.kv_cache_tensors)
     storages = [tensors[name].untyped_storage() for name, _ in order]
-    memory = {storage.data_ptr(): MemoryRange(storage.data_ptr(), storage.nbytes()) for storage in storages}
+    memory = {storage.data_ptr(): PageMemory(storage.data_ptr(), storage.nbytes()) for storage in storages}
     regions = {base: index for index, base in enumerate(memory)}
     scales = kv_scales(vllm_config, [name for name, _ in order])
     ranks = vllm_config.parallel_config.tensor_parallel_size

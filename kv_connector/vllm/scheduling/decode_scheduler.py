@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_connector.agent.commands import Cancel, Command, DeferLoad, FailLoad, Release
+from kv_connector.agent.commands import CancelLoad, Command, DeferLoad, FailLoad, ReleaseTransfer
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate, Place, no_place
 from kv_connector.protocol.pages.layout import GroupTarget
@@ -315,10 +315,10 @@ class DecodeScheduler:
                 self._release(load)
             case LoadPhase.RESERVED | LoadPhase.DISCARDED:
                 self._enter(load, LoadPhase.LEAVING)
-                self._commands.append(Cancel(load.request_id))
+                self._commands.append(CancelLoad(load.request_id))
             case LoadPhase.TOKEN_ONLY:
                 self._enter(load, LoadPhase.TOKEN_LEAVING)
-                self._commands.append(Cancel(load.request_id))
+                self._commands.append(CancelLoad(load.request_id))
         if load.phase is LoadPhase.OVER:
             self._forget(load)
 
@@ -406,7 +406,7 @@ class DecodeScheduler:
             elif load.phase is LoadPhase.RESERVED:
                 self._enter(load, LoadPhase.DISCARDED)
                 if not load.wants_sampled:  # else it waits for the token, which the client may have already
-                    self._commands.append(Cancel(load.request_id))
+                    self._commands.append(CancelLoad(load.request_id))
 
     def reset(self) -> bool:
         """Ends all waiting loads: all KV is stale, also P's.
@@ -459,7 +459,7 @@ class DecodeScheduler:
 
     def _release(self, load: KvLoad) -> None:
         self._enter(load, LoadPhase.OVER)
-        self._commands.append(Release(load.transfer_id, load.peer))
+        self._commands.append(ReleaseTransfer(load.transfer_id, load.peer))
 
     def _forget(self, load: KvLoad) -> None:
         del self._loads[load.request_id], self._transfers[load.transfer_id]

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
-from kv_connector.agent.commands import Cancel, Command, FailLoad, Release, WithdrawPrefix
+from kv_connector.agent.commands import CancelLoad, Command, FailLoad, ReleaseTransfer, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.params import BadParams, PrefixFrom
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
@@ -309,7 +309,7 @@ class PrefixBorrower:
             if prefix is None:
                 lender = self._withdrawn.pop(transfer_id, None)
                 if lender is not None and tokens:
-                    self._commands.append(Release(transfer_id, lender))
+                    self._commands.append(ReleaseTransfer(transfer_id, lender))
             elif prefix.phase is PrefixPhase.ASKED:
                 now = self.clock()
                 # A refusal has cost the request as much as another answer.
@@ -381,7 +381,7 @@ class PrefixBorrower:
             case PrefixPhase.HELD:
                 self._release(prefix)
             case PrefixPhase.LOADING:
-                self._commands.append(Cancel(prefix.transfer_id))
+                self._commands.append(CancelLoad(prefix.transfer_id))
                 prefix.sent = not computes_for_decode
                 prefix.enter(PrefixPhase.LEAVING)
 
@@ -431,7 +431,7 @@ class PrefixBorrower:
             computed = self.costs.compute_seconds(prefix.local, prefix.missing)
             if computed is not None and taken >= computed:
                 prefix.discarded = True
-                self._commands.append(Cancel(prefix.transfer_id))
+                self._commands.append(CancelLoad(prefix.transfer_id))
 
     def load_ended(self, ids: Iterable[str], failed: Collection[str]) -> tuple[set[str], set[str]]:
         """Handles the ends of loads, successful or not. Returns those of ``ids`` that are prefixes, and the
@@ -507,7 +507,7 @@ class PrefixBorrower:
         for prefix in self._holding():
             if prefix.phase is PrefixPhase.LOADING:
                 prefix.discarded = True
-                self._commands.append(Cancel(prefix.transfer_id))
+                self._commands.append(CancelLoad(prefix.transfer_id))
             else:
                 prefix.enter(PrefixPhase.OVER)
                 self._begin_anew(prefix.request)
@@ -521,4 +521,4 @@ class PrefixBorrower:
 
     def _release(self, prefix: _Prefix) -> None:
         del self._by_transfer[prefix.transfer_id]
-        self._commands.append(Release(prefix.transfer_id, prefix.lender))
+        self._commands.append(ReleaseTransfer(prefix.transfer_id, prefix.lender))

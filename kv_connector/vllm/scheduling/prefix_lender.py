@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _PAUSED = "the lending engine is paused"
 
 
-class PrefixCache(Protocol):
+class LendableBlocks(Protocol):
     """The part of kv_blocks.KvBlocks that a lender uses."""
 
     total: int
@@ -61,7 +61,7 @@ class PrefixLender:
         self._was_asked = False
         self._refusing = False
         """Whether the workers refuse all borrowers."""
-        self.cache: PrefixCache | None = None
+        self.cache: LendableBlocks | None = None
         """Set before the first question."""
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ from kv_connector.protocol.wire.version import shown
 from kv_connector.vllm.internals import WeightTransferUpdateRequest
 from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE, WEIGHTS
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pause_keeping_requests
-from kv_connector.weights.controller import Controller, Engine, Outcome
+from kv_connector.weights.controller import Controller, PausableEngine, VersionOutcome
 from kv_connector.weights.metrics import WeightMetrics
 from kv_connector.weights.seeding.seed import seed_at_start
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
@@ -64,7 +64,7 @@ async def serve_weights(engine: Any) -> Controller:
 
 
 async def start_controller(
-    engine: Engine, config: Any, ended: Callable[[str, Outcome], None] | None = None
+    engine: PausableEngine, config: Any, ended: Callable[[str, VersionOutcome], None] | None = None
 ) -> Controller:
     """Starts the controller of an engine with vLLM's configuration ``config``, and has the engine seeded.
 
@@ -176,7 +176,7 @@ class WeightTaker:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Operations of the controller, for the thread of the LLM."""
         self._updating = False
-        self._ended: tuple[str, Outcome] | None = None
+        self._ended: tuple[str, VersionOutcome] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvc-weights-taker", daemon=True)
         self._thread.start()
@@ -234,7 +234,7 @@ class WeightTaker:
         self._thread.join()
         self._loop.close()
 
-    def _end(self, version: str, outcome: Outcome) -> None:
+    def _end(self, version: str, outcome: VersionOutcome) -> None:
         def end() -> None:
             self._updating = False
             self._ended = version, outcome

@@ -1,4 +1,4 @@
-"""Plan: which rank writes what where.
+"""SenderPlan: which rank writes what where.
 
 It cuts the boxes that a trainer's ranks hold by what the engines' loaders take. Planning is a pure function:
 every rank makes the same plan by itself, and the plan's digest proves it. One of the ranks that hold an
@@ -40,7 +40,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """A part of a tensor that a sender holds."""
 
     tensor: int
@@ -48,7 +48,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A part of a shard that one sender writes to one receiver at once.
 
     ``extent`` elements of the shard from ``start`` on go to ``offset + sum(i * strides)`` of the parameter.
@@ -67,11 +67,11 @@ class Piece:
 
 
 @dataclass
-class Plan:
+class SenderPlan:
     """The plan of one sender."""
 
     digest: bytes
-    pieces: list[list[Piece]]
+    pieces: list[list[ShardPiece]]
     """This sender's pieces by receiver, in the order of writing."""
     nbytes: list[list[int]]
     """Bytes to transfer, of every sender to every receiver. 0: the sender writes nothing there."""
@@ -79,17 +79,17 @@ class Plan:
 
 def make_plan(
     tensors: Sequence[Tensor],
-    senders: Sequence[Sequence[Shard]],
+    senders: Sequence[Sequence[TensorShard]],
     receivers: Sequence[Geometry],
     sender: int,
-) -> Plan:
+) -> SenderPlan:
     """Makes the plan of the rank ``sender``.
 
     Raises PlanError if the senders hold a tensor only in part, or do not hold a tensor that is loaded. Raises
     ValueError for a dtype that cannot be sent.
     """
     cutter = _Cutter(tensors, senders)
-    plan = Plan(
+    plan = SenderPlan(
         digest([list(tensors), [[(s.tensor, s.box.start, s.box.extent) for s in held] for held in senders]])
         + digest([geometry.digest() for geometry in receivers]),
         [[] for _ in receivers],
@@ -101,7 +101,7 @@ def make_plan(
         plan.nbytes[number][receiver] += nbytes
         if number == sender:
             place = write.offset + cut.offset
-            piece = Piece(shard, write.parameter, cut.start, cut.extent, place, write.strides)
+            piece = ShardPiece(shard, write.parameter, cut.start, cut.extent, place, write.strides)
             plan.pieces[receiver].append(piece)
 
     shared: list[tuple[int, int, int, Write, _Cut, Sequence[_Holder]]] = []
@@ -173,7 +173,7 @@ class _Cut:
 
 
 class _Cutter:
-    def __init__(self, tensors: Sequence[Tensor], senders: Sequence[Sequence[Shard]]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], senders: Sequence[Sequence[TensorShard]]) -> None:
         self._tensors = tensors
         self._boxes: list[dict[Box, list[_Holder]]] = [{} for _ in tensors]
         for sender, shards in enumerate(senders):
@@ -268,7 +268,7 @@ class Runs:
     order: tuple[int, ...]
 
 
-def runs(piece: Piece, strides: Sequence[int], *, least: int, pack: bool = False) -> Runs:
+def runs(piece: ShardPiece, strides: Sequence[int], *, least: int, pack: bool = False) -> Runs:
     """Returns the runs of a piece.
 
     ``strides``: the strides of the shard in memory. ``least``: shorter runs, in elements, are not sent as

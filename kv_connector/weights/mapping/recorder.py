@@ -190,7 +190,7 @@ class _CheckpointTensor:
     copied: tuple[_CheckpointTensor, torch.Tensor] | None = None
     """The tensor of which this is a copy, and the view that was copied."""
 
-    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
+    def boxes(self, axes: Sequence[ViewAxis], at: int, to: int) -> Iterator[ViewBox]:
         """Yields boxes as ``_Grid.boxes`` does, in terms of the checkpoint's tensor."""
         boxes = _Grid(self.tensor.shape).boxes(axes, at, to)
         if self.copied is None:
@@ -199,7 +199,7 @@ class _CheckpointTensor:
         source, view = self.copied
         for box in boxes:
             start = view.storage_offset() + _dot(box.start, view.stride())
-            parts = [Axis(*part) for part in zip(box.extent, view.stride(), box.strides, strict=True)]
+            parts = [ViewAxis(*part) for part in zip(box.extent, view.stride(), box.strides, strict=True)]
             yield from source.boxes(parts, start, box.offset)
 
 
@@ -232,7 +232,7 @@ class _RecordedParameter:
 
     def copy(self, operation: str, to: torch.Tensor, source: _CheckpointTensor, given: torch.Tensor) -> None:
         offset = to.storage_offset() - self.tensor.storage_offset()
-        axes = [Axis(*axis) for axis in zip(to.shape, given.stride(), to.stride(), strict=True)]
+        axes = [ViewAxis(*axis) for axis in zip(to.shape, given.stride(), to.stride(), strict=True)]
         boxes = list(islice(source.boxes(axes, given.storage_offset(), offset), MAX_BOXES + 1))
         if len(boxes) > MAX_BOXES:
             raise RecordError(
@@ -276,7 +276,7 @@ class _RecordedParameter:
             near.append((index, box))
 
     def _places(self, to: torch.Tensor) -> Iterator[ViewBox]:
-        axes = [Axis(size, step, 0) for size, step in zip(to.shape, to.stride(), strict=True)]
+        axes = [ViewAxis(size, step, 0) for size, step in zip(to.shape, to.stride(), strict=True)]
         return self.grid.boxes(axes, to.storage_offset() - self.tensor.storage_offset(), 0)
 
     def _clear(self, box: ViewBox) -> None:
@@ -285,7 +285,7 @@ class _RecordedParameter:
             self.filled = [(part, value) for filled, value in self.filled for part in filled.without(box)]
 
 
-class Axis(NamedTuple):
+class ViewAxis(NamedTuple):
     """One axis of two views of the same shape: its length, and its step in each view."""
 
     extent: int
@@ -350,7 +350,7 @@ class _Grid:
         )
         return _dot(box.start, self.strides), strides
 
-    def boxes(self, axes: Sequence[Axis], at: int, to: int) -> Iterator[ViewBox]:
+    def boxes(self, axes: Sequence[ViewAxis], at: int, to: int) -> Iterator[ViewBox]:
         """Yields the view that ``axes`` span from element ``at``, as boxes.
 
         ``to``: the place of its first element.
@@ -358,8 +358,8 @@ class _Grid:
         if all(axis.extent for axis in axes):
             yield from self._boxes(_joined(axes), at, to)
 
-    def _boxes(self, axes: list[Axis], at: int, to: int) -> Iterator[ViewBox]:
-        along: dict[int, Axis] = {}
+    def _boxes(self, axes: list[ViewAxis], at: int, to: int) -> Iterator[ViewBox]:
+        along: dict[int, ViewAxis] = {}
         for axis in sorted(axes, reverse=True):
             dimension = self._dimensions.get(axis.step)
             # a step over several elements, or a second axis along the same dimension
@@ -376,7 +376,7 @@ class _Grid:
                 rest = _but(axes, axis)
                 head = -start[dimension] % size
                 rows, tail = divmod(axis.extent - head, size)
-                across = Axis(rows, size * axis.step, size * axis.target_step)
+                across = ViewAxis(rows, size * axis.step, size * axis.target_step)
                 for since, parts in (
                     (0, [axis._replace(extent=head)]),
                     (head, [across, axis._replace(extent=size)]),
@@ -392,7 +392,7 @@ class _Grid:
         yield ViewBox(tuple(start), tuple(extent), to, tuple(strides))
 
 
-def _joined(axes: Iterable[Axis]) -> list[Axis]:
+def _joined(axes: Iterable[ViewAxis]) -> list[ViewAxis]:
     """Joins two axes if one continues where the other ends, in both views."""
     left = [axis for axis in axes if axis.extent > 1]
     for outer in left:
@@ -406,7 +406,7 @@ def _joined(axes: Iterable[Axis]) -> list[Axis]:
     return left
 
 
-def _but(axes: Sequence[Axis], axis: Axis) -> list[Axis]:
+def _but(axes: Sequence[ViewAxis], axis: ViewAxis) -> list[ViewAxis]:
     return [one for one in axes if one is not axis]
 
 

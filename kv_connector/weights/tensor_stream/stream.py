@@ -38,7 +38,7 @@ from kv_connector.engine import EngineConfig, EventKind, TransferError
 from kv_connector.engine.placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.messages import Message, Natural, Text, clip
+from kv_connector.protocol.wire.messages import Natural, Text, WireMessage, clip
 from kv_connector.weights.memory.buffer import Buffer, aligned, device_of
 from kv_connector.weights.tensor_stream.buckets import StreamError
 
@@ -55,22 +55,22 @@ _REASON_CHARACTERS = 900
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(WireMessage, frozen=True, tag="hello"):
     rank: Natural
     offer: _Bytes
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, tag="welcome"):
     answer: _Bytes
 
 
-class Buffers(Message, frozen=True, tag="buffers"):
+class Buffers(WireMessage, frozen=True, tag="buffers"):
     region: _Bytes
     nbytes: Natural  # of one buffer
     immediates: Annotated[tuple[Natural, ...], msgspec.Meta(min_length=BUFFERS, max_length=BUFFERS)]
 
 
-class Declined(Message, frozen=True, tag="declined"):
+class Declined(WireMessage, frozen=True, tag="declined"):
     reason: Text
 
 
@@ -80,7 +80,7 @@ Control = Hello | Welcome | Buffers | Declined
 _CODEC = codec_of(Control, 4 << 20)
 
 
-class Bucket(Message, frozen=True, tag="bucket"):
+class Bucket(WireMessage, frozen=True, tag="bucket"):
     """A bucket is written, or will be."""
 
     number: Natural
@@ -89,11 +89,11 @@ class Bucket(Message, frozen=True, tag="bucket"):
     last: bool
 
 
-class Taken(Message, frozen=True, tag="taken"):
+class Taken(WireMessage, frozen=True, tag="taken"):
     number: Natural
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class Failed(WireMessage, frozen=True, tag="failed"):
     reason: Text
 
 

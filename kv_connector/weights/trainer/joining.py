@@ -16,8 +16,8 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.mapping.geometry import digest
-from kv_connector.weights.sources import Engines, Source
-from kv_connector.weights.trainer.writer import Send, Writer
+from kv_connector.weights.sources import Engines, WeightSource
+from kv_connector.weights.trainer.writer import PieceSend, Writer
 from kv_connector.weights.update import PushError
 from kv_connector.weights.wire.links import Link, LinkError, Links, RefusedError
 from kv_connector.weights.wire.messages import (
@@ -56,10 +56,10 @@ class TargetWorker:
     offsets: tuple[int, ...] = ()
     senders: int = 0
     geometry: bytes = b""  # digest
-    rounds: Sequence[Sequence[Send]] = ()
+    rounds: Sequence[Sequence[PieceSend]] = ()
 
     @property
-    def sends(self) -> Iterator[Send]:
+    def sends(self) -> Iterator[PieceSend]:
         return (send for sends in self.rounds for send in sends)
 
 
@@ -109,7 +109,7 @@ class Joining:
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         engines: Sequence[TargetEngine],
         links: Links,
         engine: TransferEngine,

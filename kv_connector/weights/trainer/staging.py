@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kv_connector.weights.mapping.plan import Piece
+from kv_connector.weights.mapping.plan import ShardPiece
 from kv_connector.weights.memory.buffer import ALIGNMENT, Buffer, aligned, settle
 
 
@@ -45,7 +45,7 @@ class Staging:
         settle(self._device)
 
 
-def split(piece: Piece, elements: int) -> Iterator[Piece]:
+def split(piece: ShardPiece, elements: int) -> Iterator[ShardPiece]:
     """Yields the piece in parts of at most ``elements`` elements each, but at least one."""
     if piece.elements <= elements:
         yield piece
@@ -56,7 +56,7 @@ def split(piece: Piece, elements: int) -> Iterator[Piece]:
     step = max(elements // row, 1)
     for first in range(0, piece.extent[dimension], step):
         count = min(step, piece.extent[dimension] - first)
-        part = Piece(
+        part = ShardPiece(
             piece.shard,
             piece.parameter,
             _replaced(piece.start, dimension, piece.start[dimension] + first),
@@ -71,7 +71,7 @@ def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def laid_out(local: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
+def laid_out(local: torch.Tensor, piece: ShardPiece, order: Sequence[int]) -> torch.Tensor:
     """Returns a view of the piece whose row order is the receiver's order."""
     if not local.dim():
         return local

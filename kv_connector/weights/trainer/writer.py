@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kv_connector.engine import ErrorCode, EventKind, MemoryRange, PagedWrite, Pages, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.weights.mapping.geometry import Geometry, item_bytes
-from kv_connector.weights.mapping.plan import Piece, Runs, runs
+from kv_connector.weights.mapping.plan import Runs, ShardPiece, runs
 from kv_connector.weights.memory.buffer import settle
-from kv_connector.weights.sources import Held, Source, SourceError
+from kv_connector.weights.sources import Held, SourceError, WeightSource
 from kv_connector.weights.trainer.staging import Staging, laid_out, split
 
 logger = logging.getLogger("kv_connector")
@@ -44,10 +44,10 @@ class _Registered:
 
 
 @dataclass(frozen=True)
-class Send:
+class PieceSend:
     """A part of a shard for one receiver."""
 
-    piece: Piece
+    piece: ShardPiece
     held: Held
     runs: Runs
     dtype: torch.dtype  # of the receiver
@@ -83,13 +83,13 @@ class Target:
     region: int
     offsets: Sequence[int]  # of its parameters, in bytes
     immediate: int
-    sends: Sequence[Send]
+    sends: Sequence[PieceSend]
 
 
 class Writer:
     """The writer of one rank. One thread calls it. Any thread may call fence()."""
 
-    def __init__(self, engine: TransferEngine, source: Source, staging_bytes: int) -> None:
+    def __init__(self, engine: TransferEngine, source: WeightSource, staging_bytes: int) -> None:
         self._engine = engine
         # The key is the storage, not the address: a registration belongs to the memory at the time, and later
         # memory may have the same address. A weak reference keeps no memory alive, and no later storage
@@ -111,7 +111,7 @@ class Writer:
         self.posted: dict[int, int] = {}
         """Bytes posted per peer for this version. At most one staging buffer of them is still in flight."""
 
-    def prepare(self, pieces: Sequence[Piece], geometry: Geometry) -> list[Send]:
+    def prepare(self, pieces: Sequence[ShardPiece], geometry: Geometry) -> list[PieceSend]:
         """Plans the sends of these pieces. Registers the memory of those that are sent as they lie."""
         sends = []
         all_held = self._source.held()
@@ -126,11 +126,11 @@ class Writer:
                 laid = runs(piece, local.stride(), least=least, pack=pack)
                 if not laid.packed:
                     self._place(piece.shard, local)
-                    sends.append(Send(piece, held, laid, getattr(torch, dtype), round))
+                    sends.append(PieceSend(piece, held, laid, getattr(torch, dtype), round))
                     continue
             for part in split(piece, self._staging.half_bytes // item):
                 laid = runs(part, [0] * len(part.extent), least=least, pack=True)
-                sends.append(Send(part, held, laid, getattr(torch, dtype), round))
+                sends.append(PieceSend(part, held, laid, getattr(torch, dtype), round))
         return sends
 
     def start(self) -> None:
@@ -187,7 +187,7 @@ class Writer:
 
     def _write(self, target: Target) -> None:
         with self._open(target.peer, self._direct) as direct:
-            packed: list[tuple[Send, int]] = []
+            packed: list[tuple[PieceSend, int]] = []
             for send in target.sends:
                 if not send.runs.packed:
                     region, offset = self._place(send.piece.shard, send.held.local())
@@ -218,11 +218,11 @@ class Writer:
                 ended = None  # it goes on
             raise ended or error from None
 
-    def _put(self, send: Send) -> int | None:
+    def _put(self, send: PieceSend) -> int | None:
         part = laid_out(send.held.local(), send.piece, send.runs.order)
         return self._staging.put(part, send.dtype)
 
-    def _send_half(self, target: Target, packed: list[tuple[Send, int]]) -> None:
+    def _send_half(self, target: Target, packed: list[tuple[PieceSend, int]]) -> None:
         """Sends the half that was filled, and switches to the other half."""
         self._staging.packed()
         filled, other = self._halves
@@ -233,7 +233,7 @@ class Writer:
         self._staging.turn(lambda: self._drain(other))
         self._halves = [other, filled]
 
-    def _post(self, transfer: int, target: Target, send: Send, region: int, offset: int) -> None:
+    def _post(self, transfer: int, target: Target, send: PieceSend, region: int, offset: int) -> None:
         to = target.offsets[send.piece.parameter]
         self.posted[target.peer] = self.posted.get(target.peer, 0) + send.nbytes
         if send.pages == 1:

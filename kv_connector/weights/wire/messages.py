@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from kv_connector.control.sockets import Codec, codec_of
-from kv_connector.protocol.wire.messages import Host, Id, Message, Natural, Port, Text
+from kv_connector.protocol.wire.messages import Host, Id, Natural, Port, Text, WireMessage
 from kv_connector.weights.mapping.geometry import Geometry, Tensor
 
 PROTOCOL = 1
@@ -45,18 +45,18 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     port: Port
 
 
-class Describe(Message, frozen=True, tag="describe"):
+class Describe(WireMessage, frozen=True, tag="describe"):
     """From a trainer to a worker: queries what it would load of this checkpoint. DESCRIBED answers."""
 
     tensors: tuple[Tensor, ...]
     protocol: Natural = PROTOCOL
 
 
-class Described(Message, frozen=True, tag="described"):
+class Described(WireMessage, frozen=True, tag="described"):
     geometry: Geometry
 
 
-class Join(Message, frozen=True, tag="join"):
+class Join(WireMessage, frozen=True, tag="join"):
     """From a trainer's rank to a worker: requests to write in this run.
 
     ``offer``: of the rank's transfer engine.
@@ -70,14 +70,14 @@ class Join(Message, frozen=True, tag="join"):
     seeds: bool = False  # the sender is an engine that sends its own version: a trainer may join beside it
 
 
-class Joined(Message, frozen=True, tag="joined"):
+class Joined(WireMessage, frozen=True, tag="joined"):
     answer: Bytes  # to the offer
     region: Bytes  # the arena's descriptor
     offsets: tuple[Natural, ...]  # offset of each parameter that the loader writes, in bytes
     lane: Text
 
 
-class Begin(Message, frozen=True, tag="begin"):
+class Begin(WireMessage, frozen=True, tag="begin"):
     """From a trainer's rank to a worker: announces its pages of a version.
 
     ``senders`` ranks send BEGIN in all.
@@ -90,7 +90,7 @@ class Begin(Message, frozen=True, tag="begin"):
     nbytes: Natural
 
 
-class Begun(Message, frozen=True, tag="begun"):
+class Begun(WireMessage, frozen=True, tag="begun"):
     """All senders have sent BEGIN, and this round's pages have room."""
 
     version: Version
@@ -98,20 +98,20 @@ class Begun(Message, frozen=True, tag="begun"):
     round: Natural = 0
 
 
-class Ready(Message, frozen=True, tag="ready"):
+class Ready(WireMessage, frozen=True, tag="ready"):
     """The engine may be paused for the version: it has landed, or it will land while the engine is paused."""
 
     version: Version
 
 
-class Dropped(Message, frozen=True, tag="dropped"):
+class Dropped(WireMessage, frozen=True, tag="dropped"):
     """The version will not be applied. Its bytes are discarded, and every link to this worker has ended."""
 
     version: Version
     reason: Text
 
 
-class Applied(Message, frozen=True, tag="applied"):
+class Applied(WireMessage, frozen=True, tag="applied"):
     """The version that a worker serves from now on.
 
     From a controller: the version that the whole engine serves.
@@ -122,7 +122,7 @@ class Applied(Message, frozen=True, tag="applied"):
     pause_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
-class NotApplied(Message, frozen=True, tag="not_applied"):
+class NotApplied(WireMessage, frozen=True, tag="not_applied"):
     """From a controller to a trainer: the engine does not serve the version, with the reason."""
 
     version: Version
@@ -130,46 +130,46 @@ class NotApplied(Message, frozen=True, tag="not_applied"):
     torn: bool = False  # the engine serves nothing
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Refused(WireMessage, frozen=True, tag="refused"):
     """The answer to a request that cannot be fulfilled. Nothing has changed."""
 
     reason: Text
 
 
-class Ping(Message, frozen=True, tag="ping"):
+class Ping(WireMessage, frozen=True, tag="ping"):
     """Sent once a second while the connection stands. PONG answers."""
 
     sender: bool = False
     """Whether the worker answers LEAVE if it does not know this connection as a sender's."""
 
 
-class Pong(Message, frozen=True, tag="pong"):
+class Pong(WireMessage, frozen=True, tag="pong"):
     pass
 
 
-class Leave(Message, frozen=True, tag="leave"):
+class Leave(WireMessage, frozen=True, tag="leave"):
     """The sender of this message closes the connection."""
 
     reason: Text = ""
 
 
-class Workers(Message, frozen=True, tag="workers"):
+class Workers(WireMessage, frozen=True, tag="workers"):
     """To a controller: queries the addresses of the engine's workers."""
 
 
-class WorkersAre(Message, frozen=True, tag="workers_are"):
+class WorkersAre(WireMessage, frozen=True, tag="workers_are"):
     """Answers WORKERS. From a controller to its workers: the workers of all data-parallel ranks."""
 
     workers: tuple[WorkerAddress, ...]
 
 
-class Apply(Message, frozen=True, tag="apply"):
+class Apply(WireMessage, frozen=True, tag="apply"):
     """To a controller: requests a pause in which all workers take this version."""
 
     version: Version
 
 
-class Hold(Message, frozen=True, tag="hold"):
+class Hold(WireMessage, frozen=True, tag="hold"):
     """From a controller to a worker: keep this landed version until RELEASE.
 
     STATE answers, or REFUSED if the worker does not have the version. PING keeps it held: a silent controller
@@ -179,11 +179,11 @@ class Hold(Message, frozen=True, tag="hold"):
     version: Version
 
 
-class Release(Message, frozen=True, tag="release"):
+class Release(WireMessage, frozen=True, tag="release"):
     """From a controller to a worker: the held version may be left for the next version. It has no answer."""
 
 
-class Torn(Message, frozen=True, tag="torn"):
+class Torn(WireMessage, frozen=True, tag="torn"):
     """From a controller to its first worker: the engine stays paused, for this reason.
 
     Empty: the engine resumes. The first worker reports it to the routers.
@@ -192,7 +192,7 @@ class Torn(Message, frozen=True, tag="torn"):
     reason: Text
 
 
-class Controls(Message, frozen=True, tag="controls"):
+class Controls(WireMessage, frozen=True, tag="controls"):
     """From a controller to its first workers: trainers reach the engine's controller at this address.
 
     The first workers report it to the routers.
@@ -201,7 +201,7 @@ class Controls(Message, frozen=True, tag="controls"):
     controller: WorkerAddress
 
 
-class Verify(Message, frozen=True, tag="verify"):
+class Verify(WireMessage, frozen=True, tag="verify"):
     """To a worker: queries the hashes of what has landed of this checkpoint.
 
     HASHED answers, or REFUSED if nothing has.
@@ -210,7 +210,7 @@ class Verify(Message, frozen=True, tag="verify"):
     tensors: Bytes  # digest
 
 
-class Hashed(Message, frozen=True, tag="hashed"):
+class Hashed(WireMessage, frozen=True, tag="hashed"):
     """The hashes of the arena's contents, by parameter (verify.py)."""
 
     version: Version
@@ -218,7 +218,7 @@ class Hashed(Message, frozen=True, tag="hashed"):
     hashes: tuple[Bytes, ...]
 
 
-class Seed(Message, frozen=True, tag="seed"):
+class Seed(WireMessage, frozen=True, tag="seed"):
     """To each worker of an engine that serves the version: write it to another engine.
 
     SEEDED answers, or REFUSED if the worker cannot write it or failed. LEAVE before the answer ends the
@@ -230,17 +230,17 @@ class Seed(Message, frozen=True, tag="seed"):
     engine: WorkerAddress  # the controller of the engine that is seeded
 
 
-class Seeded(Message, frozen=True, tag="seeded"):
+class Seeded(WireMessage, frozen=True, tag="seeded"):
     """The seeded engine serves the version."""
 
     version: Version
 
 
-class Ask(Message, frozen=True, tag="ask"):
+class Ask(WireMessage, frozen=True, tag="ask"):
     """To a worker or a controller: queries its state. STATE answers."""
 
 
-class State(Message, frozen=True, tag="state"):
+class State(WireMessage, frozen=True, tag="state"):
     served: Annotated[str, msgspec.Meta(max_length=128)]  # empty: the weights from the engine's start
     landing: Annotated[str, msgspec.Meta(max_length=128)] = ""  # or being taken
     landed: Annotated[str, msgspec.Meta(max_length=128)] = ""

@@ -71,7 +71,7 @@ from kv_connector.weights.worker.landing_actions import (
 _BUSY = f"the worker is busy with another checkpoint: {RETRY_LATER}"
 
 
-class Phase(enum.Enum):
+class LandingPhase(enum.Enum):
     EMPTY = "empty"
     BEGINNING = "beginning"  # some senders have not sent BEGIN
     LANDING = "landing"
@@ -113,7 +113,7 @@ class Landing:
     arena_bytes: int = 0
     """Bytes of a version, as recorded. 0: no checkpoint is recorded."""
     served: str = ""
-    phase: Phase = Phase.EMPTY
+    phase: LandingPhase = LandingPhase.EMPTY
     _rounds: int = 1
     _torn: bool = False
     _version: str = ""
@@ -133,8 +133,8 @@ class Landing:
     def state(self) -> State:
         return State(
             self.served,
-            landing=self._version if self.phase in (Phase.BEGINNING, Phase.LANDING) else "",
-            landed=self._version if self.phase in (Phase.READY, Phase.APPLYING) else "",
+            landing=self._version if self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING) else "",
+            landed=self._version if self.phase in (LandingPhase.READY, LandingPhase.APPLYING) else "",
             senders=len(self._senders),
             arena_bytes=self.arena_bytes,
             problem=self._problem,
@@ -226,7 +226,7 @@ class Landing:
             return [*actions, LandingReply(source, Refused(_taken(sender)))]
         if self._lent:
             return [*actions, LandingReply(source, Refused(f"the worker {self._lends()}: {RETRY_LATER}"))]
-        if self._recording or self._is_held() or self.phase is Phase.APPLYING:
+        if self._recording or self._is_held() or self.phase is LandingPhase.APPLYING:
             return [*actions, LandingReply(source, Refused(_BUSY))]
         self._recording, self._looked_at = [source], wanted
         return [*actions, Record(message.tensors)]
@@ -234,7 +234,7 @@ class Landing:
     def recorded(self, digest: bytes, answer: Described, nbytes: int) -> list[Action]:
         self._digest, self._answer, self.arena_bytes = digest, answer, nbytes
         self._rounds = answer.geometry.rounds
-        self.phase, self._version = Phase.EMPTY, ""  # the arena was replaced
+        self.phase, self._version = LandingPhase.EMPTY, ""  # the arena was replaced
         return [LandingReply(source, answer) for source in self._asked()]
 
     def not_recorded(self, reason: str) -> list[Action]:
@@ -314,8 +314,8 @@ class Landing:
         return actions + self._begin_or_wait(sender, begin)
 
     def _begin_or_wait(self, sender: _Sender, begin: Begin) -> list[Action]:
-        another = self.phase is Phase.BEGINNING and sender.run != self._run
-        if another or self.phase in (Phase.LANDING, Phase.READY, Phase.APPLYING):
+        another = self.phase is LandingPhase.BEGINNING and sender.run != self._run
+        if another or self.phase in (LandingPhase.LANDING, LandingPhase.READY, LandingPhase.APPLYING):
             first = not any(one.following for one in self._senders.values())
             sender.following = begin
             if self._lent and first:
@@ -325,8 +325,8 @@ class Landing:
                     )
                 ]
             return self._follow()
-        if self.phase is Phase.EMPTY:
-            self.phase, self._version, self._run = Phase.BEGINNING, begin.version, sender.run
+        if self.phase is LandingPhase.EMPTY:
+            self.phase, self._version, self._run = LandingPhase.BEGINNING, begin.version, sender.run
             for other in self._begun():
                 other.begin = None  # of the previous version
         sender.begin = begin
@@ -349,15 +349,15 @@ class Landing:
         long as its sender is connected.
         """
         following = [(s, s.following) for s in self._senders.values() if s.following is not None]
-        if self.phase not in (Phase.EMPTY, Phase.READY) or not following:
+        if self.phase not in (LandingPhase.EMPTY, LandingPhase.READY) or not following:
             return []
         if self._lent or self._is_held():
             return []
-        wanted = self.phase is Phase.READY and self.served != self._version
+        wanted = self.phase is LandingPhase.READY and self.served != self._version
         others = [s for s in self._senders.values() if s.run == self._run != following[0][0].run]
         if wanted and (others or len(following) < following[0][1].senders):
             return []
-        self.phase = Phase.EMPTY
+        self.phase = LandingPhase.EMPTY
         actions: list[Action] = []
         for sender, begin in following:
             sender.following = None
@@ -367,14 +367,14 @@ class Landing:
 
     def _open(self) -> list[Action]:
         begun = [sender.begin for sender in self._begun() if sender.begin is not None]
-        if self.phase is not Phase.BEGINNING or self._opening or not begun or self._fencing:
+        if self.phase is not LandingPhase.BEGINNING or self._opening or not begun or self._fencing:
             return []
         if len(begun) < begun[0].senders:
             return []
         return self._ready() if self.slots else self._open_round(0)
 
     def _ready(self) -> list[Action]:
-        self.phase = Phase.READY
+        self.phase = LandingPhase.READY
         return [LandingReply(sender.source, Ready(self._version)) for sender in self._begun()]
 
     def _begun(self) -> list[_Sender]:
@@ -391,8 +391,8 @@ class Landing:
             return [LandingCloseCounter(round)]  # discarded meanwhile
         self._opening.discard(round)
         self._counting.add(round)
-        if self.phase is Phase.BEGINNING:
-            self.phase = Phase.LANDING
+        if self.phase is LandingPhase.BEGINNING:
+            self.phase = LandingPhase.LANDING
         begun = Begun(self._version, immediate, round)
         return [LandingReply(sender.source, begun) for sender in self._begun()]
 
@@ -410,8 +410,10 @@ class Landing:
         said = f"rank {sender.rank} of run {sender.run} ({sender.name}): {reason}"
         actions: list[Action] = [LandingLog(logging.INFO, f"lost a sender of weights: {said}")]
         actions += self._fence(sender, reason)
-        unfinished = self.slots and self.phase in (Phase.READY, Phase.APPLYING)
-        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+        unfinished = self.slots and self.phase in (LandingPhase.READY, LandingPhase.APPLYING)
+        if sender.run == self._run and (
+            unfinished or self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING)
+        ):
             return actions + self._drop(said)
         # A trainer's version may wait for a landed seed whose sender is gone now.
         return actions + self._follow()
@@ -429,10 +431,10 @@ class Landing:
         for done in (self._opening, self._counting):
             done.clear()
         self._problem = reason[:1024]
-        if self.phase is Phase.APPLYING:
+        if self.phase is LandingPhase.APPLYING:
             actions.append(GiveUp(reason))  # the taker reads what has arrived, until applied()
         else:
-            self.phase, self._version = Phase.EMPTY, ""
+            self.phase, self._version = LandingPhase.EMPTY, ""
         return [*actions, *self._follow()]
 
     def _fence(self, sender: _Sender, reason: str) -> list[Action]:
@@ -445,8 +447,8 @@ class Landing:
 
     def take(self, version: str) -> list[Action]:
         """Takes the version to apply it, in all its rounds. Nothing else may land until applied()."""
-        if self.phase is Phase.READY and self._version == version and not self._recording:
-            self.phase = Phase.APPLYING
+        if self.phase is LandingPhase.READY and self._version == version and not self._recording:
+            self.phase = LandingPhase.APPLYING
             if not self.slots:
                 return [HandOver(round) for round in range(self._rounds)]
             return [
@@ -470,7 +472,7 @@ class Landing:
     def applied(self, problem: str, *, torn: bool = False) -> list[Action]:
         """The taken version is served, or not. One that has landed whole may be tried again.
         ``torn``: the model has a part of it."""
-        if self.phase is not Phase.APPLYING:
+        if self.phase is not LandingPhase.APPLYING:
             return []  # take() gave up
         version, actions = self._version, list[Action]()
         if problem:
@@ -480,17 +482,17 @@ class Landing:
         else:
             self.served, self._torn = version, False
             actions += [LandingReply(sender.source, Applied(version)) for sender in self._begun()]
-        self.phase, self._problem = Phase.READY, problem[:1024]
+        self.phase, self._problem = LandingPhase.READY, problem[:1024]
         if self.slots and problem and self._begun():
             actions += self._drop(problem)
         elif self.slots:
-            self.phase, self._version = Phase.EMPTY, ""
+            self.phase, self._version = LandingPhase.EMPTY, ""
         return [*actions, *self._follow()]
 
     # --- Holding
 
     def _hold(self, now: float, source: Source, hold: Hold) -> list[Action]:
-        if self.phase is not Phase.READY or self._version != hold.version:
+        if self.phase is not LandingPhase.READY or self._version != hold.version:
             return [LandingReply(source, Refused(clip(self._here())))]
         if self._recording:
             return [LandingReply(source, Refused("the worker is busy with another checkpoint"))]
@@ -511,7 +513,7 @@ class Landing:
 
     def _is_held(self) -> bool:
         """Returns whether the version is held. Rounds that were applied are gone, and cannot be held."""
-        return self._holder is not None and self.phase is Phase.READY
+        return self._holder is not None and self.phase is LandingPhase.READY
 
     # --- Lending
 
@@ -524,7 +526,7 @@ class Landing:
             "it has weights of more than one version": self._torn,
             "it serves the weights that it was started with": not self.served,
             f"it serves version {shown(self.served)}, not {shown(version)}": self.served != version,
-            f"in its arena, from which it would send, {here}": self.phase is not Phase.READY
+            f"in its arena, from which it would send, {here}": self.phase is not LandingPhase.READY
             or self._version != version,
             "it is busy with another checkpoint: retry later": bool(self._recording),
             "it is being seeded itself": any(one.seeds for one in self._senders.values()),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_connector.engine import ErrorCode, EventKind, TransferError
 from kv_connector.weights.mapping.geometry import digest
 from kv_connector.weights.wire.messages import CODEC, Described, Joined, Seed, WorkerAddress
-from kv_connector.weights.worker.landing import Landing, Phase
+from kv_connector.weights.worker.landing import Landing, LandingPhase
 from kv_connector.weights.worker.landing_actions import (
     Action,
     GiveUp,
@@ -194,8 +194,8 @@ class Worker(Actor):
         check = self.world.books.check
         rounds = {round_of(cell, self.arena.rounds) for cell in cells}
         # With rounds, no complete version is in the arena that a write could damage.
-        whole = self.landing.phase is Phase.READY or (
-            self.landing.phase is Phase.APPLYING and not self.landing.slots
+        whole = self.landing.phase is LandingPhase.READY or (
+            self.landing.phase is LandingPhase.APPLYING and not self.landing.slots
         )
         check(not whole, "%s of %s lands at %s, where a version has landed", cells, tag, self)
         for round in rounds:

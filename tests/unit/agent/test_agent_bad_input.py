@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 from agent_pairs import transfer, transfer_again
-from agent_setup import Side, until
+from agent_setup import AgentSide, until
 
 from kv_connector.protocol.requests import ComputedPages, GroupPages
 from kv_connector.protocol.session.sessions import PeerState
@@ -13,7 +13,7 @@ from kv_connector.protocol.wire.messages import Release, encode
 
 
 def test_a_malformed_message_costs_its_sender_only(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     transfer(prefill, decode, "before")
@@ -31,7 +31,7 @@ def test_a_malformed_message_costs_its_sender_only(
 
 
 def test_an_error_in_one_message_does_not_stop_the_agent(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
 
@@ -64,7 +64,7 @@ def test_an_error_in_one_message_does_not_stop_the_agent(
 
 
 def test_a_reserve_that_no_message_can_carry_fails(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
     transfer(prefill, decode, "before")
@@ -76,7 +76,7 @@ def test_a_reserve_that_no_message_can_carry_fails(
     transfer_again(prefill, decode)
 
 
-def test_pages_outside_of_the_memory_are_refused(pair: tuple[Side, Side]) -> None:
+def test_pages_outside_of_the_memory_are_refused(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from agent_pairs import SOURCE, TARGET, sim
-from agent_setup import Side, Stage, until
+from agent_setup import AgentSide, AgentStage, until
 
 __all__ = ["sim"]
 
 
-def due(decode: Side) -> set[str]:
+def due(decode: AgentSide) -> set[str]:
     """Waits until a deferred transfer may take blocks."""
     found: set[str] = set()
     until(lambda: found.update(decode.agent.take_prompts_due()) or found, "the notice")
     return found
 
 
-def test_decode_gets_the_notice_before_a_page_is_computed(sim: Stage) -> None:
+def test_decode_gets_the_notice_before_a_page_is_computed(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     decode.agent.defer("t", prefill.address)
     prefill.expect()
@@ -30,7 +30,7 @@ def test_decode_gets_the_notice_before_a_page_is_computed(sim: Stage) -> None:
     prefill.wait(sent=["p-t"])
 
 
-def test_await_news_returns_with_the_notice(sim: Stage) -> None:
+def test_await_news_returns_with_the_notice(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     prefill.expect()
     prefill.agent.prompt_next("t")
@@ -39,7 +39,7 @@ def test_await_news_returns_with_the_notice(sim: Stage) -> None:
     assert decode.agent.take_prompts_due() == {"t"}
 
 
-def test_decode_does_not_wait_for_an_engine_that_is_gone(sim: Stage) -> None:
+def test_decode_does_not_wait_for_an_engine_that_is_gone(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     decode.agent.defer("t", prefill.address)
     until(lambda: len(prefill.agent._effects.prefill._announcing) == 1, "DEFER")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from agent_pairs import SOURCE, TARGET
-from agent_setup import TIMES, Side, Stage, until
+from agent_setup import TIMES, AgentSide, AgentStage, until
 
 from kv_connector.protocol.actions import Outcome
 
@@ -20,7 +20,7 @@ from kv_connector.protocol.actions import Outcome
     ],
 )
 def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
-    pair: tuple[Side, Side],
+    pair: tuple[AgentSide, AgentSide],
     caplog: pytest.LogCaptureFixture,
     aborted: bool,
     outcome: Outcome,
@@ -54,7 +54,7 @@ def test_a_prompt_that_ends_early_fails_decode_and_counts_as_what_it_is(
 
 
 def test_an_abort_of_decode_is_not_a_failure(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []
@@ -80,7 +80,7 @@ def test_an_abort_of_decode_is_not_a_failure(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Side, Side]) -> None:
+def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address, prompt_hash=bytes(16))
@@ -91,7 +91,7 @@ def test_another_prompt_is_not_loaded_and_prefill_is_free_at_once(pair: tuple[Si
     assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
 
-def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side, Side]) -> None:
+def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect(prompt_hash=None)
     decode.reserve(prefill.address, prompt_hash=None)
@@ -103,7 +103,7 @@ def test_a_prompt_without_a_hash_is_known_by_its_transfer_alone(pair: tuple[Side
     assert decode.holds("t", SOURCE, TARGET)
 
 
-def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
+def test_a_release_frees_the_prompt(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     prefill.agent.request_finished("t", True, "")
@@ -112,7 +112,7 @@ def test_a_release_frees_the_prompt(pair: tuple[Side, Side]) -> None:
     assert prefill.agent.stats().sent == {Outcome.RELEASED: 1}
 
 
-def test_unrequested_prompt_expires_unless_decode_reports_it_as_waiting(sim: Stage) -> None:
+def test_unrequested_prompt_expires_unless_decode_reports_it_as_waiting(sim: AgentStage) -> None:
     prefill, decode = sim.pair(replace(TIMES, hold=3.0, heartbeat=0.1))
     decode.agent.set_waiting([("kept", prefill.address)])
     until(lambda: decode.agent.live().peers == 1)
@@ -126,7 +126,7 @@ def test_unrequested_prompt_expires_unless_decode_reports_it_as_waiting(sim: Sta
     assert prefill.agent.stats().sent == {Outcome.EXPIRED: 2}
 
 
-def test_a_reserve_without_a_request_fails(sim: Stage) -> None:
+def test_a_reserve_without_a_request_fails(sim: AgentStage) -> None:
     prefill, decode = sim.pair(replace(TIMES, orphan=0.2))
     decode.reserve(prefill.address)
     decode.wait(received=["d-t"])

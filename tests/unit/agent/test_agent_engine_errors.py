@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from agent_pairs import SOURCE, refuse, transfer, transfer_again
-from agent_setup import TIMES, Stage, until
+from agent_setup import TIMES, AgentStage, until
 
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.protocol.wire.messages import Role
 
 
 def test_writes_that_the_engine_refuses_fail_their_transfer_only(
-    sim: Stage, monkeypatch: pytest.MonkeyPatch
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = sim.engine("p")
     prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
@@ -31,7 +31,7 @@ def test_writes_that_the_engine_refuses_fail_their_transfer_only(
     transfer_again(prefill, decode)
 
 
-def test_a_transfer_that_cannot_be_opened_fails(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_cannot_be_opened_fails(sim: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sim.engine("p")
     prefill, decode = sim.side(Role.PREFILL, engine=engine), sim.side(Role.DECODE)
     with monkeypatch.context() as patch:
@@ -47,7 +47,7 @@ def test_a_transfer_that_cannot_be_opened_fails(sim: Stage, monkeypatch: pytest.
 
 
 def test_nothing_is_written_after_a_transfer_was_given_up(
-    sim: Stage, monkeypatch: pytest.MonkeyPatch
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are to be pushed and the first push fails. The second must not happen, because D has its
     blocks back."""
@@ -75,7 +75,7 @@ def test_nothing_is_written_after_a_transfer_was_given_up(
     assert not decode.pages.any()
 
 
-def test_without_counters_a_request_fails(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_counters_a_request_fails(sim: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sim.engine("d")
     prefill, decode = sim.side(Role.PREFILL), sim.side(Role.DECODE, engine=engine)
     with monkeypatch.context() as patch:
@@ -86,7 +86,9 @@ def test_without_counters_a_request_fails(sim: Stage, monkeypatch: pytest.Monkey
     transfer_again(prefill, decode)
 
 
-def test_blocks_come_back_only_when_the_fence_is_through(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_come_back_only_when_the_fence_is_through(
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = sim.engine("d")
     prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, drain=0.3))
     decode = sim.side(Role.DECODE, engine=engine)

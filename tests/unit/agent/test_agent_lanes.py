@@ -6,13 +6,13 @@ import logging
 
 import pytest
 from agent_pairs import SOURCE, TARGET, refuse
-from agent_setup import Side, Stage, stage, two_lanes
+from agent_setup import AgentSide, AgentStage, stage, two_lanes
 
 from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.protocol.wire.messages import Role
 
 
-def one_refusal(side: Side, code: ErrorCode) -> None:
+def one_refusal(side: AgentSide, code: ErrorCode) -> None:
     """The side's transfer engine refuses the first answer."""
     complete = side.agent._engine.complete
 
@@ -63,7 +63,7 @@ def test_agent_offers_again_without_a_lane_that_does_not_lead_to_prefill(
         ]
 
 
-def test_agent_names_the_last_lane_that_does_not_lead_to_prefill(sim: Stage) -> None:
+def test_agent_names_the_last_lane_that_does_not_lead_to_prefill(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     refuse_complete = refuse(ErrorCode.NOT_REACHABLE)
     decode.agent._engine.complete = refuse_complete  # type: ignore[method-assign]

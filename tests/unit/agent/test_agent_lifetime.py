@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from agent_pairs import transfer
-from agent_setup import Stage, until
+from agent_setup import AgentStage, until
 from protocol_setup import layout, pairs
 
 from kv_connector.agent.agent import Agent
-from kv_connector.agent.config import AgentConfig, AgentError, MemoryRange
+from kv_connector.agent.config import AgentConfig, AgentError, PageMemory
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 
@@ -25,7 +25,7 @@ def config(address: Address = ANYWHERE, **changes: Any) -> AgentConfig:
     return replace(base, **changes)
 
 
-def test_a_port_in_use_names_the_setting(sim: Stage) -> None:
+def test_a_port_in_use_names_the_setting(sim: AgentStage) -> None:
     taken = sim.side(Role.PREFILL).address
     memory = bytearray(layout().bytes_per_region()[0])
     agent = Agent(config(taken), memory_of(memory))
@@ -41,9 +41,9 @@ def test_an_address_of_another_machine_names_the_setting() -> None:
         agent.start()
 
 
-def memory_of(buffer: bytearray) -> list[MemoryRange]:
+def memory_of(buffer: bytearray) -> list[PageMemory]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    return [MemoryRange(address, len(buffer))]
+    return [PageMemory(address, len(buffer))]
 
 
 def test_an_unknown_provider_is_named() -> None:
@@ -68,7 +68,7 @@ def test_an_agent_that_never_started_closes() -> None:
     assert agent.live().idle
 
 
-def test_closing_leaves_no_thread(sim: Stage) -> None:
+def test_closing_leaves_no_thread(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     transfer(prefill, decode)
     prefill.agent.close()
@@ -77,7 +77,7 @@ def test_closing_leaves_no_thread(sim: Stage) -> None:
     assert not [name for name in names if name in ("kv-agent-prefill", "kv-agent-decode")]
 
 
-def test_an_idle_agent_sleeps(sim: Stage) -> None:
+def test_an_idle_agent_sleeps(sim: AgentStage) -> None:
     """Without peers there is no deadline: the thread waits until it is woken."""
     prefill = sim.side(Role.PREFILL)
     prefill.agent.request_finished("nobody", True, "")

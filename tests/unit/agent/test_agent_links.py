@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from agent_pairs import transfer
-from agent_setup import TIMES, Stage, stage, until
+from agent_setup import TIMES, AgentStage, stage, until
 
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.reports.links import LinkWatch, PeerName
@@ -48,7 +48,7 @@ class Links:
 
 
 @pytest.fixture
-def tcp() -> Iterator[Stage]:
+def tcp() -> Iterator[AgentStage]:
     with stage("tcp") as made:
         yield made
 
@@ -130,7 +130,7 @@ def test_link_watch_bounds_the_lines_when_a_nic_dies(
 
 
 def test_agent_names_the_peer_that_lost_a_link_and_counts_it(
-    tcp: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tcp: AgentStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kv_connector.agent.loop.effects.SLOW_S", 0.1)
     caplog.set_level("INFO", "kv_connector")

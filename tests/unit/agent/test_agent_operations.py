@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from agent_setup import PATIENCE, TIMES, Stage, stage, until
+from agent_setup import PATIENCE, TIMES, AgentStage, stage, until
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.wire.messages import Role
 
 
 @pytest.fixture
-def agents() -> Iterator[Stage]:
+def agents() -> Iterator[AgentStage]:
     with stage("sim") as agents:
         yield agents
 
 
 @pytest.mark.parametrize("keys", ["another", "none"])
 def test_peer_without_the_key_fails_only_its_own_requests_with_the_reason(
-    agents: Stage, keys: str, caplog: pytest.LogCaptureFixture
+    agents: AgentStage, keys: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = ClusterKey.generate()
     prefill = agents.side(Role.PREFILL, key=key)
@@ -50,7 +50,7 @@ def test_peer_without_the_key_fails_only_its_own_requests_with_the_reason(
     assert decode.holds("t", (1, 2, 3), (11, 12, 13))
 
 
-def test_phases_show_what_a_request_waits_for(agents: Stage) -> None:
+def test_phases_show_what_a_request_waits_for(agents: AgentStage) -> None:
     prefill, decode = agents.pair()
     prefill.expect("early")
     until(lambda: prefill.agent.phases() == {"prefill waiting": 1})
@@ -65,7 +65,7 @@ def test_phases_show_what_a_request_waits_for(agents: Stage) -> None:
 
 
 def test_a_transfer_that_takes_long_is_named_once(
-    agents: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agents: AgentStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in ("loop.effects", "reports.slow_transfers"):
         monkeypatch.setattr(f"kv_connector.agent.{module}.SLOW_S", 0.1)
@@ -85,7 +85,7 @@ def test_a_transfer_that_takes_long_is_named_once(
     assert caplog.text.count(words) == 1
 
 
-def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
+def test_completed_transfers_are_timed_by_lane(agents: AgentStage) -> None:
     prefill, decode = agents.pair()
     decode.reserve(prefill.address)
     prefill.expect()
@@ -103,7 +103,7 @@ def test_completed_transfers_are_timed_by_lane(agents: Stage) -> None:
 
 
 def test_an_agent_is_not_idle_before_the_last_request_is_reported(
-    agents: Stage, monkeypatch: pytest.MonkeyPatch
+    agents: AgentStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machines and the transfer engine have finished the request, and its report is about to be made."""
     prefill, decode = agents.pair()

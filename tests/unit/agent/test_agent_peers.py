@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from agent_pairs import SOURCE, transfer
-from agent_setup import IMPATIENT, LIVELY, TIMES, Side, Stage, acquaint, stage, until
+from agent_setup import IMPATIENT, LIVELY, TIMES, AgentSide, AgentStage, acquaint, stage, until
 from protocol_setup import layout, pairs
 
 from kv_connector.protocol.actions import Address
@@ -17,7 +17,7 @@ from kv_connector.protocol.wire.messages import Role
 
 
 def test_a_prefill_engine_that_shuts_down_ends_its_transfers_at_once(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     prefill, decode = pair
@@ -37,7 +37,7 @@ def test_a_prefill_engine_that_shuts_down_ends_its_transfers_at_once(
     until(lambda: f"BYE from {peer}" in caplog.text or "the peer ended the link" in caplog.text)
 
 
-def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[Side, Side]) -> None:
+def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -50,14 +50,14 @@ def test_a_decode_engine_that_shuts_down_frees_the_prompts(pair: tuple[Side, Sid
     prefill.idle()
 
 
-def mute(side: Side) -> None:
+def mute(side: AgentSide) -> None:
     """The process hangs: it sends nothing any more, and receives nothing."""
     side.agent._control.send = lambda source, message: True  # type: ignore[method-assign]
     side.agent._control.receive = lambda: []  # type: ignore[method-assign]
 
 
 def test_a_prefill_engine_that_falls_silent_is_declared_dead(
-    sim: Stage, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sim.side(Role.PREFILL), sim.side(Role.DECODE, timeouts=IMPATIENT)
     prefill.expect()
@@ -71,7 +71,7 @@ def test_a_prefill_engine_that_falls_silent_is_declared_dead(
     until(lambda: f"DEAD: prefill peer prefill/0 at {prefill.address}: silent for" in caplog.text)
 
 
-def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: Stage) -> None:
+def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: AgentStage) -> None:
     prefill = sim.side(Role.PREFILL, timeouts=IMPATIENT)
     decode = sim.side(Role.DECODE, timeouts=LIVELY)
     prefill.expect()
@@ -85,7 +85,7 @@ def test_a_decode_engine_that_falls_silent_frees_the_prompts(sim: Stage) -> None
     prefill.idle()
 
 
-def test_a_restarted_prefill_engine_is_found_at_its_old_address(sim: Stage) -> None:
+def test_a_restarted_prefill_engine_is_found_at_its_old_address(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     transfer(prefill, decode, "before")
     # It ends without a message, as a killed process does. D sends its next messages to the new process, which
@@ -98,7 +98,7 @@ def test_a_restarted_prefill_engine_is_found_at_its_old_address(sim: Stage) -> N
 
 
 def test_a_restarted_decode_engine_replaces_its_old_self(
-    sim: Stage, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sim.pair()
     transfer(prefill, decode, "before")
@@ -108,7 +108,7 @@ def test_a_restarted_decode_engine_replaces_its_old_self(
     assert prefill.agent.live().peers == 1
 
 
-def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_on_several_hosts_find_each_other(sim: AgentStage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
     prefill, decode = (
         [
@@ -139,7 +139,7 @@ def test_ranks_on_several_hosts_find_each_other(sim: Stage, caplog: pytest.LogCa
 
 
 def test_every_rank_of_another_topology_is_refused_at_once(
-    sim: Stage, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = replace(TIMES, connect=1000.0, transfer=1000.0)
     prefill, two = sim.side(Role.PREFILL), pairs(ranks="2")
@@ -152,7 +152,9 @@ def test_every_rank_of_another_topology_is_refused_at_once(
     assert caplog.text.count(f"NAK from {prefill.address}: incompatible: {reason}") == 2
 
 
-def test_address_without_a_listener_fails_the_request(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_address_without_a_listener_fails_the_request(
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
+) -> None:
     decode = sim.side(Role.DECODE, timeouts=replace(TIMES, handshake=0.1, connect=0.3))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -181,7 +183,7 @@ def test_address_without_a_listener_fails_the_request(sim: Stage, caplog: pytest
     ids=["block size", "layout"],
 )
 def test_engine_that_does_not_fit_gets_the_reason_and_affects_no_other_engine(
-    sim: Stage, changes: dict[str, Any], words: str, naks: int, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, changes: dict[str, Any], words: str, naks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sim.pair()
     stranger = sim.side(Role.DECODE, "stranger", **changes)
@@ -196,7 +198,7 @@ def test_engine_that_does_not_fit_gets_the_reason_and_affects_no_other_engine(
 
 
 def test_two_engines_of_one_role_get_the_reason_for_their_refusal(
-    sim: Stage, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode, other = sim.side(Role.DECODE), sim.side(Role.DECODE, "other")
     decode.reserve(other.address)
@@ -217,7 +219,7 @@ def test_decode_gets_the_reason_when_no_lane_is_common(caplog: pytest.LogCapture
         prefill.idle()
 
 
-def test_engines_of_both_roles_send_to_each_other(sim: Stage) -> None:
+def test_engines_of_both_roles_send_to_each_other(sim: AgentStage) -> None:
     one, two = sim.side(Role.BOTH, "one"), sim.side(Role.BOTH, "two")
     transfer(one, two, "there")
     transfer(two, one, "back")

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 from agent_pairs import SOURCE, TARGET, hold, refuse, transfer_again
-from agent_setup import PATIENCE, TIMES, Side, Stage, until
+from agent_setup import PATIENCE, TIMES, AgentSide, AgentStage, until
 
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.wire.messages import Role
 
 
-def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:
+def test_preemption_returns_when_nothing_reads_the_blocks(sim: AgentStage) -> None:
     prefill = sim.side(Role.PREFILL, engine=sim.engine("slow", max_delay_us=100_000))
     decode = sim.side(Role.DECODE)
     prefill.expect()
@@ -32,7 +32,7 @@ def test_preemption_returns_when_nothing_reads_the_blocks(sim: Stage) -> None:
     assert prefill.agent.stats().pages_pushed == 6
 
 
-def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[Side, Side]) -> None:
+def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -50,7 +50,9 @@ def test_preemption_waits_for_layers_that_are_still_being_computed(pair: tuple[S
     prefill.wait(sent=["p-t"])
 
 
-def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_writes_that_do_not_drain_are_fenced(
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = sim.engine("p")
     prefill = sim.side(Role.PREFILL, engine=engine, timeouts=replace(TIMES, drain=0.3))
     decode = sim.side(Role.DECODE)
@@ -71,7 +73,7 @@ def test_preempted_writes_that_do_not_drain_are_fenced(sim: Stage, monkeypatch: 
     transfer_again(prefill, decode)
 
 
-def test_preemption_waits_for_an_agent_that_is_busy(sim: Stage) -> None:
+def test_preemption_waits_for_an_agent_that_is_busy(sim: AgentStage) -> None:
     """Waits longer than any timeout, because blocks that are still being read must not be written for another
     request."""
     drain = 0.02

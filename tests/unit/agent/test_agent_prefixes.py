@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from agent_pairs import SOURCE, TARGET, every_lane, sim
-from agent_setup import TIMES, Side, Stage, content, until
+from agent_setup import TIMES, AgentSide, AgentStage, content, until
 from protocol_setup import BLOCK, layout
 
 from kv_connector.control.cluster_key import ClusterKey
@@ -30,11 +30,11 @@ TOKENS = 3 * BLOCK
 PATIENT = replace(TIMES, ask=60.0, lend=60.0)
 
 
-def prefixes(side: Side) -> Address:
+def prefixes(side: AgentSide) -> Address:
     return replace(side.address, prefixes=True)
 
 
-def ask(borrower: Side, lender: Side, name: str = "x") -> PrefixRequested:
+def ask(borrower: AgentSide, lender: AgentSide, name: str = "x") -> PrefixRequested:
     """Returns the question as the lender's scheduler gets it."""
     borrower.agent.request_prefix(PrefixRequest(name, prefixes(lender), KEY, 0, BLOCK))
     found: list[PrefixRequested] = []
@@ -44,7 +44,7 @@ def ask(borrower: Side, lender: Side, name: str = "x") -> PrefixRequested:
     return request
 
 
-def lend(lender: Side, name: str = "x") -> None:
+def lend(lender: AgentSide, name: str = "x") -> None:
     """Lends the tokens of three blocks, as the lender's scheduler does."""
     for ordinal in range(len(lender.layout.layers)):
         for block in SOURCE:
@@ -56,13 +56,13 @@ def lend(lender: Side, name: str = "x") -> None:
     agent.answer_prefix(name, TOKENS)
 
 
-def answer(borrower: Side) -> dict[str, int]:
+def answer(borrower: AgentSide) -> dict[str, int]:
     found: dict[str, int] = {}
     until(lambda: found.update(borrower.agent.take_prefix_answers()) or found, "the answer")
     return found
 
 
-def load(borrower: Side, lender: Side, name: str = "x") -> None:
+def load(borrower: AgentSide, lender: AgentSide, name: str = "x") -> None:
     groups = (GroupTarget(0, TARGET),)
     borrower.agent.reserve(
         DecodeRequest(name, name, prefixes(lender), TOKENS, 0, KEY.prompt_hash(TOKENS), groups)
@@ -73,7 +73,9 @@ def load(borrower: Side, lender: Side, name: str = "x") -> None:
     ("borrows", "lends"),
     [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.DECODE), (Role.PREFILL, Role.PREFILL)],
 )
-def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows: Role, lends: Role) -> None:
+def test_prefix_travels_between_engines_of_any_roles(
+    every_lane: AgentStage, borrows: Role, lends: Role
+) -> None:
     shape = layout(num_blocks=32)
     borrower = every_lane.side(borrows, "borrower", pages=shape, timeouts=PATIENT)
     lender = every_lane.side(lends, "lender", pages=shape, timeouts=PATIENT)
@@ -93,7 +95,7 @@ def test_prefix_travels_between_engines_of_any_roles(every_lane: Stage, borrows:
     assert ours.answer_seconds > 0 < ours.load_seconds
 
 
-def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) -> None:
+def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: AgentStage) -> None:
     """One agent, one request, both halves: its pages [0, 3) come from the lender and go on to D."""
     prefill, decode = sim.pair(PATIENT)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
@@ -116,7 +118,7 @@ def test_prefill_engine_borrows_while_it_sends_to_a_decode_engine(sim: Stage) ->
         side.idle()
 
 
-def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> None:
+def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: AgentStage) -> None:
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     request = ask(borrower, lender)
@@ -126,7 +128,7 @@ def test_prefix_that_is_not_lent_is_answered_and_leaves_nothing(sim: Stage) -> N
     lender.idle()
 
 
-def test_lender_frees_a_prefix_that_its_borrower_releases(sim: Stage) -> None:
+def test_lender_frees_a_prefix_that_its_borrower_releases(sim: AgentStage) -> None:
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     ask(borrower, lender)
@@ -136,7 +138,7 @@ def test_lender_frees_a_prefix_that_its_borrower_releases(sim: Stage) -> None:
     lender.wait(sent=["x"])
 
 
-def test_lender_ends_its_lendings_and_refuses_while_its_engine_takes_no_step(sim: Stage) -> None:
+def test_lender_ends_its_lendings_and_refuses_while_its_engine_takes_no_step(sim: AgentStage) -> None:
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=PATIENT)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)
     ask(borrower, lender)
@@ -156,7 +158,7 @@ def test_lender_ends_its_lendings_and_refuses_while_its_engine_takes_no_step(sim
     ask(borrower, lender, "z")
 
 
-def test_address_without_an_engine_costs_one_question_and_a_connection_for_a_time(sim: Stage) -> None:
+def test_address_without_an_engine_costs_one_question_and_a_connection_for_a_time(sim: AgentStage) -> None:
     """A request may name any address."""
     quick = replace(PATIENT, ask=0.2, connect=0.4, remember=60.0)
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=quick)
@@ -175,7 +177,7 @@ def test_address_without_an_engine_costs_one_question_and_a_connection_for_a_tim
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["no key", "another key"])
-def test_prefix_is_lent_to_no_engine_without_the_cluster_key(sim: Stage, has_key: bool) -> None:
+def test_prefix_is_lent_to_no_engine_without_the_cluster_key(sim: AgentStage, has_key: bool) -> None:
     """The answer to a question would show what another tenant has sent."""
     key = ClusterKey.generate()
     quick = replace(PATIENT, ask=0.5, handshake=0.1, connect=0.5)
@@ -190,14 +192,14 @@ def test_prefix_is_lent_to_no_engine_without_the_cluster_key(sim: Stage, has_key
     assert not lender.agent.stats().prefixes.lend
 
 
-def test_only_the_first_rank_requests_a_prefix(sim: Stage) -> None:
+def test_only_the_first_rank_requests_a_prefix(sim: AgentStage) -> None:
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), rank=1, ranks=2)
     borrower.agent.request_prefix(PrefixRequest("x", Address("127.0.0.1", 1, prefixes=True), KEY, 0, BLOCK))
     assert borrower.agent.catch_up(20.0)
     assert borrower.agent.live().peers == 0
 
 
-def test_stopped_lender_costs_the_time_limit_of_a_question(sim: Stage) -> None:
+def test_stopped_lender_costs_the_time_limit_of_a_question(sim: AgentStage) -> None:
     quick = replace(PATIENT, ask=5.0)
     borrower = sim.side(Role.PREFILL, "borrower", pages=layout(num_blocks=32), timeouts=quick)
     lender = sim.side(Role.DECODE, "lender", pages=layout(num_blocks=32), timeouts=PATIENT)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.agent.settings import Settings, SettingsError, examine_settings, parse_settings
+from kv_connector.agent.settings import AgentSettings, SettingsError, examine_settings, parse_settings
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
@@ -15,7 +15,7 @@ def test_nothing_has_to_be_set() -> None:
     settings = parse_settings({})
     assert settings.key() is None
     assert settings.host("10.0.0.5", None) == "127.0.0.1", "strangers are not let in unasked"
-    assert settings == Settings()
+    assert settings == AgentSettings()
     assert settings.control_port == 5600
     assert settings.for_device("cpu").providers == ("host", "tcp")
     assert settings.for_device("cuda").providers == ("nvlink",)
@@ -108,7 +108,7 @@ def test_every_problem_is_found_and_the_rest_is_usable() -> None:
         "unknown timeouts hodl",
         "Expected `array`, got `int` - at `$.routers`",
     ]
-    assert settings == Settings(control_port=6000)
+    assert settings == AgentSettings(control_port=6000)
 
 
 def test_strangers_are_let_in_only_on_demand(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_strangers_are_let_in_only_on_demand(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_its_port() -> None:
-    settings = Settings(control_port=5600)
+    settings = AgentSettings(control_port=5600)
     ports = [
         settings.port(data_parallel_index=index, ranks=2, rank=rank)
         for index in range(3)
@@ -141,7 +141,9 @@ def test_each_rank_has_its_port() -> None:
 
 
 def test_a_port_of_the_kernels_choice_is_one_for_each_rank() -> None:
-    assert [Settings(control_port=0).port(data_parallel_index=0, ranks=2, rank=rank) for rank in (0, 1)] == [
+    assert [
+        AgentSettings(control_port=0).port(data_parallel_index=0, ranks=2, rank=rank) for rank in (0, 1)
+    ] == [
         0,
         0,
     ]
@@ -149,7 +151,7 @@ def test_a_port_of_the_kernels_choice_is_one_for_each_rank() -> None:
 
 def test_a_port_beyond_the_last_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"leaves no port for rank 1 .* 65536"):
-        Settings(control_port=65535).port(data_parallel_index=0, ranks=2, rank=1)
+        AgentSettings(control_port=65535).port(data_parallel_index=0, ranks=2, rank=1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_list_needs_an_entry_for_each_rank(extra: dict[str, Any], words: str) 
 def test_each_rank_has_its_core_and_its_nics() -> None:
     settings = parse_settings({"worker_cpu": [3, 5], "nics": [["mlx5_8"], ["mlx5_9", "mlx5_1"]]})
     assert (settings.worker_cpu_of(1), settings.nics_of(1)) == (5, ("mlx5_9", "mlx5_1"))
-    assert (Settings().worker_cpu_of(1), Settings().nics_of(1)) == ("auto", ())
+    assert (AgentSettings().worker_cpu_of(1), AgentSettings().nics_of(1)) == ("auto", ())
 
 
 @pytest.mark.parametrize("worker_cpu", ["core 3", [-1], 3])

@@ -13,19 +13,19 @@ import pytest
 from agent_setup import until
 from protocol_setup import layout, pairs, region_bytes
 
-from kv_connector.agent.config import AgentError, MemoryRange
-from kv_connector.agent.settings import Settings, SettingsError
-from kv_connector.agent.start import Running, WorkerInfo, start
+from kv_connector.agent.config import AgentError, PageMemory
+from kv_connector.agent.settings import AgentSettings, SettingsError
+from kv_connector.agent.start import RunningAgent, WorkerInfo, start
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register, WorkloadReport
-from kv_connector.engine.placement import CoreClaim, Device, Placement
+from kv_connector.engine.placement import CoreClaim, Device, RankPlacement
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 
 PAGES = layout()
-ANY_PORT = Settings(control_port=0, providers=("tcp",), worker_cpu="none")
+ANY_PORT = AgentSettings(control_port=0, providers=("tcp",), worker_cpu="none")
 
-Starts = Callable[..., Running]
+Starts = Callable[..., RunningAgent]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def starts() -> Iterator[Starts]:
     """Starts a worker. The arguments replace the values of its framework."""
     with ExitStack() as stack:
 
-        def call(settings: Settings, **changes: Any) -> Running:
+        def call(settings: AgentSettings, **changes: Any) -> RunningAgent:
             memory = np.zeros(region_bytes(PAGES), np.uint8)
             stack.callback(lambda: memory)  # outlives the agent
             fields: dict[str, Any] = {
@@ -48,7 +48,7 @@ def starts() -> Iterator[Starts]:
                 "device": Device("cpu"),
                 "compute_threads": 1,
                 "layout": PAGES,
-                "memory": [MemoryRange(memory.ctypes.data, memory.nbytes)],
+                "memory": [PageMemory(memory.ctypes.data, memory.nbytes)],
                 "fingerprint": pairs(),
                 "advice": {},
             }
@@ -64,11 +64,11 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> list[CoreClaim]:
     """The cores claimed by started workers. Each claims the same core, and keeps it until it ends."""
     made: list[CoreClaim] = []
 
-    def place(*_: Any, **__: Any) -> Placement:
+    def place(*_: Any, **__: Any) -> RankPlacement:
         claim = CoreClaim.first_free([200_001])
         assert claim is not None, "another worker still has it"
         made.append(claim)
-        return Placement({}, claim, None)
+        return RankPlacement({}, claim, None)
 
     monkeypatch.setattr("kv_connector.agent.start.place", place)
     return made
@@ -106,7 +106,7 @@ def test_each_rank_has_its_port(starts: Starts) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    settings = Settings(control_port=port - 7, providers=("tcp",), worker_cpu="none")
+    settings = AgentSettings(control_port=port - 7, providers=("tcp",), worker_cpu="none")
     running = starts(settings, rank=1, ranks=2, data_parallel_index=3)
     assert running.address == Address("127.0.0.1", port)
 
@@ -118,7 +118,7 @@ def test_engine_warns_and_counts_when_it_has_no_cluster_key(
     ClusterKey.generate().write(tmp_path / "key")
     key_file = str(tmp_path / "key") if protected else None
     running = starts(
-        Settings(control_port=0, providers=("tcp",), worker_cpu="none", control_key_file=key_file)
+        AgentSettings(control_port=0, providers=("tcp",), worker_cpu="none", control_key_file=key_file)
     )
     assert ("NO CLUSTER KEY" in caplog.text) is not protected
     interval = running.reporter.take()
@@ -128,9 +128,9 @@ def test_engine_warns_and_counts_when_it_has_no_cluster_key(
 
 def test_settings_that_do_not_fit_the_worker_are_refused(starts: Starts) -> None:
     with pytest.raises(SettingsError, match="nvlink cannot move"):
-        starts(Settings(providers=("nvlink",)))
+        starts(AgentSettings(providers=("nvlink",)))
     with pytest.raises(SettingsError, match="nics has 1 entries"):
-        starts(Settings(nics=(("mlx5_0",),)), ranks=2)
+        starts(AgentSettings(nics=(("mlx5_0",),)), ranks=2)
 
 
 def test_a_start_that_fails_leaves_nothing_open(
@@ -142,7 +142,7 @@ def test_a_start_that_fails_leaves_nothing_open(
     first = starts(ANY_PORT)
     first_claim = claims[-1]
     first_claim.release()
-    in_use = Settings(control_port=first.address.port, providers=("tcp",), worker_cpu="none")
+    in_use = AgentSettings(control_port=first.address.port, providers=("tcp",), worker_cpu="none")
     with pytest.raises(AgentError, match="port is in use"):
         starts(in_use)
     assert free_again()
@@ -161,8 +161,8 @@ def test_a_start_that_fails_leaves_nothing_open(
 # --- Routers
 
 
-def registered(router: Address) -> Settings:
-    return Settings(
+def registered(router: Address) -> AgentSettings:
+    return AgentSettings(
         control_port=0,
         providers=("tcp",),
         worker_cpu="none",
@@ -236,8 +236,8 @@ def test_no_other_rank_registers(starts: Starts, router: Router) -> None:
 # --- vllm-router
 
 
-def announced(**more: Any) -> Settings:
-    return Settings(
+def announced(**more: Any) -> AgentSettings:
+    return AgentSettings(
         control_port=0,
         providers=("tcp",),
         worker_cpu="none",

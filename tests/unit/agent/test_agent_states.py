@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from agent_pairs import SOURCE, TARGET, transfer
-from agent_setup import Side, until
+from agent_setup import AgentSide, until
 
 from kv_connector.protocol.actions import State
 
 
-def test_state_of_a_request_is_available_at_any_time(pair: tuple[Side, Side]) -> None:
+def test_state_of_a_request_is_available_at_any_time(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     until(lambda: prefill.agent.live().prefill_requests == 1)
@@ -32,7 +32,7 @@ def test_state_of_a_request_is_available_at_any_time(pair: tuple[Side, Side]) ->
     assert prefill.agent.take_reserved() == set()
 
 
-def test_adapter_with_a_callback_receives_each_state(pair: tuple[Side, Side]) -> None:
+def test_adapter_with_a_callback_receives_each_state(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     told: list[State] = []
     prefill.agent.report_reached(lambda reached: told.append(reached.state))
@@ -40,7 +40,7 @@ def test_adapter_with_a_callback_receives_each_state(pair: tuple[Side, Side]) ->
     assert told == [State.MOVING, State.DONE]
 
 
-def test_reservation_is_known_once_the_agent_has_caught_up(pair: tuple[Side, Side]) -> None:
+def test_reservation_is_known_once_the_agent_has_caught_up(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     decode.reserve(prefill.address)
     until(lambda: prefill.agent.phases() == {"prefill orphan": 1})
@@ -53,7 +53,7 @@ def test_reservation_is_known_once_the_agent_has_caught_up(pair: tuple[Side, Sid
     prefill.wait(sent=["p-t"])
 
 
-def test_failure_has_its_reason_on_both_sides(pair: tuple[Side, Side]) -> None:
+def test_failure_has_its_reason_on_both_sides(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -71,7 +71,7 @@ def test_failure_has_its_reason_on_both_sides(pair: tuple[Side, Side]) -> None:
 
 
 def test_a_request_that_the_agent_cannot_take_has_failed(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
     told: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from agent_pairs import SOURCE, TARGET, hold, transfer
-from agent_setup import PATIENCE, Side, Stage, acquaint, until
+from agent_setup import PATIENCE, AgentSide, AgentStage, acquaint, until
 from protocol_setup import BLOCK, HASH, PAGE, layout, with_rows
 
 from kv_connector.agent.loop.writes import Bursts
@@ -26,7 +26,7 @@ from kv_connector.protocol.session.sessions import PeerState
 from kv_connector.protocol.wire.messages import Role
 
 
-def record_signals(prefill: Side) -> list[list[int]]:
+def record_signals(prefill: AgentSide) -> list[list[int]]:
     """Records for each armed write, from now on, the signal values that its layers wait for."""
     engine, values = prefill.agent._engine, list[list[int]]()
     arm = engine.arm
@@ -39,7 +39,7 @@ def record_signals(prefill: Side) -> list[list[int]]:
     return values
 
 
-def test_pages_arrive_over_every_lane(every_lane: Stage) -> None:
+def test_pages_arrive_over_every_lane(every_lane: AgentStage) -> None:
     prefill, decode = every_lane.pair()
     transfer(prefill, decode)
     prefill.idle()
@@ -55,7 +55,7 @@ def test_pages_arrive_over_every_lane(every_lane: Stage) -> None:
     assert [(peer.state, peer.lane) for peer in stats.peers] == [(PeerState.UP, every_lane.lane)]
 
 
-def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
+def test_layers_leave_as_they_are_signalled(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.pages[:] = 7
     prefill.expect()
@@ -78,7 +78,7 @@ def test_layers_leave_as_they_are_signalled(pair: tuple[Side, Side]) -> None:
     assert stats.bytes_before_prefill_end == 3 * PAGE
 
 
-def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, Side]) -> None:
+def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.pages[:] = 7
     prefill.expect()
@@ -98,7 +98,7 @@ def test_layers_leave_in_the_order_in_which_they_are_computed(pair: tuple[Side, 
     assert prefill.agent.stats().layers_before_prefill_end == 1
 
 
-def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[Side, Side]) -> None:
+def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[AgentSide, AgentSide]) -> None:
     """Several steps of a GPU may be in flight. The signal of an earlier step follows an order that is no
     longer known."""
     prefill, decode = pair
@@ -129,7 +129,7 @@ def test_pages_of_a_step_before_the_order_changed_wait_for_its_end(pair: tuple[S
     ],
 )
 def test_burst_lanes_hold_pages_until_the_prompts_end_if_it_is_near(
-    pair: tuple[Side, Side],
+    pair: tuple[AgentSide, AgentSide],
     monkeypatch: pytest.MonkeyPatch,
     bursts: Bursts | None,
     early_token: bool,
@@ -156,7 +156,7 @@ def test_burst_lanes_hold_pages_until_the_prompts_end_if_it_is_near(
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_pages_that_wait_for_a_later_step_go_when_none_comes(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, preempted: bool
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch, preempted: bool
 ) -> None:
     """They are sent before their blocks go to another request, and if the prompt's end names no more
     pages."""
@@ -182,7 +182,7 @@ def test_pages_that_wait_for_a_later_step_go_when_none_comes(
 
 @pytest.mark.parametrize("bursts", [False, True])
 def test_thread_is_held_off_while_a_step_whose_pages_wait_anyway_is_launched(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, bursts: bool
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch, bursts: bool
 ) -> None:
     """The thread is held off for a limited time. On lanes that send pages layer by layer it is not held
     off."""
@@ -211,7 +211,7 @@ def test_thread_is_held_off_while_a_step_whose_pages_wait_anyway_is_launched(
 
 
 def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's model runner V2 reports a step's preemptions twice: at its beginning, and when it is
     prepared."""
@@ -226,7 +226,7 @@ def test_a_preemption_does_not_wait_for_the_end_of_a_launch(
 
 
 def test_awaited_token_is_sent_while_another_prompts_step_is_launched(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_connector.agent.loop.thread._HOLD_OFF_S", PATIENCE)
     monkeypatch.setattr("kv_connector.agent.loop.effects.BURSTS", {"sim": Bursts(8 * PAGE, 8 * PAGE)})
@@ -242,7 +242,7 @@ def test_awaited_token_is_sent_while_another_prompts_step_is_launched(
     decode.wait(received=["d-t"])
 
 
-def test_turn_number_is_unknown_while_the_thread_acts(pair: tuple[Side, Side]) -> None:
+def test_turn_number_is_unknown_while_the_thread_acts(pair: tuple[AgentSide, AgentSide]) -> None:
     """The engine may take a step's last report in the middle of a turn, and then make no further step."""
     prefill, decode = pair
     turns: list[int | None] = []
@@ -260,7 +260,7 @@ def test_turn_number_is_unknown_while_the_thread_acts(pair: tuple[Side, Side]) -
 
 
 def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
-    sim: Stage, monkeypatch: pytest.MonkeyPatch
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = sim.side(Role.PREFILL)
     for number, bursts in enumerate((Bursts(8 * PAGE, 8 * PAGE), None, Bursts(8 * PAGE, 8 * PAGE))):
@@ -269,7 +269,7 @@ def test_single_layers_are_signalled_as_soon_as_a_peer_wants_them(
         assert prefill.agent.leaves_by_layer([GroupPages(0, (1,))]) == (number > 0)
 
 
-def test_pages_of_a_step_are_counted_in_all_groups(sim: Stage) -> None:
+def test_pages_of_a_step_are_counted_in_all_groups(sim: AgentStage) -> None:
     """A block of the first group has pages of two layers, and a block of the second group has one page."""
     agent = sim.side(Role.PREFILL, pages=layout((2, 1))).agent
     agent._effects.gathered = 5 * PAGE
@@ -278,7 +278,7 @@ def test_pages_of_a_step_are_counted_in_all_groups(sim: Stage) -> None:
     assert agent.leaves_by_layer([some, some, some, some])
 
 
-def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -> None:
+def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: AgentStage) -> None:
     prefill, decode = every_lane.pair()
     prefill.expect()
     decode.reserve(prefill.address)
@@ -295,7 +295,7 @@ def test_pages_that_are_computed_already_wait_for_no_signal(every_lane: Stage) -
     assert prefill.agent.stats().layers_before_prefill_end == 2
 
 
-def test_each_naming_of_computed_pages_is_a_step(pair: tuple[Side, Side]) -> None:
+def test_each_naming_of_computed_pages_is_a_step(pair: tuple[AgentSide, AgentSide]) -> None:
     """Pages that arrive after the prefill's end belong to the last step, so no layer was complete before
     it."""
     prefill, decode = pair
@@ -311,7 +311,7 @@ def test_each_naming_of_computed_pages_is_a_step(pair: tuple[Side, Side]) -> Non
     assert (stats.pages_before_prefill_end, stats.layers_before_prefill_end) == (4, 0)
 
 
-def test_rows_come_beside_the_pages(sim: Stage) -> None:
+def test_rows_come_beside_the_pages(sim: AgentStage) -> None:
     """A request's state is copied from any row to any row, once its last step has ended."""
     prefill = sim.side(Role.PREFILL, pages=with_rows(layout(groups=(2, 1)), 8))
     decode = sim.side(Role.DECODE, pages=with_rows(layout(groups=(2, 1), num_blocks=32), 4))
@@ -335,7 +335,7 @@ def test_rows_come_beside_the_pages(sim: Stage) -> None:
 
 
 @pytest.fixture
-def stages(sim: Stage) -> tuple[Side, Side, Side]:
+def stages(sim: AgentStage) -> tuple[AgentSide, AgentSide, AgentSide]:
     """The two workers of a prefill engine, with one layer each, and a decode engine with both layers."""
     halves = [
         msgspec.structs.replace(
@@ -353,7 +353,7 @@ def stages(sim: Stage) -> tuple[Side, Side, Side]:
     return sides[0], sides[1], sim.side(Role.DECODE)
 
 
-def test_pages_come_from_several_stages(stages: tuple[Side, Side, Side]) -> None:
+def test_pages_come_from_several_stages(stages: tuple[AgentSide, AgentSide, AgentSide]) -> None:
     first, second, decode = stages
     decode.reserve(first.address)
     first.compute(SOURCE)
@@ -372,7 +372,7 @@ def test_pages_come_from_several_stages(stages: tuple[Side, Side, Side]) -> None
         side.idle()
 
 
-def test_failing_stage_stops_the_other_stages(stages: tuple[Side, Side, Side]) -> None:
+def test_failing_stage_stops_the_other_stages(stages: tuple[AgentSide, AgentSide, AgentSide]) -> None:
     first, second, decode = stages
     decode.reserve(first.address)
     first.compute(SOURCE[:2])
@@ -401,7 +401,7 @@ def heads(units: Units, tokens: int, num_blocks: int) -> KvLayout:
 
 @pytest.mark.parametrize(("a", "b"), [(1, 2), (2, 1), (2, 2)], ids=["wider", "narrower", "as wide"])
 @pytest.mark.parametrize(("ours", "theirs"), [(BLOCK, 2 * BLOCK), (2 * BLOCK, BLOCK)])
-def test_ranks_and_blocks_may_differ(sim: Stage, a: int, b: int, ours: int, theirs: int) -> None:
+def test_ranks_and_blocks_may_differ(sim: AgentStage, a: int, b: int, ours: int, theirs: int) -> None:
     prefill, decode = (
         [
             sim.side(role, rank=rank, ranks=ranks, pages=heads(units_of_rank(2, rank, ranks), tokens, 8))
@@ -436,7 +436,7 @@ def test_ranks_and_blocks_may_differ(sim: Stage, a: int, b: int, ours: int, thei
         side.idle()
 
 
-def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
+def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: AgentStage) -> None:
     """An engine has 65,536 counters. With one for each of 94 layers, 697 requests would use them up."""
     pages = layout(groups=(94,), num_blocks=16)
     prefill, decode = sim.side(Role.PREFILL, pages=pages), sim.side(Role.DECODE, pages=pages)
@@ -447,7 +447,7 @@ def test_loads_of_a_deep_model_do_not_run_out_of_counters(sim: Stage) -> None:
     assert decode.failed == []
 
 
-def test_prompt_may_be_computed_before_decode_requests_it(pair: tuple[Side, Side]) -> None:
+def test_prompt_may_be_computed_before_decode_requests_it(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     prefill.compute(SOURCE[:2])
@@ -460,7 +460,7 @@ def test_prompt_may_be_computed_before_decode_requests_it(pair: tuple[Side, Side
     assert prefill.agent.stats().pages_before_prefill_end == 0
 
 
-def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
+def test_nothing_wanted_is_complete_at_once(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address, blocks=(0, 0, 0))
@@ -474,7 +474,7 @@ def test_nothing_wanted_is_complete_at_once(pair: tuple[Side, Side]) -> None:
 
 
 def test_a_fault_at_one_message_costs_no_other(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     transfer(prefill, decode, "met")
@@ -504,7 +504,7 @@ def test_a_fault_at_one_message_costs_no_other(
 
 
 def test_agent_close_logs_a_transfer_engine_whose_gpu_hangs(
-    sim: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = sim.engine("hangs")
     side = sim.side(Role.PREFILL, "hangs", engine=engine)
@@ -526,7 +526,7 @@ def test_agent_close_logs_a_transfer_engine_whose_gpu_hangs(
 
 
 def test_a_fault_at_one_event_of_the_engine_costs_no_other(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     for name in ("a", "b"):
@@ -555,12 +555,12 @@ def test_a_fault_at_one_event_of_the_engine_costs_no_other(
     decode.wait(received=["d-a", "d-b"])
 
 
-def test_many_transfers_at_once_between_several_engines(sim: Stage) -> None:
+def test_many_transfers_at_once_between_several_engines(sim: AgentStage) -> None:
     """Both dispatch orders, chunks, aborts on either side, and three engines that start in any order."""
     rng = random.Random(5)
     prefills = [sim.side(Role.PREFILL, f"p{i}", pages=layout(num_blocks=400)) for i in range(2)]
     decodes = [sim.side(Role.DECODE, f"d{i}", pages=layout(num_blocks=400)) for i in range(2)]
-    completed: list[tuple[Side, str, tuple[int, ...], tuple[int, ...]]] = []
+    completed: list[tuple[AgentSide, str, tuple[int, ...], tuple[int, ...]]] = []
     for number in range(60):
         name = f"t{number}"
         prefill, decode = rng.choice(prefills), rng.choice(decodes)

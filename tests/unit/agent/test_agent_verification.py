@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 from agent_pairs import SOURCE, TARGET, every_lane, transfer, transfer_again
-from agent_setup import PATIENCE, TIMES, Side, Stage, acquaint, until
+from agent_setup import PATIENCE, TIMES, AgentSide, AgentStage, acquaint, until
 from protocol_setup import BLOCK, PAGE, layout
 
-from kv_connector.agent.config import AgentError, MemoryRange
+from kv_connector.agent.config import AgentError, PageMemory
 from kv_connector.agent.loop.page_summer import PageSummer, Summed
 from kv_connector.agent.reports.ledger import CheckStats
 from kv_connector.protocol.actions import Outcome, SummedPages
@@ -32,21 +32,21 @@ __all__ = ["every_lane"]
 PAGES_OF_BLOCK_0 = SummedPages(((0, 0),), (0,), PAGE, (0,), PAGE)
 
 
-def verifying(stage: Stage) -> tuple[Side, Side]:
+def verifying(stage: AgentStage) -> tuple[AgentSide, AgentSide]:
     return stage.side(Role.PREFILL), stage.side(Role.DECODE, verify_pages=True)
 
 
-def flip_bit(side: Side, ordinal: int, block: int, bit: int = 77) -> None:
+def flip_bit(side: AgentSide, ordinal: int, block: int, bit: int = 77) -> None:
     side.pages[ordinal, block, bit // 8] ^= 1 << bit % 8
 
 
-def flip_last_page(side: Side, block: int) -> None:
+def flip_last_page(side: AgentSide, block: int) -> None:
     """Flips a bit of each half of the page, because two decode workers have half of the heads each."""
     flip_bit(side, 0, block)
     flip_bit(side, 0, block, 4 * side.pages.shape[2] + 77)
 
 
-def hold_sums(side: Side, calls: list[str] | None = None) -> threading.Event:
+def hold_sums(side: AgentSide, calls: list[str] | None = None) -> threading.Event:
     """Keeps the side from summing pages until the event is set. ``calls``: gets an entry for each batch."""
     go, native = threading.Event(), side.agent._summer._native
 
@@ -61,7 +61,7 @@ def hold_sums(side: Side, calls: list[str] | None = None) -> threading.Event:
     return go
 
 
-def before_summing(side: Side, act: Callable[[], None], turn: int = 1) -> None:
+def before_summing(side: AgentSide, act: Callable[[], None], turn: int = 1) -> None:
     """Calls ``act`` before the side sums pages for the ``turn``-th time from now, on the agent's thread."""
     summer: PageSummer = side.agent._summer
     whole, left = summer.sum, [turn]
@@ -78,7 +78,7 @@ def before_summing(side: Side, act: Callable[[], None], turn: int = 1) -> None:
     summer.sum = watched  # type: ignore[method-assign]
 
 
-def test_equal_pages_pass_over_every_lane(every_lane: Stage) -> None:
+def test_equal_pages_pass_over_every_lane(every_lane: AgentStage) -> None:
     prefill, decode = verifying(every_lane)
     for name in ("one", "two"):
         transfer(prefill, decode, name)
@@ -90,7 +90,7 @@ def test_equal_pages_pass_over_every_lane(every_lane: Stage) -> None:
 
 @pytest.mark.parametrize("damaged", [Role.PREFILL, Role.DECODE])
 def test_one_flipped_bit_is_found_with_page_layer_and_engines(
-    sim: Stage, damaged: Role, caplog: pytest.LogCaptureFixture
+    sim: AgentStage, damaged: Role, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A page may be damaged at either end: in flight and at D, or at P after it was sent."""
     prefill, decode = verifying(sim)
@@ -118,7 +118,7 @@ def test_one_flipped_bit_is_found_with_page_layer_and_engines(
     transfer_again(prefill, decode)
 
 
-def test_a_page_that_left_before_it_was_computed_is_found(sim: Stage) -> None:
+def test_a_page_that_left_before_it_was_computed_is_found(sim: AgentStage) -> None:
     """Sums are those of P's pages after its last layer, not of the bytes that were sent."""
     prefill, decode = verifying(sim)
     prefill.expect()
@@ -134,7 +134,7 @@ def test_a_page_that_left_before_it_was_computed_is_found(sim: Stage) -> None:
     assert decode.agent.stats().checks.corrupt == 1
 
 
-def test_request_is_delivered_before_its_prefill_engine_reports_its_end(sim: Stage) -> None:
+def test_request_is_delivered_before_its_prefill_engine_reports_its_end(sim: AgentStage) -> None:
     prefill, decode = verifying(sim)
     prefill.expect()
     decode.reserve(prefill.address)
@@ -147,7 +147,7 @@ def test_request_is_delivered_before_its_prefill_engine_reports_its_end(sim: Sta
     prefill.wait(sent=["p-t"])
 
 
-def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: Stage) -> None:
+def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: AgentStage) -> None:
     prefill, decode = verifying(sim)
     go = hold_sums(prefill)
     prefill.expect()
@@ -167,7 +167,7 @@ def test_blocks_of_the_prefill_engine_are_held_until_they_are_summed(sim: Stage)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Role) -> None:
+def test_pages_of_transfers_that_have_ended_are_not_summed(sim: AgentStage, role: Role) -> None:
     """Otherwise a long queue stays long: decode engines give up each of its transfers before its turn."""
     prefill, decode = verifying(sim)
     calls: list[str] = []
@@ -200,7 +200,7 @@ def test_pages_of_transfers_that_have_ended_are_not_summed(sim: Stage, role: Rol
     assert calls == ["summed"]
 
 
-def test_early_token_waits_for_the_check(sim: Stage) -> None:
+def test_early_token_waits_for_the_check(sim: AgentStage) -> None:
     prefill, decode = verifying(sim)
     before_summing(decode, lambda: flip_bit(decode, 0, 11))
     prefill.expect()
@@ -211,7 +211,9 @@ def test_early_token_waits_for_the_check(sim: Stage) -> None:
     assert decode.failed == ["d-t"]
 
 
-def test_pages_of_a_preempted_prompt_are_not_verified(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_a_preempted_prompt_are_not_verified(
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
+) -> None:
     """P's blocks hold another request's pages at the end."""
     prefill, decode = verifying(sim)
     prefill.expect()
@@ -233,7 +235,7 @@ def test_pages_of_a_preempted_prompt_are_not_verified(sim: Stage, caplog: pytest
     assert line.endswith("over sim: its prompt was preempted at the prefill engine")
 
 
-def test_several_prefill_workers_are_each_verified(sim: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_prefill_workers_are_each_verified(sim: AgentStage, caplog: pytest.LogCaptureFixture) -> None:
     """Each pipeline stage sums its layers. The page that differs is named with its own stage."""
     halves = [
         msgspec.structs.replace(
@@ -268,11 +270,11 @@ def test_several_prefill_workers_are_each_verified(sim: Stage, caplog: pytest.Lo
     [((2, 1), (16, 16)), ((1, 2), (16, 16)), ((1, 1), (32, 16)), ((2, 1), (16, 64)), ((1, 2), (48, 32))],
 )
 def test_pages_of_other_layouts_are_verified(
-    sim: Stage, ranks: tuple[int, int], block_sizes: tuple[int, int]
+    sim: AgentStage, ranks: tuple[int, int], block_sizes: tuple[int, int]
 ) -> None:
     """A sum covers the bytes of a write, which are the same on both sides."""
     tokens = 192
-    sides: list[list[Side]] = []
+    sides: list[list[AgentSide]] = []
     for role, count, block_size in zip((Role.PREFILL, Role.DECODE), ranks, block_sizes, strict=True):
         made = []
         for rank in range(count):
@@ -324,7 +326,7 @@ def test_pages_outside_their_own_region_are_not_summed() -> None:
     """Another region may begin where this region ends."""
     memory = np.zeros(4 * PAGE, np.uint8)
     half = memory.nbytes // 2
-    ranges = (MemoryRange(memory.ctypes.data, half), MemoryRange(memory.ctypes.data + half, half))
+    ranges = (PageMemory(memory.ctypes.data, half), PageMemory(memory.ctypes.data + half, half))
     summer, results = PageSummer(ranges, on_gpu=False), SimpleQueue[tuple[bytes, str]]()
     for layers in (((0, 0), (1, PAGE)), ((1, PAGE), (0, 2 * PAGE)), ((0, 0), (1, 2 * PAGE))):
         pages = SummedPages(layers, (0,), PAGE, (0,), PAGE)
@@ -336,7 +338,7 @@ def test_pages_outside_their_own_region_are_not_summed() -> None:
     assert second == (b"", "OUT_OF_RANGE in sum_pages: a page lies outside memory region 1")
 
 
-def test_sleep_waits_until_nothing_reads_the_pages(sim: Stage) -> None:
+def test_sleep_waits_until_nothing_reads_the_pages(sim: AgentStage) -> None:
     """The framework may unmap the pages after unregister_memory()."""
     prefill, decode = verifying(sim)
     transfer(prefill, decode)
@@ -351,7 +353,7 @@ def test_sleep_waits_until_nothing_reads_the_pages(sim: Stage) -> None:
     assert order == ["summed", "asleep"]
 
 
-def test_engine_that_never_summed_sleeps_without_a_thread_for_sums(sim: Stage) -> None:
+def test_engine_that_never_summed_sleeps_without_a_thread_for_sums(sim: AgentStage) -> None:
     prefill = sim.side(Role.PREFILL)
     prefill.agent.unregister_memory()
     assert prefill.agent._summer._thread is None
@@ -379,7 +381,7 @@ def test_close_drops_the_sums_that_are_still_to_be_computed() -> None:
 
 @pytest.mark.parametrize("end", ["sleep", "close"])
 def test_gpu_that_hangs_while_it_sums_does_not_hang_the_engine(
-    sim: Stage, caplog: pytest.LogCaptureFixture, end: str
+    sim: AgentStage, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     prefill = sim.side(Role.PREFILL, timeouts=replace(TIMES, check=0.05))
     calls: list[str] = []

@@ -14,7 +14,7 @@ from kv_connector.agent.command_ledger import CommandLedger
 from kv_connector.agent.commands import (
     AnswerPrefix,
     CacheCleared,
-    Cancel,
+    CancelLoad,
     Command,
     DeferLoad,
     EndLendings,
@@ -23,7 +23,7 @@ from kv_connector.agent.commands import (
     NewPages,
     PromptNext,
     RefuseLending,
-    Release,
+    ReleaseTransfer,
     SetRanks,
     WithdrawPrefix,
 )
@@ -50,8 +50,8 @@ def test_commands_reach_the_agent_in_order(agent: RecordingAgent, ledger: Comman
             ranks,
             EXPECT,
             RESERVE,
-            Cancel("d"),
-            Release("r", PEER),
+            CancelLoad("d"),
+            ReleaseTransfer("r", PEER),
             DeferLoad("s", PEER),
             PromptNext("t"),
             FinishPrefill("p", "t", False, "client left", aborted=True),
@@ -142,7 +142,7 @@ def test_an_agent_that_refuses_fails_only_what_it_refused(
     agent: RecordingAgent, ledger: CommandLedger
 ) -> None:
     agent.refused = {"reserve", "pages_computed", "request_finished"}
-    ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), Cancel("other")])
+    ledger.execute([EXPECT, RESERVE, FinishPrefill("p", "t", True, ""), CancelLoad("other")])
     ledger.pages_computed([NewPages("t", PAGES, last=False), NewPages("u", PAGES, last=False)], 3)
     assert agent.take_calls()[-3:] == [
         ("cancel", "other"),
@@ -229,8 +229,8 @@ def test_each_request_is_reported_exactly_once_despite_refusals(random: Any, req
         lives.append(
             random.choice(
                 [
-                    [DecodeRequest(d, t, PEER, 100, 0, bytes(16), ()), Cancel(d)],
-                    [FailLoad(d), Cancel(d)],
+                    [DecodeRequest(d, t, PEER, 100, 0, bytes(16), ()), CancelLoad(d)],
+                    [FailLoad(d), CancelLoad(d)],
                 ]
             )
         )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from agent_setup import Side, acquaint, stage
+from agent_setup import AgentSide, acquaint, stage
 from command_line import invoke
 from protocol_setup import layout
 
@@ -18,7 +18,7 @@ from kv_connector.agent.reports.timeline import Timelines
 from kv_connector.cli.main import app
 from kv_connector.cli.trace import chrome_trace
 from kv_connector.control import timelines
-from kv_connector.control.timelines import Unanswered, Worker, ask_workers, boot_id
+from kv_connector.control.timelines import Unanswered, WorkerTimelines, ask_workers, boot_id
 from kv_connector.engine import StepKind, TraceStep
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address, Ended, Outcome, Share
@@ -30,7 +30,7 @@ run = partial(invoke, app)
 BLOCKS, TARGETS = (1, 2, 3), (11, 12, 13)
 
 
-def transfer(p: Side, d: Side, name: str) -> None:
+def transfer(p: AgentSide, d: AgentSide, name: str) -> None:
     """Three blocks, computed in two steps of P."""
     p.expect(name)
     d.reserve(p.address, TARGETS, name)
@@ -41,7 +41,7 @@ def transfer(p: Side, d: Side, name: str) -> None:
     p.wait(sent=[f"p-{name}"])
 
 
-def ask(*sides: Side, text: str = "", limit: int = MAX_TIMELINES) -> list[Worker]:
+def ask(*sides: AgentSide, text: str = "", limit: int = MAX_TIMELINES) -> list[WorkerTimelines]:
     return ask_workers([side.address for side in sides], None, text, limit, 20.0)
 
 
@@ -177,8 +177,8 @@ def recalled(host: str) -> Recalled:
 
 
 def test_workers_of_one_host_share_the_best_round_trip_and_the_local_host_needs_none() -> None:
-    far = [Worker(recalled("far"), 1_000_000, 300), Worker(recalled("far"), 1_000_100, 90)]
-    here = Worker(recalled(boot_id()), 40, 50)
+    far = [WorkerTimelines(recalled("far"), 1_000_000, 300), WorkerTimelines(recalled("far"), 1_000_100, 90)]
+    here = WorkerTimelines(recalled(boot_id()), 40, 50)
     assert timelines._aligned([*far, here]) == [
         replace(far[0], to_ours=1_000_100, error=90),
         far[1],
@@ -187,7 +187,7 @@ def test_workers_of_one_host_share_the_best_round_trip_and_the_local_host_needs_
 
 
 def test_a_time_namespace_of_our_host_is_measured() -> None:
-    shifted = Worker(recalled(boot_id()), 5_000_000, 50)
+    shifted = WorkerTimelines(recalled(boot_id()), 5_000_000, 50)
     assert timelines._aligned([shifted]) == [shifted]
 
 

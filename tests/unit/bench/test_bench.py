@@ -20,13 +20,13 @@ from kv_connector.bench import harness, machine, report, tables
 from kv_connector.bench.contestants import CONTESTANTS
 from kv_connector.bench.harness import measure_round
 from kv_connector.bench.pd import load
-from kv_connector.bench.pool import Pool
-from kv_connector.bench.records import Failure, Idle, Latency, Record, Throughput
-from kv_connector.bench.side import Contestant, Face, Role, Side
-from kv_connector.bench.workloads import POOL_BYTES, WORKLOADS, Slots, Workload
+from kv_connector.bench.pool import BenchMemory
+from kv_connector.bench.records import FailedMeasurement, Idle, Latency, Record, Throughput
+from kv_connector.bench.side import Contestant, ContestantSide, Face, SideRole
+from kv_connector.bench.workloads import POOL_BYTES, WORKLOADS, PageWorkload, Slots
 from kv_connector.cli.bench import app
 
-PAGES = Workload("4096x4K", 4096, 4 << 10)
+PAGES = PageWorkload("4096x4K", 4096, 4 << 10)
 SMALL_POOL = 2 * PAGES.bytes
 """Bytes of a pool in which PAGES can lie. One of POOL_BYTES takes each side a second of a core."""
 INSTALLED_WITH_US = [contestant for contestant in CONTESTANTS if contestant.module is None]
@@ -48,7 +48,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_a_workloads_pages_are_different_and_lie_in_the_pool(workload: Workload) -> None:
+def test_a_workloads_pages_are_different_and_lie_in_the_pool(workload: PageWorkload) -> None:
     slots = workload.slots(seed=1)
     assert len(np.unique(slots)) == workload.pages
     assert slots.min() >= 0
@@ -61,7 +61,7 @@ def test_slots_come_from_the_seed() -> None:
 
 
 def test_a_pool_notices_one_wrong_byte_inside_and_one_outside_its_pages() -> None:
-    pool = Pool(1 << 20, shared=False)
+    pool = BenchMemory(1 << 20, shared=False)
     pool.zero()
     slots = np.array([3, 1], dtype=np.int64)
     pool.memory[3 * 4096] = 7
@@ -103,14 +103,14 @@ def test_latency_is_measured_for_each_face_with_and_without_rest(name: str) -> N
     assert found == {(face, pause) for face in faces for pause in harness.PAUSES_US}
 
 
-class FakeSide(Side):
+class FakeSide(ContestantSide):
     """Connects, and moves nothing."""
 
     def connect(self, peer: Connection) -> None:
         peer.send("hello")
         peer.recv()
 
-    def prepare(self, workload: Workload, source_slots: Slots, target_slots: Slots) -> None:
+    def prepare(self, workload: PageWorkload, source_slots: Slots, target_slots: Slots) -> None:
         """Does nothing."""
 
     def transfer(self) -> None:
@@ -120,13 +120,13 @@ class FakeSide(Side):
 class BrokenSide(FakeSide):
     """Fails in one method on one side, or ends its process there."""
 
-    def __init__(self, role: Role, pool: Pool, *, where: str, ends: bool) -> None:
+    def __init__(self, role: SideRole, pool: BenchMemory, *, where: str, ends: bool) -> None:
         super().__init__(role, pool)
         self.where = where
         self.ends = ends
 
     def connect(self, peer: Connection) -> None:
-        if self.role is Role.TARGET:
+        if self.role is SideRole.TARGET:
             self.maybe("connect")
         super().connect(peer)
 
@@ -157,7 +157,7 @@ def test_a_contestant_that_moves_nothing_is_not_verified() -> None:
 @pytest.mark.parametrize(("ends", "words"), [(False, "the cable is loose"), (True, "its process ended")])
 def test_a_contestant_that_fails_is_recorded_with_its_reason(where: str, ends: bool, words: str) -> None:
     (record,) = measure(partial(BrokenSide, where=where, ends=ends))
-    assert isinstance(record, Failure)
+    assert isinstance(record, FailedMeasurement)
     assert record.case == ("start" if where == "connect" else PAGES.name)
     assert words in record.reason
 
@@ -273,7 +273,7 @@ def test_contestant_that_cannot_be_imported_is_left_out_with_the_reason() -> Non
 # --- P/D load
 
 
-async def serve_load(handler: Handler, asked: load.Load) -> load.Served:
+async def serve_load(handler: Handler, asked: load.PromptLoad) -> load.ServedLoad:
     async with serving(handler) as url:
         return await asyncio.to_thread(load.serve, url, asked, 1)
 
@@ -302,7 +302,7 @@ async def test_the_load_keeps_its_concurrency_and_reads_tokens_in_order() -> Non
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    served = await serve_load(stream, load.Load(prompt_tokens=32, concurrency=3, requests=9))
+    served = await serve_load(stream, load.PromptLoad(prompt_tokens=32, concurrency=3, requests=9))
     assert most == 3
     assert len(served.answers) == 9
     assert all(0 < answer.ttft <= served.seconds for answer in served.answers)
@@ -325,4 +325,4 @@ async def test_a_failed_request_fails_the_load_with_the_servers_words(answer: Re
         return answer
 
     with pytest.raises(load.LoadError, match=words):
-        await serve_load(refuse, load.Load(prompt_tokens=32, concurrency=1, requests=1))
+        await serve_load(refuse, load.PromptLoad(prompt_tokens=32, concurrency=1, requests=1))

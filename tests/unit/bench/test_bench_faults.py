@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.bench.pd import clients, faults
-from kv_connector.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, Clients, until_empty
-from kv_connector.bench.pd.deployments import Deployment, Running
+from kv_connector.bench.pd.clients import CLIENTS, OUTPUT_TOKENS, FaultClients, until_empty
+from kv_connector.bench.pd.deployments import Deployment, RunningDeployment
 from kv_connector.bench.pd.faults import FAULTS, Fault, FaultPlan, Suffered
 from kv_connector.bench.pd.load import LoadError
 from kv_connector.bench.pd.mooncake_proxy import Proxy
@@ -77,10 +77,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def serving_pair() -> AsyncIterator[tuple[Pair, Clients]]:
+async def serving_pair() -> AsyncIterator[tuple[Pair, FaultClients]]:
     pair = Pair()
     async with serving(pair.completions) as url:
-        yield pair, Clients(url, EXPECTED)
+        yield pair, FaultClients(url, EXPECTED)
 
 
 class Pool:
@@ -110,7 +110,7 @@ def engines(*pools: Pool) -> Any:
     return pools
 
 
-def suffered(one: Clients, empty: float | None = 0.0, right: float | None = 0.0) -> Suffered:
+def suffered(one: FaultClients, empty: float | None = 0.0, right: float | None = 0.0) -> Suffered:
     return faults._suffered(one, "ours", "a fault", empty, right)
 
 
@@ -188,7 +188,7 @@ async def test_without_service_there_is_nothing_to_kill(monkeypatch: pytest.Monk
 
 
 def test_requests_count_by_when_they_began_and_ended() -> None:
-    one = Clients("", EXPECTED)
+    one = FaultClients("", EXPECTED)
     one.fault = 10.0
     right, wrong = EXPECTED[0], EXPECTED[1]
     for began, ended, tokens, problem in (
@@ -199,7 +199,7 @@ def test_requests_count_by_when_they_began_and_ended() -> None:
         (10, 11, (), "refused"),
         (11, 12, (), ""),
     ):
-        one.requests.append(clients.Request(0, began, ended, tokens, problem))
+        one.requests.append(clients.FinishedRequest(0, began, ended, tokens, problem))
     record = suffered(one, empty=None, right=1.234)
     assert (record.failed_before, record.under_way, record.failed) == (1, 2, 1)
     assert (record.later, record.failed_later, record.left) == (2, 1, 1)
@@ -353,7 +353,7 @@ def _nothing_started(deployment: Deployment, *_: object) -> Iterator[tuple[None,
     yield None, deployment
 
 
-def _fail(_: LocalCluster, __: ExitStack) -> Running:
+def _fail(_: LocalCluster, __: ExitStack) -> RunningDeployment:
     pytest.fail("it was started")
 
 

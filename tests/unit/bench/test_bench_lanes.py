@@ -15,8 +15,8 @@ from command_line import invoke
 from kv_connector.bench import harness, machine, micro, writes
 from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
 from kv_connector.bench.records import Micro, percentile
-from kv_connector.bench.side import Role
-from kv_connector.bench.workloads import Workload
+from kv_connector.bench.side import SideRole
+from kv_connector.bench.workloads import PageWorkload
 from kv_connector.cli.bench import app
 
 run = partial(invoke, app)
@@ -44,7 +44,7 @@ def test_table_2_over_two_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(writes, "SINGLE_BYTES", (64 << 10, 2 << 20))
     monkeypatch.setattr(writes, "_SINGLES", {64 << 10: 5, 2 << 20: 3})
     monkeypatch.setattr(writes, "PAGE_BYTES", (4 << 10,))
-    monkeypatch.setattr(writes, "PAGED", (Workload("paged 4K", 512, 4 << 10),))
+    monkeypatch.setattr(writes, "PAGED", (PageWorkload("paged 4K", 512, 4 << 10),))
     file = tmp_path / "results.jsonl"
     status, output = run("writes", "--provider", "host,tcp", "--rounds", "1", "--json", str(file))
     assert status == 0, output
@@ -203,10 +203,10 @@ def test_a_lane_that_cannot_be_is_refused(names: list[str], devices: list[str], 
 
 def test_a_lane_has_a_domain_for_each_nic_of_its_side() -> None:
     lane = Lane("verbs", ("rxe0", "rxe1"), ("rxe2",))
-    assert [domain.device for domain in lane.domains(Role.INITIATOR)] == ["rxe0", "rxe1"]
-    assert [domain.device for domain in lane.domains(Role.TARGET)] == ["rxe2"]
+    assert [domain.device for domain in lane.domains(SideRole.INITIATOR)] == ["rxe0", "rxe1"]
+    assert [domain.device for domain in lane.domains(SideRole.TARGET)] == ["rxe2"]
     assert lane.name == "verbs rxe0+rxe1"
-    assert [domain.device for domain in Lane("tcp").domains(Role.TARGET)] == [""]
+    assert [domain.device for domain in Lane("tcp").domains(SideRole.TARGET)] == [""]
 
 
 def test_percentiles_of_few_values() -> None:

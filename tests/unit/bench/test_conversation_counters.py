@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kv_connector.bench.conversations.counters import Reading, Source, engine, predictions
+from kv_connector.bench.conversations.counters import MetricsSource, Reading, engine, predictions
 from kv_connector.bench.conversations.counters import _samples as samples
 
-PREFILL = Source("prefill-0", "http://p/metrics")
+PREFILL = MetricsSource("prefill-0", "http://p/metrics")
 SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
@@ -75,7 +75,7 @@ def test_engine_needs_metrics_of_an_engine() -> None:
     [("decode-0", "decode"), ("p1", "p"), ("decode 12", "decode"), ("alone", "alone"), ("7", "7")],
 )
 def test_side_is_the_name_without_its_number(name: str, side: str) -> None:
-    assert Source(name, "").side == side
+    assert MetricsSource(name, "").side == side
 
 
 def test_predictions_are_the_routers_counters_of_predicted_and_actual_hits() -> None:
@@ -85,7 +85,7 @@ def test_predictions_are_the_routers_counters_of_predicted_and_actual_hits() -> 
         'kv_connector_router_requests_total{{status="200"}} {1}\n'
         "kv_connector_router_actual_hits 3\n"
     )
-    found = predictions(Source("http://r", ""), page(text.format(5, 10)), page(text.format(105, 100)))
+    found = predictions(MetricsSource("http://r", ""), page(text.format(5, 10)), page(text.format(105, 100)))
     assert [(one.name, one.labels, one.tokens) for one in found] == [
         ("kv_connector_router_hit_tokens_total", {"kind": "actual"}, 90.0),
         ("kv_connector_router_predicted_hit_tokens_total", {"side": "prefill"}, 100.0),

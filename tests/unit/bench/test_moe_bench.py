@@ -10,7 +10,7 @@ import pytest
 from command_line import invoke, one_line
 
 from kv_connector.bench import moe
-from kv_connector.bench.moe import OURS, ExpertsPlan, ExpertsWorkload, Shape
+from kv_connector.bench.moe import OURS, ExchangeShape, ExpertsPlan, ExpertsWorkload
 from kv_connector.bench.tables import make_console
 from kv_connector.cli.bench import app
 from kv_connector.moe import machine
@@ -41,7 +41,7 @@ def test_bench_moe_measures_the_connector_and_gloo_over_host_memory(no_gpus: Non
 
 
 def test_bench_moe_reports_a_rank_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    workload = ExpertsWorkload(2, (Shape(12, 1),), top_k=1, experts=2, iterations=1)
+    workload = ExpertsWorkload(2, (ExchangeShape(12, 1),), top_k=1, experts=2, iterations=1)
     assert not moe.run(ExpertsPlan(workload, gpu=False, json=None), make_console())
     assert "hidden is 12. It must be a multiple of 8" in capsys.readouterr().out
     assert not multiprocessing.active_children()

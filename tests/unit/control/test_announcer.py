@@ -9,7 +9,7 @@ import pytest
 import zmq
 from agent_setup import until
 
-from kv_connector.agent.settings import Settings, SettingsError, parse_settings
+from kv_connector.agent.settings import AgentSettings, SettingsError, parse_settings
 from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import BeginDrain, MembershipSockets, Register
@@ -144,7 +144,7 @@ def test_announcement_that_the_router_would_misread_is_refused(change: dict[str,
 
 
 def test_settings() -> None:
-    assert Settings().announce == ()
+    assert AgentSettings().announce == ()
     told = {"announce": ["10.0.0.9:30001"], "api_url": "http://10.0.0.1:8100"}
     assert parse_settings(told).announce_addresses() == (Address("10.0.0.9", 30001),)
     with pytest.raises(SettingsError, match="announce needs api_url"):

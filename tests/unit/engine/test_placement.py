@@ -17,7 +17,7 @@ from kv_connector.engine.placement import (
     CoresInUse,
     Device,
     Nearness,
-    Placement,
+    RankPlacement,
     bound_by_environment,
     choose_core,
     choose_nics,
@@ -319,7 +319,7 @@ def placed(
     providers: tuple[str, ...] = ("host", "tcp"),
     nics: tuple[str, ...] = (),
     worker_cpu: int | Literal["auto", "none"] = "auto",
-) -> Placement:
+) -> RankPlacement:
     return place(device, providers=providers, nics=nics, worker_cpu=worker_cpu, compute_threads=8)
 
 

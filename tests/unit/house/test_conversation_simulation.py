@@ -8,7 +8,16 @@ from random import Random
 import conversation_simulation
 import goodput_simulation
 import pytest
-from conversation_simulation import LENDING, Blocks, Conversation, Fleet, Held, Workshape, policies, spread
+from conversation_simulation import (
+    LENDING,
+    Conversation,
+    HeldBlocks,
+    SimulatedBlocks,
+    SimulatedFleet,
+    Workshape,
+    policies,
+    spread,
+)
 from msgspec.structs import replace as changed
 
 from kv_connector.router.engines.members import TEXT_SIDES
@@ -16,12 +25,12 @@ from kv_connector.router.engines.members import TEXT_SIDES
 SHAPE = Workshape(10, 4, 0, 300, 100, 40, 3, 0.0)
 
 
-def served(name: str, shape: Workshape = SHAPE) -> tuple[Fleet, int]:
-    fleet = Fleet(policies()[name], 2, 2, 1 << 20, lends=name == LENDING)
+def served(name: str, shape: Workshape = SHAPE) -> tuple[SimulatedFleet, int]:
+    fleet = SimulatedFleet(policies()[name], 2, 2, 1 << 20, lends=name == LENDING)
     return fleet, fleet.run(shape, 1)
 
 
-def computed(blocks: Blocks, tokens: list[str]) -> Held:
+def computed(blocks: SimulatedBlocks, tokens: list[str]) -> HeldBlocks:
     held = blocks.take(tokens)
     assert held is not None
     blocks.computed(held, tokens)
@@ -29,7 +38,7 @@ def computed(blocks: Blocks, tokens: list[str]) -> Held:
 
 
 def test_blocks_keep_whole_blocks_and_the_last_token_is_always_computed() -> None:
-    blocks = Blocks(64)
+    blocks = SimulatedBlocks(64)
     blocks.give_back(computed(blocks, ["a"] * 40))
     assert blocks.hit(["a"] * 40) == 32
     assert blocks.hit(["a"] * 32) == 16
@@ -38,7 +47,7 @@ def test_blocks_keep_whole_blocks_and_the_last_token_is_always_computed() -> Non
 
 
 def test_blocks_of_a_running_request_are_not_taken() -> None:
-    blocks = Blocks(64)
+    blocks = SimulatedBlocks(64)
     running = computed(blocks, ["a"] * 32)
     blocks.give_back(computed(blocks, ["b"] * 32))
     assert blocks.take(["c"] * 40) is None
@@ -50,7 +59,7 @@ def test_blocks_of_a_running_request_are_not_taken() -> None:
 
 
 def test_last_block_of_a_request_and_blocks_without_contents_are_taken_first() -> None:
-    blocks = Blocks(64)
+    blocks = SimulatedBlocks(64)
     blocks.give_back(computed(blocks, ["a"] * 40))  # the third block is not full
     for taken, left in ((16, 32), (32, 32), (48, 16)):
         held = blocks.take(["b"] * taken)
@@ -67,7 +76,7 @@ def test_engines_have_95_percent_of_the_predicted_tokens_after_1000_turns(
     monkeypatch.setattr(conversation_simulation, "TOKEN_CHARACTERS", 1)
     cost = changed(goodput_simulation.COST, step_ns=6_000_000, token_ns=200_000, pair_ps=0)
     monkeypatch.setattr(goodput_simulation, "COST", cost)
-    fleet = Fleet(policies()["cache_aware"], 2, 2, 9_600, lends=False)
+    fleet = SimulatedFleet(policies()["cache_aware"], 2, 2, 9_600, lends=False)
     fleet.run(Workshape(126, 8, 0, 400, 80, 40, 30, 6.0), 1)
     for side in TEXT_SIDES:
         assert fleet.forecasts[side].predicted > 50_000

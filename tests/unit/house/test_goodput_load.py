@@ -9,8 +9,8 @@ import pytest
 from goodput_load import (
     CHUNK,
     WORKLOADS,
-    Answer,
-    Objectives,
+    AnswerTimes,
+    LoadObjectives,
     answers,
     lateness,
     report,
@@ -20,7 +20,7 @@ from goodput_load import (
 )
 
 RANDOM, PREFIXES = WORKLOADS["random"], WORKLOADS["prefixes"]
-PAIR = Objectives(400, 15)
+PAIR = LoadObjectives(400, 15)
 
 
 def lengths(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -96,15 +96,15 @@ def test_shorter_prompts_keep_whole_chunks_of_their_prefixes() -> None:
 @pytest.mark.parametrize(
     ("answer", "met"),
     [
-        (Answer(400.0, [15.0, 15.0], 3), True),
-        (Answer(400.1, [15.0, 15.0], 3), False),
-        (Answer(400.0, [15.0, 15.1], 3), False),
-        (Answer(100.0, [1.0, 28.0], 3), True),  # the mean counts
-        (Answer(100.0, [30.0], 3), True),  # two tokens in one event
-        (Answer(100.0, [], 1), True),  # no second token
+        (AnswerTimes(400.0, [15.0, 15.0], 3), True),
+        (AnswerTimes(400.1, [15.0, 15.0], 3), False),
+        (AnswerTimes(400.0, [15.0, 15.1], 3), False),
+        (AnswerTimes(100.0, [1.0, 28.0], 3), True),  # the mean counts
+        (AnswerTimes(100.0, [30.0], 3), True),  # two tokens in one event
+        (AnswerTimes(100.0, [], 1), True),  # no second token
     ],
 )
-def test_goodput_counts_as_vllm_does(answer: Answer, met: bool) -> None:
+def test_goodput_counts_as_vllm_does(answer: AnswerTimes, met: bool) -> None:
     assert answer.meets(PAIR) is met
 
 
@@ -127,7 +127,7 @@ def test_incomplete_answer_has_failed(broken: dict[str, list[Any]]) -> None:
     rows = [{"output_length": 3}, {"output_length": 3}]
     whole = answers(result(**broken), rows)
     assert len(whole) == 1
-    pair = Objectives(400, 30)
+    pair = LoadObjectives(400, 30)
     told = summary(whole, len(rows), 1.0, [pair])
     assert (told["completed"], told["failed"], told["holds"]) == (1, 1, {"400:30": False})
     assert summary(whole, 1, 1.0, [pair])["holds"] == {"400:30": True}
@@ -141,8 +141,8 @@ def test_percentiles_are_vllms() -> None:
 
 def test_a_pair_holds_by_the_percentile_of_all_gaps() -> None:
     """Goodput uses a request's mean, which a few long gaps do not change."""
-    stalled = [Answer(100.0, [5.0] * 97 + [30.0] * 3, 101)] * 10
-    told = summary(stalled, 10, 5.0, [PAIR, Objectives(400, 30), Objectives(90, 30)])
+    stalled = [AnswerTimes(100.0, [5.0] * 97 + [30.0] * 3, 101)] * 10
+    told = summary(stalled, 10, 5.0, [PAIR, LoadObjectives(400, 30), LoadObjectives(90, 30)])
     assert told["goodput"] == {"400:15": 2.0, "400:30": 2.0, "90:30": 0.0}
     assert told["holds"] == {"400:15": False, "400:30": True, "90:30": False}
     assert told["requests/s"] == 2.0
@@ -159,7 +159,7 @@ def test_a_client_is_late_by_what_it_sends_after_its_time() -> None:
 
 def line(system: str, rate: float, holds: bool) -> dict[str, Any]:
     gaps = 5.0 if holds else 30.0
-    told = summary([Answer(100.0, [gaps, gaps], 3)] * 4, 4, 4 / rate, [PAIR])
+    told = summary([AnswerTimes(100.0, [gaps, gaps], 3)] * 4, 4, 4 / rate, [PAIR])
     return {**told, "workload": "random", "at once": False, "system": system, "rate": rate}
 
 

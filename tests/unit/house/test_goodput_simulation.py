@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from goodput_load import WORKLOADS, Objectives, trace
-from goodput_simulation import COST, REST_S, STREAM_S, Clock, Engine, Pair, Plain, Request, simulate
+from goodput_load import WORKLOADS, LoadObjectives, trace
+from goodput_simulation import (
+    COST,
+    REST_S,
+    STREAM_S,
+    Clock,
+    Plain,
+    SimulatedEngine,
+    SimulatedPair,
+    SimulatedRequest,
+    simulate,
+)
 
 ROWS = trace(WORKLOADS["random"], 11, 25, seed=1, salt=1)
 STEP_S, TOKEN_S, PAIR_S = COST.step_ns * 1e-9, COST.token_ns * 1e-9, COST.pair_ps * 1e-12
@@ -24,9 +34,9 @@ def test_a_prompt_by_itself_takes_what_its_steps_cost() -> None:
 def test_prompts_that_take_whole_steps_keep_later_requests_waiting(step_tokens: int, waits: bool) -> None:
     """vLLM does the same with two prompts in steps of twice their threshold."""
     clock = Clock()
-    engine = Engine(clock, step_tokens, threshold=32)
-    long = [Request(3200, 2, 0.0), Request(3200, 2, 0.0)]
-    behind = Request(10, 2, 0.0)
+    engine = SimulatedEngine(clock, step_tokens, threshold=32)
+    long = [SimulatedRequest(3200, 2, 0.0), SimulatedRequest(3200, 2, 0.0)]
+    behind = SimulatedRequest(10, 2, 0.0)
     for request in (*long, behind):
         engine.add(request)
     clock.run()
@@ -36,7 +46,7 @@ def test_prompts_that_take_whole_steps_keep_later_requests_waiting(step_tokens: 
 @pytest.mark.parametrize("steps", [(256, 512), (256, 1024)])
 def test_no_stream_waits_for_prompts_that_decode_computes(steps: tuple[int, int]) -> None:
     clock = Clock()
-    pair = Pair(clock, Objectives(1000, 25), *steps)
+    pair = SimulatedPair(clock, LoadObjectives(1000, 25), *steps)
     told = simulate(ROWS, clock, pair)
     assert [answer.tokens for answer in told] == [row["output_length"] for row in ROWS]
     assert pair.reasons["decode_sooner"] > 50
@@ -46,6 +56,6 @@ def test_no_stream_waits_for_prompts_that_decode_computes(steps: tuple[int, int]
 
 def test_every_request_leaves_the_pools() -> None:
     clock = Clock()
-    pair = Pair(clock, Objectives(400, 15), 256, 1024)
+    pair = SimulatedPair(clock, LoadObjectives(400, 15), 256, 1024)
     simulate(ROWS[:50], clock, pair)
     assert [member.outstanding for pool in pair.pools.values() for member in pool.choices()] == [0, 0]

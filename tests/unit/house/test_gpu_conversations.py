@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from conversation_goals import Goal, goals, load_line, report, turn_row
-from conversation_systems import BIDIRECTIONAL, CPU, GPU, System, bidirectional_answer
-from gpu_conversations import PLAN, Bench, Results, Run, growth
+from conversation_systems import BIDIRECTIONAL, CPU, GPU, ConversationSystem, bidirectional_answer
+from gpu_conversations import PLAN, ConversationBench, ConversationRun, Results, growth
 from rich.console import Console
 
 from kv_connector.bench.conversations.client import TurnError
-from kv_connector.bench.conversations.counters import Reading, Source
+from kv_connector.bench.conversations.counters import MetricsSource, Reading
 from kv_connector.bench.conversations.report import print_results, totals
-from kv_connector.bench.conversations.results import Engine, Turn
+from kv_connector.bench.conversations.results import EngineGrowth, Turn
 from kv_connector.lab.process import StartError
 
 
@@ -37,7 +37,7 @@ def load(
     phase: str, system: str, turns: list[Turn], computed: tuple[int | None, ...] = (100,)
 ) -> dict[str, Any]:
     engines = [
-        Engine(name=f"{system}-{number}", side=system, computed_tokens=tokens)
+        EngineGrowth(name=f"{system}-{number}", side=system, computed_tokens=tokens)
         for number, tokens in enumerate(computed)
     ]
     return load_line(phase, system, turns, engines, 1.0, interrupted=False)
@@ -164,7 +164,7 @@ def test_growth_has_only_counters_that_grew() -> None:
         kv_connector_other_total=9,
         kv_connector_prefix_created=9,
     )
-    assert growth([(Source("p", "u"), before, after)]) == {
+    assert growth([(MetricsSource("p", "u"), before, after)]) == {
         "p kv_connector_prefix_requests_total side=borrow": 3.0
     }
 
@@ -197,7 +197,7 @@ def test_bidirectional_answer_needs_metrics() -> None:
 # --- the order of measurements ---
 
 
-class FakeSystem(System):
+class FakeSystem(ConversationSystem):
     """A system without engines. ``events`` receives what happens to it."""
 
     def __init__(self, name: str, events: list[str], *, fails: bool = False) -> None:
@@ -218,11 +218,11 @@ class FakeSystem(System):
         self.up = False
 
 
-class FakeBench(Bench):
+class FakeBench(ConversationBench):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    async def measure(self, phase: str, system: System, seconds: float) -> None:
+    async def measure(self, phase: str, system: ConversationSystem, seconds: float) -> None:
         assert system.up
         self._events.append(f"{phase} {system.name}")
         if (phase, system.name) == ("lost", "plain"):
@@ -237,7 +237,7 @@ def ran(fails: tuple[str, ...] = (), **options: float) -> tuple[list[str], list[
         for name in ("plain", "ours", "nixl", "bidirectional", "no-prefetch")
     }
     results = Results(io.StringIO())
-    run = Run(dataclasses.replace(CPU, at_once=3), systems, results, **options)
+    run = ConversationRun(dataclasses.replace(CPU, at_once=3), systems, results, **options)
     run.run(PLAN, FakeBench(events))
     return events, results.lines
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import reference
 
-from kv_connector.agent.settings import SETTINGS, TIMEOUTS, Settings
+from kv_connector.agent.settings import SETTINGS, TIMEOUTS, AgentSettings
 from kv_connector.cli.environment import VARIABLES
 from kv_connector.cli.exit_status import ExitStatus
 from kv_connector.engine.transfer_engine import providers
@@ -104,7 +104,7 @@ def test_an_unknown_option_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("owner", "names"),
-    [(Settings, SETTINGS), (Timeouts, TIMEOUTS), (ExitStatus, tuple(ExitStatus.__members__))],
+    [(AgentSettings, SETTINGS), (Timeouts, TIMEOUTS), (ExitStatus, tuple(ExitStatus.__members__))],
 )
 def test_every_field_is_described(owner: type, names: tuple[str, ...]) -> None:
     assert tuple(reference.field_docs(owner)) == names

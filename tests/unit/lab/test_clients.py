@@ -11,7 +11,7 @@ from agent_setup import until
 
 from kv_connector.lab import clients
 from kv_connector.lab.clients import Clients
-from kv_connector.lab.completion import Answer, CompletionError
+from kv_connector.lab.completion import CompletionError, CompletionTokens
 
 Reply = Callable[[list[int]], list[int]]
 
@@ -22,9 +22,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], None]:
     monkeypatch.setattr(clients, "PAUSE_SECONDS", 0.001)
 
     def use(reply: Reply) -> None:
-        def complete(url: str, prompt: list[int], **_: Any) -> Answer:
+        def complete(url: str, prompt: list[int], **_: Any) -> CompletionTokens:
             assert url == "http://router"
-            return Answer(reply(prompt), 0.0)
+            return CompletionTokens(reply(prompt), 0.0)
 
         monkeypatch.setattr(clients, "complete", complete)
 

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kv_connector.lab.cluster import EngineProcess, LocalCluster
-from kv_connector.lab.demonstration import Pushed, Row, _problems
+from kv_connector.lab.demonstration import DemonstrationRow, Pushed, _problems
 from kv_connector.lab.free_ports import HIGHEST, LOWEST, STEP, free_ports
 from kv_connector.lab.model import make_gemma3, make_llama
 from kv_connector.lab.process import (
@@ -321,8 +321,8 @@ def test_a_prompt_of_n_characters_is_n_tokens_and_comes_back(tmp_path: Path) -> 
 PAGES = 96
 
 
-def row(*, pages: float, equal: bool = True) -> Row:
-    return Row(33, 0.1, 0.1, equal, Pushed(pages, pages, 0, 1, 0), "host", PAGES)
+def row(*, pages: float, equal: bool = True) -> DemonstrationRow:
+    return DemonstrationRow(33, 0.1, 0.1, equal, Pushed(pages, pages, 0, 1, 0), "host", PAGES)
 
 
 def test_the_demo_fails_on_a_different_output_and_on_pages_that_did_not_come() -> None:

@@ -75,7 +75,7 @@ def draw_bench(file: Path) -> set[str]:
 
 def draw_pd(file: Path) -> set[str]:
     records = [
-        pd.Measured(
+        pd.MeasuredDeployment(
             round=1,
             deployment=deployment.name,
             load=load,
@@ -93,7 +93,7 @@ def draw_pd(file: Path) -> set[str]:
 
 def draw_demo(file: Path) -> set[str]:
     pushed = demonstration.Pushed(pages=4, bytes=4, early_bytes=3, layers=4, early_layers=3)
-    demonstration._plot(file, [demonstration.Row(1000, 0.1, 0.2, True, pushed, "tcp", 4)])
+    demonstration._plot(file, [demonstration.DemonstrationRow(1000, 0.1, 0.2, True, pushed, "tcp", 4)])
     return {"1,000", "one engine", "prefill and decode apart"}
 
 

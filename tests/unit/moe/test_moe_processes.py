@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, random_death, run_ranks, settings_of
+from moe_ranks import EndedRank, Kill, RankPipe, random_death, run_ranks, settings_of
 
 from kv_connector import _native
 from kv_connector.moe import oracle
-from kv_connector.moe.group import Fault, Group, GroupError
+from kv_connector.moe.group import Group, GroupError, LaunchFault
 
 RANKS = 3
 HIDDEN, TOP_K, EXPERTS = 64, 4, 8
@@ -104,7 +104,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def run_steps(side: Side, ranks: int, count: int) -> tuple[int, int]:
+def run_steps(side: RankPipe, ranks: int, count: int) -> tuple[int, int]:
     """Counts the rows that came and those that did not, over all steps."""
     rank = side.rank
     group = Group.form(settings_of(rank, ranks, slots=2), side.exchange)
@@ -158,7 +158,7 @@ def test_every_array_equals_the_oracle(ranks: int) -> None:
         assert missed > 20
 
 
-def step_without_one(side: Side, victim: int, phase: str, timeout: float, wakes: bool = False) -> Any:
+def step_without_one(side: RankPipe, victim: int, phase: str, timeout: float, wakes: bool = False) -> Any:
     """One good step; then ``victim`` stops before its dispatch or its combine, and the others go on.
 
     If it wakes, it goes on as well, until a step fails. The others then wait for its end.
@@ -217,11 +217,11 @@ def test_killed_rank_ends_the_step_with_its_name(victim: int, phase: str) -> Non
             kill(victim)
 
     results = run_ranks(RANKS, step_without_one, victim, phase, 30.0, noted=noted)
-    assert results.pop(victim) == Ended(-9)
+    assert results.pop(victim) == EndedRank(-9)
     for error, fault, _ in results:
         named = rf"rank {victim} \(process \d+\) has ended \(LOST\)\. The results of this step are void\."
         assert re.search(named, error), error
-        assert fault == Fault("LOST", victim)
+        assert fault == LaunchFault("LOST", victim)
 
 
 @pytest.mark.parametrize(("phase", "noun"), [("dispatch", "rows"), ("combine", "results")])
@@ -244,7 +244,7 @@ def test_stopped_rank_is_named_and_ends_its_own_step_when_it_wakes(phase: str, n
             assert f"its {noun} within 30 s ({code})" in error  # the setting, which forming had
         else:
             assert re.search(r"in time, and rank [02] \(process \d+\) gave it up \(GIVEN_UP\)", error), error
-    assert results[1][1] == Fault("GIVEN_UP", 1)
+    assert results[1][1] == LaunchFault("GIVEN_UP", 1)
     assert codes == {code, "GIVEN_UP"}
 
 
@@ -263,7 +263,7 @@ def checked_step(group: Group, number: int) -> None:
     assert same(out, oracle.combine(results, [one.ids for one in inputs], None, rank, None))
 
 
-def steps_until_a_death(side: Side) -> tuple[Fault | None, str]:
+def steps_until_a_death(side: RankPipe) -> tuple[LaunchFault | None, str]:
     group = Group.form(settings_of(side.rank, RANKS), side.exchange)
     side.note("begins")
     error = ""
@@ -283,13 +283,13 @@ def test_killed_rank_is_named_wherever_it_is(turn: int) -> None:
     """The timeout is 30 s, and its end would have another code."""
     victim, noted = random_death(turn, RANKS)
     results = run_ranks(RANKS, steps_until_a_death, noted=noted)
-    assert results.pop(victim) == Ended(-9)
+    assert results.pop(victim) == EndedRank(-9)
     for fault, error in results:
-        assert fault == Fault("LOST", victim), error
+        assert fault == LaunchFault("LOST", victim), error
         assert re.search(rf"rank {victim} \(process \d+\) has ended \(LOST\)", error), error
 
 
-def form(side: Side, stop_at: int, timeout: float) -> str:
+def form(side: RankPipe, stop_at: int, timeout: float) -> str:
     """Forms a group. Rank 2 stops in its exchange number ``stop_at``, before it sends, or after the first."""
     rounds = iter((1, 2))
 
@@ -322,7 +322,7 @@ def test_rank_killed_while_forming_is_named(stop_at: int, words: str) -> None:
         kill(2)
 
     first, second, third = run_ranks(RANKS, form, stop_at, 30.0, noted=noted)
-    assert third == Ended(-9)
+    assert third == EndedRank(-9)
     for error in (first, second):
         assert "rank 2 (process " in error
         assert words in error
@@ -334,6 +334,6 @@ def test_rank_stopped_while_forming_is_named_at_the_deadline() -> None:
             kill(2)
 
     first, second, third = run_ranks(RANKS, form, 0, 1.0, noted=noted)
-    assert third == Ended(-9)
+    assert third == EndedRank(-9)
     for error in (first, second):
         assert "no descriptor of its segment came within" in error or "exchange of outcomes did not" in error

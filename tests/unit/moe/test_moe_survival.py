@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_ranks import Ended, Kill, Side, errors, form_in_threads, random_death, run_ranks, settings_of
+from moe_ranks import EndedRank, Kill, RankPipe, errors, form_in_threads, random_death, run_ranks, settings_of
 
 from kv_connector import _native
 from kv_connector.moe import descriptors, oracle
-from kv_connector.moe.group import Fault, Group, GroupError
+from kv_connector.moe.group import Group, GroupError, LaunchFault
 from kv_connector.moe.settings import GroupSettings
 
 RANKS = 3
@@ -68,7 +68,7 @@ def checked_step(group: Group, number: int) -> None:
     assert same(out, oracle.combine(results, [one.ids for one in inputs], OWNERS_OF[ranks], rank))
 
 
-def steps_with_a_death(side: Side, victim: int) -> tuple[frozenset[int], Fault | None, str]:
+def steps_with_a_death(side: RankPipe, victim: int) -> tuple[frozenset[int], LaunchFault | None, str]:
     group = Group.form(settings_of(side.rank, RANKS, survive=True), side.exchange)
     group.place(OWNERS_OF[RANKS])
     side.note("begins")
@@ -86,14 +86,14 @@ def test_steps_go_on_without_a_killed_rank(turn: int) -> None:
     """The timeout is 30 s, and its end would be a fault."""
     victim, noted = random_death(turn, RANKS)
     results = run_ranks(RANKS, steps_with_a_death, victim, noted=noted)
-    assert results.pop(victim) == Ended(-9)
+    assert results.pop(victim) == EndedRank(-9)
     for masked, fault, explanation in results:
         assert masked == {victim}
         assert fault is None
         assert explanation.startswith(f"rank {victim} (process ")
 
 
-def steps_with_a_stop(side: Side, ranks: int, victim: int) -> tuple[frozenset[int], Fault | None]:
+def steps_with_a_stop(side: RankPipe, ranks: int, victim: int) -> tuple[frozenset[int], LaunchFault | None]:
     """Steps until ten have ended without the victim. The victim ends as soon as a step fails.
 
     Forming has more time than a step, because processes begin at different times.
@@ -137,7 +137,7 @@ def test_steps_go_on_without_a_stopped_rank_that_ends_when_it_wakes(turn: int) -
             kill(victim, signal.SIGCONT)
 
     results = run_ranks(ranks, steps_with_a_stop, ranks, victim, noted=noted)
-    assert results.pop(victim) == Ended(7)
+    assert results.pop(victim) == EndedRank(7)
     assert results == [({victim}, None)] * (ranks - 1)
     assert len(reports) == 1
     assert re.search(
@@ -162,7 +162,7 @@ def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.Monke
     assert (got.ids[sizes[0] :] == -1).all()
     with pytest.raises(GroupError, match=r"rank 0 \(process \d+\) goes on without rank 1 .*\(GIVEN_UP\)"):
         second.dispatch(inputs[1].x, inputs[1].ids, inputs[1].weights, sizes=sizes)
-    assert second.fault() == Fault("GIVEN_UP", 1)
+    assert second.fault() == LaunchFault("GIVEN_UP", 1)
     first.close()
     second.close()
 
@@ -222,7 +222,7 @@ def test_rank_that_is_given_up_after_a_death_gets_its_own_name() -> None:
     first = groups[0]
     first.lost(2, left=False)
     first.given_up(0, 1)
-    assert first.fault() == Fault("GIVEN_UP", 0)
+    assert first.fault() == LaunchFault("GIVEN_UP", 0)
     for group in groups:
         group.close()
 

@@ -81,7 +81,7 @@ def test_number_of_ranks_in_the_exchange_is_compared() -> None:
 
 
 def test_outcomes_report_the_problems_of_all_ranks() -> None:
-    messages = [wire.encode(wire.Outcome(problem)) for problem in ("", "first", "second")]
+    messages = [wire.encode(wire.FormingOutcome(problem)) for problem in ("", "first", "second")]
     with pytest.raises(GroupError, match=r"^rank 1: first; rank 2: second$"):
         wire.read_outcomes(messages, 3)
     wire.read_outcomes(messages[:1] * 3, 3)
@@ -108,7 +108,7 @@ def test_fields_out_of_bounds_are_refused(change: dict[str, Any]) -> None:
 
 def test_long_messages_are_refused_and_long_texts_cut() -> None:
     with pytest.raises(ValueError, match="a message of 8193 bytes"):
-        wire.decode(bytes(8193), wire.Outcome)
+        wire.decode(bytes(8193), wire.FormingOutcome)
     problem = wire.bounded("é" * 5000)
     assert len(problem) == wire.MAX_TEXT
     assert problem.endswith("...")
@@ -117,7 +117,7 @@ def test_long_messages_are_refused_and_long_texts_cut() -> None:
 
 @given(st.binary(max_size=200))
 def test_decode_raises_value_error_alone(data: bytes) -> None:
-    for kind in (wire.Hello, wire.Outcome, wire.Introduction, wire.Release):
+    for kind in (wire.Hello, wire.FormingOutcome, wire.Introduction, wire.HelloRelease):
         try:
             wire.decode(data, kind)
         except ValueError:

@@ -8,7 +8,16 @@ from random import Random
 
 import msgspec
 import numpy as np
-from geometry_setup import Cells, Model, Rank, Side, content, make_rank, random_model, random_side
+from geometry_setup import (
+    Cells,
+    GeometryModel,
+    GeometryRank,
+    GeometrySide,
+    content,
+    make_rank,
+    random_model,
+    random_side,
+)
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from samples import sample
@@ -37,14 +46,14 @@ PAIRS = sample(10_000)
 
 @dataclass(frozen=True)
 class Engine:
-    side: Side
-    ranks: dict[int, Rank]
+    side: GeometrySide
+    ranks: dict[int, GeometryRank]
 
     def stage(self, rank: int) -> int:
         return rank // self.side.ranks
 
 
-def make_engine(model: Model, side: Side) -> Engine:
+def make_engine(model: GeometryModel, side: GeometrySide) -> Engine:
     ranks = [
         make_rank(model, side, stage, index)
         for stage in range(len(side.stages))
@@ -63,7 +72,7 @@ def random_tables(random: Random, layout: KvLayout, prompt: int) -> list[list[in
     ]
 
 
-def fill(rank: Rank, tables: list[list[int]]) -> None:
+def fill(rank: GeometryRank, tables: list[list[int]]) -> None:
     """Computes the prompt: each of its blocks gets the model's content, also behind the prompt."""
     for memory in rank.memory:
         memory[:] = LOST
@@ -95,7 +104,12 @@ def targets_of(random: Random, layout: KvLayout, tables: list[list[int]], prompt
 
 
 def execute(
-    plan: Plan, source: Rank, tables: list[list[int]], target: Rank, targets: list[GroupTarget], prompt: int
+    plan: Plan,
+    source: GeometryRank,
+    tables: list[list[int]],
+    target: GeometryRank,
+    targets: list[GroupTarget],
+    prompt: int,
 ) -> tuple[Counter[int], list[Cells]]:
     """Writes as a transfer engine does. Returns the counts of each layer of D, and the writes of each of its
     cells."""
@@ -118,7 +132,9 @@ def execute(
     return counted, written
 
 
-def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]) -> list[Cells]:
+def expected(
+    rank: GeometryRank, targets: list[GroupTarget], prompt: int, block_sizes: dict[str, int]
+) -> list[Cells]:
     """D's memory after the transfer. ``block_sizes`` are P's, by layer."""
     memories = [np.full_like(memory, NOTHING) for memory in rank.memory]
     for layer in rank.layout.layers:
@@ -138,7 +154,7 @@ def expected(rank: Rank, targets: list[GroupTarget], prompt: int, block_sizes: d
     return memories
 
 
-def transfer(random: Random, model: Model, source: Engine, target: Engine) -> int:
+def transfer(random: Random, model: GeometryModel, source: Engine, target: Engine) -> int:
     """Transfers one request to each of D's ranks. Returns the number of pairs of ranks with a common part."""
     prompt = random.randint(1, TOKENS)
     some = source.ranks[0].layout

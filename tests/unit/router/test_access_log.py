@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke
-from router_setup import PATIENCE, Stream, answer_ok, cluster, metric, refuse, within
+from router_setup import PATIENCE, FedStream, answer_ok, cluster, metric, refuse, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -76,7 +76,7 @@ async def test_access_log_has_one_line_with_the_facts_of_a_request(tmp_path: Pat
 
 
 async def test_access_log_counts_tokens_of_a_stream_by_its_last_usage(tmp_path: Path) -> None:
-    path, streams = tmp_path / "access.log", Stream()
+    path, streams = tmp_path / "access.log", FedStream()
     async with cluster(answer_ok, streams, access_log=str(path)) as (_, _, client):
         usage = json.dumps({"choices": [], "usage": USAGE}).encode()
         first = b'data: {"choices":[{"text":"\\"completion_tokens\\":9"}]}\n\n'
@@ -88,7 +88,7 @@ async def test_access_log_counts_tokens_of_a_stream_by_its_last_usage(tmp_path: 
 
 
 async def test_access_log_has_the_status_of_every_end(tmp_path: Path) -> None:
-    path, streams = tmp_path / "access.log", Stream()
+    path, streams = tmp_path / "access.log", FedStream()
     async with cluster(answer_ok, refuse(400, "no"), access_log=str(path)) as (_, d, client):
         long = {"x-request-id": "a" * 129}
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=long)

@@ -10,10 +10,10 @@ import pytest
 from test_cache_aware import LONG, Fleet, assistant, user
 
 from kv_connector.control.membership import WorkloadReport
-from kv_connector.router.bodies.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import ChatMessage, Function, ToolCall
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.placement import answer_repeats
-from kv_connector.router.placement.answer_repeats import AnswerRepeats, Kind
+from kv_connector.router.placement.answer_repeats import AnswerKind, AnswerRepeats
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.transcript import Said
@@ -149,7 +149,7 @@ def test_client_that_sends_token_ids_repeats_them(
     prompt = Completion.decode(json.dumps({"model": "m", "prompt": of}).encode()).prompt("/v1/completions")
     repeats, said = AnswerRepeats(), Said(answer if isinstance(answer, str) else None)
     repeats.answered(
-        Kind.of(prompt, said), Endpoint.parse("http://d0:1"), 4000, prompt, prompt.followed_by(answer)
+        AnswerKind.of(prompt, said), Endpoint.parse("http://d0:1"), 4000, prompt, prompt.followed_by(answer)
     )
     assert len(repeats._answers) == noted
 
@@ -160,7 +160,7 @@ def test_answer_that_adds_no_prefix_shows_nothing(talk: Talk) -> None:
     assert first.placement.prompt is not None
     same = first.placement.prompt
     repeats = talk.fleet.caches._repeats
-    repeats.answered(Kind.of(same, Said()), first.decode.endpoint, PROMPT, same, same)
+    repeats.answered(AnswerKind.of(same, Said()), first.decode.endpoint, PROMPT, same, same)
     assert not repeats._answers
 
 
@@ -208,11 +208,11 @@ def test_calls_of_tools_and_thinking_answers_are_kinds_of_their_own(talk: Talk) 
     assert prompt is not None
     calls = [ToolCall(Function("look", "{}"))]
     answers = [
-        Message(role="assistant", content="a"),
-        Message(role="assistant", content="a", tool_calls=calls),
-        Message(role="assistant", content="a", reasoning="b"),
+        ChatMessage(role="assistant", content="a"),
+        ChatMessage(role="assistant", content="a", tool_calls=calls),
+        ChatMessage(role="assistant", content="a", reasoning="b"),
     ]
-    assert len({Kind.of(prompt, Said(one)) for one in answers}) == 3
+    assert len({AnswerKind.of(prompt, Said(one)) for one in answers}) == 3
 
 
 def test_memory_of_answers_and_kinds_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

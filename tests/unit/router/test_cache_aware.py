@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import WorkloadReport
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
@@ -29,7 +29,7 @@ from kv_connector.router.placement.cache_aware import CacheAware, excess
 from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
-from kv_connector.router.placement.sessions import Sessions, session_of
+from kv_connector.router.placement.sessions import SessionEngines, session_of
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.transcript import Said
@@ -124,7 +124,7 @@ class Request:
     def answer(self, moved: Lease | None = None, text: str = "Because.", **more: Any) -> None:
         """The decode engine answers."""
         self._caches.began(self.decode, self.placement)
-        said = Said(Message(role="assistant", content=text), **more)
+        said = Said(ChatMessage(role="assistant", content=text), **more)
         local = self.placement.prefill is None
         self._caches.answered(self.decode, said, moved=moved, local=local)
         self.decode.release()
@@ -630,7 +630,7 @@ def test_records_follow_a_stream_that_has_moved(fleet: Fleet) -> None:
     other = "d1" if names(placement)[1] == "d0" else "d0"
     request.answer(moved=fleet.pools[Side.DECODE].acquire(fleet.engine(other)))
     assert placement.prompt is not None
-    longer = placement.prompt.followed_by(Message(role="assistant", content="Because."))
+    longer = placement.prompt.followed_by(ChatMessage(role="assistant", content="Because."))
     assert fleet.index.matches(longer)[0] == (fleet.workload(other).cache.bit, longer.size)
 
 
@@ -681,7 +681,7 @@ def test_excess_begins_beyond_the_engine_with_the_least() -> None:
 
 
 def test_sessions_are_bounded_and_the_latest_stay() -> None:
-    sessions = Sessions(most=10)
+    sessions = SessionEngines(most=10)
     p, d = Endpoint.parse("http://p:1"), Endpoint.parse("http://d:1")
     for number in range(30):
         sessions.placed(number, p, d)

@@ -19,7 +19,7 @@ from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Members, Side, State
+from kv_connector.router.engines.members import Members, MemberStatus, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.failure import Failure
 from kv_connector.router.observe.metrics import Metrics
@@ -53,7 +53,7 @@ class Site:
         self.incidents = Incidents()
         self.calls = Calls(client, self.members, Metrics(), self.incidents, Spans.to(None))
 
-    def state(self, side: Side) -> State:
+    def state(self, side: Side) -> MemberStatus:
         (state,) = self.members.states()[side].values()
         return state
 
@@ -89,7 +89,7 @@ async def test_refusal_counts_against_the_engine_from_status_500_on(status: int,
                 await s.calls.prefill(lease, b"{}", CALL)
             assert raised.value.status == status
             assert isinstance(raised.value, EngineError) is blamed
-        assert s.state(Side.PREFILL) is (State.FAILING if blamed else State.READY)
+        assert s.state(Side.PREFILL) is (MemberStatus.FAILING if blamed else MemberStatus.READY)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", b'{"x":' + b"[" * 100_000])
@@ -108,7 +108,7 @@ async def test_engine_that_takes_no_connection_gets_no_further_requests() -> Non
             with s.pools[Side.PREFILL].lease(s.prefill) as lease, pytest.raises(EngineFailure) as raised:
                 await s.calls.whole(Side.PREFILL, lease, "GET", b"", CALL)
             assert raised.value.blamed == {Side.PREFILL: s.prefill}
-            assert s.state(Side.PREFILL) is State.UNREACHABLE
+            assert s.state(Side.PREFILL) is MemberStatus.UNREACHABLE
             assert not s.pools[Side.PREFILL].usable()
 
 

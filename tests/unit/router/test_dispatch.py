@@ -18,7 +18,7 @@ from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
@@ -41,7 +41,7 @@ async def dispatching(
     async with serve_engines(prefill, decode) as (p, d, engines), EngineClient() as client:
         # With a registration address, a side may have no engine.
         default = {"registration": Address("127.0.0.1", 0), "dispatch": "serial", "patience": 0.05}
-        chosen = Settings(**{**engines, **default, **settings})
+        chosen = RouterSettings(**{**engines, **default, **settings})
         dispatcher = Dispatcher(chosen, client, Metrics(), Incidents(), Spans.to(None))
         try:
             yield dispatcher, p, d

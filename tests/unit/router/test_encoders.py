@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -74,7 +74,7 @@ async def site(
         (p,), (d,), engines = await stack.enter_async_context(serve_engines([prefill], [answer_ok]))
         listed = tuple(Endpoint.parse(url) for url in (*urls, *(engine.url for engine in e)))
         default: dict[str, Any] = {"encoders": listed, "dispatch": "serial", "patience": 0.05}
-        chosen = Settings(**{**default, **engines, **settings})
+        chosen = RouterSettings(**{**default, **engines, **settings})
         url = await stack.enter_async_context(serve(create_app(chosen)))
         yield Site(e, p, d, await stack.enter_async_context(client_of(url)))
 
@@ -188,4 +188,4 @@ def test_settings_of_encoder_engines_are_checked(
 ) -> None:
     p, d = (Endpoint.parse(url) for url in ("http://p:1", "http://d:1"))
     with pytest.raises(ValueError, match=words):
-        Settings((p,), (d,), tuple(map(Endpoint.parse, encoders)), **more)
+        RouterSettings((p,), (d,), tuple(map(Endpoint.parse, encoders)), **more)

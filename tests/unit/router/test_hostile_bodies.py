@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kv_connector.router.bodies.fields import Pieces
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.responses import ResponsesRequest
@@ -105,7 +105,7 @@ PART = {"type": "text", "text": ""}
     ],
 )
 def test_prompt_of_too_many_parts_is_hashed_as_it_came(said: list[dict[str, Any]], bounded: bool) -> None:
-    """A message that Message cannot read counts for eight fields more than it has."""
+    """A message that ChatMessage cannot read counts for eight fields more than it has."""
     text = json.dumps(said, separators=(",", ":"))
     for raw in (text.encode(), text.replace('"role"', '"r\\u006fle"').encode()):
         seen = Completion.decode(b'{"messages":%s}' % raw).prompt("/v1/chat/completions")
@@ -126,7 +126,7 @@ def test_prompt_has_a_bounded_number_of_prefixes() -> None:
     seen = Completion.decode(json.dumps(body).encode()).prompt("/v1/chat/completions")
     assert len(seen.prefixes) == len(seen.ends) == 2048
     assert seen.size > 2048 * 200 + 100_000
-    longer = seen.followed_by(Message(role="assistant", content="z" * 5000))
+    longer = seen.followed_by(ChatMessage(role="assistant", content="z" * 5000))
     assert longer.prefixes == seen.prefixes
     assert longer.size > seen.size + 5000
 

@@ -12,7 +12,13 @@ from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import MAX_ENGINES, Members, RefusedError, Side, State
+from kv_connector.router.engines.members import (
+    MAX_ENGINES,
+    Members,
+    MemberStatus,
+    RefusedRegistrationError,
+    Side,
+)
 from kv_connector.router.engines.pool import EngineLost, Lease, NoEngine, Pool
 
 URL = "http://10.0.0.1:8100"
@@ -29,7 +35,7 @@ class Fixture:
         }
         self.members = Members(self.pools, listed, Incidents(), suspect=3.0, dead=5.0)
 
-    def state(self, url: str = URL, side: Side = Side.PREFILL) -> State | None:
+    def state(self, url: str = URL, side: Side = Side.PREFILL) -> MemberStatus | None:
         return self.members.states()[side].get(url)
 
     def usable(self, side: Side = Side.PREFILL) -> bool:
@@ -61,12 +67,12 @@ def router() -> Fixture:
 
 def test_an_engine_is_used_once_it_registered_and_answers(router: Fixture) -> None:
     router.members.register(0.0, register())
-    assert router.state() is State.JOINING
+    assert router.state() is MemberStatus.JOINING
     assert not router.usable()
     (endpoint,) = router.members.to_probe()
     assert endpoint == Endpoint(URL, "10.0.0.1", 5600)
     router.members.answered(endpoint)
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
     assert router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint == endpoint
     assert not router.usable(Side.DECODE)
     assert router.members.to_probe() == []
@@ -102,9 +108,9 @@ def test_a_silent_engine_gets_nothing_new_and_then_loses_what_it_has(
         waiting = asyncio.create_task(wait())
         for now in (1.0, 2.0, 2.9):
             router.members.tick(now)
-        assert router.state() is State.READY
+        assert router.state() is MemberStatus.READY
         router.members.tick(3.0)
-        assert router.state() is State.SILENT
+        assert router.state() is MemberStatus.SILENT
         assert not router.usable()
         await asyncio.sleep(0)
         assert not waiting.done(), "it may be back before it is dead"
@@ -141,7 +147,7 @@ def test_router_that_was_stopped_itself_marks_no_engine_silent(router: Fixture) 
     assert router.usable()
     for now in (62.0, 63.0, 64.0):
         router.members.tick(now)
-    assert router.state() is State.SILENT
+    assert router.state() is MemberStatus.SILENT
 
 
 def test_leaving_engine_is_unusable_at_once_and_its_requests_continue(router: Fixture) -> None:
@@ -164,18 +170,18 @@ def test_a_draining_engine_gets_nothing_new(router: Fixture) -> None:
     router.join()
     lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
     router.members.drain(URL)
-    assert router.state() is State.DRAINING
+    assert router.state() is MemberStatus.DRAINING
     assert not router.usable()
     assert router.members.outstanding(URL) == 1
     router.members.register(1.0, register())
-    assert router.state() is State.DRAINING, "the engine has not heard of it yet"
+    assert router.state() is MemberStatus.DRAINING, "the engine has not heard of it yet"
     lease.release()
     assert router.members.outstanding(URL) == 0
 
 
 def test_another_router_receives_the_drain_from_the_engine(router: Fixture) -> None:
     router.join(draining=True)
-    assert router.state() is State.DRAINING
+    assert router.state() is MemberStatus.DRAINING
 
 
 def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
@@ -189,7 +195,7 @@ def test_a_restarted_engine_is_a_new_one(router: Fixture) -> None:
         )
         assert lease is None
         router.members.register(6.0, register(incarnation="2", control_port=5700))
-        assert router.state() is State.JOINING
+        assert router.state() is MemberStatus.JOINING
         (endpoint,) = router.members.to_probe()
         router.members.answered(endpoint)
         assert (
@@ -205,7 +211,7 @@ def test_unreachable_engine_is_probed_until_it_answers(router: Fixture) -> None:
     router.join()
     endpoint = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest()).endpoint
     router.members.failed(endpoint, "connection refused")
-    assert router.state() is State.UNREACHABLE
+    assert router.state() is MemberStatus.UNREACHABLE
     assert not router.usable()
     router.members.register(1.0, register())
     assert not router.usable(), "its worker lives, its API server does not answer"
@@ -248,12 +254,12 @@ def test_undrain_waits_for_the_word_of_an_engine_that_registers(router: Fixture)
     assert router.members.undrain("http://other:1") is None
     router.members.drain(URL, move=True)
     router.members.register(1.0, register())
-    assert router.state() is State.DRAINING, "the engine does not know yet"
+    assert router.state() is MemberStatus.DRAINING, "the engine does not know yet"
     router.members.register(2.0, register(draining=True))
     assert router.members.undrain(URL) is True
-    assert router.state() is State.DRAINING, "its next REGISTER would say so again"
+    assert router.state() is MemberStatus.DRAINING, "its next REGISTER would say so again"
     router.members.register(3.0, register())
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
     (endpoint,) = router.pools[Side.PREFILL].endpoints
     assert not router.members.emptied(endpoint)
     assert router.members.undrain(URL) is False
@@ -262,21 +268,21 @@ def test_undrain_waits_for_the_word_of_an_engine_that_registers(router: Fixture)
 def test_undrain_reaches_routers_that_did_not_receive_the_command(router: Fixture) -> None:
     router.join(draining=True)
     router.members.register(1.0, register())
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
 
 
 def test_undrain_takes_back_a_drain_that_an_engine_has_not_reported(router: Fixture) -> None:
     router.join()
     router.members.drain(URL)
     assert router.members.undrain(URL) is False
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
 
 
 def test_undrain_is_the_routers_own_matter_for_a_listed_engine() -> None:
     router = Fixture(decode=(URL,))
     router.members.drain(URL, move=True)
     assert router.members.undrain(URL) is False
-    assert router.state(side=Side.DECODE) is State.READY
+    assert router.state(side=Side.DECODE) is MemberStatus.READY
     assert not router.members.emptied(Endpoint.parse(URL))
 
 
@@ -300,7 +306,7 @@ def test_an_engine_that_does_not_register_drains_until_it_is_back() -> None:
     endpoint = router.pools[Side.DECODE].fewest()
     router.members.drain(URL, move=True)
     router.members.answered(endpoint)
-    assert router.state(side=Side.DECODE) is State.DRAINING
+    assert router.state(side=Side.DECODE) is MemberStatus.DRAINING
     assert router.members.to_watch() == [endpoint]
     router.members.failed(endpoint, "connection refused", gone=True)
     router.members.answered(endpoint)
@@ -316,11 +322,11 @@ def test_one_look_without_an_answer_ends_no_drain() -> None:
         router.members.failed(endpoint, "its /health answers 503")
         router.members.failed(endpoint, "no answer", missed=True)
         router.members.answered(endpoint)
-        assert router.state(side=Side.DECODE) is State.DRAINING
+        assert router.state(side=Side.DECODE) is MemberStatus.DRAINING
     for _ in range(2):
         router.members.failed(endpoint, "no answer", missed=True)
     router.members.answered(endpoint)
-    assert router.state(side=Side.DECODE) is State.READY
+    assert router.state(side=Side.DECODE) is MemberStatus.READY
 
 
 def test_drain_of_a_registered_engine_lasts_until_a_new_process_registers(router: Fixture) -> None:
@@ -330,7 +336,7 @@ def test_drain_of_a_registered_engine_lasts_until_a_new_process_registers(router
     assert router.members.to_watch() == []
     router.members.failed(endpoint, "connection reset")
     router.members.answered(endpoint)
-    assert router.state() is State.DRAINING
+    assert router.state() is MemberStatus.DRAINING
 
 
 def test_listed_engines_are_used_without_a_registration() -> None:
@@ -351,7 +357,7 @@ def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
     assert router.members.to_watch() == []
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
         router.members.tick(now)
-    assert router.state() is State.UNREACHABLE
+    assert router.state() is MemberStatus.UNREACHABLE
     (endpoint,) = router.members.to_probe()
     router.members.answered(endpoint)
     assert router.usable()
@@ -360,7 +366,7 @@ def test_a_listed_engine_that_registers_is_watched_and_stays_listed() -> None:
 def test_no_more_engines_than_a_router_can_have(router: Fixture) -> None:
     for port in range(1, MAX_ENGINES + 1):
         router.members.register(0.0, register(url=f"http://h:{port}"))
-    with pytest.raises(RefusedError, match="engines already"):
+    with pytest.raises(RefusedRegistrationError, match="engines already"):
         router.members.register(0.0, register(url="http://other:1"))
     router.members.register(1.0, register(url="http://h:1"))
 
@@ -413,7 +419,10 @@ def test_ranks_take_turns_and_no_beat_of_one_costs_the_other_its_requests(ranks:
 
 
 def test_ranks_are_distinguished_where_states_are_shown(ranks: Fixture) -> None:
-    assert ranks.members.states()[Side.PREFILL] == {URL: State.READY, f"{URL} rank 1": State.READY}
+    assert ranks.members.states()[Side.PREFILL] == {
+        URL: MemberStatus.READY,
+        f"{URL} rank 1": MemberStatus.READY,
+    }
 
 
 def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) -> None:
@@ -421,17 +430,21 @@ def test_an_api_server_that_does_not_answer_costs_all_its_ranks(ranks: Fixture) 
     ranks.join(url=other, engine_id="other", incarnation="other")
     ranks.members.failed(Endpoint(URL, "10.0.0.1", 5601, rank=1), "connection refused")
     states = ranks.members.states()[Side.PREFILL]
-    assert states == {URL: State.UNREACHABLE, f"{URL} rank 1": State.UNREACHABLE, other: State.READY}
+    assert states == {
+        URL: MemberStatus.UNREACHABLE,
+        f"{URL} rank 1": MemberStatus.UNREACHABLE,
+        other: MemberStatus.READY,
+    }
     (endpoint,) = ranks.members.to_probe()
     ranks.members.answered(endpoint)
-    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {MemberStatus.READY}
 
 
 def test_failure_of_a_replaced_rank_does_not_count_against_its_api_server(ranks: Fixture) -> None:
     gone = Endpoint(URL, "10.0.0.1", 5601, rank=1)
     ranks.join(6.0, **rank(1, incarnation="again", control_port=5701))
     ranks.members.failed(gone, "connection reset")
-    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.READY}
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {MemberStatus.READY}
 
 
 def test_a_rank_that_falls_silent_is_lost_alone(ranks: Fixture) -> None:
@@ -439,20 +452,20 @@ def test_a_rank_that_falls_silent_is_lost_alone(ranks: Fixture) -> None:
         for now in (1.0, 2.0, 3.0, 4.0, 5.0):
             ranks.members.register(now, register(**rank(0)))
             ranks.members.tick(now)
-        assert ranks.members.states()[Side.PREFILL] == {URL: State.READY}
+        assert ranks.members.states()[Side.PREFILL] == {URL: MemberStatus.READY}
 
     asyncio.run(scenario())
 
 
 def test_a_rank_leaves_alone(ranks: Fixture) -> None:
     ranks.members.leave(Leave("p_dp0", "of rank 0"))
-    assert ranks.members.states()[Side.PREFILL] == {f"{URL} rank 1": State.READY}
+    assert ranks.members.states()[Side.PREFILL] == {f"{URL} rank 1": MemberStatus.READY}
 
 
 def test_a_drain_is_for_all_ranks_of_an_api_server(ranks: Fixture) -> None:
     lease = ranks.pools[Side.PREFILL].acquire(ranks.pools[Side.PREFILL].fewest())
     ranks.members.drain(URL)
-    assert set(ranks.members.states()[Side.PREFILL].values()) == {State.DRAINING}
+    assert set(ranks.members.states()[Side.PREFILL].values()) == {MemberStatus.DRAINING}
     assert not ranks.usable()
     assert ranks.members.outstanding(URL) == 1
     lease.release()
@@ -467,12 +480,12 @@ def test_a_copied_api_url_costs_the_engine_that_has_it_nothing(router: Fixture) 
         router.join(0.0)
         lease = router.pools[Side.PREFILL].acquire(router.pools[Side.PREFILL].fewest())
         for now in (1.0, 2.0, 3.0):
-            with pytest.raises(RefusedError, match=r"both register as rank 0 of .* api_url"):
+            with pytest.raises(RefusedRegistrationError, match=r"both register as rank 0 of .* api_url"):
                 router.members.register(now, register(**RIVAL))
             router.members.register(now, register())
         router.members.leave(Leave("q", "2"))
         async with lease.alive():
-            assert router.state() is State.READY
+            assert router.state() is MemberStatus.READY
 
     asyncio.run(scenario())
 
@@ -482,7 +495,7 @@ def test_an_engine_whose_place_was_taken_in_its_silence_has_it_back_behind_its_r
     router.join(6.0, **RIVAL)
     assert router.pools[Side.PREFILL].fewest().control_port == 5700
     for now in (7.0, 8.0):
-        with pytest.raises(RefusedError, match="both register"):
+        with pytest.raises(RefusedRegistrationError, match="both register"):
             router.members.register(now, register())
         router.members.register(now, register(**RIVAL))
     router.members.leave(Leave("q", "2"))
@@ -493,7 +506,7 @@ def test_an_engine_whose_place_was_taken_in_its_silence_has_it_back_behind_its_r
 def test_a_process_that_starts_again_at_its_address_is_used_at_once(router: Fixture) -> None:
     router.join(0.0)
     router.join(0.5, incarnation="2")
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
 
 
 def test_a_url_that_is_listed_twice_has_two_ranks() -> None:
@@ -533,11 +546,11 @@ def relist(router: Fixture, prefill: tuple[str, ...] = (), decode: tuple[str, ..
 def test_members_use_an_engine_that_is_listed_anew_once_it_answers() -> None:
     router = Fixture(decode=("http://d1:1",))
     relist(router, decode=("http://d1:1", "http://d2:1"))
-    assert router.state("http://d1:1", Side.DECODE) is State.READY
-    assert router.state("http://d2:1", Side.DECODE) is State.JOINING
+    assert router.state("http://d1:1", Side.DECODE) is MemberStatus.READY
+    assert router.state("http://d2:1", Side.DECODE) is MemberStatus.JOINING
     (endpoint,) = router.members.to_probe()
     router.members.answered(endpoint)
-    assert router.state("http://d2:1", Side.DECODE) is State.READY
+    assert router.state("http://d2:1", Side.DECODE) is MemberStatus.READY
 
 
 @pytest.mark.anyio
@@ -559,10 +572,10 @@ def test_members_replace_a_listed_engine_whose_control_address_or_side_changes()
         Endpoint.parse("http://p:1@c:2"),
         Endpoint.parse("http://d:1"),
     ]
-    assert router.state("http://p:1") is State.JOINING
-    assert router.state("http://d:1", Side.DECODE) is State.JOINING
+    assert router.state("http://p:1") is MemberStatus.JOINING
+    assert router.state("http://d:1", Side.DECODE) is MemberStatus.JOINING
     relist(router, prefill=("http://p:1@c:2",), decode=("http://d:1", "http://d:1"))
-    assert router.state("http://d:1 rank 1", Side.DECODE) is State.JOINING
+    assert router.state("http://d:1 rank 1", Side.DECODE) is MemberStatus.JOINING
     assert router.state("http://d:1") is None
 
 
@@ -570,7 +583,7 @@ def test_members_keep_an_engine_that_registers_whatever_is_listed() -> None:
     router = Fixture(prefill=(URL,))
     router.join()
     relist(router)
-    assert router.state() is State.READY
+    assert router.state() is MemberStatus.READY
     router.members.tick(0.0)
     router.members.tick(2.0)
     router.members.tick(4.0)

@@ -15,8 +15,8 @@ from stream_site import (
     COMPLETION,
     MESSAGES,
     REQUESTS,
-    Reading,
-    Site,
+    StreamReading,
+    StreamSite,
     alone,
     answer_of,
     moving,
@@ -28,7 +28,7 @@ from kv_connector.cli import drain
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.completion import Completion
@@ -48,7 +48,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 async def test_a_drained_engines_stream_goes_on_elsewhere_and_back(path: str, body: dict[str, Any]) -> None:
     async with site() as s:
-        reading = Reading(s.client, path, body)
+        reading = StreamReading(s.client, path, body)
         await reading.until(7)
         drained = await s.drain(s.first)
         assert (drained.exit_code, drained.output.strip()) == (
@@ -83,11 +83,11 @@ async def test_a_drained_engines_stream_goes_on_elsewhere_and_back(path: str, bo
 async def test_noting_the_ids_leaves_no_trace(path: str, body: dict[str, Any]) -> None:
     async with site() as s:
         s.first.limits = (LENGTH, LENGTH)
-        reading = Reading(s.client, path, body)
+        reading = StreamReading(s.client, path, body)
         await reading.end()
         assert s.first.bodies[0]["return_token_ids"] is True
         async with client_of(s.first.url) as client:
-            asked = Reading(client, path, body)
+            asked = StreamReading(client, path, body)
             await asked.end()
         assert reading.raw == asked.raw
 
@@ -118,7 +118,7 @@ async def test_a_stream_of_several_tokens_an_event_moves_where_a_character_ends(
     async with site() as s:
         s.first.an_event = an_event
         s.first.limits, s.first.pace = (4 * an_event, LENGTH), 0.01
-        reading = Reading(s.client, COMPLETION, body)
+        reading = StreamReading(s.client, COMPLETION, body)
         await reading.until(4)
         assert (await s.drain(s.first)).exit_code == 0
         events = await reading.end()
@@ -136,7 +136,7 @@ async def test_chat_moves_where_its_parser_holds_no_text_back() -> None:
         # The first possible move is behind the ninth token.
         body = next(one for one in chats if answer_of(s.first.ids_of_body(CHAT, one), 9)[-1] % 5 == 0)
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
-        reading = Reading(s.client, CHAT, body)
+        reading = StreamReading(s.client, CHAT, body)
         await reading.until(9)
         assert (await s.drain(s.first)).exit_code == 0
         assert said(await reading.end()) == said(await alone(s.second, CHAT, body))
@@ -158,7 +158,7 @@ async def test_stream_stays_when_the_text_of_several_tokens_is_unknown() -> None
 async def test_stream_without_an_event_moves_after_its_first_event() -> None:
     async with site() as s:
         s.first.limits = (0, 24)
-        reading = Reading(s.client, COMPLETION, BODY)
+        reading = StreamReading(s.client, COMPLETION, BODY)
         await within(s.first.arrived.wait())
         assert (await s.drain(s.first)).exit_code == 0
         assert s.second.bodies
@@ -170,7 +170,7 @@ async def test_stream_whose_first_token_came_from_prefill_moves(monkeypatch: pyt
     monkeypatch.setattr(Members, "early_tokens", lambda self, endpoint: True)
     async with site() as s:
         s.first.limits = (0, 24)
-        reading = Reading(s.client, COMPLETION, BODY)
+        reading = StreamReading(s.client, COMPLETION, BODY)
         await reading.until(1)
         assert s.p.bodies[0]["stream"] is True
         assert "return_token_ids" not in s.p.bodies[0]
@@ -236,11 +236,11 @@ async def test_so_many_streams_move_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     async with site() as s:
         s.first.limits, s.first.pace = (8, LENGTH), 0.01
         s.second.limits = (8, LENGTH)
-        readings: list[Reading] = []
-        others: list[Reading] = []
+        readings: list[StreamReading] = []
+        others: list[StreamReading] = []
         for number in range(2):
             for streams, name in ((readings, f"{number}"), (others, f"{number} at the other engine")):
-                streams.append(Reading(s.client, COMPLETION, BODY, name))
+                streams.append(StreamReading(s.client, COMPLETION, BODY, name))
                 await streams[-1].until(7)
         s.second.go.set()
         for other in others:
@@ -289,7 +289,7 @@ async def test_drain_logs_how_many_requests_stay_and_why(caplog: pytest.LogCaptu
         for more in ({"seed": 1, "temperature": 1}, {"seed": 2}, {"stop": ["x"]}, {}, {"stream": False}):
             for engine in (s.first, s.second):  # the engines take turns
                 asked = len(engine.bodies)
-                readings.append(Reading(s.client, COMPLETION, BODY | more))
+                readings.append(StreamReading(s.client, COMPLETION, BODY | more))
                 async with asyncio.timeout(PATIENCE):
                     while len(engine.bodies) == asked:
                         await asyncio.sleep(0.001)
@@ -323,9 +323,9 @@ async def test_no_stream_moves_when_there_is_no_other_engine() -> None:
 
 async def test_a_decode_engine_that_is_nothing_else_keeps_its_streams() -> None:
     async with serve_vllm(1) as p, serve_vllm(2) as first, serve_vllm(3) as second:
-        s = Site(p, first, second)
+        s = StreamSite(p, first, second)
         decode = tuple(Endpoint.parse(one.url) for one in (first, second))
-        settings = Settings((Endpoint.parse(p.url),), decode, registration=s.registration)
+        settings = RouterSettings((Endpoint.parse(p.url),), decode, registration=s.registration)
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as s.client,
@@ -397,7 +397,7 @@ async def test_the_youngest_streams_move_until_it_is_even(monkeypatch: pytest.Mo
         s.first.limits, s.first.pace, s.second.limits = (LENGTH, LENGTH), 0.02, (8, LENGTH)
         readings = []
         for number in range(12):
-            readings.append(Reading(s.client, COMPLETION, body, f"{number}"))
+            readings.append(StreamReading(s.client, COMPLETION, body, f"{number}"))
             await readings[-1].until(1)
         s.second.go.set()
         await asyncio.gather(*(one.end() for one in readings[1::2]))
@@ -425,7 +425,7 @@ async def test_a_stream_stays_where_the_engine_that_is_chosen_for_it_goes(
         s.first.limits, s.second.limits = (8, LENGTH), (LENGTH, LENGTH)
         readings = []
         for number in range(12):
-            readings.append(Reading(s.client, CHAT, {"messages": MESSAGES}, f"{number}"))
+            readings.append(StreamReading(s.client, CHAT, {"messages": MESSAGES}, f"{number}"))
             await readings[-1].until(7)
         await asyncio.gather(*(one.end() for one in readings[1::2]))
         asked = len(s.second.bodies)
@@ -448,7 +448,7 @@ async def test_a_move_to_an_engine_that_has_gone_fails_and_the_stream_goes_on(
         s.first.limits = (8, LENGTH)
         s.first.go.set()
         for body in ({"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 60}):
-            assert await Reading(s.client, CHAT, body).end()
+            assert await StreamReading(s.client, CHAT, body).end()
         outcomes = await s.outcomes()
         assert outcomes["refused"] > 0
 

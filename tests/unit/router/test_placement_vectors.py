@@ -10,7 +10,7 @@ import pytest
 from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
-from kv_connector.router.bodies.messages import Message
+from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
 from kv_connector.router.engines.endpoint import Endpoint
@@ -167,7 +167,7 @@ class Chaos:
                 report = Computed(tokens=placement.tokens + 3, cached=cached)
                 self.caches.prefilled(prefill, report, placement.prefix)
             self.caches.began(decode, placement)
-            said = Said(Message(role="assistant", content="Because."))
+            said = Said(ChatMessage(role="assistant", content="Because."))
             self.caches.answered(decode, said, moved=None, local=prefill is None)
         for lease in (prefill, decode):
             if lease is not None:

@@ -14,7 +14,7 @@ from fake_vllm import LENGTH, FakeVllm, ids_of
 from router_setup import PATIENCE, client_of, serve, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from stream_site import CHAT, COMPLETION, Reading, said
+from stream_site import CHAT, COMPLETION, StreamReading, said
 
 from kv_connector.control.membership import Register
 from kv_connector.control.registrar import Registrar
@@ -24,7 +24,7 @@ from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE, Prefetches
 from kv_connector.router.streams.running import SPARE
@@ -67,7 +67,7 @@ class Site:
 
     async def stream(self, path: str, body: dict[str, Any], name: str = "one") -> str:
         """Sends a request; returns the text of its answer, once the router has handled its end."""
-        events = await Reading(self.client, path, {"max_tokens": ANSWER, **body}, name).end()
+        events = await StreamReading(self.client, path, {"max_tokens": ANSWER, **body}, name).end()
         await self.rest()
         return said(events)[0]
 
@@ -111,7 +111,10 @@ async def site(
             "policy": PolicyName.CACHE_AWARE,
             "patience": PATIENCE,
         }
-        async with serve(create_app(Settings(**{**listed, **settings}))) as url, client_of(url) as client:
+        async with (
+            serve(create_app(RouterSettings(**{**listed, **settings}))) as url,
+            client_of(url) as client,
+        ):
             made = Site(p, d, client)
             made.address = address
             await made.register(Role.PREFILL, **(p_facts or {}))
@@ -218,7 +221,7 @@ async def test_answer_of_a_stream_that_cannot_move_is_loaded(more: dict[str, Any
     raw = []
     for prefetches in (False, True):
         async with site(prefetch_answers=prefetches) as s:
-            reading = Reading(s.client, CHAT, body)
+            reading = StreamReading(s.client, CHAT, body)
             await reading.end()
             raw.append(reading.raw)
             if prefetches:
@@ -361,7 +364,7 @@ async def test_engine_does_not_load_from_itself() -> None:
 async def test_draining_engine_gets_and_lends_no_prefetch(role: Role) -> None:
     async with site() as s:
         s.d.limits = (5, s.d.limits[1])
-        reading = Reading(s.client, CHAT, {"messages": [USER], "max_tokens": ANSWER})
+        reading = StreamReading(s.client, CHAT, {"messages": [USER], "max_tokens": ANSWER})
         await reading.until(3)
         await s.register(role, draining=True)
         async with asyncio.timeout(PATIENCE):

@@ -17,8 +17,8 @@ import zmq
 from router_setup import (
     PATIENCE,
     FakeEngine,
+    FedStream,
     Handler,
-    Stream,
     answer_ok,
     client_of,
     metric,
@@ -58,7 +58,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import MalformedMessage, Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
-from kv_connector.router.engines.settings import Objectives, Settings
+from kv_connector.router.engines.settings import Objectives, RouterSettings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.weights.trainer import router_list
 from kv_connector.weights.trainer.router_list import NoEngines, RouterList
@@ -103,7 +103,7 @@ class Cluster:
             "dead": PATIENCE,
         }
         async with (
-            serve(create_app(Settings(**(chosen | settings)))) as url,
+            serve(create_app(RouterSettings(**(chosen | settings)))) as url,
             client_of(url) as client,
         ):
             yield client
@@ -339,7 +339,7 @@ async def test_a_silent_engine_loses_its_requests_and_they_go_elsewhere(cluster:
 
 async def test_a_stream_of_an_engine_that_falls_silent_ends_with_an_error(cluster: Cluster) -> None:
     client = await cluster.router(**QUICK)
-    stream = Stream()
+    stream = FedStream()
     await cluster.engine(Role.PREFILL)
     d = await cluster.engine(Role.DECODE, stream)
     stream.queue.put_nowait(b"data: 1\n\n")
@@ -485,7 +485,7 @@ async def test_a_request_goes_to_the_ranks_that_were_chosen_for_it(cluster: Clus
 async def test_heartbeats_of_one_rank_leave_the_requests_of_the_other_alone(cluster: Cluster) -> None:
     client = await cluster.router()
     await cluster.engine(Role.PREFILL)
-    stream = Stream()
+    stream = FedStream()
     await cluster.ranks(Role.DECODE, stream)
     stream.queue.put_nowait(b"data: 1\n\n")
     async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -742,7 +742,7 @@ def listed(
 ) -> contextlib.AbstractAsyncContextManager[str]:
     return serve(
         create_app(
-            Settings(
+            RouterSettings(
                 prefill=tuple(Endpoint.parse(engine.url) for engine in prefill),
                 decode=tuple(Endpoint.parse(engine.url) for engine in decode),
                 **settings,
@@ -789,7 +789,7 @@ async def test_another_engine_takes_over_before_anything_was_streamed(
 async def test_an_error_event_at_the_beginning_of_a_stream_is_an_error(cluster: Cluster) -> None:
     """vLLM sends its status before it knows the error. The router does not pass the status on before the
     first token."""
-    broken, good = Stream(), Stream()
+    broken, good = FedStream(), FedStream()
     broken.queue.put_nowait(
         b'data: {"error": {"message": "KV load failed", "code": 500}}\n\ndata: [DONE]\n\n'
     )
@@ -883,7 +883,7 @@ async def test_a_chat_whose_load_fails_after_its_roles_is_tried_elsewhere(cluste
     """vLLM names the role of each choice before it knows the error. The client gets one correct answer."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     role = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-    broken, good = Stream(), Stream()
+    broken, good = FedStream(), FedStream()
     for chunk in (role, b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n', None):
         broken.queue.put_nowait(chunk)
     for chunk in (role[:20], role[20:], b"data: 1\n\n" + DONE, None):
@@ -1204,7 +1204,7 @@ async def test_a_registration_port_in_use_is_one_line(caplog: pytest.LogCaptureF
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        app = create_app(Settings((), (), registration=Address("127.0.0.1", port)))
+        app = create_app(RouterSettings((), (), registration=Address("127.0.0.1", port)))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
         with pytest.raises(SystemExit):
             await server.serve()

@@ -23,7 +23,7 @@ from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Members, Side, State
+from kv_connector.router.engines.members import Members, MemberStatus, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.front.registry import Registry
 from kv_connector.router.observe.metrics import Metrics
@@ -107,7 +107,7 @@ async def watching(url: str) -> AsyncIterator[Members]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def state(members: Members) -> State:
+def state(members: Members) -> MemberStatus:
     (found,) = members.states()[Side.DECODE].values()
     return found
 
@@ -117,7 +117,7 @@ async def until_looked(server: Engine, looks: int = 1) -> None:
         assert await asyncio.to_thread(server.looked.acquire, timeout=PATIENCE)
 
 
-async def until(members: Members, wanted: State) -> None:
+async def until(members: Members, wanted: MemberStatus) -> None:
     async with asyncio.timeout(PATIENCE):
         while state(members) is not wanted:
             await asyncio.sleep(0.01)  # only the log reports a change
@@ -138,7 +138,7 @@ async def test_a_loop_that_stands_still_marks_no_engine(caplog: pytest.LogCaptur
                 await asyncio.sleep(0.001)
                 time.sleep(0.6)  # noqa: ASYNC251 - this is the fault
             await until_looked(server, 2)
-            assert state(members) is State.READY
+            assert state(members) is MemberStatus.READY
     assert "UNREACHABLE" not in caplog.text
 
 
@@ -147,9 +147,9 @@ async def test_an_engine_that_answers_no_look_is_marked() -> None:
         async with watching(server.url) as members:
             await until_looked(server)
             server.may_answer.clear()
-            await until(members, State.UNREACHABLE)
+            await until(members, MemberStatus.UNREACHABLE)
             server.may_answer.set()
-            await until(members, State.READY)
+            await until(members, MemberStatus.READY)
 
 
 async def test_registry_stores_the_length_of_an_engines_model() -> None:

@@ -13,16 +13,16 @@ from fake_vllm import LENGTH, FakeVllm, serve_vllm
 from router_setup import PATIENCE, client_of, nobody, serve, until_metric, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, Reading, alone, answer_of, said
+from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, StreamReading, alone, answer_of, said
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests import early_token
-from kv_connector.router.requests.continuation import Tail, resumed_prompt
+from kv_connector.router.requests.continuation import ContinuationTail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
 from kv_connector.router.streams import continuing, resumption, turns
 from kv_connector.router.streams.running import Running, Shown
@@ -44,9 +44,11 @@ class Fleet:
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
-    async def begin(self, body: dict[str, Any] = BODY, path: str = COMPLETION, events: int = 7) -> Reading:
+    async def begin(
+        self, body: dict[str, Any] = BODY, path: str = COMPLETION, events: int = 7
+    ) -> StreamReading:
         """Returns a stream that has begun on the first decode engine."""
-        reading = Reading(self.client, path, body)
+        reading = StreamReading(self.client, path, body)
         await reading.until(events)
         return reading
 
@@ -61,7 +63,7 @@ async def fleet(
             await stack.enter_async_context(serve_vllm(number + 1)) for number in range(prefill + decode)
         ]
         made = Fleet(engines[:prefill], engines[prefill:])
-        chosen = Settings(
+        chosen = RouterSettings(
             tuple(Endpoint.parse(f"{one.url}@10.0.0.{one.created}:5600") for one in made.prefill),
             tuple(Endpoint.parse(url) for url in (*(one.url for one in made.decode), *more)),
             **settings,
@@ -71,7 +73,7 @@ async def fleet(
         yield made
 
 
-async def ended(reading: Reading) -> dict[str, Any]:
+async def ended(reading: StreamReading) -> dict[str, Any]:
     """Returns the error with which a stream ends."""
     await within(reading._task)
     assert reading.raw.endswith(b"data: [DONE]\n\n")
@@ -118,7 +120,7 @@ async def test_stream_leaves_its_engine_when_that_has_the_fewest_requests() -> N
             one.limits = (8, LENGTH)
         f.decode[0].reports = True
         first = await f.begin()
-        second = Reading(f.client, COMPLETION, BODY, "two")
+        second = StreamReading(f.client, COMPLETION, BODY, "two")
         await second.until(5)
         f.decode[0].killed.set()
         f.decode[1].go.set()
@@ -129,7 +131,7 @@ async def test_stream_leaves_its_engine_when_that_has_the_fewest_requests() -> N
 async def test_stream_continues_when_its_engine_reports_its_death() -> None:
     async with fleet() as f:
         f.decode[0].dies_behind, f.decode[0].reports = 9, True
-        events = await Reading(f.client, COMPLETION, BODY).end()
+        events = await StreamReading(f.client, COMPLETION, BODY).end()
         assert said(events) == said(await alone(f.decode[1], COMPLETION, BODY))
         assert await f.outcomes() == {"resumed": 1}
 
@@ -146,7 +148,7 @@ async def test_stream_of_several_tokens_an_event_continues(an_event: int, shows_
         body = {"prompt": prompt, "max_tokens": 60, "return_token_ids": shows_ids, "temperature": 0}
         async with fleet() as f:
             f.decode[0].an_event, f.decode[0].dies_behind = an_event, 3 * an_event
-            reading = Reading(f.client, COMPLETION, body)
+            reading = StreamReading(f.client, COMPLETION, body)
             events = await reading.end()
             assert said(events) == said(await alone(f.decode[1], COMPLETION, body))
             assert await f.outcomes() == {"resumed": 1}
@@ -169,7 +171,7 @@ async def test_token_without_text_is_generated_again(path: str, more: dict[str, 
     body = {**next(one for one in prompts if held(one)), "max_tokens": 60, **more}
     async with fleet() as f:
         f.decode[0].dies_behind = 9
-        reading = Reading(f.client, path, body)
+        reading = StreamReading(f.client, path, body)
         if more == {"return_token_ids": True}:
             assert "a part of a character" in (await ended(reading))["message"]
             return
@@ -187,7 +189,7 @@ async def test_text_that_a_chats_parser_holds_back_reaches_the_client() -> None:
         for one in f.decode:
             one.marks = True
         f.decode[0].dies_behind = 9
-        events = await Reading(f.client, CHAT, body).end()
+        events = await StreamReading(f.client, CHAT, body).end()
         assert said(events) == said(await alone(f.decode[1], CHAT, body))
         assert await f.outcomes() == {"resumed": 1}
 
@@ -208,7 +210,7 @@ async def test_stream_that_cannot_continue_ends_with_the_reason(
 ) -> None:
     async with fleet() as f:
         f.decode[0].dies_behind = 9
-        error = await ended(Reading(f.client, COMPLETION, BODY | more))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY | more))
         assert error["code"] == 502
         assert "The stream did not continue on another engine" in error["message"]
         assert words in error["message"]
@@ -220,7 +222,7 @@ async def test_stream_that_cannot_continue_ends_with_the_reason(
 async def test_reported_error_keeps_its_fields_beside_the_reason() -> None:
     async with fleet() as f:
         f.decode[0].dies_behind, f.decode[0].reports = 9, True
-        error = await ended(Reading(f.client, COMPLETION, BODY | {"seed": 1}))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY | {"seed": 1}))
         assert (error["code"], error["type"]) == (500, "InternalServerError")
         assert error["message"].startswith("EngineCore died. The stream did not continue")
 
@@ -230,7 +232,7 @@ async def test_request_that_ends_engines_reaches_two_when_the_second_dies_at_onc
         f.decode[0].dies_behind = 9
         for other in f.decode[1:]:
             other.dies_behind = -1
-        error = await ended(Reading(f.client, COMPLETION, BODY))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY))
         assert "the next engines failed too" in error["message"]
         assert await f.outcomes() == {"engine_failed": 1}
         assert [len(one.bodies) for one in f.decode].count(1) == 2
@@ -241,7 +243,7 @@ async def test_request_that_ends_engines_reaches_two_when_it_makes_no_progress()
         f.decode[0].dies_behind = 9
         for other in f.decode[1:]:
             other.dies_behind = resumption.MIN_PROGRESS - 1
-        error = await ended(Reading(f.client, COMPLETION, BODY))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY))
         assert "a decode engine had failed less than 32 tokens before" in error["message"]
         assert await f.outcomes() == {"resumed": 1, "again": 1}
         assert [len(one.bodies) for one in f.decode].count(1) == 2
@@ -252,7 +254,7 @@ async def test_stream_survives_three_failures_with_progress_between_them() -> No
     async with fleet(decode=5) as f:
         for one in f.decode[:3]:
             one.dies_behind = 40
-        events = await Reading(f.client, COMPLETION, body).end()
+        events = await StreamReading(f.client, COMPLETION, body).end()
         assert said(events) == said(await alone(f.decode[4], COMPLETION, body))
         usage = events[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 300)
@@ -262,7 +264,7 @@ async def test_stream_survives_three_failures_with_progress_between_them() -> No
             one.dies_behind = 40
         assert (
             "3 decode engines had failed before"
-            in (await ended(Reading(f.client, COMPLETION, body)))["message"]
+            in (await ended(StreamReading(f.client, COMPLETION, body)))["message"]
         )
         assert await f.outcomes() == {"resumed": 3, "often": 1}
 
@@ -274,7 +276,7 @@ async def test_engine_that_takes_no_connection_is_passed_over() -> None:
             f.decode[0].limits = (8, LENGTH)
             f.decode[1].limits = (0, LENGTH)
             first = await f.begin()
-            second = Reading(f.client, COMPLETION, BODY, "two")
+            second = StreamReading(f.client, COMPLETION, BODY, "two")
             await within(f.decode[1].arrived.wait())
             f.decode[0].killed.set()
             f.decode[1].go.set()
@@ -287,7 +289,7 @@ async def test_engine_that_takes_no_connection_is_passed_over() -> None:
 async def test_stream_ends_when_no_other_engine_takes_requests() -> None:
     async with fleet(decode=1) as f:
         f.decode[0].dies_behind = 9
-        error = await ended(Reading(f.client, COMPLETION, BODY))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY))
         assert "no other decode engine takes requests" in error["message"]
         assert await f.outcomes() == {"no_other_engine": 1}
 
@@ -313,7 +315,7 @@ async def test_stream_is_not_refused_when_engines_do_not_report_what_the_router_
     monkeypatch.setattr(FakeVllm, "models", models)
     async with fleet() as f:
         f.decode[0].dies_behind = 9
-        await ended(Reading(f.client, CHAT, {"messages": MESSAGES}))
+        await ended(StreamReading(f.client, CHAT, {"messages": MESSAGES}))
         assert await f.outcomes() == {"engine_failed": 1}
 
 
@@ -333,11 +335,11 @@ async def test_stream_ends_when_the_next_engine_sends_nothing_in_time(
         await until_metric(f.client, "kv_connector_router_in_flight", 0)
 
 
-async def _crowd(f: Fleet, streams: int) -> list[Reading]:
+async def _crowd(f: Fleet, streams: int) -> list[StreamReading]:
     """Begins so many streams on each decode engine, and stops those of the second engine."""
     for one in f.decode:
         one.limits = (8, LENGTH)
-    readings = [Reading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * streams)]
+    readings = [StreamReading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * streams)]
     for reading in readings:
         await reading.until(7)
     assert [len(one.bodies) for one in f.decode] == [streams, streams]
@@ -352,7 +354,7 @@ async def test_streams_of_a_dead_engine_begin_anew_a_few_at_a_time() -> None:
         f.decode[0].killed.set()
         await until_metric(f.client, "kv_connector_router_waiting_streams", streams - most)
         # A new request does not wait behind them.
-        new = Reading(f.client, COMPLETION, BODY, "new")
+        new = StreamReading(f.client, COMPLETION, BODY, "new")
         async with asyncio.timeout(PATIENCE):
             while len(f.decode[1].bodies) < streams + most + 1:
                 await asyncio.sleep(0.01)
@@ -370,7 +372,7 @@ async def test_requests_without_a_token_are_retried_a_few_at_a_time() -> None:
     async with fleet() as f:
         for one in f.decode:
             one.limits = (0, LENGTH)
-        readings = [Reading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * requests)]
+        readings = [StreamReading(f.client, COMPLETION, BODY, str(number)) for number in range(2 * requests)]
         async with asyncio.timeout(PATIENCE):
             while [len(one.bodies) for one in f.decode] != [requests, requests]:
                 await asyncio.sleep(0.01)
@@ -380,7 +382,7 @@ async def test_requests_without_a_token_are_retried_a_few_at_a_time() -> None:
             while len(f.decode[1].bodies) < requests + most:
                 await asyncio.sleep(0.01)
         # A new request does not wait behind them.
-        new = Reading(f.client, COMPLETION, BODY, "new")
+        new = StreamReading(f.client, COMPLETION, BODY, "new")
         async with asyncio.timeout(PATIENCE):
             while len(f.decode[1].bodies) < requests + most + 1:
                 await asyncio.sleep(0.01)
@@ -443,7 +445,7 @@ async def test_stream_that_waits_too_long_ends_with_the_reason(monkeypatch: pyte
     monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)
     async with fleet() as f:
         f.decode[0].dies_behind = 9
-        error = await ended(Reading(f.client, COMPLETION, BODY))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY))
         assert "streams before it kept the other engines busy" in error["message"]
         assert await f.outcomes() == {"queued": 1}
         assert not f.decode[1].bodies
@@ -492,13 +494,13 @@ async def test_stream_ends_when_the_router_has_no_room_for_its_ids(monkeypatch: 
     monkeypatch.setattr("kv_connector.router.streams.moves.MOST_IDS", 20)
     async with fleet() as f:
         f.decode[0].dies_behind = 20
-        error = await ended(Reading(f.client, COMPLETION, BODY))
+        error = await ended(StreamReading(f.client, COMPLETION, BODY))
         assert "no room for its token ids" in error["message"]
         assert await f.outcomes() == {"memory": 1}
         # The room is free again.
         f.decode[0].dies_behind = None
         f.decode[1].dies_behind = 3
-        await Reading(f.client, COMPLETION, BODY | {"max_tokens": 4}).end()
+        await StreamReading(f.client, COMPLETION, BODY | {"max_tokens": 4}).end()
 
 
 async def test_prefill_engine_that_has_the_prompt_computes_the_rest() -> None:
@@ -526,11 +528,11 @@ async def test_whole_answer_is_computed_again() -> None:
 
 
 def test_tail_leaves_out_the_tokens_that_the_client_has() -> None:
-    tail = Tail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
+    tail = ContinuationTail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
     assert tail.of(chunk("", [6])) == b""
     assert tail.of(chunk("bc", [7, 8])) == chunk("bc", [8])
     assert tail.of(chunk("d", [6])) == chunk("d", [6])
-    other = Tail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
+    other = ContinuationTail(chunk("a", [5]), prompt=1, said=1, cached=None, known=[6, 7])
     with pytest.raises(Failure, match="continued with token 9, where the client has 6"):
         other.of(chunk("b", [9]))
 
@@ -616,5 +618,7 @@ async def test_stream_continues_when_no_engine_reports_the_text_of_a_token_in_ti
     async with fleet() as f:
         f.decode[0].dies_behind = 9
         body = {"messages": MESSAGES, "max_tokens": 60}
-        assert said(await Reading(f.client, CHAT, body).end()) == said(await alone(f.decode[1], CHAT, body))
+        assert said(await StreamReading(f.client, CHAT, body).end()) == said(
+            await alone(f.decode[1], CHAT, body)
+        )
         assert await f.outcomes() == {"resumed": 1}

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 from router_setup import (
+    FedStream,
     Rendezvous,
-    Stream,
     answer_ok,
     client_of,
     cluster,
@@ -31,7 +31,7 @@ from kv_connector.router.engines.client import LOST_SECONDS, EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.pool import NoEngine, Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.requests.completion import Completion
@@ -107,7 +107,7 @@ async def test_prefill_engine_counts_as_free_once_it_has_answered() -> None:
         return await answer_ok(request, body)
 
     async with serve_engine(hold) as busy, serve_engine(answer_ok) as quick, serve_engine(answer_ok) as d:
-        settings = Settings(
+        settings = RouterSettings(
             prefill=(Endpoint.parse(busy.url), Endpoint.parse(quick.url)), decode=(Endpoint.parse(d.url),)
         )
         async with (
@@ -126,7 +126,7 @@ async def test_prefill_engine_counts_as_free_once_it_has_answered() -> None:
 async def test_listed_ranks_are_used_in_turn_each_with_its_own_pages() -> None:
     """The router sets the rank of each request. A client's header does not change it."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
-        settings = Settings(
+        settings = RouterSettings(
             prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
             decode=(Endpoint.parse(d.url),) * 2,
         )
@@ -162,7 +162,7 @@ async def test_a_rank_that_an_engine_lacks_is_no_fault_of_the_request(side: str,
         endpoints[side] = tuple(Endpoint.parse(f"{url}@10.0.0.1:{port}") for port in (5600, 5602))
         async with (
             # Serial, because the fake decode engine does not wait for pages, as a real one does.
-            serve(create_app(Settings(**endpoints, dispatch="serial"))) as address,
+            serve(create_app(RouterSettings(**endpoints, dispatch="serial"))) as address,
             client_of(address) as client,
         ):
             for _ in range(8):
@@ -180,7 +180,7 @@ async def test_a_400_of_another_cause_is_the_requests_fault() -> None:
         return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
 
     async with serve_engine(answer_ok) as p, serve_engine(refuse) as d:
-        settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
+        settings = RouterSettings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),) * 2)
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as client,
@@ -203,7 +203,7 @@ async def test_chat_for_prefill_has_both_names_of_the_limit_set() -> None:
         "stream_options": {"include_usage": True},
         "max_completion_tokens": 9,
     }
-    stream = Stream()
+    stream = FedStream()
     stream.queue.put_nowait(b"data: x\n\n")
     stream.queue.put_nowait(None)
     async with cluster(answer_ok, stream) as (p, d, client):
@@ -316,7 +316,7 @@ async def test_router_fault_is_reported_and_counted_as_a_router_fault(
         return event
 
     monkeypatch.setattr(EVENTS + ".opening", opening)
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         stream.queue.put_nowait(event)
         request = {"prompt": [1], "stream": True}
@@ -377,7 +377,7 @@ async def test_without_a_usable_request_id_both_engines_get_the_same_new_one() -
 
 
 async def test_chunks_pass_through_one_by_one() -> None:
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         stream.queue.put_nowait(b"data: 1\n\n")
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -394,7 +394,7 @@ async def test_chunks_pass_through_one_by_one() -> None:
 
 async def test_status_waits_for_the_first_byte_so_that_a_prefill_error_can_be_reported() -> None:
     fail = asyncio.Event()
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         await within(fail.wait())
@@ -423,7 +423,7 @@ async def test_prefill_that_never_answers_is_left_once_decode_has_answered() -> 
 
 async def test_decode_continues_when_prefill_fails_after_the_first_byte() -> None:
     fail = asyncio.Event()
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         await within(fail.wait())
@@ -443,7 +443,7 @@ async def test_decode_continues_when_prefill_fails_after_the_first_byte() -> Non
 
 
 async def test_broken_decode_stream_ends_with_an_error_event() -> None:
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         stream.queue.put_nowait(b"data: 1\n\n")
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -503,7 +503,7 @@ async def test_an_engine_that_is_down_is_named(side: str, dispatch: str) -> None
 
         async with serve_engine(wait) as engine:
             urls = {"prefill": engine.url, "decode": engine.url} | {side: down}
-            settings = Settings(
+            settings = RouterSettings(
                 prefill=(Endpoint.parse(urls["prefill"]),),
                 decode=(Endpoint.parse(urls["decode"]),),
                 dispatch=dispatch,  # type: ignore[arg-type]
@@ -531,7 +531,7 @@ async def test_request_whose_only_prefill_engine_is_down_is_served_by_decode_alo
 
     with nobody() as down:
         async with serve_engine(load) as d:
-            settings = Settings(
+            settings = RouterSettings(
                 (Endpoint.parse(down),),
                 (Endpoint.parse(d.url),),
                 dispatch=dispatch,  # type: ignore[arg-type]
@@ -695,7 +695,7 @@ async def test_an_engine_that_ends_a_stream_with_an_error_event_has_failed() -> 
         "error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}
     }
     end = b"data: " + json.dumps(error).encode() + b"\n\n"
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
         for chunk in (good, good + end + b"data: [DONE]\n\n", None):
@@ -725,7 +725,7 @@ async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
 ) -> None:
     """The connection is closed cleanly, as by a proxy whose engine is gone."""
     good = b'data: {"choices":[{"text":"[DONE] \\"finish_reason\\":\\"stop\\"","finish_reason":null}]}\n\n'
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, d, client):
         body = {"prompt": "x", "messages": [], "input": "x", "stream": True}
         asking = asyncio.create_task(client.post(path, json=body))
@@ -745,7 +745,7 @@ async def test_a_stream_that_ends_without_an_end_of_its_answer_has_failed(
 
 async def test_words_of_an_error_within_an_answer_are_an_answer() -> None:
     text = json.dumps({"choices": [{"text": 'say "error" {"error": 1}', "finish_reason": "stop"}]}).encode()
-    stream = Stream()
+    stream = FedStream()
     async with cluster(answer_ok, stream) as (_, _, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
         for chunk in (b"data: " + text + b"\n\n", b"data: [DONE]\n\n", None):
@@ -787,7 +787,7 @@ async def test_stopping_router_waits_until_prefill_is_notified() -> None:
         return JSONResponse({}, 404)
 
     async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
-        app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
+        app = create_app(RouterSettings(prefill=(Endpoint.parse(p.url),), decode=(Endpoint.parse(d.url),)))
         running = AsyncExitStack()
         await running.enter_async_context(app.router.lifespan_context(app))
         async with httpx.AsyncClient(
@@ -817,7 +817,7 @@ async def test_prefill_is_notified_of_an_unreachable_decode_engine() -> None:
     with nobody() as down:
         async with serve_engine(answer_ok) as p, serve_engine(decode) as d:
             decodes = (Endpoint.parse(down), Endpoint.parse(d.url))
-            settings = Settings(prefill=(Endpoint.parse(p.url),), decode=decodes)
+            settings = RouterSettings(prefill=(Endpoint.parse(p.url),), decode=decodes)
             async with (
                 serve(create_app(settings)) as url,
                 client_of(url) as client,
@@ -831,7 +831,7 @@ async def test_prefill_is_notified_of_an_unreachable_decode_engine() -> None:
 
 
 async def test_a_client_that_leaves_a_stream_aborts_both() -> None:
-    stream = Stream()
+    stream = FedStream()
 
     async def prefill(request: Request, body: dict[str, Any]) -> Response:
         return await p.until_gone(request)
@@ -871,7 +871,7 @@ async def test_prefill_is_not_aborted_when_decode_is_faster() -> None:
 
 async def test_connections_to_engines_end_with_their_host() -> None:
     async with (
-        serve_engine(Stream()) as engine,
+        serve_engine(FedStream()) as engine,
         EngineClient() as client,
         client.stream("POST", f"{engine.url}/v1/completions", b"{}") as response,
     ):
@@ -900,7 +900,7 @@ async def test_other_routes_are_answered_by_a_decode_engine() -> None:
 async def test_other_routes_are_answered_by_another_engine_where_one_is_gone() -> None:
     with nobody() as down:
         async with serve_engine(answer_ok) as engine:
-            settings = Settings(
+            settings = RouterSettings(
                 prefill=(Endpoint.parse(engine.url),),
                 decode=(Endpoint.parse(down), Endpoint.parse(engine.url)),
             )
@@ -994,14 +994,14 @@ def test_a_wrong_endpoint_is_named(text: str) -> None:
 
 def test_a_router_needs_both_sides() -> None:
     with pytest.raises(ValueError, match="at least one --prefill"):
-        Settings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
+        RouterSettings(prefill=(), decode=(Endpoint.parse("http://h:1"),))
 
 
 def test_two_ranks_of_a_listed_prefill_engine_have_two_control_addresses() -> None:
     twice = (Endpoint.parse("http://h:1"),) * 2
     with pytest.raises(ValueError, match="own control address"):
-        Settings(prefill=twice, decode=twice)
-    Settings(prefill=twice[:1], decode=twice)
+        RouterSettings(prefill=twice, decode=twice)
+    RouterSettings(prefill=twice[:1], decode=twice)
 
 
 def test_an_empty_object_is_the_engines_to_judge() -> None:

@@ -18,9 +18,9 @@ import uvloop
 from command_line import invoke, one_line
 from router_setup import (
     PATIENCE,
+    EndingServer,
     FakeEngine,
-    Server,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -38,7 +38,7 @@ from kv_connector.control.cluster_key import KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.client import AuthorityError, EngineClient, HttpError, read_authority
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.api_keys import ApiKeys, read_engine_key
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.certificate import Certificate
@@ -130,7 +130,7 @@ async def test_paths_without_a_key_are_probes_that_name_no_engine(key_file: str)
 
 
 async def test_client_with_too_many_requests_gets_429_and_another_client_is_served(key_file: str) -> None:
-    streams = Stream()
+    streams = FedStream()
     limits = {"api_key_file": key_file, "requests_per_key": 1}
     async with cluster(answer_ok, streams, **limits) as (_, d, client):
 
@@ -238,7 +238,7 @@ async def secure_engine() -> AsyncIterator[FakeEngine]:
     engine = FakeEngine(answer_ok)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = Server(
+        server = EndingServer(
             uvicorn.Config(
                 engine.app,
                 log_level="error",
@@ -273,7 +273,7 @@ async def test_engine_with_tls_is_verified_by_the_authority_of_the_operator() ->
 async def test_router_sends_requests_to_engines_with_tls() -> None:
     async with secure_engine() as p, secure_engine() as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
-        settings = Settings(*endpoints, engine_ca=str(CERTIFICATES / "authority.pem"))
+        settings = RouterSettings(*endpoints, engine_ca=str(CERTIFICATES / "authority.pem"))
         async with shipped(settings) as (url, _), client_of(url) as client:
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
@@ -301,7 +301,7 @@ async def test_change_reads_the_key_and_the_authorities_for_engines_again(tmp_pa
     authority.write_bytes((CERTIFICATES / "other.pem").read_bytes())
     async with secure_engine() as engine:
         engines = (Endpoint.parse(engine.url),)
-        settings = Settings(
+        settings = RouterSettings(
             engines, engines, engine_ca=str(authority), engine_key_file=str(key), patience=0.01
         )
         application = create_app(settings)
@@ -331,7 +331,7 @@ async def test_router_with_a_certificate_serves_https_and_metrics_at_the_second_
     admin = Address("127.0.0.1", free_port())
     tls = Certificate(CERTIFICATES / "server.pem", None).context
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
-        settings = Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),), admin=admin)
+        settings = RouterSettings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),), admin=admin)
         verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
         async with (
             shipped(settings, tls) as (url, _),
@@ -352,7 +352,7 @@ async def test_connections_without_a_tls_handshake_are_closed_for_new_ones() -> 
     verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
     async with (
-        shipped(Settings(engines, engines), tls, connections=2) as (url, server),
+        shipped(RouterSettings(engines, engines), tls, connections=2) as (url, server),
         httpx.AsyncClient(base_url=url.replace("http:", "https:"), verify=verified) as client,
     ):
         opened = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(4)]
@@ -370,7 +370,7 @@ def test_router_on_uvloop_accepts_many_tls_connections_at_once() -> None:
         tls = Certificate(CERTIFICATES / "server.pem", None).context
         verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
         engines = (Endpoint.parse("http://127.0.0.1:1"),)
-        async with shipped(Settings(engines, engines), tls) as (url, _):
+        async with shipped(RouterSettings(engines, engines), tls) as (url, _):
 
             async def ask() -> bytes:
                 port = int(url.rpartition(":")[2])
@@ -390,7 +390,7 @@ def test_router_on_uvloop_accepts_many_tls_connections_at_once() -> None:
 async def test_tls_handshake_that_does_not_end_is_given_up() -> None:
     tls = Certificate(CERTIFICATES / "server.pem", None).context
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
-    async with shipped(Settings(engines, engines), tls, stall=0.05) as (url, server):
+    async with shipped(RouterSettings(engines, engines), tls, stall=0.05) as (url, server):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"\x16\x03\x01")
         with contextlib.suppress(ConnectionError):
@@ -419,7 +419,11 @@ def test_certificate_that_cannot_be_used_is_refused(options: tuple[str, ...], wh
 
 @contextlib.asynccontextmanager
 async def shipped(
-    settings: Settings, tls: ssl.SSLContext | None = None, *, connections: int = 1000, stall: float = 3600
+    settings: RouterSettings,
+    tls: ssl.SSLContext | None = None,
+    *,
+    connections: int = 1000,
+    stall: float = 3600,
 ) -> AsyncIterator[tuple[str, RouterServer]]:
     """Runs a router as `kv-connector router` does, and yields its URL."""
     config = ServerConfig(
@@ -448,7 +452,7 @@ async def test_access_log_has_the_address_of_the_connection_and_none_that_a_clie
 ) -> None:
     path, engines = tmp_path / "access.log", (Endpoint.parse("http://127.0.0.1:1"),)
     async with (
-        shipped(Settings(engines, engines, access_log=str(path))) as (url, _),
+        shipped(RouterSettings(engines, engines, access_log=str(path))) as (url, _),
         client_of(url) as client,
     ):
         await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
@@ -466,7 +470,7 @@ async def test_log_is_written_before_a_signal_ends_the_process(
 
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
     monkeypatch.setattr(logging.getLogger(), "handlers", [Kept()])
-    async with shipped(Settings(engines, engines)) as (_, server):
+    async with shipped(RouterSettings(engines, engines)) as (_, server):
 
         def end(_: int) -> None:
             assert flushed, "the signal ends the process before the log is written"
@@ -487,7 +491,7 @@ async def test_metrics_and_status_are_at_the_second_address_alone(key_file: str)
     admin = Address("127.0.0.1", free_port())
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
-        settings = Settings(*endpoints, admin=admin, api_key_file=key_file)
+        settings = RouterSettings(*endpoints, admin=admin, api_key_file=key_file)
         async with (
             shipped(settings) as (url, _),
             client_of(url) as client,
@@ -514,7 +518,7 @@ async def test_router_whose_second_address_is_taken_ends_with_the_reason(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         admin = Address("127.0.0.1", taken.getsockname()[1])
-        settings = Settings(engines, engines, admin=admin)
+        settings = RouterSettings(engines, engines, admin=admin)
         config = ServerConfig(
             create_app(settings), connections=10, stall=3600, port=0, timeout_graceful_shutdown=1
         )
@@ -569,7 +573,7 @@ async def test_router_without_origins_answers_no_preflight() -> None:
 @pytest.mark.parametrize("origin", ["*", "https://a.example", "http://127.0.0.1:3000", "http://[::1]:3000"])
 def test_origin_that_a_browser_sends_is_accepted(origin: str) -> None:
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
-    assert Settings(engines, engines, allow_origins=(origin,)).allow_origins == (origin,)
+    assert RouterSettings(engines, engines, allow_origins=(origin,)).allow_origins == (origin,)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kv_connector.router.engines.breaker import FAILURES, Breaker
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ async def routed(
 ) -> AsyncIterator[tuple[list[FakeEngine], list[FakeEngine], httpx.AsyncClient]]:
     async with (
         serve_engines(prefill, decode) as (p, d, listed),
-        serve(create_app(Settings(**listed, **settings))) as url,
+        serve(create_app(RouterSettings(**listed, **settings))) as url,
         client_of(url) as client,
     ):
         yield p, d, client

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_setup import Stream, answer_ok, cluster, within
+from router_setup import FedStream, answer_ok, cluster, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.comments import COMMENT, Comments
 
@@ -23,7 +23,7 @@ EVENT = b'data: {"choices": []}\n\n'
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 async def test_idle_stream_gets_comments_between_its_events(path: str, tmp_path: Path) -> None:
-    streams, log = Stream(), tmp_path / "access.log"
+    streams, log = FedStream(), tmp_path / "access.log"
     async with cluster(answer_ok, streams, stream_comments=0.01, access_log=str(log)) as (_, _, client):
         body = {"prompt": "x", "messages": [], "stream": True}
         async with client.stream("POST", path, json=body) as answer:
@@ -49,7 +49,7 @@ async def test_idle_stream_gets_comments_between_its_events(path: str, tmp_path:
 
 
 async def test_stream_without_the_option_has_the_engines_bytes() -> None:
-    streams = Stream()
+    streams = FedStream()
     async with cluster(answer_ok, streams) as (_, _, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
         await asyncio.sleep(0)
@@ -100,4 +100,4 @@ async def test_event_restarts_the_time_of_the_next_comment() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
 def test_interval_that_cannot_be_used_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="--stream-comments"):
-        Settings((), (), stream_comments=seconds)
+        RouterSettings((), (), stream_comments=seconds)

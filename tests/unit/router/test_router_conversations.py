@@ -20,7 +20,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import PolicyName, Settings
+from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -86,7 +86,7 @@ class Site:
 async def site(prefills: int = 2, decodes: int = 2, **settings: Any) -> AsyncIterator[Site]:
     async with serve_engines([prefill] * prefills, [decode] * decodes) as (p, d, listed):
         listed["prefill"] = tuple(Endpoint.parse(f"{one.url}@10.0.0.1:{5601 + n}") for n, one in enumerate(p))
-        chosen = Settings(**{**listed, "policy": PolicyName.CACHE_AWARE, **settings})
+        chosen = RouterSettings(**{**listed, "policy": PolicyName.CACHE_AWARE, **settings})
         async with serve(create_app(chosen)) as url, client_of(url) as client:
             yield Site(p, d, client)
 

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 from command_line import invoke, one_line
-from router_setup import PATIENCE, Stream, answer_ok, cluster, no_answer, streaming, until_metric, within
+from router_setup import PATIENCE, FedStream, answer_ok, cluster, no_answer, streaming, until_metric, within
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kv_connector.cli.main import app
-from kv_connector.router.engines.settings import Timeouts
+from kv_connector.router.engines.settings import RequestTimeouts
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.deadline import Deadline
@@ -37,7 +37,7 @@ async def hanging(**timeouts: float) -> AsyncIterator[tuple[Any, Any, httpx.Asyn
     async def hang_too(request: Request, _: dict[str, Any]) -> Response:
         return await d.until_gone(request)
 
-    async with cluster(hang, hang_too, timeouts=Timeouts(**timeouts), patience=SOON) as (p, d, client):
+    async with cluster(hang, hang_too, timeouts=RequestTimeouts(**timeouts), patience=SOON) as (p, d, client):
         yield p, d, client
 
 
@@ -66,8 +66,8 @@ async def test_request_without_an_answer_in_time_gets_504_and_ends_at_both_engin
 
 @pytest.mark.parametrize("stream", [True, 1, "yes"])  # vLLM reads each as true
 async def test_stream_that_stops_ends_with_an_error_event(stream: bool | int | str) -> None:
-    streams = Stream()
-    timeouts = Timeouts(first_token=3600, idle=SOON, request=3600)
+    streams = FedStream()
+    timeouts = RequestTimeouts(first_token=3600, idle=SOON, request=3600)
     async with cluster(answer_ok, streams, timeouts=timeouts) as (_, _, client):
         streams.queue.put_nowait(EVENT)
         async with client.stream("POST", "/v1/completions", json=BODY | {"stream": stream}) as answer:
@@ -82,7 +82,7 @@ async def test_stream_that_stops_ends_with_an_error_event(stream: bool | int | s
 
 
 async def test_deadline_limits_the_next_event_only_while_it_is_awaited() -> None:
-    deadline = Deadline(Timeouts(first_token=3600, idle=7200, request=10_000), streamed=True)
+    deadline = Deadline(RequestTimeouts(first_token=3600, idle=7200, request=10_000), streamed=True)
     now = asyncio.get_running_loop().time
     async with deadline.guard():
         assert 0 < due(deadline) - now() <= 3600
@@ -94,7 +94,7 @@ async def test_deadline_limits_the_next_event_only_while_it_is_awaited() -> None
 
 
 async def test_deadline_of_the_whole_request_ends_a_stream_that_goes_on() -> None:
-    deadline = Deadline(Timeouts(idle=3600, request=SOON), streamed=True)
+    deadline = Deadline(RequestTimeouts(idle=3600, request=SOON), streamed=True)
 
     async def stream() -> None:
         async with deadline.guard():
@@ -109,7 +109,7 @@ async def test_deadline_of_the_whole_request_ends_a_stream_that_goes_on() -> Non
 
 
 async def test_deadline_without_limits_is_none() -> None:
-    deadline = Deadline(Timeouts(), streamed=True)
+    deadline = Deadline(RequestTimeouts(), streamed=True)
     async with deadline.guard():
         deadline.received()
         deadline.waiting()
@@ -123,7 +123,7 @@ async def test_complete_answer_has_no_limit_while_the_prefill_engine_ends(
     made: list[Deadline] = []
     released = asyncio.Event()
 
-    def make(timeouts: Timeouts, *, streamed: bool) -> Deadline:
+    def make(timeouts: RequestTimeouts, *, streamed: bool) -> Deadline:
         made.append(Deadline(timeouts, streamed=streamed))
         return made[-1]
 
@@ -132,7 +132,7 @@ async def test_complete_answer_has_no_limit_while_the_prefill_engine_ends(
         return await answer_ok(request, body)
 
     monkeypatch.setattr("kv_connector.router.front.app.Deadline", make)
-    timeouts = Timeouts(first_token=3600, idle=3600, request=3600)
+    timeouts = RequestTimeouts(first_token=3600, idle=3600, request=3600)
     decode = streaming(EVENT, DONE) if stream else answer_ok
     async with cluster(answer_when_released, decode, timeouts=timeouts, patience=PATIENCE) as (_, _, client):
         answer = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
@@ -145,7 +145,7 @@ async def test_complete_answer_has_no_limit_while_the_prefill_engine_ends(
 
 async def test_timeout_of_another_cause_is_not_the_deadline() -> None:
     async def fail() -> None:
-        async with Deadline(Timeouts(request=3600), streamed=True).guard():
+        async with Deadline(RequestTimeouts(request=3600), streamed=True).guard():
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
@@ -159,7 +159,7 @@ def due(deadline: Deadline) -> float:
 
 
 async def test_forwarded_request_without_an_answer_in_time_gets_504() -> None:
-    async with cluster(answer_ok, answer_ok, timeouts=Timeouts(request=SOON)) as (_, d, client):
+    async with cluster(answer_ok, answer_ok, timeouts=RequestTimeouts(request=SOON)) as (_, d, client):
         d.app.routes[:] = [route for route in d.app.routes if getattr(route, "path", "") != "/tokenize"]
         d.app.add_route("/tokenize", no_answer, methods=["POST"])
         answer = await client.post("/tokenize", json={"prompt": "x"})

@@ -18,7 +18,7 @@ import uvicorn
 from router_setup import (
     PATIENCE,
     FakeEngine,
-    Stream,
+    FedStream,
     answer_ok,
     cluster,
     no_answer,
@@ -33,11 +33,11 @@ from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.engines import client as client_module
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.limits import Limits, requests_for
-from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig, Turns, _Flow
+from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ReadTurns, ServerConfig, _Flow
 from kv_connector.router.requests.completion import _DECIDING, Completion
 from kv_connector.router.requests.continuation import stay_reason, tokens_left
 from kv_connector.router.requests.responses import ResponsesRequest
@@ -75,7 +75,7 @@ async def shipped(
 ) -> AsyncIterator[Shipped]:
     if app is None:
         engines = (Endpoint.parse("http://127.0.0.1:1"),)
-        app = create_app(Settings(engines, engines))
+        app = create_app(RouterSettings(engines, engines))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = ServerConfig(
@@ -203,7 +203,7 @@ class Reading:
 
 async def test_one_connection_with_much_to_read_reads_in_each_turn_of_the_loop() -> None:
     order: list[object] = []
-    turns = Turns()
+    turns = ReadTurns()
     transports = [Reading(order) for _ in range(4)]
     flows = [_Flow(transport, turns) for transport in transports]  # type: ignore[arg-type]
     for flow in flows:
@@ -228,14 +228,14 @@ async def test_one_connection_with_much_to_read_reads_in_each_turn_of_the_loop()
 async def test_long_input_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for a body that is read, for a body that no task reads any more, and for a header."""
     turns = 0
-    enter = Turns.enter
+    enter = ReadTurns.enter
 
-    def count(self: Turns, flow: _Flow) -> None:
+    def count(self: ReadTurns, flow: _Flow) -> None:
         nonlocal turns
         turns += 1
         enter(self, flow)
 
-    monkeypatch.setattr(Turns, "enter", count)
+    monkeypatch.setattr(ReadTurns, "enter", count)
     long = b"a" * (4 << 20)
     post = b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n"
     async with shipped() as router:
@@ -417,7 +417,7 @@ def test_long_fields_go_on_as_they_came() -> None:
 
 async def test_a_body_over_the_limit_gets_413_before_it_is_sent() -> None:
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
-    async with shipped(create_app(Settings(engines, engines, body_limit=1000))) as router:
+    async with shipped(create_app(RouterSettings(engines, engines, body_limit=1000))) as router:
         reader, writer = await router.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1001\r\n\r\n")
         assert status(await within(reader.readuntil(b"\r\n"))) == 413
@@ -426,7 +426,7 @@ async def test_a_body_over_the_limit_gets_413_before_it_is_sent() -> None:
 
 async def test_a_body_that_stands_still_gets_408() -> None:
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
-    async with shipped(create_app(Settings(engines, engines, stall=0.05))) as router:
+    async with shipped(create_app(RouterSettings(engines, engines, stall=0.05))) as router:
         reader, writer = await router.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1001\r\n\r\n{")
         assert status(await within(reader.readuntil(b"\r\n"))) == 408
@@ -434,7 +434,7 @@ async def test_a_body_that_stands_still_gets_408() -> None:
 
 
 async def test_bodies_beyond_the_budget_get_503_until_others_end() -> None:
-    streams = Stream()
+    streams = FedStream()
     body = {"prompt": "x" * 700}
     async with cluster(answer_ok, streams, body_limit=1000, body_budget=1000) as (_, d, client):
         first = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -478,7 +478,7 @@ async def test_long_bodies_leave_some_of_the_budget_to_short_ones() -> None:
 
 
 async def test_body_counts_half_once_its_answer_has_begun() -> None:
-    streams = Stream()
+    streams = FedStream()
     body = {"prompt": "x" * 700, "stream": True}
     async with cluster(answer_ok, streams, body_limit=1200, body_budget=1200) as (_, d, client):
         streams.queue.put_nowait(b"data: {}\n\n")
@@ -493,7 +493,7 @@ async def test_body_counts_half_once_its_answer_has_begun() -> None:
 
 
 async def test_requests_beyond_the_limit_get_503_and_probes_do_not() -> None:
-    streams = Stream()
+    streams = FedStream()
     async with cluster(answer_ok, streams, requests=1) as (_, d, client):
         first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await within(d.arrived.wait())
@@ -596,12 +596,12 @@ async def test_client_that_leaves_a_forwarded_request_ends_it(monkeypatch: pytes
     ],
 )
 async def test_streams_that_outlast_the_grace_end_with_an_error_event(path: str, last: bytes) -> None:
-    streams = Stream()
+    streams = FedStream()
     async with serve_engine(answer_ok) as p, serve_engine(streams) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with (
             httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
-            shipped(create_app(Settings(*endpoints)), grace=0) as router,
+            shipped(create_app(RouterSettings(*endpoints)), grace=0) as router,
         ):
             streams.queue.put_nowait(b"data: {}\n\n")
             body = {"prompt": "x", "messages": [], "stream": True}
@@ -621,7 +621,7 @@ async def test_a_request_without_an_answer_gets_503_at_the_end_of_the_grace() ->
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
         async with (
             httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
-            shipped(create_app(Settings(*endpoints, patience=0.5)), grace=0) as router,
+            shipped(create_app(RouterSettings(*endpoints, patience=0.5)), grace=0) as router,
         ):
             ask = asyncio.create_task(client.post(router.url + "/v1/completions", json={"prompt": "x"}))
             await within(d.arrived.wait())
@@ -645,7 +645,7 @@ async def test_forwarded_request_gets_503_at_the_end_of_the_grace(path: str) -> 
         engines = (Endpoint.parse(silent.url),)
         async with (
             httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
-            shipped(create_app(Settings(engines, engines, patience=0.5)), grace=0) as router,
+            shipped(create_app(RouterSettings(engines, engines, patience=0.5)), grace=0) as router,
         ):
             ask = asyncio.create_task(client.post(router.url + path, json={"prompt": "x"}))
             await within(silent.arrived.wait())
@@ -658,7 +658,7 @@ async def test_forwarded_request_gets_503_at_the_end_of_the_grace(path: str) -> 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 async def test_request_whose_body_arrives_gets_503_at_the_end_of_the_grace(path: str) -> None:
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
-    async with shipped(create_app(Settings(engines, engines, patience=0.5)), grace=0) as router:
+    async with shipped(create_app(RouterSettings(engines, engines, patience=0.5)), grace=0) as router:
         reader, writer = await router.connect()
         writer.write(b"POST %s HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n{" % path.encode())
         await writer.drain()
@@ -677,7 +677,7 @@ async def test_a_whole_answer_has_its_length() -> None:
     """HTTP/1.0 has no chunks."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
         endpoints = ((Endpoint.parse(p.url),), (Endpoint.parse(d.url),))
-        async with shipped(create_app(Settings(*endpoints))) as router:
+        async with shipped(create_app(RouterSettings(*endpoints))) as router:
             head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: 14\r\n\r\n"
             answer = await router.ask(head + b'{"prompt":"x"}')
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -708,7 +708,7 @@ async def test_no_engine_gets_503_with_retry_after() -> None:
         engines = (Endpoint.parse(url),)
         async with (
             httpx.AsyncClient(timeout=PATIENCE, verify=False) as client,
-            shipped(create_app(Settings(engines, engines, patience=0.01))) as router,
+            shipped(create_app(RouterSettings(engines, engines, patience=0.01))) as router,
         ):
             await client.post(router.url + "/v1/completions", json={"prompt": "x"})
             answer = await client.post(router.url + "/v1/completions", json={"prompt": "x"})

@@ -19,7 +19,7 @@ from router_setup import answer_ok, cluster, within
 from kv_connector.router.bodies import body_parser, fields, messages, parser_process
 from kv_connector.router.bodies.body_parser import LONG, BodyParser
 from kv_connector.router.bodies.fields import LONGEST_READ, SLICE, Content, Pieces, encode, named
-from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, Wanted, parsed, serve
+from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, WantedParts, parsed, serve
 from kv_connector.router.engines.client import _Payload
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
@@ -144,7 +144,7 @@ async def test_long_body_is_parsed_by_the_child_alone(monkeypatch: pytest.Monkey
         note(data)
         return decode(data, **how)
 
-    def count_looked_at(name: str, value: msgspec.Raw) -> fields.Shape:
+    def count_looked_at(name: str, value: msgspec.Raw) -> fields.ValueShape:
         note(value)
         return look(name, value)
 
@@ -183,9 +183,9 @@ def test_child_reads_a_bounded_part_of_the_prompts() -> None:
     """The texts wait in the router's memory until the request is placed."""
     long = b'"%s"' % (b"a" * (700 << 10))
     raw = b'{"prompt":%s,"input":%s,"messages":"%s"}' % (long, long, LETTERS)
-    found = {field.name: field.texts is not None for field in parsed(raw, Wanted.PROMPT).fields}
+    found = {field.name: field.texts is not None for field in parsed(raw, WantedParts.PROMPT).fields}
     assert found == {"prompt": True, "input": False, "messages": False}
-    assert all(field.texts is None for field in parsed(raw, Wanted.FIELDS).fields)
+    assert all(field.texts is None for field in parsed(raw, WantedParts.FIELDS).fields)
 
 
 def test_legs_share_the_bytes_of_a_long_body() -> None:
@@ -387,9 +387,9 @@ async def test_signal_to_all_processes_of_a_service_leaves_the_child(child: Body
 
 def test_child_ends_when_its_parent_does() -> None:
     sink = io.BytesIO()
-    asked = REQUEST.pack(Wanted.FIELDS, 2) + b"{}" + REQUEST.pack(Wanted.MODEL, 11) + b'{"model":1}'
+    asked = REQUEST.pack(WantedParts.FIELDS, 2) + b"{}" + REQUEST.pack(WantedParts.MODEL, 11) + b'{"model":1}'
     serve(io.BytesIO(asked), sink)
     found = sink.getvalue()
     (nbytes,) = ANSWER.unpack(found[: ANSWER.size])
     answer = msgspec.msgpack.decode(found[ANSWER.size : ANSWER.size + nbytes], type=Parsed)
-    assert answer == parsed(b"{}", Wanted.FIELDS)
+    assert answer == parsed(b"{}", WantedParts.FIELDS)

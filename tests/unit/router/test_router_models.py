@@ -16,13 +16,13 @@ from starlette.responses import JSONResponse, Response
 from kv_connector.control.membership import Register
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.bodies.fields import named
-from kv_connector.router.engines.client import Reply
+from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.models import longest, merged, names
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -65,7 +65,7 @@ async def router(
             "prefill": tuple(Endpoint.parse(engine.url) for engine in prefill),
             "decode": tuple(Endpoint.parse(engine.url) for engine in decode),
         }
-        app = create_app(Settings(**endpoints, status_details=True, **settings))
+        app = create_app(RouterSettings(**endpoints, status_details=True, **settings))
         client = await stack.enter_async_context(client_of(await stack.enter_async_context(serve(app))))
         await until_known(client, *prefill, *decode)
         yield client
@@ -190,7 +190,7 @@ async def test_engines_that_do_not_list_their_models_are_placed_as_before() -> N
     async with contextlib.AsyncExitStack() as stack:
         for engine in (p, d):
             engine.url = await stack.enter_async_context(serve(engine.app))
-        app = create_app(Settings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),)))
+        app = create_app(RouterSettings((Endpoint.parse(p.url),), (Endpoint.parse(d.url),)))
         url = await stack.enter_async_context(serve(app))
         client = await stack.enter_async_context(client_of(url))
         assert (await ask(client, "a")).status_code == 200
@@ -202,8 +202,10 @@ async def test_engines_that_do_not_list_their_models_are_placed_as_before() -> N
 # --- Parts
 
 
-def reply(*models: Any, status: int = 200) -> Reply:
-    return Reply(status, "application/json", json.dumps({"data": [{"id": one} for one in models]}).encode())
+def reply(*models: Any, status: int = 200) -> EngineReply:
+    return EngineReply(
+        status, "application/json", json.dumps({"data": [{"id": one} for one in models]}).encode()
+    )
 
 
 def test_a_list_of_models_has_a_bound() -> None:
@@ -215,7 +217,7 @@ def test_a_list_of_models_has_a_bound() -> None:
     assert names(url, reply(7)) is None
     assert names(url, reply("a", status=401)) is None
     assert names(url, reply()) is None
-    assert names(url, Reply(200, "text/html", b"<html>")) is None
+    assert names(url, EngineReply(200, "text/html", b"<html>")) is None
 
 
 def test_the_model_of_a_body() -> None:
@@ -280,4 +282,4 @@ def test_model_that_is_a_long_list_becomes_no_objects() -> None:
     ],
 )
 def test_longest_model_is_that_with_the_most_tokens(status: int, body: bytes, length: int | None) -> None:
-    assert longest(Reply(status, "application/json", body)) == length
+    assert longest(EngineReply(status, "application/json", body)) == length

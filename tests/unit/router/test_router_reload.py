@@ -15,11 +15,11 @@ import httpx
 import pytest
 import uvicorn
 from command_line import invoke, one_line
-from router_setup import PATIENCE, Stream, answer_ok, client_of, serve_engine, until_metric, within
+from router_setup import PATIENCE, FedStream, answer_ok, client_of, serve_engine, until_metric, within
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings, Timeouts
+from kv_connector.router.engines.settings import RequestTimeouts, RouterSettings
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import RouterServer
@@ -159,7 +159,7 @@ def test_time_limit_that_cannot_be_used_is_named_alone(option: str, tmp_path: Pa
 def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
     option: str, most: int, tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Settings] = []
+    made: list[RouterSettings] = []
     monkeypatch.setattr("kv_connector.cli.router.raise_descriptor_limit", lambda: 65_535)
     monkeypatch.setattr("kv_connector.router.front.app.create_app", made.append)
     assert router(tmp_path / "router.yaml", f"{ENGINES}{option}\n")[0] == 0
@@ -173,7 +173,7 @@ def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
 def test_sighup_before_the_server_runs_is_a_reload(
     tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create_app(settings: Settings) -> None:
+    def create_app(settings: RouterSettings) -> None:
         assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
         os.kill(os.getpid(), signal.SIGHUP)
 
@@ -217,7 +217,7 @@ async def reload(caplog: pytest.LogCaptureFixture, words: str) -> None:
 async def test_reload_changes_engines_and_limits_while_a_stream_continues(
     tmp_path: Path, started: list[RouterServer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, streams = tmp_path / "router.yaml", Stream()
+    path, streams = tmp_path / "router.yaml", FedStream()
     caplog.set_level(logging.INFO)
     async with serve_engine(answer_ok) as p, serve_engine(streams) as old, serve_engine(answer_ok) as new:
         path.write_text(f"prefill: {p.url}\ndecode: {old.url}\nshutdown-timeout: 1\n")
@@ -303,7 +303,7 @@ async def test_options_of_the_command_line_stay_after_a_reload(
         path.write_text(ENGINES + "request-timeout: 8\n")
         await reload(caplog, "Restart the router to change --shutdown-timeout")
         (settings,) = changed
-        assert settings.timeouts == Timeouts(request=9)
+        assert settings.timeouts == RequestTimeouts(request=9)
         assert settings.decode == (Endpoint.parse("http://127.0.0.1:8200"),)
 
 

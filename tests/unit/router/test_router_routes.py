@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_setup import (
     FakeEngine,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.observe.metrics import KEEP_SECONDS, Metrics
 from kv_connector.router.requests.responses import ResponsesRequest
@@ -88,7 +88,7 @@ async def test_response_that_cannot_be_shared_is_prefilled_by_decode(
 async def test_a_response_over_ranks_is_fetched_from_the_one_that_computed_it() -> None:
     """vLLM gives a response to any rank. Only the prefill engine's answer names the rank."""
     async with serve_engine(answer_ok) as p, serve_engine(answer_ok) as d:
-        settings = Settings(
+        settings = RouterSettings(
             prefill=tuple(Endpoint.parse(f"{p.url}@10.0.0.1:{port}") for port in (5600, 5602)),
             decode=(Endpoint.parse(d.url),),
         )
@@ -122,7 +122,7 @@ async def test_a_message_that_fails_before_its_first_word_goes_to_another_engine
 
     async with serve_engine(answer_ok) as p, serve_engine(fail) as bad, serve_engine(work) as good:
         endpoints = tuple(Endpoint.parse(engine.url) for engine in (bad, good))
-        app = create_app(Settings(prefill=(Endpoint.parse(p.url),), decode=endpoints))
+        app = create_app(RouterSettings(prefill=(Endpoint.parse(p.url),), decode=endpoints))
         async with serve(app) as url, client_of(url) as client:
             got = await client.post("/v1/messages", json={"messages": [], "stream": True})
             assert (got.status_code, got.content) == (200, answer)
@@ -130,7 +130,7 @@ async def test_a_message_that_fails_before_its_first_word_goes_to_another_engine
 
 
 async def test_broken_decode_stream_of_named_events_ends_with_a_named_error_event() -> None:
-    stream = Stream()
+    stream = FedStream()
     first = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
     async with cluster(answer_ok, stream) as (_, d, client):
         stream.queue.put_nowait(first)
@@ -181,7 +181,7 @@ async def test_description_that_describes_no_routes_gets_502(text: bytes) -> Non
     odd = Odd(answer_ok)
     async with serve(odd.app) as odd.url:
         engines = (Endpoint.parse(odd.url),)
-        async with serve(create_app(Settings(engines, engines))) as url, client_of(url) as client:
+        async with serve(create_app(RouterSettings(engines, engines))) as url, client_of(url) as client:
             answer = await client.get("/openapi.json")
             assert answer.status_code == 502
             assert "does not describe its routes" in answer.json()["error"]["message"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke
-from otlp import ENVIRONMENT, Receiver
+from otlp import ENVIRONMENT, SpanReceiver
 from router_setup import answer_ok, cluster, until_metric, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,10 +25,10 @@ BODY = {"model": "m", "prompt": "hello", "max_tokens": 4}
 
 
 @pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanReceiver]:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    with Receiver().serving() as receiver:
+    with SpanReceiver().serving() as receiver:
         yield receiver
 
 
@@ -46,7 +46,7 @@ async def refuse(request: Request, body: dict[str, Any]) -> Response:
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "serial"])
 async def test_a_request_is_one_trace_and_engines_get_their_own_context(
-    dispatch: str, receiver: Receiver
+    dispatch: str, receiver: SpanReceiver
 ) -> None:
     settings = {"dispatch": dispatch, "otlp_traces_endpoint": receiver.endpoint}
     async with cluster(answer_ok, stream, **settings) as (p, d, client):
@@ -70,7 +70,7 @@ async def test_a_request_is_one_trace_and_engines_get_their_own_context(
         assert server.begin <= span.begin <= span.end <= server.end
 
 
-async def test_a_request_without_a_context_begins_a_trace(receiver: Receiver) -> None:
+async def test_a_request_without_a_context_begins_a_trace(receiver: SpanReceiver) -> None:
     async with cluster(answer_ok, answer_ok, otlp_traces_endpoint=receiver.endpoint) as (p, _, client):
         await client.post("/v1/completions", json=BODY)
     (server,) = [span for span in receiver.spans if span.name.startswith("POST")]
@@ -78,7 +78,7 @@ async def test_a_request_without_a_context_begins_a_trace(receiver: Receiver) ->
     assert p.headers[0]["traceparent"].startswith(f"00-{server.trace}-")
 
 
-async def test_an_engine_that_refuses_is_a_failed_span(receiver: Receiver) -> None:
+async def test_an_engine_that_refuses_is_a_failed_span(receiver: SpanReceiver) -> None:
     async with cluster(answer_ok, refuse, otlp_traces_endpoint=receiver.endpoint) as (_, _, client):
         answer = await client.post("/v1/completions", json=BODY, headers=HEADERS)
         assert answer.status_code == 400
@@ -88,7 +88,7 @@ async def test_an_engine_that_refuses_is_a_failed_span(receiver: Receiver) -> No
     assert not spans["prefill"].failed
 
 
-async def test_a_client_that_leaves_cancels_spans_and_fails_none(receiver: Receiver) -> None:
+async def test_a_client_that_leaves_cancels_spans_and_fails_none(receiver: SpanReceiver) -> None:
     async def hold(request: Request, body: dict[str, Any]) -> Response:
         return await d.until_gone(request)
 

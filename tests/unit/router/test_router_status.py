@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from router_setup import (
     PATIENCE,
-    Stream,
+    FedStream,
     answer_ok,
     client_of,
     cluster,
@@ -32,7 +32,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
@@ -88,7 +88,7 @@ async def test_requests_in_flight_are_counted_at_their_engine() -> None:
 
 
 async def test_the_router_lives_without_a_single_engine() -> None:
-    settings = Settings(
+    settings = RouterSettings(
         prefill=(Endpoint.parse("http://127.0.0.1:1"),), decode=(Endpoint.parse("http://[::1]:1"),)
     )
     async with serve(create_app(settings)) as url, client_of(url) as client:
@@ -107,7 +107,7 @@ async def failing(**settings: Any) -> tuple[str, dict[str, Any], list[str]]:
     async with serve_engine(refuse(500, secret)) as d:
         gone = "http://127.0.0.1:1"
         engines = (Endpoint.parse(gone),), (Endpoint.parse(d.url),)
-        app = create_app(Settings(*engines, patience=0.05, **settings))
+        app = create_app(RouterSettings(*engines, patience=0.05, **settings))
         async with serve(app) as url, client_of(url) as client:
             headers = {"x-request-id": "request-of-alice"}
             assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code >= 500
@@ -312,7 +312,7 @@ def test_first_bytes_take_no_more_memory_than_their_slices() -> None:
 
 
 async def test_metrics_have_the_requests_and_the_state_of_each_engine() -> None:
-    streams = Stream()
+    streams = FedStream()
     async with cluster(answer_ok, streams) as (p, d, client):
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await within(d.arrived.wait())

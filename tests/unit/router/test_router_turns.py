@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.bodies.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import ChatMessage, Function, ToolCall
 from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.requests.completion import Completion
 
@@ -53,7 +53,7 @@ def test_prompt_followed_by_its_answer_is_the_beginning_of_the_next_turn(
     answer: dict[str, Any], dumps: dict[str, Any]
 ) -> None:
     begin = [{"role": "system", "content": "Be brief."}, user("Pourquoi pas l'\u00e9t\u00e9?\n")]
-    before = prompt(CHAT, messages=begin).followed_by(Message(role="assistant", content="Because."))
+    before = prompt(CHAT, messages=begin).followed_by(ChatMessage(role="assistant", content="Because."))
     after = prompt(CHAT, dumps=dumps, messages=[*begin, answer, user("And?")])
     assert whole(before, after)
     assert len(before.prefixes) == 3, "the system prompt, the question, and the answer"
@@ -65,20 +65,20 @@ def test_prompt_of_other_apis_continues_with_the_text_of_an_answers_parts(path: 
     def seen(*messages: dict[str, Any]) -> Prompt:
         return prompt(path, messages=messages) if path == MESSAGES else prompt(path, input=messages)
 
-    before = seen(user("Why?")).followed_by(Message(role="assistant", content="Because."))
+    before = seen(user("Why?")).followed_by(ChatMessage(role="assistant", content="Because."))
     part = {"type": kind, "text": "Because.", "cache_control": {"type": "ephemeral"}}
     parts = {"id": "msg_1", "status": "completed", "role": "assistant", "content": [part]}
     assert whole(before, seen(user("Why?"), parts, user("And?")))
 
 
 def test_prompt_of_responses_may_be_a_text() -> None:
-    before = prompt(RESPONSES, input="Why?").followed_by(Message(role="assistant", content="Because."))
+    before = prompt(RESPONSES, input="Why?").followed_by(ChatMessage(role="assistant", content="Because."))
     after = prompt(RESPONSES, input=[user("Why?"), {"role": "assistant", "content": "Because."}, user("So?")])
     assert whole(before, after)
 
 
 def test_prompt_with_tool_calls_continues_whatever_their_ids() -> None:
-    said = Message(role="assistant", tool_calls=[ToolCall(Function("look", '{"at": 1}'))])
+    said = ChatMessage(role="assistant", tool_calls=[ToolCall(Function("look", '{"at": 1}'))])
     before = prompt(CHAT, messages=[user("Look!")]).followed_by(said)
     call = {"id": "call-7", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
     turn = [user("Look!"), {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -91,15 +91,15 @@ def test_prompt_with_tool_calls_continues_whatever_their_ids() -> None:
 @pytest.mark.parametrize(
     ("said", "repeated"),
     [
-        (Message(role="assistant", reasoning="Hm.", content="Because."), {"content": "Because."}),
-        (Message(role="assistant", content="<think>Hm.</think>Because."), {"content": "Because."}),
+        (ChatMessage(role="assistant", reasoning="Hm.", content="Because."), {"content": "Because."}),
+        (ChatMessage(role="assistant", content="<think>Hm.</think>Because."), {"content": "Because."}),
         (
-            Message(role="assistant", content="<think>Hm.</think>Because."),
+            ChatMessage(role="assistant", content="<think>Hm.</think>Because."),
             {"content": "<think>Hm.</think>Because."},
         ),
     ],
 )
-def test_prompt_with_thinking_matches_up_to_the_answer(said: Message, repeated: dict[str, Any]) -> None:
+def test_prompt_with_thinking_matches_up_to_the_answer(said: ChatMessage, repeated: dict[str, Any]) -> None:
     """A template leaves the thinking out of the next turn, so its tokens differ from there on."""
     alone = prompt(CHAT, messages=[user("Why?")])
     after = prompt(CHAT, messages=[user("Why?"), {"role": "assistant", **repeated}, user("And?")])
@@ -107,7 +107,7 @@ def test_prompt_with_thinking_matches_up_to_the_answer(said: Message, repeated: 
 
 
 def test_prompt_with_reasoning_continues_if_the_client_repeats_it() -> None:
-    said = Message(role="assistant", reasoning="Hm.", content="Because.")
+    said = ChatMessage(role="assistant", reasoning="Hm.", content="Because.")
     again = {"role": "assistant", "reasoning_content": "Hm.", "content": "Because."}
     before = prompt(CHAT, messages=[user("Why?")]).followed_by(said)
     assert whole(before, prompt(CHAT, messages=[user("Why?"), again, user("And?")]))
@@ -143,7 +143,7 @@ def test_answer_that_does_not_fit_the_prompt_changes_nothing() -> None:
         prompt(path, messages=[user("Why?")], prompt=of)
         for path, of in ((CHAT, ""), (COMPLETIONS, "Why?"), (COMPLETIONS, [1, 2, 3]))
     )
-    message = Message(role="assistant", content="Because.")
+    message = ChatMessage(role="assistant", content="Because.")
     for before, answer in (
         (chat, "Because."),
         (text, message),
@@ -197,7 +197,7 @@ def test_picture_counts_for_as_many_bytes_as_a_page_of_text() -> None:
 @pytest.mark.parametrize("raw", [b"[1, {}]", b"[" + b"{}," * 40_000 + b"{}]", b'{"role": "user"}', b"null"])
 def test_prompt_that_is_no_list_of_messages_is_hashed_as_it_came(raw: bytes) -> None:
     seen = Completion.decode(b'{"model": "m", "messages": %s}' % raw).prompt(CHAT)
-    assert seen.followed_by(Message(role="assistant", content="x")) is seen
+    assert seen.followed_by(ChatMessage(role="assistant", content="x")) is seen
     assert seen.size == len(raw)
 
 

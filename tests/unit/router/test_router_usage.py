@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_setup import PATIENCE, Handler, Stream, client_of, cluster, serve, serve_engine, within
+from router_setup import PATIENCE, FedStream, Handler, client_of, cluster, serve, serve_engine, within
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Settings
+from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +72,7 @@ async def test_last_event_of_a_stream_waits_for_the_prefill_count() -> None:
         await within(released.wait())
         return await prefill({"remote_prefill_cached_tokens": 32})(request, body)
 
-    stream, events = Stream(), [{"choices": [{"text": TEXT}]}, {"choices": [], "usage": usage(99)}]
+    stream, events = FedStream(), [{"choices": [{"text": TEXT}]}, {"choices": [], "usage": usage(99)}]
     first, last = (b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
     stream.queue.put_nowait(first)
     async with (
@@ -213,7 +213,7 @@ async def test_usage_without_cached_tokens_does_not_wait_for_prefill() -> None:
         await within(told.wait())
         return await prefill({"remote_prefill_cached_tokens": 32})(request, body)
 
-    stream = Stream()
+    stream = FedStream()
     started = named(STARTED | {"message": {"usage": {"input_tokens": 100, "output_tokens": 0}}})
     text = named({"type": "content_block_delta", "delta": {"text": TEXT}})
     for chunk in (started, text):
@@ -232,7 +232,7 @@ async def test_usage_without_cached_tokens_does_not_wait_for_prefill() -> None:
 async def test_an_engine_that_computes_the_whole_prompt_counts_itself() -> None:
     async with serve_engine(decode) as both:
         endpoint = Endpoint.parse(f"{both.url}@10.0.0.1:5601")
-        settings = Settings(prefill=(endpoint,), decode=(endpoint,))
+        settings = RouterSettings(prefill=(endpoint,), decode=(endpoint,))
         async with (
             serve(create_app(settings)) as url,
             client_of(url) as client,

@@ -12,7 +12,7 @@ from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
-from kv_connector.router.engines.members import Members, Side, State
+from kv_connector.router.engines.members import Members, MemberStatus, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.placement.balance import EvenStreams
@@ -83,10 +83,10 @@ def test_a_torn_engine_gets_nothing_new_until_it_is_repaired(
         caplog.clear()
         for _ in range(3):
             router.says("d1", "v1", torn="worker 1: no such tensor")
-        assert router.members.states()[Side.DECODE] == {"http://d1:8000": State.TORN}
+        assert router.members.states()[Side.DECODE] == {"http://d1:8000": MemberStatus.TORN}
         assert not router.pools[Side.DECODE].usable()
         router.says("d1", "v2")
-    assert router.members.states()[Side.DECODE] == {"http://d1:8000": State.READY}
+    assert router.members.states()[Side.DECODE] == {"http://d1:8000": MemberStatus.READY}
     torn, ready = (record.getMessage() for record in caplog.records)
     assert torn.startswith("TORN: d1 at http://d1:8000")
     assert torn.endswith("worker 1: no such tensor")
@@ -99,7 +99,7 @@ def test_a_torn_engine_gets_nothing_new_until_it_is_repaired(
 def test_torn_engine_that_is_drained_is_shown_as_torn(router: Router) -> None:
     router.says("d1", torn="why")
     router.members.drain("http://d1:8000")
-    assert router.members.states()[Side.DECODE] == {"http://d1:8000": State.TORN}
+    assert router.members.states()[Side.DECODE] == {"http://d1:8000": MemberStatus.TORN}
 
 
 def test_engines_that_are_updated_one_by_one_pair_with_their_like(router: Router) -> None:

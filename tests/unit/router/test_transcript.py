@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.bodies.messages import Function, Message, ToolCall
+from kv_connector.router.bodies.messages import ChatMessage, Function, ToolCall
 from kv_connector.router.requests.transcript import MOST_IN_ALL, Budget, Said, Transcript
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -37,8 +37,8 @@ def said(path: str, *chunks: bytes, whole: Any = None, **more: Any) -> Said:
     return result
 
 
-def answer(text: str = "", **more: Any) -> Message:
-    return Message(role="assistant", content=text, **more)
+def answer(text: str = "", **more: Any) -> ChatMessage:
+    return ChatMessage(role="assistant", content=text, **more)
 
 
 @given(st.lists(st.text(max_size=40), max_size=60), st.integers(1, 5))
@@ -135,7 +135,7 @@ def test_transcript_of_an_unreadable_event_is_none(chunk: bytes) -> None:
 
 def test_transcript_keeps_the_beginning_of_a_long_answer() -> None:
     result = said(CHAT, *(chat(content="x" * 1000) for _ in range(100))).answer
-    assert isinstance(result, Message)
+    assert isinstance(result, ChatMessage)
     assert isinstance(result.content, str)
     assert 64 << 10 <= len(result.content) <= (64 << 10) + 1000
 

@@ -13,7 +13,7 @@ from kv_connector.protocol.pages.layout import GroupTarget, KvLayout, memory_pro
 from kv_connector.protocol.plans.plan import Plan
 from kv_connector.protocol.plans.sources import draws
 from kv_connector.protocol.wire.messages import Rank
-from kv_connector.sglang.pool import METADATA, PAGES, STATES, Shape, UnsupportedPool, pool_layout
+from kv_connector.sglang.pool import METADATA, PAGES, STATES, PoolShape, UnsupportedPool, pool_layout
 
 PAGE_SIZE, BLOCKS, HEAD = 4, 8, 32
 WIDTHS = (64, 64)
@@ -43,9 +43,9 @@ def args(item: int, planes: int, **more: Any) -> Any:
     return SimpleNamespace(**given | more)
 
 
-def shape(**more: Any) -> Shape:
+def shape(**more: Any) -> PoolShape:
     given = {"mla": False, "kv_heads": 4, "first_layer": 0, "rank": 0, "ranks": 1}
-    return Shape(**given | {"page_size": PAGE_SIZE, "with_metadata": True} | more)
+    return PoolShape(**given | {"page_size": PAGE_SIZE, "with_metadata": True} | more)
 
 
 def heads(rank: int, ranks: int, **more: Any) -> KvLayout:

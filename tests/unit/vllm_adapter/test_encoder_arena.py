@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from kv_connector.vllm.encoder import arena as arena_module
-from kv_connector.vllm.encoder.arena import HEADER_BYTES, Arena, Place, store_stamp
+from kv_connector.vllm.encoder.arena import HEADER_BYTES, EmbeddingArena, EmbeddingPlace, store_stamp
 
 SLOT = HEADER_BYTES + 256
 
 
-def complete(arena: Arena, key: str, nbytes: int = 256) -> Place:
+def complete(arena: EmbeddingArena, key: str, nbytes: int = 256) -> EmbeddingPlace:
     place = arena.reserve(key, nbytes)
     assert place is not None
     arena.complete(place)
@@ -23,7 +23,7 @@ def complete(arena: Arena, key: str, nbytes: int = 256) -> Place:
 
 
 def test_arena_evicts_the_least_recently_used() -> None:
-    arena = Arena("a", 3 * SLOT)
+    arena = EmbeddingArena("a", 3 * SLOT)
     for key in "abc":
         complete(arena, key)
     assert arena.find("a") is not None
@@ -32,7 +32,7 @@ def test_arena_evicts_the_least_recently_used() -> None:
 
 
 def test_arena_keeps_pinned_and_incomplete_places() -> None:
-    arena = Arena("a", 3 * SLOT)
+    arena = EmbeddingArena("a", 3 * SLOT)
     complete(arena, "a")
     pinned = arena.find_and_pin("a")
     assert pinned is not None
@@ -47,7 +47,7 @@ def test_arena_keeps_pinned_and_incomplete_places() -> None:
 
 
 def test_arena_refuses_what_never_fits_without_evicting() -> None:
-    arena = Arena("a", 2 * SLOT)
+    arena = EmbeddingArena("a", 2 * SLOT)
     complete(arena, "a")
     assert arena.reserve("b", 2 * SLOT) is None
     assert arena.find("a") is not None
@@ -55,14 +55,14 @@ def test_arena_refuses_what_never_fits_without_evicting() -> None:
 
 def test_arena_bounds_the_number_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "MAX_EMBEDDINGS", 2)
-    arena = Arena("a", 10 * SLOT)
+    arena = EmbeddingArena("a", 10 * SLOT)
     for key in "abc":
         complete(arena, key)
     assert [key for key in "abc" if arena.find(key)] == ["b", "c"]
 
 
 def test_arena_stamp_of_an_earlier_place_does_not_count() -> None:
-    arena = Arena("a", SLOT)
+    arena = EmbeddingArena("a", SLOT)
     first = complete(arena, "a")
     store_stamp(memoryview(arena.memory), first.offset, first.stamp)
     assert arena.saved(first)
@@ -72,7 +72,7 @@ def test_arena_stamp_of_an_earlier_place_does_not_count() -> None:
 
 
 def test_arena_bytes_of_an_embedding_are_no_stamp() -> None:
-    arena = Arena("a", 8 * SLOT)
+    arena = EmbeddingArena("a", 8 * SLOT)
     words = memoryview(arena.memory).cast("B").cast("Q")
     for number in range(len(words)):
         words[number] = 1
@@ -82,7 +82,7 @@ def test_arena_bytes_of_an_embedding_are_no_stamp() -> None:
 
 
 def test_arena_evicts_none_if_the_rest_is_in_use() -> None:
-    arena = Arena("a", 3 * SLOT)
+    arena = EmbeddingArena("a", 3 * SLOT)
     for key in "abc":
         complete(arena, key)
     pinned = arena.find_and_pin("b")
@@ -95,14 +95,14 @@ def test_arena_evicts_none_if_the_rest_is_in_use() -> None:
 
 def test_arena_searches_a_few_times_for_a_place_that_evicts_many(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
-    search = Arena._gap
+    search = EmbeddingArena._gap
 
-    def counted(arena: Arena, nbytes: int, places: Sequence[Place]) -> int | None:
+    def counted(arena: EmbeddingArena, nbytes: int, places: Sequence[EmbeddingPlace]) -> int | None:
         searches.append(nbytes)
         return search(arena, nbytes, places)
 
-    monkeypatch.setattr(Arena, "_gap", counted)
-    arena = Arena("a", 200 * SLOT)
+    monkeypatch.setattr(EmbeddingArena, "_gap", counted)
+    arena = EmbeddingArena("a", 200 * SLOT)
     keys = [f"k{number}" for number in range(200)]
     for key in keys:
         complete(arena, key)
@@ -117,9 +117,9 @@ def test_arena_searches_a_few_times_for_a_place_that_evicts_many(monkeypatch: py
 @pytest.mark.parametrize("seed", range(20))
 def test_arena_places_never_overlap(seed: int) -> None:
     chance = random.Random(seed)
-    arena = Arena("a", 40 * SLOT)
-    live: dict[str, Place] = {}
-    pinned: list[Place] = []
+    arena = EmbeddingArena("a", 40 * SLOT)
+    live: dict[str, EmbeddingPlace] = {}
+    pinned: list[EmbeddingPlace] = []
     for number in range(400):
         if pinned and chance.random() < 0.5:
             arena.unpin(pinned.pop(chance.randrange(len(pinned))))

@@ -10,7 +10,7 @@ import torch
 
 from kv_connector.agent.settings import SettingsError
 from kv_connector.protocol.actions import Address
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.consumer import ConsumerScheduler
 from kv_connector.vllm.encoder.metadata import Loaded
 from kv_connector.vllm.encoder.producer import ProducerScheduler
@@ -43,12 +43,12 @@ def request(name: str, *features: Any, params: Any = None) -> Any:
 class FakeFetcher:
     """Keeps the fetches of which a test decides."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: EmbeddingArena) -> None:
         self.arena = arena
         self.fetches: list[Fetch] = []
         self.addresses: list[Address] = []
 
-    def fetch(self, address: Address, place: Place) -> Fetch:
+    def fetch(self, address: Address, place: EmbeddingPlace) -> Fetch:
         self.addresses.append(address)
         self.fetches.append(Fetch(place, deadline=1e9))
         return self.fetches[-1]
@@ -68,7 +68,7 @@ class FakeFetcher:
 
 class Consumer:
     def __init__(self, nbytes: int = 1 << 16, workers: int = 1) -> None:
-        self.arena = Arena("prefill", nbytes)
+        self.arena = EmbeddingArena("prefill", nbytes)
         self.fetcher = FakeFetcher(self.arena)
         self.now = 0.0
         self.scheduler = ConsumerScheduler(
@@ -146,7 +146,7 @@ def test_failed_fetch_has_the_picture_encoded_here(consumer: Consumer) -> None:
 def test_fetch_that_fails_at_once_has_the_picture_encoded_here(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(address: Address, place: Place) -> Fetch:
+    def fetch(address: Address, place: EmbeddingPlace) -> Fetch:
         failed = Fetch(place, deadline=1e9, failure="no route")
         consumer.arena.unpin(place)
         return failed
@@ -320,7 +320,7 @@ def embedding(seed: int, rows: int = 4) -> torch.Tensor:
 
 class Producer:
     def __init__(self, nbytes: int = 1 << 16, *, saves: bool = True) -> None:
-        self.arena = Arena("encoder", nbytes)
+        self.arena = EmbeddingArena("encoder", nbytes)
         self.scheduler = ProducerScheduler(self.arena, ENCODER, self.row_bytes)
         self.worker = EncoderWorker(DTYPE, torch.device("cpu"), saves=saves)
         self.cache: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.session.identity import engine_fingerprint
 from kv_connector.vllm.encoder import receiver as receiver_module
 from kv_connector.vllm.encoder import sender as sender_module
-from kv_connector.vllm.encoder.arena import Arena, Place
+from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
 from kv_connector.vllm.encoder.link import LinkConfig
 from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.vllm.encoder.receiver import EmbeddingReceiver, Fetch
@@ -46,11 +46,11 @@ def content(key: str, nbytes: int) -> bytes:
 
 class Encoder:
     def __init__(self, config: LinkConfig = PATIENT, address: Address = LOOPBACK) -> None:
-        self.arena = Arena("encoder", ARENA)
+        self.arena = EmbeddingArena("encoder", ARENA)
         self.sender = EmbeddingSender(config, self.arena)
         self.address = self.sender.start(address)
 
-    def encode(self, key: str, nbytes: int) -> Place:
+    def encode(self, key: str, nbytes: int) -> EmbeddingPlace:
         place = self.arena.reserve(key, nbytes)
         assert place is not None
         memoryview(self.arena.memory)[place.payload : place.payload + nbytes] = content(key, nbytes)
@@ -61,7 +61,7 @@ class Encoder:
 
 class Prefill:
     def __init__(self, config: LinkConfig = PATIENT) -> None:
-        self.arena = Arena("prefill", ARENA)
+        self.arena = EmbeddingArena("prefill", ARENA)
         self.receiver = EmbeddingReceiver(config, self.arena)
 
     def fetch(self, address: Address, key: str, nbytes: int) -> Fetch:
@@ -159,7 +159,7 @@ def test_session_after_the_encoder_engine_restarted(stack: ExitStack) -> None:
 class Silent(EmbeddingSender):
     """Keeps each FETCH instead of writing, and does not read LEAVE."""
 
-    def __init__(self, config: LinkConfig, arena: Arena) -> None:
+    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
         super().__init__(config, arena)
         self.kept: list[Callable[[], str | None]] = []
 
@@ -173,8 +173,8 @@ class Silent(EmbeddingSender):
         return None
 
 
-def silent(stack: ExitStack) -> tuple[Silent, Arena, Address]:
-    arena = Arena("encoder", ARENA)
+def silent(stack: ExitStack) -> tuple[Silent, EmbeddingArena, Address]:
+    arena = EmbeddingArena("encoder", ARENA)
     sender = Silent(PATIENT, arena)
     address = sender.start(LOOPBACK)
     stack.callback(sender.close)
@@ -294,7 +294,7 @@ class Stranger:
         self.answers: list[object] = []
         self.engine = TransferEngine(receiver_module.open_engine(PATIENT).config)
         stack.callback(self.engine.close)
-        self.arena = Arena("stranger", ARENA)
+        self.arena = EmbeddingArena("stranger", ARENA)
         self.region = self.engine.register_ranges([self.arena.range])[0]
         self.loop = Loop("stranger", None, CODEC)
         self.source = self.loop.sockets.dial(address)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from agent_pairs import SOURCE, TARGET, every_lane, pair, refuse, sim, transfer
-from agent_setup import PATIENCE, Side, Stage, until
+from agent_setup import PATIENCE, AgentSide, AgentStage, until
 from protocol_setup import BLOCK
 
 from kv_connector.agent.config import AgentError
-from kv_connector.agent.start import Running
+from kv_connector.agent.start import RunningAgent
 from kv_connector.engine import ErrorCode
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
@@ -30,25 +30,25 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _MAP_FIXED = 0x10
 
 
-def _map(side: Side, protection: int) -> None:
+def _map(side: AgentSide, protection: int) -> None:
     """Puts other pages behind the side's addresses."""
     address = side.pages.ctypes.data
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     assert _libc.mmap(address, side.pages.nbytes, protection, flags, -1, 0) == address
 
 
-def sleep(side: Side) -> None:
+def sleep(side: AgentSide) -> None:
     side.agent.unregister_memory()
     _map(side, 0)  # from now on any access ends the process
 
 
-def wake(side: Side) -> None:
+def wake(side: AgentSide) -> None:
     _map(side, mmap.PROT_READ | mmap.PROT_WRITE)
     side.agent.register_memory()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
-def test_pages_arrive_again_after_a_sleep(every_lane: Stage, who: str) -> None:
+def test_pages_arrive_again_after_a_sleep(every_lane: AgentStage, who: str) -> None:
     prefill, decode = every_lane.pair()
     sleepers = {"prefill": [prefill], "decode": [decode], "both": [prefill, decode]}[who]
     transfer(prefill, decode)
@@ -65,7 +65,7 @@ def test_pages_arrive_again_after_a_sleep(every_lane: Stage, who: str) -> None:
 
 
 def test_sleeping_engine_refuses_requests_with_the_reason(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     sleep(prefill)
@@ -78,7 +78,7 @@ def test_sleeping_engine_refuses_requests_with_the_reason(
     transfer(prefill, decode, "u")
 
 
-def test_sleeping_engine_dials_no_engine_until_it_wakes(pair: tuple[Side, Side]) -> None:
+def test_sleeping_engine_dials_no_engine_until_it_wakes(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect("waiting")
     sleep(decode)
@@ -91,7 +91,7 @@ def test_sleeping_engine_dials_no_engine_until_it_wakes(pair: tuple[Side, Side])
     until(lambda: prefill.agent.live().peers == 1)  # for the waiting request
 
 
-def test_a_sleeping_decode_engine_ends_its_loads(pair: tuple[Side, Side]) -> None:
+def test_a_sleeping_decode_engine_ends_its_loads(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -109,7 +109,7 @@ def test_a_sleeping_decode_engine_ends_its_loads(pair: tuple[Side, Side]) -> Non
     assert not decode.pages.any(), "nothing is written behind the sleep"
 
 
-def test_a_sleeping_prefill_engine_ends_what_it_sends(pair: tuple[Side, Side]) -> None:
+def test_a_sleeping_prefill_engine_ends_what_it_sends(pair: tuple[AgentSide, AgentSide]) -> None:
     prefill, decode = pair
     prefill.expect()
     decode.reserve(prefill.address)
@@ -127,7 +127,7 @@ def test_a_sleeping_prefill_engine_ends_what_it_sends(pair: tuple[Side, Side]) -
 
 
 def test_pages_computed_before_a_sleep_are_sent_only_when_they_are_computed_again(
-    pair: tuple[Side, Side],
+    pair: tuple[AgentSide, AgentSide],
 ) -> None:
     prefill, decode = pair
     prefill.expect()
@@ -146,7 +146,7 @@ def test_pages_computed_before_a_sleep_are_sent_only_when_they_are_computed_agai
 
 
 def test_unfetched_prompt_is_given_up_at_sleep(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+    pair: tuple[AgentSide, AgentSide], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
     prefill.expect()
@@ -161,7 +161,9 @@ def test_unfetched_prompt_is_given_up_at_sleep(
     assert "the prefill engine was asleep" in caplog.text
 
 
-def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_waits_until_nothing_can_land(
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = pair
     transfer(prefill, decode)
     engine = decode.agent._engine
@@ -188,7 +190,7 @@ def test_sleep_waits_until_nothing_can_land(pair: tuple[Side, Side], monkeypatch
 
 
 def test_memory_that_cannot_be_let_go_stays_in_use(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
     transfer(prefill, decode)
@@ -201,7 +203,7 @@ def test_memory_that_cannot_be_let_go_stays_in_use(
 
 
 def test_memory_that_cannot_be_registered_again_keeps_the_engine_asleep(
-    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[AgentSide, AgentSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
     sleep(prefill)
@@ -216,7 +218,7 @@ def test_memory_that_cannot_be_registered_again_keeps_the_engine_asleep(
     transfer(prefill, decode, "u")
 
 
-def test_an_engine_that_sleeps_can_be_closed(sim: Stage) -> None:
+def test_an_engine_that_sleeps_can_be_closed(sim: AgentStage) -> None:
     prefill = sim.side(Role.PREFILL)
     prefill.expect(tokens=BLOCK)
     sleep(prefill)
@@ -242,7 +244,7 @@ def connector(
     )
     registrar: Any = SimpleNamespace(set_asleep=words.append) if registers else None
     reporter: Any = None
-    made._running = Running(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
+    made._running = RunningAgent(agent, Address("127.0.0.1", 5600), reporter, registrar, ExitStack())
     return made
 
 

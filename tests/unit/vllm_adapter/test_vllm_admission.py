@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, model, vllm_config
 
-from kv_connector.agent.commands import FinishPrefill, Release
+from kv_connector.agent.commands import FinishPrefill, ReleaseTransfer
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.metadata import StepMetadata
 
@@ -90,7 +90,7 @@ class Pair:
                     self.loading.add(command.transfer_id)
                 case FinishPrefill():
                     self.transfers[command.transfer_id].finished = True
-                case Release():
+                case ReleaseTransfer():
                     self.transfers[command.transfer_id].reserved = True
         for pages in metadata.new_pages:
             self.transfers[pages.transfer_id].computed |= pages.last

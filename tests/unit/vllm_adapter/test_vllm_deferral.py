@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm_stage import ADDRESS, BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
 
-from kv_connector.agent.commands import DeferLoad, EndLendings, PromptNext, Release
+from kv_connector.agent.commands import DeferLoad, EndLendings, PromptNext, ReleaseTransfer
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.metadata import StepMetadata
@@ -122,7 +122,7 @@ def test_deferred_load_whose_client_leaves_is_released(model: Path) -> None:
     load(stage, "b", 10)
     assert commands(stage.step(), DeferLoad) == ["b"]
     stage.abort("b")
-    assert commands(stage.step(due=["b"]), Release) == ["b"]
+    assert commands(stage.step(due=["b"]), ReleaseTransfer) == ["b"]
     stage.step(received=["a"])
     finish(stage)
 
@@ -137,7 +137,7 @@ def test_deferred_load_computes_its_prompt_after_a_reset(model: Path, early_toke
     stage.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert stage.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     metadata = stage.step(received=["a"], due=["b"])
-    assert commands(metadata, DecodeRequest if early_token else Release) == ["b"]
+    assert commands(metadata, DecodeRequest if early_token else ReleaseTransfer) == ["b"]
     stage.scheduler.set_pause_state(PauseState.UNPAUSED)
     if early_token:
         load(stage, "c", 8)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_group import FakeGroup, Ranks
+from fake_group import FakeGroup, RankThreads
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
@@ -79,7 +79,7 @@ def layer_of(rank: int, ranks: int = 2, count: int = EXPERTS, **facts: Any) -> E
 
 
 def exchange_of(
-    ranks: Ranks, rank: int, layers: Sequence[ExpertLayer] | None = None, **facts: Any
+    ranks: RankThreads, rank: int, layers: Sequence[ExpertLayer] | None = None, **facts: Any
 ) -> ExpertExchange:
     own = replace(SETTINGS, rank=rank, ranks=ranks.number, **facts)
     return ExpertExchange(
@@ -410,7 +410,7 @@ def test_vllms_manager_has_the_facts_that_are_read() -> None:
 @pytest.mark.parametrize("sizes", [(3, 5), (0, 4), (1, 1), (7, 0, 2)])
 @pytest.mark.parametrize("into", [False, True])
 def test_sums_equal_those_of_all_experts(sizes: tuple[int, ...], into: bool, counted: Counter[str]) -> None:
-    ranks = Ranks(len(sizes))
+    ranks = RankThreads(len(sizes))
     given = batches(sizes)
 
     def step(rank: int) -> torch.Tensor:
@@ -442,7 +442,7 @@ def test_sums_equal_those_of_all_experts(sizes: tuple[int, ...], into: bool, cou
 
 def test_further_tensors_keep_their_order(counted: Counter[str]) -> None:
     """Large rows travel as scales, only with the row. Small ones go to all ranks."""
-    sizes, ranks = (2, 3), Ranks(2)
+    sizes, ranks = (2, 3), RankThreads(2)
     given = batches(sizes)
     small = [torch.arange(size, dtype=torch.int32) + 10 * rank for rank, size in enumerate(sizes)]
     large = [torch.full((size, 17), float(rank + 1)) for rank, size in enumerate(sizes)]
@@ -463,7 +463,7 @@ def test_further_tensors_keep_their_order(counted: Counter[str]) -> None:
 
 
 def test_sums_reach_an_output_with_gaps() -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank)
@@ -477,7 +477,7 @@ def test_sums_reach_an_output_with_gaps() -> None:
 
 
 def test_without_expert_parallelism_rows_go_to_all_ranks() -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
     given = batches((2, 2))
 
     def step(rank: int) -> None:
@@ -492,7 +492,7 @@ def test_without_expert_parallelism_rows_go_to_all_ranks() -> None:
 
 
 def test_a_combine_buffer_of_another_shape_is_left_to_the_kernel() -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank)
@@ -539,7 +539,7 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "kv_connector")
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
     given = batches(sizes)
 
     def step(rank: int) -> None:
@@ -572,7 +572,7 @@ def test_a_call_that_is_not_taken_is_passed_on_by_all_ranks(
 def test_one_ranks_layer_makes_all_ranks_pass_calls_on(
     facts: dict[str, Any], problem: str, counted: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
     given = batches((2, 2))
 
     def step(rank: int) -> None:
@@ -589,7 +589,7 @@ def test_one_ranks_layer_makes_all_ranks_pass_calls_on(
 
 def test_a_call_that_is_passed_on_ends_an_open_dispatch() -> None:
     """A step that raised between dispatch and combine leaves a dispatch open."""
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank)
@@ -601,7 +601,7 @@ def test_a_call_that_is_passed_on_ends_an_open_dispatch() -> None:
 
 
 def test_ranks_with_different_numbers_of_experts_pass_calls_on(counted: Counter[str]) -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank, [layer_of(rank, count=6 + 2 * rank)])
@@ -614,7 +614,7 @@ def test_ranks_with_different_numbers_of_experts_pass_calls_on(counted: Counter[
 def test_one_ranks_configuration_makes_all_ranks_pass_calls_on(
     counted: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank, problem="a reason" if rank == 1 else "")
@@ -627,7 +627,7 @@ def test_one_ranks_configuration_makes_all_ranks_pass_calls_on(
 
 
 def test_a_group_that_cannot_form_leaves_vllms_exchange_in_use(counted: Counter[str]) -> None:
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def refuse(*_: Any) -> Any:
         raise GroupError("rank 1 has another release")
@@ -648,7 +648,7 @@ def test_an_exchange_that_does_not_end_ends_the_engine() -> None:
     def never(*_: Any) -> Any:
         raise ExchangeError("the exchange of settings did not end within 30 s")
 
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         with pytest.raises(ExchangeError, match="did not end"):
@@ -659,7 +659,7 @@ def test_an_exchange_that_does_not_end_ends_the_engine() -> None:
 
 def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) -> None:
     """The size is a drafter's, or that of a model whose configuration does not name all facts."""
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         layers = [layer_of(rank), layer_of(rank, hidden=32, results=32)]
@@ -677,7 +677,7 @@ def test_the_first_call_of_a_hidden_size_forms_its_group(counted: Counter[str]) 
 
 def test_layers_that_differ_from_the_configuration_get_a_group_of_their_facts() -> None:
     formed: list[FakeGroup] = []
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def form(settings: Any, exchange: Any) -> FakeGroup:
         formed.append(FakeGroup.form(settings, exchange))
@@ -698,7 +698,7 @@ def test_layers_that_differ_from_the_configuration_get_a_group_of_their_facts() 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_layers_that_cannot_be_read_make_all_ranks_pass_calls_on(failing: int, counted: Counter[str]) -> None:
     """Without an answer of this rank the other ranks would wait for it."""
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def layers(rank: int) -> list[ExpertLayer]:
         if rank == failing:
@@ -716,7 +716,7 @@ def test_layers_that_cannot_be_read_make_all_ranks_pass_calls_on(failing: int, c
 
 def test_a_group_that_stays_open_is_replaced() -> None:
     """The other ranks form the new group meanwhile."""
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank, experts=4)
@@ -736,7 +736,7 @@ def test_the_first_call_is_not_settled_inside_a_graph(
 ) -> None:
     """The exchange of facts does not run on the GPU, and would not be in the graph."""
     monkeypatch.setattr("kv_connector.vllm.experts.exchange._captures", lambda _: True)
-    ranks = Ranks(2)
+    ranks = RankThreads(2)
 
     def step(rank: int) -> None:
         exchange = exchange_of(ranks, rank)

@@ -13,7 +13,7 @@ from protocol_setup import misfit
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVQuantMode
-from vllm_pages import Rank, attention, engine, make_rank, model_config, name
+from vllm_pages import PagesRank, attention, engine, make_rank, model_config, name
 from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.lab.model import make_llama
@@ -93,7 +93,7 @@ def test_the_scales_of_all_heads_are_the_same_however_many_ranks_have_them(
     }
 
 
-def quantized(config: Any, layer: torch.nn.Module) -> Rank:
+def quantized(config: Any, layer: torch.nn.Module) -> PagesRank:
     """A rank of 80 layers, of which the last is ``layer``."""
     spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, num_kv_heads=1)
     usual = attention(kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))

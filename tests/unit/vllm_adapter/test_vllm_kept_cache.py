@@ -21,7 +21,7 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.commands import AnswerPrefix, CacheCleared, Cancel
+from kv_connector.agent.commands import AnswerPrefix, CacheCleared, CancelLoad
 from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.requests import PrefixRequest
 from kv_connector.protocol.wire.content_key import ContentKey
@@ -179,7 +179,7 @@ def test_load_in_flight_is_given_up_and_computed_here(stage: MakeStage) -> None:
     assert engine.blocks_in_use
     engine.keep_cache("1")
     metadata = engine.step()
-    assert Cancel("d-t") in metadata.commands
+    assert CancelLoad("d-t") in metadata.commands
     engine.step(received=["d-t"])
     computed = 0
     while engine.scheduler.has_requests():

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
-from vllm_pages import BLOCKS, Rank, attention, caches, engine, make_rank, name, transfer
+from vllm_pages import BLOCKS, PagesRank, attention, caches, engine, make_rank, name, transfer
 from vllm_stage import ADDRESS, FULL, SLIDING, kv_cache_config, model, vllm_config
 
 from kv_connector.protocol.plans.plan import ALIKE, Plan
@@ -67,7 +67,7 @@ def layers_of(layers: int, spec: Any) -> KVCacheGroupSpec:
     return KVCacheGroupSpec([name(layer) for layer in range(layers)], spec)
 
 
-def assert_runs_are_the_tensors(rank: Rank) -> None:
+def assert_runs_are_the_tensors(rank: PagesRank) -> None:
     """Asserts that each run of each page is vLLM's view of one token of one head."""
     for layer in rank.layout.layers:
         (part,) = layer.parts
@@ -187,7 +187,7 @@ HEADS = 4
 TABLES = [[3, 1, 4, 2]]
 
 
-def ranks_of(config: Any, ranks: int, tokens: int, order: str) -> list[Rank]:
+def ranks_of(config: Any, ranks: int, tokens: int, order: str) -> list[PagesRank]:
     groups = [layers_of(2, replace(FULL, num_kv_heads=max(1, HEADS // ranks), block_size=tokens))]
     return [
         make_rank(config, groups, order=order, rank=rank, ranks=ranks, kv_heads=HEADS)
@@ -200,7 +200,7 @@ def heads_of(rank: int, ranks: int) -> slice:
     return slice(first, first + max(1, HEADS // ranks))
 
 
-def compute(rank: Rank, values: torch.Tensor, heads: slice) -> None:
+def compute(rank: PagesRank, values: torch.Tensor, heads: slice) -> None:
     """Writes a prompt, [layers, heads of the model, tokens, content], into the blocks of the table."""
     for layer, tensor in enumerate(rank.tensors.values()):
         tokens = tensor.shape[2]
@@ -398,7 +398,7 @@ def test_a_ring_fits_another_number_of_ranks_if_all_ranks_have_the_same(
 
 def cpu_rank(
     config: Any, isa: str, head_size: int, tokens: int, rank: int, ranks: int, dtype: torch.dtype
-) -> Rank:
+) -> PagesRank:
     spec = replace(
         FULL,
         num_kv_heads=HEADS // ranks,
@@ -417,7 +417,7 @@ def cpu_rank(
     )
 
 
-def write(rank: Rank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
+def write(rank: PagesRank, isa: str, k: torch.Tensor, v: torch.Tensor) -> None:
     """Writes K and V, [tokens, heads, head size], as vLLM's CPU attention does."""
     (tensor,) = rank.tensors.values()
     blocks, heads, size, _ = tensor.shape
@@ -472,7 +472,7 @@ def test_pages_written_by_kernels_are_copied_into_other_block_sizes_and_ranks(
 def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> None:
     """With AMX, K is groups of 16 tokens, and the columns of V run through the block."""
 
-    def amx(tokens: int, rank: int, ranks: int) -> Rank:
+    def amx(tokens: int, rank: int, ranks: int) -> PagesRank:
         return cpu_rank(config, "amx", 64, tokens, rank, ranks, torch.bfloat16)
 
     one, two = amx(32, 0, 1), amx(32, 1, 2)
@@ -486,7 +486,7 @@ def test_heads_that_are_packed_by_the_block_are_copied_whole(config: Any) -> Non
     )
 
 
-def layer_format(rank: Rank) -> str:
+def layer_format(rank: PagesRank) -> str:
     return rank.layout.layers[0].format
 
 
@@ -514,7 +514,7 @@ def fake(backend: str, **more: Any) -> Callable[[str], Any]:
     ids=["nvfp4", "turboquant", "unknown", "shuffled"],
 )
 def test_indivisible_pages_go_from_rank_to_rank(config: Any, spec: Any, backend: str) -> None:
-    def make(rank: int, ranks: int, block_size: int = 32) -> Rank:
+    def make(rank: int, ranks: int, block_size: int = 32) -> PagesRank:
         groups = [layers_of(2, replace(spec, block_size=block_size))]
         return make_rank(config, groups, fake(backend), rank=rank, ranks=ranks, kv_heads=4)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.agent.commands import Cancel, Release
+from kv_connector.agent.commands import CancelLoad, ReleaseTransfer
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.protocol.params import BadParams, DecodeParams
@@ -149,18 +149,18 @@ LOADED = "OVER, before its first step"
 FORGOTTEN = "forgotten"
 ENDS = ("load ends", "load fails")
 CHANGES: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], list[str]]] = {
-    (WAITING, "allocated 0"): (OVER, [Release], []),
+    (WAITING, "allocated 0"): (OVER, [ReleaseTransfer], []),
     (WAITING, "allocated n"): (RESERVED, [DecodeRequest], []),
     (WAITING, "all KV is worthless"): (TOKEN_ONLY, [DecodeRequest], []),
-    (WAITING, "finished"): (FORGOTTEN, [Release], []),
+    (WAITING, "finished"): (FORGOTTEN, [ReleaseTransfer], []),
     **{(RESERVED, end): (OVER, [], []) for end in ENDS},
     (RESERVED, "discard"): (DISCARDED, [], []),
     (RESERVED, "cache reset"): (DISCARDED, [], []),
-    (RESERVED, "finished"): (LEAVING, [Cancel], []),
+    (RESERVED, "finished"): (LEAVING, [CancelLoad], []),
     **{(DISCARDED, end): (OVER, [], ["d"]) for end in ENDS},
-    (DISCARDED, "finished"): (LEAVING, [Cancel], []),
+    (DISCARDED, "finished"): (LEAVING, [CancelLoad], []),
     **{(TOKEN_ONLY, end): (OVER, [], []) for end in ENDS},
-    (TOKEN_ONLY, "finished"): (TOKEN_LEAVING, [Cancel], []),
+    (TOKEN_ONLY, "finished"): (TOKEN_LEAVING, [CancelLoad], []),
     **{(leaving, end): (FORGOTTEN, [], []) for leaving in (LEAVING, TOKEN_LEAVING) for end in ENDS},
     (OVER, "finished"): (FORGOTTEN, [], []),
     (LOADED, "cache reset"): (OVER, [], ["d"]),
@@ -172,8 +172,8 @@ Events that are not listed change nothing. The client may have the early token a
 """
 WITHOUT_TOKEN: dict[tuple[LoadPhase | str, str], tuple[LoadPhase | str, list[type], list[str]]] = {
     **CHANGES,
-    (WAITING, "all KV is worthless"): (OVER, [Release], []),
-    (RESERVED, "cache reset"): (DISCARDED, [Cancel], []),
+    (WAITING, "all KV is worthless"): (OVER, [ReleaseTransfer], []),
+    (RESERVED, "cache reset"): (DISCARDED, [CancelLoad], []),
 }
 """The same table for a load whose request samples its first token itself."""
 HOLDING = {RESERVED, DISCARDED, LOADED}

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm_stage import BLOCK, FULL, PARAMS_OF_P, MakeStage, Stage, model, prompt, stage, vllm_config
 
-from kv_connector.agent.commands import Cancel, Release, WithdrawPrefix
+from kv_connector.agent.commands import CancelLoad, ReleaseTransfer, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.vllm.scheduling.first_token import has_own_scheduler
@@ -157,7 +157,7 @@ def test_next_turn_before_the_answer_of_the_lender_is_not_held_up(model: Path) -
     # By now the engine has the answer's blocks itself.
     engine.step(answers={asked.transfer_id: LENT}, sent=["next turn"])
     metadata = engine.step()
-    assert Release(asked.transfer_id, LENDER) in metadata.commands
+    assert ReleaseTransfer(asked.transfer_id, LENDER) in metadata.commands
     assert end(engine) == 0
 
 
@@ -189,7 +189,7 @@ def test_cancelled_prefetch_leaves_nothing(model: Path, phase: str) -> None:
     else:
         transfer_id = begin_load(engine)
         engine.abort("ahead")
-        assert Cancel(transfer_id) in engine.step().commands
+        assert CancelLoad(transfer_id) in engine.step().commands
         engine.step(received=[transfer_id])
     run(engine)
     engine.assert_idle()
@@ -236,7 +236,7 @@ def test_late_prefetch_keeps_no_prompt_from_its_lender(model: Path) -> None:
     transfer_id = begin_load(engine)
     costs, begin = engine.side._borrower.costs, engine.side._borrower._prefixes["ahead"].since
     engine.side._borrower.clock = lambda: begin + 2
-    assert Cancel(transfer_id) in engine.step().commands
+    assert CancelLoad(transfer_id) in engine.step().commands
     engine.step(received=[transfer_id], discarded=[transfer_id])
     assert end(engine) == 0
     assert costs.was_late_for_prefetch(LENDER)
@@ -283,7 +283,7 @@ def test_prefetch_is_not_loaded_if_the_lender_has_more_than_its_limit(model: Pat
     asked = question(engine)
     output, _ = engine.schedule()
     engine.update(output, answers={asked.transfer_id: LENT})
-    assert Release(asked.transfer_id, LENDER) in engine.step().commands
+    assert ReleaseTransfer(asked.transfer_id, LENDER) in engine.step().commands
     assert end(engine) == 0
 
 
@@ -310,7 +310,7 @@ def test_prefetch_that_vllm_has_no_blocks_for_does_not_hold_up_others(model: Pat
         engine.step()
     engine.add("other", prompt(10, seed=3))
     run_others = [engine.step() for _ in range(3)]
-    assert any(Release(asked.transfer_id, LENDER) in metadata.commands for metadata in run_others)
+    assert any(ReleaseTransfer(asked.transfer_id, LENDER) in metadata.commands for metadata in run_others)
     assert engine.said("other")
     engine.abort("stream")
     assert end(engine) == 0

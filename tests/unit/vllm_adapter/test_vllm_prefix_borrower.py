@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from vllm_stage import BLOCK, FULL, PARAMS_OF_P, SLIDING, MakeStage, Stage, model, prompt, stage
 
-from kv_connector.agent.commands import Cancel, Command, FinishPrefill, Release, WithdrawPrefix
+from kv_connector.agent.commands import CancelLoad, Command, FinishPrefill, ReleaseTransfer, WithdrawPrefix
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest, PrefixRequest
 from kv_connector.vllm.metadata import StepMetadata
@@ -229,7 +229,7 @@ def test_prefix_is_released_if_the_lender_has_too_little_of_it(stage: MakeStage)
     output, _ = engine.schedule()
     engine.update(output, answers={question.transfer_id: 2 * BLOCK})
     output, metadata = engine.schedule()
-    assert only(metadata.commands, Release) == Release(question.transfer_id, LENDER)
+    assert only(metadata.commands, ReleaseTransfer) == ReleaseTransfer(question.transfer_id, LENDER)
     assert output.num_scheduled_tokens == {"r": TOKENS}
     engine.update(output)
     finish(engine, "alone")
@@ -275,7 +275,7 @@ def test_load_that_takes_longer_than_computing_its_tokens_is_discarded(stage: Ma
     now[0] += 4.9
     assert not engine.step().commands
     now[0] += 0.2
-    assert only(engine.step().commands, Cancel) == Cancel(question.transfer_id)
+    assert only(engine.step().commands, CancelLoad) == CancelLoad(question.transfer_id)
     assert not engine.step().commands  # the lender may still write
     engine.step(received=[question.transfer_id])
     output, _ = engine.schedule()
@@ -295,7 +295,7 @@ def test_short_prefix_may_take_as_long_as_a_question(stage: MakeStage) -> None:
     borrower(engine).clock = lambda: begin + 0.9
     assert not engine.step().commands
     borrower(engine).clock = lambda: begin + 1.1
-    assert only(engine.step().commands, Cancel) == Cancel(transfer_id)
+    assert only(engine.step().commands, CancelLoad) == CancelLoad(transfer_id)
 
 
 def test_load_that_failed_as_late_is_not_repeated_if_the_cost_is_not_known(stage: MakeStage) -> None:
@@ -398,7 +398,7 @@ def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeSta
     engine.update(output, answers={question.transfer_id: LENT})
     now[0] += 1.5  # half of the time for which it is held
     commands = engine.step().commands
-    assert only(commands, Release) == Release(question.transfer_id, LENDER)
+    assert only(commands, ReleaseTransfer) == ReleaseTransfer(question.transfer_id, LENDER)
     again = only(commands, PrefixRequest)
     assert again == replace(question, transfer_id=again.transfer_id)
     output, _ = engine.schedule()
@@ -420,7 +420,7 @@ def test_prefix_is_requested_again_when_own_tokens_are_evicted_meanwhile(stage: 
     engine.update(output, answers={question.transfer_id: LENT})
     engine.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(12)))
     commands = engine.step().commands
-    assert only(commands, Release) == Release(question.transfer_id, LENDER)
+    assert only(commands, ReleaseTransfer) == ReleaseTransfer(question.transfer_id, LENDER)
     again = only(commands, PrefixRequest)
     assert again.first_token == 0
     output, _ = engine.schedule()
@@ -437,7 +437,7 @@ def test_request_that_is_left_before_its_answer_withdraws_the_question(stage: Ma
     output, metadata = engine.schedule()
     assert only(metadata.commands, WithdrawPrefix) == WithdrawPrefix(question.transfer_id)
     engine.update(output, answers={question.transfer_id: LENT})  # it was on its way
-    assert only(engine.step().commands, Release) == Release(question.transfer_id, LENDER)
+    assert only(engine.step().commands, ReleaseTransfer) == ReleaseTransfer(question.transfer_id, LENDER)
     finish_left(engine, half)
 
 
@@ -451,7 +451,7 @@ def finish_left(engine: Stage, half: str) -> None:
 def test_request_that_is_left_before_its_load_releases_the_prefix(stage: MakeStage, half: str) -> None:
     engine, transfer_id = held(stage, half)
     engine.abort("r")
-    assert only(engine.step().commands, Release) == Release(transfer_id, LENDER)
+    assert only(engine.step().commands, ReleaseTransfer) == ReleaseTransfer(transfer_id, LENDER)
     finish_left(engine, half)
 
 
@@ -461,7 +461,7 @@ def test_prompt_that_is_left_during_its_load_is_reported_to_vllm_once(stage: Mak
     engine, transfer_id = loading(stage)
     engine.abort("r")
     commands = engine.step().commands
-    assert only(commands, Cancel) == Cancel(transfer_id)
+    assert only(commands, CancelLoad) == CancelLoad(transfer_id)
     assert only(commands, FinishPrefill).aborted
     assert engine.blocks_in_use == 4
     if order == "both at once":
@@ -481,7 +481,7 @@ def test_prompt_that_is_left_during_its_load_is_reported_to_vllm_once(stage: Mak
 def test_request_alone_that_is_left_during_its_load_is_free_with_its_end(stage: MakeStage) -> None:
     engine, transfer_id = loading(stage, "alone")
     engine.abort("r")
-    assert only(engine.step().commands, Cancel) == Cancel(transfer_id)
+    assert only(engine.step().commands, CancelLoad) == CancelLoad(transfer_id)
     assert engine.blocks_in_use == 4
     engine.step(received=[transfer_id])
     engine.step()
@@ -496,7 +496,7 @@ def test_prefix_of_before_a_reset_is_computed(stage: MakeStage, loaded: bool) ->
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     if not loaded:
         metadata = engine.step()
-        assert only(metadata.commands, Cancel) == Cancel(transfer_id)
+        assert only(metadata.commands, CancelLoad) == CancelLoad(transfer_id)
         engine.step(received=[transfer_id])
     output, _ = engine.schedule()
     assert output.num_scheduled_tokens == {"r": TOKENS}
@@ -518,9 +518,9 @@ def test_reset_ends_what_a_lender_has_promised(stage: MakeStage, phase: str, hal
     if phase == "asked":
         assert only(metadata.commands, WithdrawPrefix) == WithdrawPrefix(transfer_id)
         engine.update(output, answers={transfer_id: LENT})  # it was in flight
-        assert only(engine.step().commands, Release) == Release(transfer_id, LENDER)
+        assert only(engine.step().commands, ReleaseTransfer) == ReleaseTransfer(transfer_id, LENDER)
     else:
-        assert only(metadata.commands, Release) == Release(transfer_id, LENDER)
+        assert only(metadata.commands, ReleaseTransfer) == ReleaseTransfer(transfer_id, LENDER)
         engine.update(output)
     finish(engine, half)
 

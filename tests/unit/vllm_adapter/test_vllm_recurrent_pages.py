@@ -30,7 +30,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
-from vllm_pages import BLOCKS, Rank, attention, make_rank, name, transfer
+from vllm_pages import BLOCKS, PagesRank, attention, make_rank, name, transfer
 from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.protocol.pages.geometry import Place
@@ -135,7 +135,7 @@ def spec_of(of: Model, ranks: int, **more: Any) -> MambaSpec:
     return MambaSpec(block_size=1024, shapes=shapes, dtypes=dtypes, mamba_type=of.kind, **more)
 
 
-def state_rank(config: Any, of: Model, rank: int, ranks: int, **more: Any) -> Rank:
+def state_rank(config: Any, of: Model, rank: int, ranks: int, **more: Any) -> PagesRank:
     """A rank of a hybrid model. The state is padded to the length of a page of its attention."""
     attend = replace(FULL, num_kv_heads=4 // ranks)
     spec = spec_of(of, ranks, page_size_padded=attend.page_size_bytes, **more)
@@ -163,7 +163,7 @@ def whole_state(of: Model, rows: int, layer: int) -> list[torch.Tensor]:
     return found + ([torch.rand(of.state[0], *of.state[1], generator=generator)] if of.state else [])
 
 
-def fill(target: Rank, of: Model, rank: int, ranks: int, dims_first: bool) -> None:
+def fill(target: PagesRank, of: Model, rank: int, ranks: int, dims_first: bool) -> None:
     """Fills the request's row with its state, as vLLM's layers lay their views over the page."""
     shapes, spec = of.shapes(ranks), spec_of(of, ranks)
     for layer in (0, 1):
@@ -215,7 +215,7 @@ def test_pieces_that_lie_by_dimension_are_one_run_each(config: Any, order: Calla
     assert runs == {SD: 3 * 3 + 1, DS: 3 + 1}
 
 
-def state_format(rank: Rank) -> str:
+def state_format(rank: PagesRank) -> str:
     return rank.layout.layers[0].format
 
 

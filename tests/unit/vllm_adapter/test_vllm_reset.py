@@ -23,7 +23,7 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.commands import CacheCleared, Cancel, FinishPrefill, Release
+from kv_connector.agent.commands import CacheCleared, CancelLoad, FinishPrefill, ReleaseTransfer
 from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.forced_token import KEY
@@ -72,7 +72,7 @@ def test_loads_of_before_are_given_up_and_computed_here(stage: MakeStage, policy
     pause(decode)
     assert decode.blocks_in_use == 4, "pages may still land for the load"
     metadata = decode.step()
-    assert set(metadata.commands) == {Cancel("d-loads"), Release("waits", ADDRESS)}
+    assert set(metadata.commands) == {CancelLoad("d-loads"), ReleaseTransfer("waits", ADDRESS)}
     assert metadata.waiting == ()
     assert not decode.side.has_unsent_commands()
 
@@ -179,7 +179,7 @@ def test_request_that_waits_for_room_requests_only_the_prefill_token_after_a_res
     assert decode.side.has_unsent_commands()
     metadata = decode.step()
     cancel, asked = metadata.commands
-    assert cancel == Cancel("d-loads")
+    assert cancel == CancelLoad("d-loads")
     assert isinstance(asked, DecodeRequest)
     assert (asked.request_id, asked.wants_sampled, asked.groups) == ("d-t", True, (GroupTarget(0, ()),))
     assert metadata.waiting == ()
@@ -209,7 +209,7 @@ def test_request_that_waits_for_the_prefill_token_leaves_when_aborted(stage: Mak
     pause(decode)
     decode.step(received=["d-loads"])
     decode.abort("d-t")
-    assert decode.step().commands == (Cancel("d-t"),)
+    assert decode.step().commands == (CancelLoad("d-t"),)
     assert decode.side.has_unsent_commands()
     pause(decode)  # no page may land for it
     resume(decode)
@@ -243,7 +243,7 @@ def test_a_second_reset_before_the_load_has_stopped(stage: MakeStage) -> None:
     decode.step()
     pause(decode)
     pause(decode)
-    assert decode.step().commands == (Cancel("d-t"),)
+    assert decode.step().commands == (CancelLoad("d-t"),)
     resume(decode)
     decode.step(received=["d-t"])
     output, _ = decode.schedule()

@@ -27,7 +27,7 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.commands import Cancel, FailLoad, FinishPrefill, Release, SetRanks
+from kv_connector.agent.commands import CancelLoad, FailLoad, FinishPrefill, ReleaseTransfer, SetRanks
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.protocol.wire.prompt_hash import prompt_hash
@@ -457,13 +457,13 @@ class TestDecode:
         decode.abort("d0")
         output, metadata = decode.schedule()
         if loading:
-            assert metadata.commands == (Cancel("d0"),)
+            assert metadata.commands == (CancelLoad("d0"),)
             assert output.total_num_scheduled_tokens == 0
             decode.update(output)
             decode.step(received=["d0"])
             output, metadata = decode.schedule()
         else:
-            assert metadata.commands == (Release("t", ADDRESS),)
+            assert metadata.commands == (ReleaseTransfer("t", ADDRESS),)
         assert output.num_scheduled_tokens == {"d1": 100}
         decode.update(output)
         decode.step()
@@ -510,7 +510,7 @@ class TestDecode:
         decode.step()
         decode.add("d", prompt(tokens), dict(PARAMS_OF_D))
         output, metadata = decode.schedule()
-        assert metadata.commands == (Release("t", ADDRESS),)
+        assert metadata.commands == (ReleaseTransfer("t", ADDRESS),)
         assert output.num_scheduled_tokens == {"d": 1}
         decode.update(output)
         decode.step()
@@ -519,7 +519,7 @@ class TestDecode:
     def test_a_request_that_must_not_read_caches_is_released(self, decode: Stage) -> None:
         request = decode.add("d", prompt(100), dict(PARAMS_OF_D))
         request.skip_reading_prefix_cache = True
-        assert decode.step().commands == (Release("t", ADDRESS),)
+        assert decode.step().commands == (ReleaseTransfer("t", ADDRESS),)
         decode.step()
         decode.assert_idle()
 
@@ -529,7 +529,7 @@ class TestDecode:
         connector = decode.scheduler.connector
         assert connector is not None
         assert connector.has_pending_push_work()
-        assert decode.step().commands == (Release("t", ADDRESS),)
+        assert decode.step().commands == (ReleaseTransfer("t", ADDRESS),)
         assert not connector.has_pending_push_work()
         decode.assert_idle()
 
@@ -539,7 +539,7 @@ class TestDecode:
         decode.add("d", prompt(100), dict(PARAMS_OF_D))
         decode.step()
         decode.abort("d")
-        assert decode.step().commands == (Cancel("d"),)
+        assert decode.step().commands == (CancelLoad("d"),)
         assert decode.blocks_in_use == 4
         decode.step(received=["d"])
         decode.assert_idle()
@@ -550,7 +550,7 @@ class TestDecode:
         output, _ = decode.schedule()
         decode.abort("d")
         decode.update(output, received=["d"])
-        assert decode.step().commands == (Cancel("d"),)
+        assert decode.step().commands == (CancelLoad("d"),)
         decode.assert_idle()
 
     def test_a_failed_load_fails_the_request(self, decode: Stage) -> None:

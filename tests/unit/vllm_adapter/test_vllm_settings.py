@@ -15,7 +15,7 @@ from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 
-from kv_connector.agent.settings import Settings, SettingsError
+from kv_connector.agent.settings import AgentSettings, SettingsError
 from kv_connector.agent.start import WorkerInfo
 from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
 from kv_connector.engine.placement import Device
@@ -74,7 +74,7 @@ def test_a_token_is_forced_where_vllm_loads_the_plugin_for_it(
 def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = []
 
-    def start(settings: Settings, info: WorkerInfo) -> None:
+    def start(settings: AgentSettings, info: WorkerInfo) -> None:
         infos.append(info)
         raise SettingsError("providers: nvlink cannot move it")
 
@@ -83,7 +83,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kv_connector.vllm.connector.pipeline_and_tensor_parallel_rank", lambda: (1, 1))
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    made._settings, made._transfer_role, made._engine_id = Settings(), Role.DECODE, "engine"
+    made._settings, made._transfer_role, made._engine_id = AgentSettings(), Role.DECODE, "engine"
     made._early_tokens, made._idle, made._prefixes = True, None, "key"
     made._borrows = made._prefetches = True
     parallel = ParallelConfig(

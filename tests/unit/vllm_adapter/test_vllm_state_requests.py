@@ -24,7 +24,7 @@ from vllm_stage import (
     vllm_config,
 )
 
-from kv_connector.agent.commands import FinishPrefill, Release
+from kv_connector.agent.commands import FinishPrefill, ReleaseTransfer
 from kv_connector.protocol.requests import DecodeRequest, PrefillRequest
 from kv_connector.protocol.wire.prompt_hash import prompt_hash
 from kv_connector.vllm.metadata import StepMetadata
@@ -293,7 +293,7 @@ class TestDecode:
     def test_a_prompt_of_one_token_is_computed_alone(self, decode: Stage) -> None:
         decode.add("d", prompt(1), dict(PARAMS_OF_D))
         output, metadata = decode.schedule()
-        assert [type(command) for command in metadata.commands] == [Release]
+        assert [type(command) for command in metadata.commands] == [ReleaseTransfer]
         assert output.num_scheduled_tokens == {"d": 1}
         decode.update(output)
         decode.step()
@@ -319,7 +319,7 @@ class TestDecode:
         load(decode, text, "first")
         decode.add("d", text, dict(PARAMS_OF_D))
         output, metadata = decode.schedule()
-        assert [type(command) for command in metadata.commands] == [Release]
+        assert [type(command) for command in metadata.commands] == [ReleaseTransfer]
         assert output.num_scheduled_tokens == {"d": 1}
         decode.update(output)
         decode.step()
@@ -422,7 +422,7 @@ class TestHitsInsideBlocks:
         load(decode, text, "first")
         decode.add("d", text, dict(PARAMS_OF_D))
         output, metadata = decode.schedule()
-        assert [type(command) for command in metadata.commands] == [Release]
+        assert [type(command) for command in metadata.commands] == [ReleaseTransfer]
         assert output.num_scheduled_tokens == {"d": 1}
         decode.update(output)
         decode.step()

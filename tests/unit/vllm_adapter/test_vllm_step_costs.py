@@ -21,7 +21,7 @@ from vllm_stage import (
     stage,
 )
 
-from kv_connector.agent.start import Running
+from kv_connector.agent.start import RunningAgent
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.connector import WriteImmConnector
@@ -509,7 +509,7 @@ def test_the_worker_hands_it_to_its_registrar(registers: bool) -> None:
     hits: dict[str, tuple[int, int]] = {}
     registrar: Any = SimpleNamespace(set_load=told.append, add_hits=hits.update) if registers else None
     nothing: Any = None
-    connector._running = Running(nothing, Address("127.0.0.1", 5600), nothing, registrar, ExitStack())
+    connector._running = RunningAgent(nothing, Address("127.0.0.1", 5600), nothing, registrar, ExitStack())
     connector.worker = SimpleNamespace(begin_step=lambda metadata: None)  # type: ignore[assignment]
     load = WorkloadReport(1, 1, 1, waiting=5)
     for metadata in (StepMetadata(), StepMetadata(load=load), StepMetadata(hits={"t": (9, 4)})):

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm_stage import BLOCK, FULL, PARAMS_OF_D, PARAMS_OF_P, SLIDING, Stage, model, prompt, vllm_config
 
-from kv_connector.agent.commands import Release
+from kv_connector.agent.commands import ReleaseTransfer
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.metadata import News, StepMetadata
@@ -156,7 +156,7 @@ def test_decode_engines_first_connector_with_tokens_loads_them(tiered: MakeTiere
     decode.add("d", TEXT, dict(PARAMS_OF_D), max_tokens=3)
     (command,) = decode.step().commands
     if tier_first:
-        assert isinstance(command, Release), "the prefill engine must not hold the prompt"
+        assert isinstance(command, ReleaseTransfer), "the prefill engine must not hold the prompt"
         (job,) = decode.loads.values()
         assert len(job.dst_spec.block_ids) == BLOCKS
     else:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kv_connector.agent.settings import Settings
+from kv_connector.agent.settings import AgentSettings
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.vllm.weights.endpoint import WeightsEndpoint
@@ -55,7 +55,7 @@ def test_the_first_of_several_api_servers_has_the_controller(monkeypatch: pytest
     monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", f'{{"control_port": {port}, "control_host": "127.0.0.1"}}')
     firsts = [receiver.start() for receiver in receivers]
     monkeypatch.setattr(
-        Settings, "port", lambda self, *, data_parallel_index, **_: workers[data_parallel_index]
+        AgentSettings, "port", lambda self, *, data_parallel_index, **_: workers[data_parallel_index]
     )
     states = [SimpleNamespace() for _ in range(3)]
 

@@ -16,7 +16,7 @@ from kv_connector.vllm.internals import release
 from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE
 from kv_connector.vllm.weights import serving
 from kv_connector.vllm.weights.serving import NotTaken, WeightTaker, serve_weights
-from kv_connector.weights.controller import Outcome
+from kv_connector.weights.controller import VersionOutcome
 
 PATIENCE_S = 60.0
 
@@ -69,7 +69,7 @@ class Controller:
     """Stands in for the controller: a trainer's update, step by step."""
 
     engine: WeightTaker
-    ended: Callable[[str, Outcome], None]
+    ended: Callable[[str, VersionOutcome], None]
     loop: asyncio.AbstractEventLoop
     closed: bool = False
 
@@ -77,7 +77,7 @@ class Controller:
         self.closed = True
 
     def begin(
-        self, version: str, outcome: Outcome | None = None, *, before: threading.Event | None = None
+        self, version: str, outcome: VersionOutcome | None = None, *, before: threading.Event | None = None
     ) -> None:
         """Starts an update and returns. It waits for ``before`` between the pause and the update."""
 
@@ -89,9 +89,9 @@ class Controller:
                 await self.engine.update(version)
                 await self.engine.label(version)
                 await self.engine.resume()
-                self.ended(version, outcome or Outcome())
+                self.ended(version, outcome or VersionOutcome())
             except Exception as error:
-                self.ended(version, Outcome(str(error)))
+                self.ended(version, VersionOutcome(str(error)))
 
         asyncio.run_coroutine_threadsafe(run(), self.loop)
 
@@ -100,7 +100,7 @@ class Controller:
 def controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Controller]]:
     found: list[Controller] = []
 
-    async def start(engine: WeightTaker, _: Any, ended: Callable[[str, Outcome], None]) -> Controller:
+    async def start(engine: WeightTaker, _: Any, ended: Callable[[str, VersionOutcome], None]) -> Controller:
         found.append(Controller(engine, ended, asyncio.get_running_loop()))
         return found[-1]
 
@@ -143,7 +143,7 @@ def test_no_time_limit_ends_an_update_that_has_begun(controllers: list[Controlle
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_version_that_is_not_served_is_an_error(controllers: list[Controller], torn: bool) -> None:
     with WeightTaker(Llm()) as weights:
-        controllers[0].begin("7", Outcome("worker 0: it broke", torn=torn))
+        controllers[0].begin("7", VersionOutcome("worker 0: it broke", torn=torn))
         with pytest.raises(NotTaken, match="version 7: worker 0: it broke") as raised:
             weights.take(timeout=PATIENCE_S)
         assert raised.value.torn == torn

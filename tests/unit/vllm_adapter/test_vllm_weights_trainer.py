@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agent_setup import until
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.vllm.weights.trainer import WriteImmTrainerEngine, WriteImmTrainerInitInfo
@@ -17,7 +17,7 @@ from kv_connector.weights.update import PushError
 
 
 class Client:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: WeightEngine) -> None:
         self._engine = engine
         self._updates = False
         self.finished: list[str | None] = []
@@ -37,17 +37,19 @@ class Client:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine()
+def engine() -> Iterator[WeightEngine]:
+    engine = WeightEngine()
     yield engine
     engine.close()
 
 
-def info(engine: Engine) -> WriteImmTrainerInitInfo:
+def info(engine: WeightEngine) -> WriteImmTrainerInitInfo:
     return WriteImmTrainerInitInfo([str(engine.workers[0]._address)], rank=0, providers=("tcp",), timeout=60)
 
 
-def test_init_info_passes_the_pusher_its_arguments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_info_passes_the_pusher_its_arguments(
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: dict[str, Any] = {
         "nics": ("mlx5_0",),
         "begin_timeout": 3.0,
@@ -87,7 +89,7 @@ def test_init_info_refuses_an_invalid_value(engines: object, timeout: float, wor
         WriteImmTrainerInitInfo(engines, rank=0, timeout=timeout)  # type: ignore[arg-type]
 
 
-def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: Engine) -> None:
+def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: WeightEngine) -> None:
     client = Client(engine)
     trainer = WriteImmTrainerEngine.trainer_init(info(engine), client=client, source=TensorSource(drawn(1)))
     engine.model.broken, trainer._timeout = "no such tensor", 0.2
@@ -101,7 +103,7 @@ def test_a_version_that_is_not_applied_is_not_in_the_way_of_the_next(engine: Eng
 
 
 def test_one_that_does_not_connect_leaves_nothing_behind(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[object] = []
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
-from weight_engines import Engine, Load, drawn, loads
+from weight_engines import Load, WeightEngine, drawn, loads
 
 from kv_connector.cli.main import app
 from kv_connector.engine import ErrorCode, TransferError
@@ -57,22 +57,22 @@ def keeping(*kept: str, unset: Sequence[str] = ()) -> Load:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    engines: list[Engine] = []
+def engines() -> Iterator[list[WeightEngine]]:
+    engines: list[WeightEngine] = []
     yield engines
     for engine in engines:
         engine.close()
 
 
-def push(engine: Engine, *partial: str) -> None:
+def push(engine: WeightEngine, *partial: str) -> None:
     with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], partial=partial) as pusher:
         pusher.connect()
         pusher.push("v1").wait("applied", PATIENCE_S)
 
 
-def test_a_tensor_that_the_engine_cuts_is_refused_by_name(engines: list[Engine]) -> None:
+def test_a_tensor_that_the_engine_cuts_is_refused_by_name(engines: list[WeightEngine]) -> None:
     """A checkpoint may have larger matrices, of which vLLM's loaders take the first rows."""
-    engines.append(engine := Engine(2, load=cut))
+    engines.append(engine := WeightEngine(2, load=cut))
     cuts = r"up \[31, 20\] \(248 of 620 elements\), norm \[3, 1\] \(0 of 3 elements\)"
     with pytest.raises(PlanError, match=rf"{engine.address} would not load all of {cuts}"):
         push(engine)
@@ -83,9 +83,9 @@ def test_a_tensor_that_the_engine_cuts_is_refused_by_name(engines: list[Engine])
     assert engine.served == ["v1", "v1"]
 
 
-def test_a_parameter_that_no_tensor_fills_is_refused_by_name(engines: list[Engine]) -> None:
+def test_a_parameter_that_no_tensor_fills_is_refused_by_name(engines: list[WeightEngine]) -> None:
     names = [f"layers.{number}.e_score_correction_bias" for number in range(5)]
-    engines.append(engine := Engine(2, load=keeping(*names)))
+    engines.append(engine := WeightEngine(2, load=keeping(*names)))
     some = ", ".join(names[:3])
     with pytest.raises(PlanError, match=rf"{engine.address} would keep the old {some} and 2 more: push them"):
         push(engine)
@@ -94,21 +94,24 @@ def test_a_parameter_that_no_tensor_fills_is_refused_by_name(engines: list[Engin
     assert engine.served == ["v1", "v1"]
 
 
-def test_a_parameter_of_a_dummy_engine_is_sent_in_any_case(engines: list[Engine]) -> None:
-    engines.append(engine := Engine(2, load=keeping("vision.proj", "bias", unset=["vision.proj"])))
+def test_a_parameter_of_a_dummy_engine_is_sent_in_any_case(engines: list[WeightEngine]) -> None:
+    engines.append(engine := WeightEngine(2, load=keeping("vision.proj", "bias", unset=["vision.proj"])))
     with pytest.raises(PlanError, match=r"dummy weights, and no tensor fills its vision\.proj"):
         push(engine, "*")
 
 
-def test_a_seed_keeps_what_the_joiner_has_and_nothing_random(engines: list[Engine]) -> None:
+def test_a_seed_keeps_what_the_joiner_has_and_nothing_random(engines: list[WeightEngine]) -> None:
     """The seeding engine sends only the trainer's tensors."""
-    fleet = Engine(2, load=keeping("frozen"))
-    started, dummy = Engine(1, load=keeping("frozen")), Engine(1, load=keeping("frozen", unset=["frozen"]))
-    smaller = Engine(1, load=cut)
+    fleet = WeightEngine(2, load=keeping("frozen"))
+    started, dummy = (
+        WeightEngine(1, load=keeping("frozen")),
+        WeightEngine(1, load=keeping("frozen", unset=["frozen"])),
+    )
+    smaller = WeightEngine(1, load=cut)
     engines += [fleet, started, dummy, smaller]
     push(fleet, "frozen")
 
-    def seed(joiner: Engine) -> Result:
+    def seed(joiner: WeightEngine) -> Result:
         asked = ["weights", "seed", "--from", str(fleet.address), "--engine", str(joiner.address)]
         return CliRunner().invoke(app, asked)
 
@@ -124,8 +127,8 @@ def test_a_seed_keeps_what_the_joiner_has_and_nothing_random(engines: list[Engin
         assert joiner.served == [""]
 
 
-def test_a_seed_may_lack_what_the_trainer_named(engines: list[Engine]) -> None:
-    engines += [fleet := Engine(2, load=without_norm), joiner := Engine(1, load=without_norm)]
+def test_a_seed_may_lack_what_the_trainer_named(engines: list[WeightEngine]) -> None:
+    engines += [fleet := WeightEngine(2, load=without_norm), joiner := WeightEngine(1, load=without_norm)]
     push(fleet, "norm")
     asked = ["weights", "seed", "--from", str(fleet.address), "--engine", str(joiner.address)]
     done = CliRunner().invoke(app, asked)
@@ -134,9 +137,9 @@ def test_a_seed_may_lack_what_the_trainer_named(engines: list[Engine]) -> None:
 
 
 def test_a_push_that_is_served_succeeds_although_its_own_engine_ends_with_an_error(
-    engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[WeightEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines.append(engine := Engine(1))
+    engines.append(engine := WeightEngine(1))
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")
     close = WeightPusher.close
 
@@ -152,9 +155,9 @@ def test_a_push_that_is_served_succeeds_although_its_own_engine_ends_with_an_err
 
 
 def test_a_push_that_fails_gives_its_reason_to_the_engines(
-    engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[WeightEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines.append(engine := Engine(1))
+    engines.append(engine := WeightEngine(1))
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")
     reasons: list[str] = []
     monkeypatch.setattr(Links, "end_all", lambda _, reason: reasons.append(reason))
@@ -168,9 +171,9 @@ def test_a_push_that_fails_gives_its_reason_to_the_engines(
     assert "no word" in reasons[0]
 
 
-def test_the_commands_name_what_is_left_out(engines: list[Engine], tmp_path: Path) -> None:
+def test_the_commands_name_what_is_left_out(engines: list[WeightEngine], tmp_path: Path) -> None:
     engines.append(
-        engine := Engine(2, load=lambda *given: msgspec.structs.replace(cut(*given), kept=("bias",)))
+        engine := WeightEngine(2, load=lambda *given: msgspec.structs.replace(cut(*given), kept=("bias",)))
     )
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")
     where = [str(tmp_path), "--engine", str(engine.address)]

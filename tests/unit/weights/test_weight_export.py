@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from test_weight_transfer import Engine
-from weight_trainer import PATIENCE_S, Ranks, drawn
+from weight_trainer import PATIENCE_S, RankProcesses, drawn
 
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
@@ -63,7 +63,7 @@ def test_some_ranks_send_copies_of_what_all_gather(tmp_path: Path) -> None:
     """The sending ranks divide the tensors among themselves."""
     engine = Engine("tcp")
     try:
-        with Ranks(main, tmp_path, RANKS, [engine.address]) as ranks:
+        with RankProcesses(main, tmp_path, RANKS, [engine.address]) as ranks:
             assert all(int(ranks.heard(rank)) for rank in SENDERS)
             for version in range(1, VERSIONS + 1):
                 assert [ranks.heard(rank) for rank in SENDERS] == [f"landed {version}"] * len(SENDERS)

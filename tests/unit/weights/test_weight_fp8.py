@@ -17,7 +17,7 @@ from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from kv_connector.weights.block_fp8 import BLOCK, BlockFp8
 from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.mapping.plan import Box, PlanError, Shard, make_plan
+from kv_connector.weights.mapping.plan import Box, PlanError, TensorShard, make_plan
 from kv_connector.weights.sources import Engines, Held, TensorSource
 
 PATIENCE_S = 60
@@ -60,7 +60,7 @@ class Rank(TensorSource):
         super().__init__([("w.weight", whole), ("bias", torch.zeros(3))])
         self.rank, self.meeting = rank, meeting
         self.part = torch.zeros(box.extent, dtype=whole.dtype)
-        self._held[0] = Held(Shard(0, box), lambda: self.part)
+        self._held[0] = Held(TensorShard(0, box), lambda: self.part)
         self.collectives = 0
 
     def step(self, whole: torch.Tensor) -> None:
@@ -242,6 +242,6 @@ def test_tensor_that_cannot_be_quantised_is_named() -> None:
 def test_nothing_is_converted_to_float8_or_from_it_without_scales(dtypes: tuple[str, str]) -> None:
     here, there = dtypes
     tensors = [Tensor("w.weight", here, (4, 4))]
-    shards = [[Shard(0, Box((0, 0), (4, 4)))]]
+    shards = [[TensorShard(0, Box((0, 0), (4, 4)))]]
     with pytest.raises(PlanError, match=rf"w\.weight is {here} here and {there} at the engine.*BlockFp8"):
         make_plan(tensors, shards, [loads(tensors, there)], 0)

@@ -8,44 +8,44 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.protocol.wire.version import MAX_NAME, identity, shown, shown_apart
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.sources import CheckpointSource, Source, TensorSource
+from kv_connector.weights.sources import CheckpointSource, TensorSource, WeightSource
 from kv_connector.weights.update import PushError
 
 PATIENCE_S = 30
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
+def engines() -> Iterator[list[WeightEngine]]:
     """A prefill and a decode engine."""
-    engines = [Engine(1), Engine(1)]
+    engines = [WeightEngine(1), WeightEngine(1)]
     yield engines
     for engine in engines:
         engine.close()
 
 
-def push(source: Source, version: str, *engines: Engine) -> None:
+def push(source: WeightSource, version: str, *engines: WeightEngine) -> None:
     with WeightPusher(source, [str(engine.address) for engine in engines]) as pusher:
         pusher.connect()
         pusher.push(version).wait("applied", PATIENCE_S)
 
 
-def identities(engines: list[Engine]) -> list[str]:
+def identities(engines: list[WeightEngine]) -> list[str]:
     """Returns the identities of the versions, which engines and routers compare."""
     return [engine.workers[0].state().served for engine in engines]
 
 
-def test_engines_of_one_push_serve_the_same_version(engines: list[Engine]) -> None:
+def test_engines_of_one_push_serve_the_same_version(engines: list[WeightEngine]) -> None:
     push(TensorSource(drawn(1)), "a", *engines)
     one, other = identities(engines)
     assert one == other
     assert [engine.model.labels for engine in engines] == [["a"], ["a"]]
 
 
-def test_another_run_of_the_same_name_is_another_version(engines: list[Engine]) -> None:
+def test_another_run_of_the_same_name_is_another_version(engines: list[WeightEngine]) -> None:
     """A trainer that is started again counts from 1 again."""
     push(TensorSource(drawn(1)), "1", *engines)
     push(TensorSource(drawn(2)), "1", engines[0])
@@ -54,7 +54,7 @@ def test_another_run_of_the_same_name_is_another_version(engines: list[Engine]) 
     assert shown(updated) == shown(other) == "1"
 
 
-def test_another_push_of_the_same_name_is_another_version(engines: list[Engine]) -> None:
+def test_another_push_of_the_same_name_is_another_version(engines: list[WeightEngine]) -> None:
     with WeightPusher(TensorSource(drawn(1)), [str(engines[0].address)]) as pusher:
         pusher.connect()
         pusher.push("1").wait("applied", PATIENCE_S)
@@ -64,7 +64,7 @@ def test_another_push_of_the_same_name_is_another_version(engines: list[Engine])
 
 
 def test_a_checkpoint_is_the_same_version_in_each_push_until_it_changes(
-    engines: list[Engine], tmp_path: Path
+    engines: list[WeightEngine], tmp_path: Path
 ) -> None:
     """An operator updates one engine of a fleet after the other."""
     file = tmp_path / "model.safetensors"
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_the_same_version_in_each_push_until_it_changes(
     assert updated != other
 
 
-def test_push_refuses_a_name_that_no_engine_could_take(engines: list[Engine]) -> None:
+def test_push_refuses_a_name_that_no_engine_could_take(engines: list[WeightEngine]) -> None:
     with WeightPusher(TensorSource(drawn(1)), [str(engines[0].address)]) as pusher:
         pusher.connect()
         for name in ("", "n" * (MAX_NAME + 1)):

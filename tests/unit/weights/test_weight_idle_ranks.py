@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from weight_engines import Engine, drawn, expected
+from weight_engines import WeightEngine, drawn, expected
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
@@ -71,7 +71,7 @@ def test_a_rank_that_writes_nothing_is_not_held_up() -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming: bool) -> None:
     """If only some layers are pushed, pipeline stages are such workers. No rank waits for ``orphan``."""
-    engine = Engine(2, streaming=streaming, idle=[0])
+    engine = WeightEngine(2, streaming=streaming, idle=[0])
     try:
         long = Timeouts(orphan=10 * PATIENCE_S)
         engines, lost = [str(engine.address)], ["up", "down"]  # the idle worker has their other half
@@ -87,7 +87,7 @@ def test_a_worker_that_loads_nothing_takes_the_version_with_the_others(streaming
 
 
 def test_connect_refuses_an_engine_that_would_load_nothing() -> None:
-    engine = Engine(2, idle=[0, 1])
+    engine = WeightEngine(2, idle=[0, 1])
     try:
         with (
             WeightPusher(TensorSource(drawn(1)), [str(engine.address)]) as pusher,

@@ -31,7 +31,7 @@ from kv_connector.weights.wire.messages import (
     WeightMessage,
     WorkerAddress,
 )
-from kv_connector.weights.worker.landing import Landing, Phase
+from kv_connector.weights.worker.landing import Landing, LandingPhase
 from kv_connector.weights.worker.landing_actions import (
     Action,
     GiveUp,
@@ -145,7 +145,7 @@ def test_the_next_version_is_dropped_with_the_one_before() -> None:
     dropped = replies(landing.receive(0, b, Leave("it is through")))[a]
     assert isinstance(dropped, Dropped)
     assert dropped.version == "1"
-    assert landing.phase is Phase.EMPTY
+    assert landing.phase is LandingPhase.EMPTY
 
 
 def test_version_that_was_not_applied_can_be_applied_again() -> None:
@@ -179,7 +179,7 @@ def test_a_lost_sender_voids_the_version_for_all(stage: str) -> None:
     assert isinstance(dropped, Dropped)
     assert "rank 1 of run run (trainer/1): the link broke" in dropped.reason
     assert landing.opened(78) == [LandingCloseCounter()]
-    assert landing.phase is Phase.EMPTY
+    assert landing.phase is LandingPhase.EMPTY
     # The remaining sender has to join again. It gets its counter only when no old write can land any more.
     (refused,) = replies(landing.receive(0, a, begin("2"))).values()
     assert isinstance(refused, Refused)
@@ -209,7 +209,7 @@ def test_a_sender_whose_link_broke_keeps_no_other_trainer_out(other: Describe | 
     assert only(actions, Record if other else LandingAccept)
     assert b"new" not in replies(actions)
     assert landing.state().senders == (0 if other else 1)
-    assert landing.phase is Phase.EMPTY
+    assert landing.phase is LandingPhase.EMPTY
     assert {fence.peer for fence in only(actions, LandingFence)} == {0, 1}
 
 
@@ -368,7 +368,7 @@ def test_a_sender_lost_in_the_middle_of_its_rounds_leaves_a_torn_model(stage: st
     assert only(actions, LandingCloseCounter) == ([LandingCloseCounter(1)] if stage == "landing" else [])
     if stage == "ready":
         assert not only(actions, GiveUp)
-        assert landing.phase is Phase.EMPTY
+        assert landing.phase is LandingPhase.EMPTY
         return
     (given_up,) = only(actions, GiveUp)
     assert "rank 1 of run run (trainer/1): it is through" in given_up.reason

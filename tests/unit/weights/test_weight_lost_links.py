@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from agent_setup import until
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.engine import LostLink
 from kv_connector.engine.transfer_engine import TransferEngine
@@ -30,7 +30,7 @@ def test_both_sides_log_a_lost_link(
 ) -> None:
     caplog.set_level(logging.INFO, "kv_connector")
     monkeypatch.setattr("kv_connector.weights.worker.receiver._LOOK_S", 0.0)
-    engine = Engine(1)
+    engine = WeightEngine(1)
     try:
         with WeightPusher(TensorSource(drawn(1)), [str(engine.address)], providers=("tcp",)) as pusher:
             pusher.connect()

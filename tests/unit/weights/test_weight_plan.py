@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.weights.mapping.geometry import Geometry, Parameter, Tensor, Write
-from kv_connector.weights.mapping.plan import Box, Piece, PlanError, Shard, make_plan, runs
+from kv_connector.weights.mapping.plan import Box, PlanError, ShardPiece, TensorShard, make_plan, runs
 from kv_connector.weights.trainer.staging import laid_out, split
 
 Shape = tuple[int, ...]
@@ -68,12 +68,12 @@ def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
     shape_of = data.draw(st.lists(shapes(), min_size=1, max_size=3))
     tensors = [Tensor(f"t{n}", "float32", shape) for n, shape in enumerate(shape_of)]
     values = [np.arange(math.prod(s), dtype=np.float64).reshape(s) + 1000 * n for n, s in enumerate(shape_of)]
-    senders: list[list[Shard]] = [[] for _ in range(data.draw(st.integers(1, 4)))]
+    senders: list[list[TensorShard]] = [[] for _ in range(data.draw(st.integers(1, 4)))]
     for number, shape in enumerate(shape_of):
         replicas = data.draw(st.integers(1, 2))
         for box in data.draw(meshes(shape)):
             for rank in data.draw(st.permutations(range(len(senders))))[:replicas]:
-                senders[rank].append(Shard(number, box))
+                senders[rank].append(TensorShard(number, box))
     receivers = []
     for _ in range(data.draw(st.integers(1, 3))):
         loaded = data.draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, max_size=4))
@@ -112,7 +112,7 @@ def test_carrying_out_the_plan_is_loading(data: st.DataObject) -> None:
         assert max(loads) <= sum(loads) / len(loads) + max(everything)
 
 
-def carry_out(piece: Piece, shard: np.ndarray, parameter: np.ndarray) -> None:
+def carry_out(piece: ShardPiece, shard: np.ndarray, parameter: np.ndarray) -> None:
     """Writes a piece by its runs, each element once."""
     strides = [s // shard.itemsize for s in shard.strides]
     flat = shard.reshape(-1)
@@ -154,12 +154,12 @@ def geometry_of(shape: Shape) -> Geometry:
 def test_elements_that_are_not_held_once_are_refused_by_name(boxes: list[Box], problem: str) -> None:
     tensor = Tensor("model.norm.weight", "float32", (4, 4))
     with pytest.raises(PlanError, match=f"model.norm.weight of shape .*{problem}"):
-        make_plan([tensor], [[Shard(0, box) for box in boxes]], [geometry_of((4, 4))], 0)
+        make_plan([tensor], [[TensorShard(0, box) for box in boxes]], [geometry_of((4, 4))], 0)
 
 
 def test_rows_of_an_inner_part_are_laid_out_where_they_are_short() -> None:
     """A row-parallel layer's columns are one run at the receiver, and one run for each row at the sender."""
-    piece = Piece(0, 0, (0, 4), (3, 4), 0, (4, 1))
+    piece = ShardPiece(0, 0, (0, 4), (3, 4), 0, (4, 1))
     long_enough = runs(piece, (8, 1), least=4)
     assert not long_enough.packed
     assert long_enough.source.tolist() == [4, 12, 20]
@@ -169,11 +169,11 @@ def test_rows_of_an_inner_part_are_laid_out_where_they_are_short() -> None:
 
 
 def test_a_tensor_without_dimensions_is_laid_out_as_it_is() -> None:
-    assert laid_out(torch.tensor(3.0), Piece(0, 0, (), (), 0, ()), ()).item() == 3
+    assert laid_out(torch.tensor(3.0), ShardPiece(0, 0, (), (), 0, ()), ()).item() == 3
 
 
 def test_a_transposed_part_is_packed() -> None:
-    laid = runs(Piece(0, 0, (0, 0), (3, 4), 0, (1, 3)), (4, 1), least=1000)
+    laid = runs(ShardPiece(0, 0, (0, 0), (3, 4), 0, (1, 3)), (4, 1), least=1000)
     assert laid.packed
     assert (laid.elements, laid.order, laid.target.tolist()) == (12, (1, 0), [0])
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from agent_setup import until
-from weight_engines import PATIENT, Engine, Gate, drawn
+from weight_engines import PATIENT, WeightEngine, WriterGate, drawn
 
 from kv_connector.protocol.actions import Source
 from kv_connector.weights.pusher import _Awaited
@@ -28,7 +28,7 @@ def test_push_reports_the_reason_of_a_worker_whose_link_broke_first(
 ) -> None:
     """Without a reason, the error of the write is reported."""
     monkeypatch.setattr("kv_connector.weights.pusher.REASON_S", PATIENCE_S if comes else 0.0)
-    gate, engine, threads = Gate(), Engine(1), ThreadPoolExecutor(1)
+    gate, engine, threads = WriterGate(), WeightEngine(1), ThreadPoolExecutor(1)
     worker, held = engine.workers[0], list[tuple[Source, WeightMessage]]()
     send, due = worker._loop.sockets.send, queue.SimpleQueue[float]()
 

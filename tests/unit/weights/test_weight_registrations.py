@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.engine import ErrorCode, MemoryRange, TransferError
 from kv_connector.weights.pusher import WeightPusher
@@ -14,8 +14,8 @@ from kv_connector.weights.sources import TensorSource
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine(1)
+def engine() -> Iterator[WeightEngine]:
+    engine = WeightEngine(1)
     yield engine
     engine.close()
 
@@ -25,7 +25,7 @@ def registered(pusher: WeightPusher) -> int:
     return pusher._engine.stats().regions - 1
 
 
-def test_writer_deregisters_memory_of_freed_tensors(engine: Engine) -> None:
+def test_writer_deregisters_memory_of_freed_tensors(engine: WeightEngine) -> None:
     parameters = {name: torch.nn.Parameter(value) for name, value in drawn(1)}
     kept = []
     with WeightPusher(TensorSource(parameters.items()), [str(engine.address)]) as pusher:
@@ -45,7 +45,7 @@ def test_writer_deregisters_memory_of_freed_tensors(engine: Engine) -> None:
 
 
 def test_writer_registers_memory_anew_that_comes_back_at_the_same_address(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = dict(drawn(1))
     # Memory with a fixed address, like an allocation that was freed and made again.
@@ -83,7 +83,7 @@ def test_writer_registers_memory_anew_that_comes_back_at_the_same_address(
         assert steps == ["registers"] * found + ["deregisters"] * found + ["registers"] * found
 
 
-def test_release_leaves_no_memory_registered_and_the_next_push_sends(engine: Engine) -> None:
+def test_release_leaves_no_memory_registered_and_the_next_push_sends(engine: WeightEngine) -> None:
     parameters = {name: torch.nn.Parameter(value) for name, value in drawn(1)}
     with WeightPusher(TensorSource(parameters.items()), [str(engine.address)]) as pusher:
         pusher.connect()
@@ -98,7 +98,7 @@ def test_release_leaves_no_memory_registered_and_the_next_push_sends(engine: Eng
 
 
 def test_writer_tries_again_to_deregister_what_was_still_in_use(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = {name: torch.nn.Parameter(value) for name, value in drawn(1)}
     with WeightPusher(TensorSource(parameters.items()), [str(engine.address)]) as pusher:

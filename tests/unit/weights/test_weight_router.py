@@ -14,8 +14,8 @@ import pytest
 from agent_setup import PATIENCE, until
 from safetensors.torch import save_file
 from typer.testing import CliRunner
-from weight_engines import PATIENT, Engine, Gate, drawn, loads, loads_nothing
-from weight_router import Router
+from weight_engines import PATIENT, WeightEngine, WriterGate, drawn, loads, loads_nothing
+from weight_router import WeightRouter
 from weight_trainer import Trainer
 
 from kv_connector.cli.main import app
@@ -38,10 +38,10 @@ class Site:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self.router = stack.enter_context(Router())
+        self.router = stack.enter_context(WeightRouter())
 
-    def engine(self, *arguments: int, listed: bool = True, **named: object) -> Engine:
-        engine = Engine(*arguments, **named)  # type: ignore[arg-type]
+    def engine(self, *arguments: int, listed: bool = True, **named: object) -> WeightEngine:
+        engine = WeightEngine(*arguments, **named)  # type: ignore[arg-type]
         self._stack.callback(engine.close)
         if listed:
             self.router.listed.append(engine.address)
@@ -72,7 +72,7 @@ def missed(pusher: WeightPusher, version: str) -> str:
     return str(failed.value)
 
 
-def notice_death(pusher: WeightPusher, engine: Engine) -> None:
+def notice_death(pusher: WeightPusher, engine: WeightEngine) -> None:
     """Ends the trainer's links with a dead engine, as its silence does after a while."""
     links = pusher._links
     (target,) = (one for one in pusher._engines if one.address == engine.address)
@@ -124,7 +124,7 @@ def test_workers_of_an_engine_have_joined_before_one_begins(
 
 def test_push_gives_the_next_version_to_an_engine_that_joins_during_a_push(site: Site) -> None:
     first, second = site.engine(1), site.engine(1, listed=False)
-    gate = Gate()
+    gate = WriterGate()
     pusher = gate.pusher(TensorSource(drawn(1)), router=str(site.router.address), timeouts=PATIENT)
     threads = ThreadPoolExecutor(1)
     with pusher:
@@ -181,7 +181,7 @@ def test_push_includes_an_engine_that_was_restarted_with_other_ranks(site: Site)
     """At the same address, and without a call of connect()."""
     first = site.engine(1)
     ports = free_ports(3)
-    old = Engine(1, ports=ports[:2])
+    old = WeightEngine(1, ports=ports[:2])
     site.router.listed.append(old.address)
     try:
         pusher = site.pusher()
@@ -332,7 +332,7 @@ def test_pusher_takes_either_engines_or_a_router(
 
 def test_router_list_reads_every_page() -> None:
     listed = [Address("127.0.0.1", 1000 + number) for number in range(100)]
-    with Router(reversed(listed)) as router:
+    with WeightRouter(reversed(listed)) as router:
         found = RouterList(router.address, None)
         try:
             assert found.ask() == listed
@@ -343,7 +343,7 @@ def test_router_list_reads_every_page() -> None:
 
 def test_router_list_answers_after_a_router_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Address("127.0.0.1", 1000)
-    with Router([engine]) as router:
+    with WeightRouter([engine]) as router:
         found = RouterList(router.address, None)
         assert found.ask() == [engine]
     monkeypatch.setattr(router_list, "_ANSWER_S", 0.2)
@@ -351,7 +351,7 @@ def test_router_list_answers_after_a_router_was_away(monkeypatch: pytest.MonkeyP
         found.ask()
     monkeypatch.setattr(router_list, "_ANSWER_S", PATIENCE)
     monkeypatch.setattr("weight_router.free_ports", lambda count: [router.address.port])
-    with Router([engine]):
+    with WeightRouter([engine]):
         assert found.ask() == [engine]
     found.close()
 

@@ -17,7 +17,7 @@ import pytest
 from agent_setup import until
 from command_line import one_line
 from typer.testing import CliRunner, Result
-from weight_engines import DEAD_S, PATIENT, Engine, Gate, drawn, notice_silence
+from weight_engines import DEAD_S, PATIENT, WeightEngine, WriterGate, drawn, notice_silence
 from weight_engines import main as engine_process
 from weight_trainer import FORKSERVER
 
@@ -37,21 +37,21 @@ from kv_connector.weights.wire.links import Links
 PATIENCE_S = 60
 
 
-def address_of(one: Engine | Address) -> Address:
+def address_of(one: WeightEngine | Address) -> Address:
     return one if isinstance(one, Address) else one.address
 
 
 class Site:
     def __init__(self) -> None:
-        self._engines: list[Engine] = []
+        self._engines: list[WeightEngine] = []
         self.links = Links(None, PATIENT, heard=lambda *_: None, lost=lambda *_: None)
         self.threads = ThreadPoolExecutor(4)
 
-    def engine(self, *arguments: int, **named: object) -> Engine:
-        self._engines.append(Engine(*arguments, **named))  # type: ignore[arg-type]
+    def engine(self, *arguments: int, **named: object) -> WeightEngine:
+        self._engines.append(WeightEngine(*arguments, **named))  # type: ignore[arg-type]
         return self._engines[-1]
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: WeightEngine) -> None:
         self._engines.remove(engine)
         engine.close()
 
@@ -61,7 +61,7 @@ class Site:
             engine.close()
         self.threads.shutdown()
 
-    def seed(self, seeder: Engine | Address, joiner: Engine | Address) -> str:
+    def seed(self, seeder: WeightEngine | Address, joiner: WeightEngine | Address) -> str:
         return seed(address_of(seeder), address_of(joiner), self.links, PATIENCE_S)
 
 
@@ -73,16 +73,16 @@ def site() -> Iterator[Site]:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterGate]:
     """A gate that holds the pushers of seeders."""
-    gate = Gate()
+    gate = WriterGate()
     monkeypatch.setattr("kv_connector.weights.seeding.seeder.WeightPusher", gate.pusher)
     yield gate
     gate.go.set()
 
 
 @contextmanager
-def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher]:
+def trainer(of: int, *engines: WeightEngine, **named: object) -> Iterator[WeightPusher]:
     """A connected trainer of these engines."""
     addresses = [str(engine.address) for engine in engines]
     with WeightPusher(TensorSource(drawn(of)), addresses, timeouts=PATIENT, **named) as pusher:  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def trainer(of: int, *engines: Engine, **named: object) -> Iterator[WeightPusher
         yield pusher
 
 
-def pushed(version: str, of: int, *engines: Engine) -> None:
+def pushed(version: str, of: int, *engines: WeightEngine) -> None:
     with trainer(of, *engines) as pusher:
         pusher.push(version).wait("applied", PATIENCE_S)
 
@@ -137,7 +137,7 @@ def test_all_data_parallel_ranks_are_one_engine(site: Site) -> None:
     assert joiner.model.serves(2)
 
 
-def test_several_are_seeded_at_once(site: Site, gate: Gate) -> None:
+def test_several_are_seeded_at_once(site: Site, gate: WriterGate) -> None:
     fleet, joiners = site.engine(2), [site.engine(1), site.engine(2)]
     pushed("v1", 1, fleet)
     asked = [site.threads.submit(site.seed, fleet, joiner) for joiner in joiners]
@@ -174,7 +174,7 @@ def test_a_trainer_that_is_connected_to_both_goes_on_with_both(site: Site, resta
         assert joiner.model.serves(2)
 
 
-def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate: Gate) -> None:
+def test_a_trainer_that_comes_while_a_joiner_is_seeded_is_next(site: Site, gate: WriterGate) -> None:
     """At both engines the version waits: the written weights stay as they are until then."""
     fleet, joiner = site.engine(2), site.engine(1)
     pushed("v1", 1, fleet)
@@ -302,7 +302,7 @@ def test_a_seeding_engine_that_dies_leaves_the_joiner_as_it_was(site: Site) -> N
     assert joiner.model.serves(2)
 
 
-def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gate) -> None:
+def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: WriterGate) -> None:
     fleet, joiner = site.engine(2), Process(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner.address)
@@ -320,7 +320,7 @@ def test_a_joiner_that_dies_leaves_the_seeding_engine_free(site: Site, gate: Gat
 
 @pytest.mark.parametrize("how", ["deadline", "who asked leaves", "one worker cannot"])
 def test_arena_is_returned_whatever_the_outcome_of_the_seed(
-    site: Site, gate: Gate, monkeypatch: pytest.MonkeyPatch, how: str
+    site: Site, gate: WriterGate, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     fleet, joiner = site.engine(2), site.engine(1)
     pushed("v1", 1, fleet)
@@ -347,7 +347,7 @@ def test_arena_is_returned_whatever_the_outcome_of_the_seed(
     assert joiner.model.serves(1)
 
 
-def test_a_worker_ends_while_it_seeds(site: Site, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_ends_while_it_seeds(site: Site, gate: WriterGate, caplog: pytest.LogCaptureFixture) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner)
@@ -423,7 +423,7 @@ def test_the_command(site: Site) -> None:
     assert "it is in streaming mode" in done.output
 
 
-def test_status_names_the_engine_that_a_seeder_writes_to(site: Site, gate: Gate) -> None:
+def test_status_names_the_engine_that_a_seeder_writes_to(site: Site, gate: WriterGate) -> None:
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     seeded = site.threads.submit(site.seed, fleet, joiner)
@@ -453,7 +453,7 @@ def test_an_engine_that_starts_while_a_version_lands_is_seeded_with_that_one(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine does not open its API with its old weights."""
-    gate, warned = Gate(), Warned("does not seed this engine")
+    gate, warned = WriterGate(), Warned("does not seed this engine")
     fleet, joiner = site.engine(1), site.engine(1)
     pushed("v1", 1, fleet)
     logger = logging.getLogger("kv_connector")

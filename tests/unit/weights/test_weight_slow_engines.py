@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 from typer.testing import CliRunner
-from weight_engines import PATIENT, Engine, Gate, drawn
+from weight_engines import PATIENT, WeightEngine, WriterGate, drawn
 
 from kv_connector.cli.main import app
 from kv_connector.protocol.timeouts import Timeouts
@@ -29,7 +29,7 @@ NEVER_S = 10 * PATIENCE_S
 class SlowPause:
     """Delays an engine's pause until ``go_on``, as a prefill engine waits until its prompts are fetched."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: WeightEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pausing, self.go_on = threading.Event(), threading.Event()
         pause = engine.model.pause
 
@@ -45,7 +45,7 @@ class SlowPause:
 def test_push_leaves_an_engine_out_that_does_not_begin(
     streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick, slow = engines = [Engine(2, streaming=streaming) for _ in range(2)]
+    quick, slow = engines = [WeightEngine(2, streaming=streaming) for _ in range(2)]
     pause = SlowPause(slow, monkeypatch)
     addresses = [str(engine.address) for engine in engines]
     try:
@@ -97,7 +97,7 @@ def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
 
     The other one waits for it to be applied.
     """
-    engine = Engine(2, streaming=True)
+    engine = WeightEngine(2, streaming=True)
     pause = SlowPause(engine, monkeypatch)
     threads = ThreadPoolExecutor(1)
     try:
@@ -121,7 +121,7 @@ def test_push_does_not_wait_for_the_rest_of_an_engine_that_lost_a_worker(
 
 def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer of which one rank writes a checkpoint needs longer than KV may be reserved."""
-    engine = Engine(2)
+    engine = WeightEngine(2)
     pause = SlowPause(engine, monkeypatch)
     orphan = 0.05
     try:
@@ -150,7 +150,7 @@ def test_push_waits_for_an_engine_as_long_as_it_is_to(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("command", ["push", "bench"])
 def test_timeout_bounds_writes_too(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate opens when the command gives up, or never."""
-    gate, engine = Gate(), Engine(2)
+    gate, engine = WriterGate(), WeightEngine(2)
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")
     monkeypatch.setattr("kv_connector.weights.pusher.WeightPusher", gate.pusher)
     monkeypatch.setattr("kv_connector.cli.weights.threading.Timer", gate.timer)
@@ -169,7 +169,7 @@ def test_timeout_bounds_writes_too(command: str, tmp_path: Path, monkeypatch: py
 def test_timeout_bounds_connecting_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine that takes a long time to record the checkpoint."""
     go_on = threading.Event()
-    engine = Engine(1, load=lambda *given: go_on.wait(NEVER_S))  # type: ignore[arg-type, return-value]
+    engine = WeightEngine(1, load=lambda *given: go_on.wait(NEVER_S))  # type: ignore[arg-type, return-value]
     save_file(dict(drawn(1)), tmp_path / "model.safetensors")
     try:
         asked = ["weights", "push", str(tmp_path), "--engine", str(engine.address), "--timeout", "1"]

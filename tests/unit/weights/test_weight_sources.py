@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import SourceError, TensorSource, module_source
@@ -99,7 +99,7 @@ def test_tensor_source_refuses_a_tensor_without_memory() -> None:
 
 
 def test_push_of_freed_weights_fails_in_its_update_by_name() -> None:
-    engine = Engine(1)
+    engine = WeightEngine(1)
     try:
         parameters = dict(drawn(1))
         with WeightPusher(TensorSource(parameters.items()), [str(engine.address)]) as pusher:

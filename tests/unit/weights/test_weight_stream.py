@@ -18,7 +18,7 @@ from weight_streams import (
     PATIENCE,
     InThread,
     Named,
-    Update,
+    StreamUpdate,
     config,
     drawn,
     receive_in_process,
@@ -36,7 +36,7 @@ from kv_connector.weights.tensor_stream.stream_receiver import StreamReceiver
 @pytest.mark.parametrize("provider", ["host", "tcp"])
 def test_receivers_get_all_tensors_bit_by_bit_in_several_updates(provider: str) -> None:
     for seed in range(3):
-        update = Update(2, config("trainer rank 0", provider))
+        update = StreamUpdate(2, config("trainer rank 0", provider))
         receivers = [InThread(partial(update.receive, rank)) for rank in range(2)]
         update.send(drawn(seed))
         for receiver in receivers:
@@ -44,7 +44,7 @@ def test_receivers_get_all_tensors_bit_by_bit_in_several_updates(provider: str) 
 
 
 def test_a_stream_without_tensors_ends() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
     receiver = InThread(lambda: update.receive(0))
     update.send([])
     assert receiver.result() == []
@@ -52,7 +52,7 @@ def test_a_stream_without_tensors_ends() -> None:
 
 def test_small_tensors_are_views_of_the_buffer_and_large_ones_own_their_memory() -> None:
     """verl's consumers copy a tensor before they draw the next one if, and only if, it is a view."""
-    update = Update(1)
+    update = StreamUpdate(1)
     views = {}
     small, large = torch.ones(8), torch.ones(BUCKET_BYTES)
 
@@ -68,7 +68,7 @@ def test_small_tensors_are_views_of_the_buffer_and_large_ones_own_their_memory()
 
 def test_the_sender_is_at_most_two_buckets_ahead() -> None:
     """A buffer that the consumer still reads is not written."""
-    update = Update(1)
+    update = StreamUpdate(1)
     sent: list[int] = []
     ahead: list[int] = []
 
@@ -86,7 +86,7 @@ def test_the_sender_is_at_most_two_buckets_ahead() -> None:
 
 
 def test_a_receiver_may_leave_once_it_has_taken_all() -> None:
-    update = Update(2)
+    update = StreamUpdate(2)
     left = threading.Event()
 
     def each(name: str) -> None:
@@ -119,7 +119,7 @@ def test_a_killed_sender_ends_the_wait_of_its_receivers_by_name() -> None:
 
 @pytest.mark.parametrize("provider", ["host", "tcp"])
 def test_a_killed_receiver_is_named_to_the_sender_and_to_other_receivers(provider: str) -> None:
-    update = Update(2, config("trainer rank 0", provider))
+    update = StreamUpdate(2, config("trainer rank 0", provider))
     ours, theirs = FORKSERVER.Pipe()
     own = config("rollout worker 1", provider)
     arguments = (theirs, own, update.address, update.key, 1, "layers.5.weight")
@@ -147,7 +147,7 @@ def test_a_killed_receiver_is_named_to_the_sender_and_to_other_receivers(provide
 
 
 def test_an_error_of_the_weights_reaches_the_receivers() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
 
     def weights() -> Iterator[Named]:
         yield from itertools.islice(drawn(1), 5)
@@ -161,7 +161,7 @@ def test_an_error_of_the_weights_reaches_the_receivers() -> None:
 
 
 def test_a_consumer_that_fails_ends_the_update() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
 
     async def fail(receiver: StreamReceiver) -> None:
         weights = receiver.receive()
@@ -178,7 +178,7 @@ def test_a_consumer_that_fails_ends_the_update() -> None:
 
 def test_a_tensor_that_cannot_be_sent_ends_the_update_once_all_are_drawn() -> None:
     """The other ranks of the trainer wait for this rank in each tensor's collective."""
-    update = Update(1)
+    update = StreamUpdate(1)
     names: list[str] = []
 
     def weights() -> Iterator[Named]:
@@ -197,7 +197,7 @@ def test_a_tensor_that_cannot_be_sent_ends_the_update_once_all_are_drawn() -> No
 
 def test_an_abandoned_update_does_not_disturb_the_next_in_the_same_loop() -> None:
     """A consumer's error keeps the generator. The next update's engine gets the same descriptors."""
-    abandoned, later = Update(1), Update(1)
+    abandoned, later = StreamUpdate(1), StreamUpdate(1)
 
     async def receive() -> list[Named]:
         receiver, sockets = StreamReceiver(config("rollout worker 0")), sockets_of(abandoned.key)
@@ -224,7 +224,7 @@ def test_an_abandoned_update_does_not_disturb_the_next_in_the_same_loop() -> Non
 
 
 def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
-    update = Update(1, config("trainer rank 0", timeout=0.5))
+    update = StreamUpdate(1, config("trainer rank 0", timeout=0.5))
     stopped, go_on = threading.Event(), threading.Event()
 
     def each(name: str) -> None:
@@ -241,7 +241,7 @@ def test_a_receiver_that_takes_nothing_is_named_after_the_timeout() -> None:
 
 
 def test_a_sender_that_sends_nothing_is_named_after_the_timeout() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
     go_on = threading.Event()
 
     def weights() -> Iterator[Named]:
@@ -257,13 +257,13 @@ def test_a_sender_that_sends_nothing_is_named_after_the_timeout() -> None:
 
 
 def test_a_missing_receiver_is_named_after_the_timeout() -> None:
-    update = Update(2, config("trainer rank 0", timeout=0.5))
+    update = StreamUpdate(2, config("trainer rank 0", timeout=0.5))
     with pytest.raises(StreamError, match=r"rollout worker 0, rollout worker 1 did not connect within 0.5 s"):
         update.send([])
 
 
 def test_a_stranger_is_refused() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
     sender = InThread(lambda: update.send(drawn(1)))
     with pytest.raises(StreamError, match="trainer rank 0 refused the connection: it is not awaited"):
         update.receive(5)
@@ -273,7 +273,7 @@ def test_a_stranger_is_refused() -> None:
 
 
 def test_buckets_of_two_sizes_are_refused() -> None:
-    update = Update(1)
+    update = StreamUpdate(1)
     sender = InThread(lambda: update.send(drawn(1)))
     receiver = InThread(lambda: update.receive(0, config("rollout worker 0", nbytes=2 * BUCKET_BYTES)))
     with pytest.raises(StreamError, match="rollout worker 0: its buckets have 131072 bytes instead of 65536"):
@@ -287,7 +287,7 @@ def answer(told: Any) -> Any:
     return told.recv()
 
 
-class SimpleUpdate(Update):
+class SimpleUpdate(StreamUpdate):
     """An update whose sender is in another process."""
 
     def __init__(self, address: Any, key: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from agent_setup import until
-from weight_engines import Engine, drawn
+from weight_engines import WeightEngine, drawn
 
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.weights.pusher import WeightPusher
@@ -20,9 +20,9 @@ PATIENCE_S = 30
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[WeightEngine]:
     # No test here is about silence: a process that gets no time for seconds must not lose a version.
-    engine = Engine(2, timeouts=Timeouts(dead=PATIENCE_S, heartbeat=0.5))
+    engine = WeightEngine(2, timeouts=Timeouts(dead=PATIENCE_S, heartbeat=0.5))
     try:
         push(engine, "v0", 0)
         yield engine
@@ -30,13 +30,13 @@ def engine() -> Iterator[Engine]:
         engine.close()
 
 
-def push(engine: Engine, version: str, seed: int) -> None:
+def push(engine: WeightEngine, version: str, seed: int) -> None:
     with WeightPusher(TensorSource(drawn(seed)), [str(engine.address)]) as pusher:
         pusher.connect()
         pusher.push(version).wait("applied", PATIENCE_S)
 
 
-def tear(engine: Engine) -> None:
+def tear(engine: WeightEngine) -> None:
     """Gives worker 0 the version v1, and worker 1 half of it."""
     engine.model.broken, engine.model.broken_worker = "no room", 1
     with pytest.raises(PushError, match="no room"):
@@ -46,7 +46,7 @@ def tear(engine: Engine) -> None:
     assert engine.served == ["v1", "v0"]
 
 
-def test_a_torn_engine_stays_paused_when_the_next_pause_fails(engine: Engine) -> None:
+def test_a_torn_engine_stays_paused_when_the_next_pause_fails(engine: WeightEngine) -> None:
     """If it resumed, it would answer with the weights of two versions."""
     tear(engine)
     engine.model.no_pause = "the cache could not be reset"
@@ -60,7 +60,7 @@ def test_a_torn_engine_stays_paused_when_the_next_pause_fails(engine: Engine) ->
     assert not engine.state().torn
 
 
-def test_an_engine_that_is_whole_goes_on_when_its_pause_fails(engine: Engine) -> None:
+def test_an_engine_that_is_whole_goes_on_when_its_pause_fails(engine: WeightEngine) -> None:
     engine.model.no_pause = "the cache could not be reset"
     with pytest.raises(PushError, match="could not be reset"):
         push(engine, "v1", 1)
@@ -68,7 +68,7 @@ def test_an_engine_that_is_whole_goes_on_when_its_pause_fails(engine: Engine) ->
     assert not engine.state().torn
 
 
-def test_an_engine_that_cannot_report_its_version_stays_paused(engine: Engine) -> None:
+def test_an_engine_that_cannot_report_its_version_stays_paused(engine: WeightEngine) -> None:
     """If it resumed, it would send KV of the new weights under the old version's name."""
     engine.model.no_label = "a worker does not answer"
     with pytest.raises(PushError, match=r"all workers have version v1.*a worker does not answer"):
@@ -82,7 +82,7 @@ def test_an_engine_that_cannot_report_its_version_stays_paused(engine: Engine) -
 
 
 def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that does not wait begins the next version meanwhile, and dies.
 
@@ -129,7 +129,7 @@ def test_a_version_is_held_for_an_engine_whose_pause_takes_long(
     assert all(pings), "it is held by who is there"
 
 
-def test_a_torn_engine_reports_what_ends_its_pause(engine: Engine) -> None:
+def test_a_torn_engine_reports_what_ends_its_pause(engine: WeightEngine) -> None:
     """The trainer is gone, so that no other message reports it."""
     engine.model.broken, engine.model.broken_worker = "no room", 1
     with pytest.raises(PushError, match="stays paused until a whole version is pushed or seeded to it"):
@@ -138,7 +138,7 @@ def test_a_torn_engine_reports_what_ends_its_pause(engine: Engine) -> None:
 
 
 def test_an_engine_whose_update_fails_altogether_reports_why(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WeightEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(version: str) -> None:
         raise RuntimeError(f"no worker answers for {version}")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 from agent_setup import PATIENCE, until
-from weight_engines import PATIENT, Gate, notice_silence
+from weight_engines import PATIENT, WriterGate, notice_silence
 from weight_trainer import SIZES, Trainer, drawn
 
 from kv_connector.cli import weights as weights_command
@@ -464,7 +464,7 @@ def test_unexpected_error_of_rank_0_reaches_the_other_ranks(
 
 
 def test_error_of_the_trainer_reaches_the_engines(engines: list[Engine]) -> None:
-    gate, worker = Gate(), engines[0].workers[0]
+    gate, worker = WriterGate(), engines[0].workers[0]
     pusher = gate.pusher(TensorSource(drawn(5)), [engines[0].address], apply=lambda _: None)
     with ThreadPoolExecutor(1) as threads:
         pusher.connect()
