@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,17 @@ def test_pre_commit_runs_what_lint_runs() -> None:
     }
     programs = [hook["entry"].split()[1] for hook in hooks if "scripts/" in hook["entry"]]
     assert all((ROOT / program).is_file() for program in programs)
+
+
+def test_ruff_reads_each_python_program_without_a_suffix_as_pre_commit_does() -> None:
+    files = [path for folder in ("scripts", "integration", "examples") for path in (ROOT / folder).rglob("*")]
+    programs = [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if not path.suffix and path.is_file() and re.match(rb"#!.*python", path.read_bytes()[:80])
+    ]
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["extend-include"] == programs
 
 
 @pytest.mark.parametrize("template", ["bug", "performance", "feature"])
