@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import test_all  # noqa: E402 (the path above)
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+DEVCONTAINER = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
@@ -38,6 +41,14 @@ def test_each_action_is_pinned_by_commit(workflow: Path) -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_each_job_names_the_release_of_its_machine_and_of_its_image(workflow: Path) -> None:
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        assert re.fullmatch(r"ubuntu-\d+\.\d+", job["runs-on"])
+        container = job.get("container", DEVCONTAINER["image"])
+        assert (container if isinstance(container, str) else container["image"]) == DEVCONTAINER["image"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_each_job_has_a_time_limit_and_each_workflow_few_rights(workflow: Path) -> None:
     described = yaml.safe_load(workflow.read_text())
     assert described["permissions"] == {"contents": "read"}
@@ -52,6 +63,32 @@ def test_each_target_of_make_exists(workflow: Path) -> None:
     if workflow.stem != "tests":
         assert called
     assert called <= targets
+
+
+def test_the_devcontainer_is_set_up_as_the_workflows_are() -> None:
+    installs = {
+        step["run"] for workflow in WORKFLOWS for step in steps(workflow) if "apt-get" in step.get("run", "")
+    }
+    (install,) = installs
+    assert DEVCONTAINER["onCreateCommand"].startswith(f"{install} && ")
+    assert re.fullmatch(r"debian:\d+", DEVCONTAINER["image"])
+    assert DEVCONTAINER["postCreateCommand"] == "make setup"
+
+
+@pytest.mark.parametrize(("tag", "status"), [("v0.1.0", 0), ("v0.1.1", 2), ("v0.1", 2)])
+def test_a_tag_of_another_version_is_not_published(tmp_path: Path, tag: str, status: int) -> None:
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/kv_connector-0.1.0.tar.gz").touch()
+    publish = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]["publish"]["steps"]
+    assert "pypi-publish" in publish[-1]["uses"]
+    done = subprocess.run(
+        ["bash", "-e", "-c", publish[-2]["run"]],
+        cwd=tmp_path,
+        env={**os.environ, "GITHUB_REF_NAME": tag},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == status
 
 
 def test_the_gate_is_ci_run_and_nothing_else() -> None:
@@ -104,6 +141,17 @@ def test_pre_commit_runs_what_lint_runs() -> None:
     }
     programs = [hook["entry"].split()[1] for hook in hooks if "scripts/" in hook["entry"]]
     assert all((ROOT / program).is_file() for program in programs)
+
+
+def test_ruff_reads_each_python_program_without_a_suffix_as_pre_commit_does() -> None:
+    files = [path for folder in ("scripts", "integration", "examples") for path in (ROOT / folder).rglob("*")]
+    programs = [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if not path.suffix and path.is_file() and re.match(rb"#!.*python", path.read_bytes()[:80])
+    ]
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["extend-include"] == programs
 
 
 @pytest.mark.parametrize("template", ["bug", "performance", "feature"])
