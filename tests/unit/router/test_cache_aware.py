@@ -369,7 +369,7 @@ def test_engine_of_both_roles_never_prefills_for_itself() -> None:
     fleet = Fleet(0, 0)
     for number in range(2):
         endpoint = fleet.engine(f"b{number}")
-        workload = Workload()
+        workload = Workload(lambda: fleet.now)
         for side in TEXT_SIDES:
             fleet.pools[side].set_usable(endpoint, True, workload)
         fleet.index.add(workload.cache)
