@@ -53,6 +53,8 @@ class Lenders:
             if tokens - own < _BLOCK:
                 break
             for one in self._lending(number):
+                if one.endpoint == borrower.endpoint:
+                    continue
                 if one.prefixes != borrower.prefixes or one.weights != borrower.weights:
                     continue
                 held = one.workload.hit(tokens)
