@@ -384,7 +384,7 @@ class SimulatedFleet:
             for again in short:
                 again()
             said = Said(ChatMessage(role="assistant", content=text))
-            self.caches.answered(decode, said, moved=None, local=False)
+            self.caches.answered(decode, said, placement, moved=None)
             then()
 
         request.begins, request.on_first, request.on_end = admitted, first, end

@@ -41,8 +41,9 @@ A prefix that one engine lends to another adds no kind, and no wait for blocks o
   further block for that. If the blocks exceed its share, it refuses, and the borrower computes the prefix. A
   lender that waited for room instead could wait for a borrower that waits for it.
 - The borrower's blocks wait for these pages alone. So the load of a prefix ends by itself, like a step that
-  computes it, and point 1 holds for its prompt. An early prompt is inside its gate from the question on,
-  although it has no blocks yet. The question ends after a second.
+  computes it, and point 1 holds for its prompt. That prompt belongs to a P, or to a D that computes it alone.
+  An early prompt is inside its gate from the question on, although it has no blocks yet. The question ends
+  after a second.
 """
 
 from __future__ import annotations

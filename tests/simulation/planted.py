@@ -295,6 +295,13 @@ BUGS = (
 
 # Bugs of prefixes, which the worlds of prefixes must find.
 PREFIX_BUGS = (
+    # Decode engines that compute prompts alone borrow nothing: only prefill engines may.
+    Bug(
+        "a decode engine is refused as a borrower",
+        "protocol/session/answering.py",
+        "        if hello.role is Role.PREFILL and not prefixes:\n",
+        "        if hello.role is (Role.DECODE if prefixes else Role.PREFILL):\n",
+    ),
     # A borrower that loses power leaves pages in the lender's cache that are never evicted.
     Bug(
         "a prefix is held for ever",

@@ -42,10 +42,11 @@ class Plan:
     other_prompt: bool = False  # P and D got different prompts
     hashed: bool = True  # both sides have a hash of their prompt; without it a difference is not detected
     truncated: bool = False  # P reports the prompt as finished, and never names its last page
-    lender: str = ""  # the engine from which P borrows the prefix
+    lender: str = ""  # the engine from which the prefix is borrowed
+    alone: bool = False  # D computes the prompt itself, and P has no part in it
     prefix: int = 0  # tokens that the lender has
     diverges: int = 1 << 20  # number of them that are the prompt's
-    own: int = 0  # first tokens in P's cache, as far as they fill blocks
+    own: int = 0  # first tokens in the borrower's cache, as far as they fill blocks
     evicted: float | None = None  # when the lender evicts them
     short_for: float | None = None  # D has no blocks to spare for so long, and waits for P's notice
 
@@ -57,6 +58,16 @@ class Plan:
     def computed_prompt(self) -> str:
         """Name of the prompt that P computes. D expects the prompt of the transfer."""
         return f"not {self.transfer_id}" if self.other_prompt else self.transfer_id
+
+    @property
+    def computer(self) -> str:
+        """The engine that computes the prompt, and may borrow its prefix."""
+        return self.decode if self.alone else self.prefill
+
+    @property
+    def computing_at(self) -> float:
+        """When the request arrives there."""
+        return self.decode_at if self.alone else self.prefill_at
 
     @property
     def plain(self) -> bool:
@@ -126,7 +137,7 @@ class Scenario:
     def undisturbed(self, plan: Plan) -> bool:
         """Returns whether no fault and no other request concerns this request: its end, good or bad, comes
         soon."""
-        concerned = {*self.workers(plan.prefill), *self.workers(plan.decode)}
+        concerned = {*self.workers(plan.computer), *self.workers(plan.decode)}
         claimed = sum(other.transfer_id == plan.transfer_id for other in self.plans)
         faultless = not any(concerned.issuperset(fault.who) for fault in self.faults)
         return faultless and claimed == 1 and plan.scheduled_after < _LONG

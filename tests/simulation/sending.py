@@ -1,5 +1,8 @@
-"""A model of vLLM's prefill half: steps over chunks of prompts, layers that become valid in turn, preemption,
-and blocks that are freed when they are reported as sent."""
+"""A model of the steps in which an engine computes prompts: chunks, layers that become valid in turn,
+preemption, and blocks that are freed when they are reported as sent.
+
+D has it too, for the prompts that it computes itself. Their blocks are free at their end.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _BATCH = 3  # requests of one step
 
 @dataclass(eq=False)
 class _PrefixLoad:
-    """P's load of a prefix. The prompt's blocks come back once both its report and the load's are there."""
+    """The load of a prefix. The prompt's blocks come back once both its report and the load's are there."""
 
     prompt: _Prompt
     tokens: int  # end of the prefix
@@ -95,9 +98,11 @@ class PrefillSide:
         request = PrefillRequest(
             plan.name, plan.transfer_id, plan.tokens, prompt_hash(plan, plan.computed_prompt)
         )
-        process.submit(lambda now: process.effects.prefill.expect(now, request))
-        if plan.prefill_abort is not None:
-            self._later(plan.prefill_abort, lambda: self._abort(prompt))
+        if not plan.alone:
+            process.submit(lambda now: process.effects.prefill.expect(now, request))
+        abort = plan.decode_abort if plan.alone else plan.prefill_abort
+        if abort is not None:
+            self._later(abort, lambda: self._abort(prompt))
         for delay in plan.preempted:
             self._later(delay, lambda: setattr(prompt, "preempt", True))
         if plan.lender:
@@ -173,7 +178,7 @@ class PrefillSide:
         waiting = [p for p in self._prompts.values() if not p.finished]
         free = [p for p in waiting if p.asked_at is None and p.load is None]
         for prompt in waiting[: 2 * _BATCH] if self._world.scenario.noticing else ():
-            if prompt.ready_at <= now + self._world.scenario.step:
+            if prompt.ready_at <= now + self._world.scenario.step and not prompt.plan.alone:
                 self._due(prompt)
         batch = [p for p in free if p.ready_at <= now and self._allocate(p)][:_BATCH]
         if batch:
@@ -221,7 +226,9 @@ class PrefillSide:
             pages_of = [GroupPages(first, tuple(table[first:named])) for table in tables]
             groups = (*pages_of, GroupPages(0, tuple(row if over else ())))
             pages = ComputedPages(plan.transfer_id, None if plan.named_late else base, groups)
-            if plan.named_late:
+            if plan.alone:
+                pass
+            elif plan.named_late:
                 late.append(pages)
             else:
                 self._name(pages)
@@ -268,10 +275,25 @@ class PrefillSide:
         self._leave_prefix(prompt)
         self._world.computed(plan)
         self._world.books.note("%s has finished %s, ok=%s", process, plan.name, ok)
+        if plan.alone:
+            self._over(prompt, ok)
+            return
         reason = "" if ok else "aborted"
         token = sampled(plan) if ok else None
         finish, transfer = process.effects.prefill.request_finished, plan.transfer_id
         process.submit(lambda now: finish(now, transfer, ok, reason, token, aborted=not ok))
+
+    def _over(self, prompt: _Prompt, ok: bool) -> None:
+        """Ends a request whose prompt no other engine has."""
+        plan, books = prompt.plan, self._world.books
+        del self._prompts[plan.name]
+        if self._world.scenario.innocent(plan):
+            books.check(ok, "%s was not computed", plan.name)
+        books.ended["computed alone" if ok else "left alone"] += 1
+        if prompt.load is not None:
+            prompt.load.sent = True
+        else:
+            self._give(prompt)
 
     def _abort(self, prompt: _Prompt) -> None:
         prompt.aborted = True
@@ -280,7 +302,7 @@ class PrefillSide:
     # --- The prefix
 
     def _own(self, plan: Plan) -> int:
-        """Returns the tokens that P has in its own cache."""
+        """Returns the tokens that the engine has in its own cache."""
         size = self._process.worker.block
         return plan.own // size * size
 
@@ -430,7 +452,7 @@ class PrefillSide:
     def _preempt(self, prompts: Sequence[_Prompt]) -> None:
         """Stands in for Agent.preempt: the engine's thread continues once nothing reads these blocks."""
         process, world = self._process, self._world
-        ids = [prompt.plan.transfer_id for prompt in prompts]
+        ids = [prompt.plan.transfer_id for prompt in prompts if not prompt.plan.alone]
         world.books.note("%s preempts %s", process, ids)
         draining: list[tuple[Share, int, int]] = []
         begun = world.clock.now

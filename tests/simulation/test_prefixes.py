@@ -24,9 +24,9 @@ def test_a_prefix_is_borrowed_or_computed_and_nothing_leaks() -> None:
     if tally.violations:
         pytest.fail(f"{len(tally.violations)} of {SEEDS} fail. {report('prefixes', min(tally.violations))}")
     assert tally.seeds == SEEDS
-    for what in (*LONELY, *MUTUAL, *LENDING, "prefix failed", "lent for nothing"):
+    for what in (*LONELY, *MUTUAL, *LENDING, "prefix failed", "lent for nothing", "left alone"):
         assert tally.ended[what] > SEEDS / 20, f"{what}: {tally.ended}"
-    for what in ("prefix received", "not lent", "received"):
+    for what in ("prefix received", "not lent", "received", "computed alone"):
         assert tally.ended[what] > SEEDS, f"{what}: {tally.ended}"
     assert tally.ended["prefix cancelled"]
     assert tally.ended["lent, and ended"]
@@ -54,6 +54,19 @@ def test_a_prompt_is_computed_from_the_end_of_its_prefix(lender: str) -> None:
     assert world.books.ended["received"] == world.books.ended["prefix received"] == 1
 
 
+@pytest.mark.parametrize("lender", ["d1", "p0"])
+def test_a_decode_engine_alone_borrows_beside_a_prompt_of_its_prefill_engine(lender: str) -> None:
+    """Sessions for prefixes are apart from those for prompts, also with the engine of the other prompt."""
+    alone = replace(PLAN, name="r1", lender=lender, alone=True)
+    other = replace(PLAN, lender="", prefix=0)
+    world, violation = run(replace(CALM, plans=(other, alone)), tracing=True)
+    assert violation is None
+    computed = [line for line in world.books.trace if " computes r1 " in line]
+    assert computed[0].endswith("computes r1 [64, 96)")
+    assert world.books.ended["received"] == world.books.ended["prefix received"] == 1
+    assert world.books.ended["computed alone"] == 1
+
+
 def test_only_the_tokens_that_both_prompts_have_are_lent() -> None:
     world, violation = run(replace(CALM, plans=(replace(PLAN, diverges=32, own=16),)), tracing=True)
     assert violation is None
@@ -70,11 +83,12 @@ def test_engines_of_unequal_shapes_share_a_prefix() -> None:
             assert world.books.ended["prefix received"] == workers
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["for a decode engine", "alone"])
 @pytest.mark.parametrize("kind", ["vanish", "crash", "stop", "leave", "replace"])
-def test_a_lender_that_is_gone_costs_a_wait_and_no_request(kind: str) -> None:
+def test_a_lender_that_is_gone_costs_a_wait_and_no_request(kind: str, alone: bool) -> None:
     """The lender fails at each moment: before the question, before its answer, and while pages move."""
     for at in (0.0, 0.05, 0.1, 0.15, 0.2, 0.3):
-        fault = Fault(kind, at, ("d1",), lasting=3.0)
-        world, violation = run(replace(CALM, wire=0.3, faults=(fault,)))
+        fault, plan = Fault(kind, at, ("d1",), lasting=3.0), replace(PLAN, alone=alone)
+        world, violation = run(replace(CALM, wire=0.3, faults=(fault,), plans=(plan,)))
         assert violation is None
-        assert world.books.ended["received"] == 1
+        assert world.books.ended["computed alone" if alone else "received"] == 1

@@ -58,7 +58,7 @@ class World(Surroundings):
         for plan in self.scenario.plans:
             if plan.lender:
                 last = max(last, self._cache(plan))
-            if not plan.unknown_to_prefill:
+            if not (plan.unknown_to_prefill or plan.alone):
                 self.clock.at(plan.prefill_at, functools.partial(self._arrive, plan, plan.prefill))
             if not plan.unknown_to_decode:
                 self.clock.at(plan.decode_at, functools.partial(self._arrive, plan, plan.decode))
@@ -201,14 +201,14 @@ class World(Surroundings):
 
     def prefix_answered(self, plan: Plan, tokens: int) -> None:
         """The scheduler of the borrower has the answer, and passes it to its workers."""
-        for name in self.workers(plan.prefill):
+        for name in self.workers(plan.computer):
             process = self.processes.get(name)
             if process is not None:
                 process.prefill.answered(plan, tokens)
 
     def cached_tokens(self, plan: Plan) -> int:
         """Returns the tokens that the borrower can have of the lender, if nothing is evicted."""
-        lender, borrower = self.sides[plan.lender], self.sides[plan.prefill]
+        lender, borrower = self.sides[plan.lender], self.sides[plan.computer]
         multiple = max(lender.block, borrower.block)
         has = plan.prefix // lender.block * lender.block if plan.name in self._filled else 0
         return min(has, plan.diverges, plan.tokens - 1) // multiple * multiple
@@ -227,7 +227,7 @@ class World(Surroundings):
         if all(filled):
             self._filled.add(plan.name)
         if plan.evicted is None:
-            return plan.prefill_at + self.times.ask
+            return plan.computing_at + self.times.ask
         for process in workers:
             self.clock.at(plan.evicted, functools.partial(process.lending.evict, plan.name))
         return plan.evicted
@@ -240,7 +240,7 @@ class World(Surroundings):
         for name in self.workers(engine):
             process = self.processes.get(name)
             if process is not None:
-                (process.decode if engine == plan.decode else process.prefill).arrive(plan)
+                (process.prefill if engine == plan.computer else process.decode).arrive(plan)
 
     def _busy(self) -> dict[str, object]:
         return {name: busy for name, process in self.processes.items() if (busy := process.busy())}

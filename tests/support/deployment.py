@@ -441,6 +441,10 @@ class StepHold:
         arguments = (str(layer_calls), str(self._directory), str(prompts))
         await self._client.probe(self._engine, "probe_hold", *arguments)
 
+    async def arm_lending(self, layer_calls: int) -> None:
+        """Stops the engine after so many layers of the next step that lends a prefix."""
+        await self._client.probe(self._engine, "probe_hold_lending", str(layer_calls), str(self._directory))
+
     async def reached(self, pages: int = 0) -> None:
         """Waits until the engine has stopped and this many pages of its open transfers have arrived."""
 

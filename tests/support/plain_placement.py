@@ -45,47 +45,72 @@ class PlainPlacement:
     def place(self, request: PlacementRequest) -> Choice:
         prefills, decodes = choices(self._pools, request)
         shared = shared_weights(prefills, decodes)
+        lenders = self._look(request, decodes, (*prefills, *decodes))
+        if not shared:
+            return self._local(request, decodes, lenders)
+        decode = self._decode([one for one in decodes if one.weights in shared])
+        prefill, prefix = self._prefill([one for one in prefills if one.weights == decode.weights], lenders)
+        if decode.endpoint == prefill.endpoint:
+            others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
+            if not others:
+                return self._local(request, [decode], lenders)
+            decode = self._decode(others)
+        return prefill.endpoint, decode.endpoint, prefix
+
+    def alone(self, request: PlacementRequest) -> Choice:
+        decodes = self._pools[Side.DECODE].choices(request.avoid, model=request.model)
+        return self._local(request, decodes, self._look(request, decodes, decodes))
+
+    def _look(
+        self, request: PlacementRequest, decodes: Sequence[Member], lending_engines: Sequence[Member]
+    ) -> Lenders:
         prompt = request.completion.prompt(request.path)
         self._tokens = forecast_tokens(self._sizes, prompt, decodes)
         matches = self._index.matches(prompt)
         self._matches = [(mask, prompt.tokens_of(nbytes, self._tokens)) for mask, nbytes in matches]
         self._hinted = self._sessions.engines(request.session)
-        if not shared:
-            return None, self._decode(decodes, computes=True).endpoint, None
-        decode = self._decode([one for one in decodes if one.weights in shared])
-        lenders = Lenders(self._matches, partial(lending, (*prefills, *decodes)))
-        prefill, prefix = self._prefill([one for one in prefills if one.weights == decode.weights], lenders)
-        if decode.endpoint == prefill.endpoint:
-            others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
-            if not others:
-                return None, decode.endpoint, None
-            decode = self._decode(others)
-        return prefill.endpoint, decode.endpoint, prefix
+        return Lenders(self._matches, partial(lending, lending_engines))
+
+    def _local(self, request: PlacementRequest, engines: Sequence[Member], lenders: Lenders) -> Choice:
+        near, costs = self._decode_costs(engines)
+        costs = [cost + _QUEUED * queued(one.workload) for one, cost in zip(near, costs, strict=True)]
+        prefixes = self._borrow(near, costs, lenders) if request.completion.one_answer() else {}
+        decode = _cheapest(near, costs, self._hinted[1])
+        return None, decode.endpoint, prefixes.get(decode)
 
     def _prefill(self, engines: Sequence[Member], lenders: Lenders) -> tuple[Member, Prefix | None]:
         costs = [
             self._tokens - self._cached(one) + _QUEUED * queued(one.workload) + _RECENT * more
             for one, more in zip(engines, plain_excess(engines, self._clock()), strict=True)
         ]
+        prefixes = self._borrow(engines, costs, lenders)
+        chosen = _cheapest(engines, costs, self._hinted[0])
+        return chosen, prefixes.get(chosen)
+
+    def _borrow(
+        self, engines: Sequence[Member], costs: list[float], lenders: Lenders
+    ) -> dict[Member, Prefix]:
+        """Returns the prefixes that engines may load, and lowers the costs of these engines."""
         prefixes = {}
         for number, one in enumerate(engines):
             cached = self._cached(one)
             if (prefix := lenders.propose(one, cached)) is not None:
                 prefixes[one] = prefix
                 costs[number] -= (1 - _BORROWED) * (prefix.tokens - cached)
-        chosen = _cheapest(engines, costs, self._hinted[0])
-        return chosen, prefixes.get(chosen)
+        return prefixes
 
-    def _decode(self, engines: Sequence[Member], *, computes: bool = False) -> Member:
+    def _decode(self, engines: Sequence[Member]) -> Member:
+        return _cheapest(*self._decode_costs(engines), self._hinted[1])
+
+    def _decode_costs(self, engines: Sequence[Member]) -> tuple[list[Member], list[float]]:
         streams = {one: _streams(one) for one in engines}
         fewest = min(streams.values())
         near = [one for one in engines if streams[one] <= max(_TIMES * fewest, fewest + _MORE)]
         costs = []
         for one, more in zip(near, plain_excess(near, self._clock()), strict=True):
             context = one.context + (streams[one] - one.outstanding) * self._sizes.typical
-            cost = self._tokens - self._cached(one) + _CONTEXT * context + _RECENT * more
-            costs.append(cost + _QUEUED * queued(one.workload) if computes else cost)
-        return _cheapest(near, costs, self._hinted[1])
+            costs.append(self._tokens - self._cached(one) + _CONTEXT * context + _RECENT * more)
+        return near, costs
 
     def _cached(self, engine: Member) -> int:
         bit, hit = engine.workload.cache.bit, engine.workload.hit

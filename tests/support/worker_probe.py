@@ -101,6 +101,25 @@ class WorkerProbe:
 
         connector.save_kv_layer = save_and_hold
 
+    def probe_hold_lending(self, layer_calls: str, directory: str) -> None:
+        """Does the same as probe_hold(), in the next step that lends a prefix, whose pages leave with the
+        step's layers. The engine must compute in that step."""
+        connector = get_kv_transfer_group()
+        save_kv_layer = connector.save_kv_layer
+        left = int(layer_calls)
+
+        def save_and_hold(*args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            save_kv_layer(*args, **kwargs)
+            if not connector._get_connector_metadata().after_pages:
+                return
+            left -= 1
+            if left == 0:
+                _hold(Path(directory))
+                del connector.save_kv_layer
+
+        connector.save_kv_layer = save_and_hold
+
     def probe_flip_bit(self) -> None:
         """Flips one bit of a page, once the pages of the next transfer have landed and before they are
         summed."""

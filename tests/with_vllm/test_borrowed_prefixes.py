@@ -1,8 +1,11 @@
-"""Prefixes that a prefill engine loads from another engine, so that it computes only new tokens."""
+"""Prefixes that the engine which computes a prompt loads from another engine, so that it computes only new
+tokens."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ from deployment import (
     TIMEOUTS,
     Client,
     ModelDeployment,
+    Hold,
     assert_quiescent,
     decode_params,
     engine_settings,
@@ -78,12 +82,10 @@ async def first_turn(
     return turn, expected, len(one) + len(answer) - 1  # D has not computed the last token of its answer
 
 
-async def alone(
-    client: Client, deployment: ModelDeployment, turn: list[int], lender: EngineProcess
-) -> list[int]:
-    """P computes the turn and its answer, with a prefix from the lender."""
+async def alone(client: Client, engine: EngineProcess, turn: list[int], lender: EngineProcess) -> list[int]:
+    """The engine computes the turn and its answer, with a prefix from the lender."""
     params = prefix_from(lender, len(turn))
-    return await client.complete(deployment.prefill.url, turn, OUTPUT, kv_transfer_params=params)
+    return await client.complete(engine.url, turn, OUTPUT, kv_transfer_params=params)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -174,19 +176,37 @@ async def test_prompt_of_a_refused_prefix_is_computed(deployment: ModelDeploymen
     counted = Counted(prefill)
     await client.post(f"{decode.url}/pause?mode=keep&clear_cache=false")
     try:
-        assert await alone(client, deployment, turn, decode) == expected
+        assert await alone(client, prefill, turn, decode) == expected
         await counted.is_(**{"borrow paused": 1, "local_compute": len(turn)})
     finally:
         await client.post(f"{decode.url}/resume")
     await assert_quiescent(client, prefill, decode)
     counted = Counted(prefill)
-    assert await alone(client, deployment, turn, decode) == expected
+    assert await alone(client, prefill, turn, decode) == expected
     await counted.is_(**{"borrow not_cached": 1, "local_compute": len(turn)})
     await assert_quiescent(client, prefill, decode)
 
 
-async def test_prompt_of_a_dead_lender_is_computed(deployment: ModelDeployment, client: Client) -> None:
-    prefill = deployment.prefill
+async def test_decode_engine_alone_loads_the_prefix_from_a_prefill_engine(
+    deployment: ModelDeployment, client: Client
+) -> None:
+    prefill, decode = deployment.prefill, deployment.decode
+    one = prompt("decode engine alone", 300)
+    await client.complete(prefill.url, one, 1)
+    turn = [*one, *prompt("after, alone", 50)]
+    expected = await client.complete(deployment.plain.url, turn, OUTPUT)
+    counted = Counted(decode)
+    assert await alone(client, decode, turn, prefill) == expected
+    lent = in_blocks(len(one))
+    await counted.is_(**{"external_kv_transfer": lent, "local_compute": len(turn) - lent, "borrow lent": 1})
+    await assert_quiescent(client, prefill, decode)
+
+
+async def test_prompt_of_a_dead_lender_is_computed(
+    deployment: ModelDeployment, client: Client, tmp_path: Path
+) -> None:
+    """The lender dies when a decode engine has a half of the prefix. Later it is gone."""
+    prefill, decode = deployment.prefill, deployment.decode
     extra = {"providers": ("host", "tcp"), "data_host": DATA_HOST, "timeouts": TIMEOUTS}
     lender = deployment.cluster.start_engine(
         "lender", role="kv_consumer", extra=extra, settings=engine_settings(blocks=64)
@@ -198,12 +218,28 @@ async def test_prompt_of_a_dead_lender_is_computed(deployment: ModelDeployment, 
         turn = [*one, *prompt("after", 50)]
         expected = await client.complete(deployment.plain.url, turn, OUTPUT)
         counted = Counted(prefill)
-        assert await alone(client, deployment, turn, lender) == expected
+        assert await alone(client, prefill, turn, lender) == expected
         await counted.is_(**{"borrow lent": 1, "external_kv_transfer": in_blocks(len(one))})
         await assert_quiescent(client, prefill, lender)
+        await client.complete(lender.url, one, 1)  # its cache is empty
+        # Pages leave with the layers of a step, so the lender has something to compute.
+        started = asyncio.Event()
+        beside = asyncio.create_task(
+            client.stream(lender.url, prompt("beside the loan", 40), 1500, lambda tokens: started.set())
+        )
+        await started.wait()
+        layers, blocks = deployment.shape.layers // 2, len(one) // BLOCK
+        hold, counted = Hold(client, lender, tmp_path), Counted(decode)
+        await hold.arm_lending(layers)
+        borrowing = asyncio.create_task(alone(client, decode, turn, lender))
+        await hold.reached(pages=layers * blocks)
     finally:
         lender.kill()
+    with suppress(httpx.HTTPError):
+        await beside
+    assert await borrowing == expected
+    await counted.is_(**{"borrow lent": 1, "external_kv_transfer": 0, "local_compute": len(turn)})
     counted = Counted(prefill)
-    assert await alone(client, deployment, turn, lender) == expected
+    assert await alone(client, prefill, turn, lender) == expected
     await counted.is_(**{"borrow lent": 0, "local_compute": len(turn)})
-    await assert_quiescent(client, prefill)
+    await assert_quiescent(client, prefill, decode)

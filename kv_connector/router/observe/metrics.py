@@ -90,14 +90,14 @@ class Metrics:
         )
         self._proposals = Counter(
             "kv_connector_router_prefix_proposals",
-            "Proposals to prefill engines to load a prefix from another engine, by result. borrowed: loaded. "
-            "computed: not loaded. unknown: the engine reports no cached tokens.",
+            "Proposals to load a prefix from another engine, by result. borrowed: loaded. computed: not "
+            "loaded. unknown: the engine reports no cached tokens.",
             ["result"],
             registry=self.registry,
         )
         self._borrowed_tokens = Counter(
             "kv_connector_router_borrowed_tokens",
-            "Prompt tokens that prefill engines loaded from other engines after a proposal. A forecast: "
+            "Prompt tokens that engines loaded from other engines after a proposal. A forecast: "
             "engines count loaded tokens as cached.",
             registry=self.registry,
         )

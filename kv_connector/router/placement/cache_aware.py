@@ -3,7 +3,8 @@
 A prefill engine costs the tokens that it would compute, and those that it has still to compute for others. A
 decode engine costs the tokens that would move to it, and a part of the tokens that its streams read in each
 step. The cheapest engine of each side gets the request. Both sides also count the work of the last minute,
-so that new conversations spread over idle engines.
+so that new conversations spread over idle engines. If a decode engine computes the prompt, its queue counts,
+too.
 
 The rule of sglang-router and vllm-router decides by thresholds instead. The longest match wins if it is at
 least 0.3 (or 0.5) of the prompt. If the engines' requests differ by more than 64 (or 32), the fewest requests
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -47,11 +49,12 @@ from kv_connector.router.placement.policy import (
     forecast_tokens,
 )
 from kv_connector.router.placement.sessions import SessionEngines
+from kv_connector.router.requests.completion import Completion
 
 # Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the
 # same speed, one after the other, so both delay the first token alike.
 _QUEUED = 1.0
-# Weight of a token that a prefill engine would load from another engine, against a token that it computes. A
+# Weight of a token that an engine would load from another engine, against a token that it computes. A
 # token of an 8B model has 128 KiB. At 2/3 of 400 Gb/s it moves in 4 us; if eight GPUs share such a NIC, in 31
 # us. An H200 computes it in 23 us. The geometric mean of 4 / 23 and 31 / 23 is about 1/2.
 _BORROWED = 1 / 2
@@ -98,16 +101,17 @@ class CacheAware:
         # An engine cannot use pages that were computed with another version.
         shared = prefills.weights & decodes.weights
         wanted = self._look(request, decodes)
+        sides = prefills, decodes
         if not shared:
-            return self._local(wanted, decodes, "other_weights")
+            return self._local(wanted, decodes, sides, "other_weights")
         decode = self._decode(wanted, decodes.serving(shared))
-        lenders = Lenders(wanted.matches, lambda mask: _lending((prefills, decodes), mask))
+        lenders = Lenders(wanted.matches, partial(_lending, sides))
         prefill, prefix = self._prefill(wanted, prefills.serving({decode.weights}), lenders)
         if decode.endpoint == prefill.endpoint:
             alike = decodes.serving({prefill.weights})
             others = alike.where(np.array([one is not decode for one in alike]))
             if not len(others):
-                return self._local(wanted, alike, "one_engine")
+                return self._local(wanted, alike, sides, "one_engine")
             decode = self._decode(wanted, others)
         at_decode = wanted.cached(decode)
         work = wanted.work(prefill, reported=True, prefix=prefix)
@@ -126,14 +130,14 @@ class CacheAware:
 
     def alone(self, request: PlacementRequest) -> Placement:
         decodes = self._pools[Side.DECODE].rows(request.avoid, request.model)
-        return self._local(self._look(request, decodes), decodes, NO_PREFILL)
+        return self._local(self._look(request, decodes), decodes, (decodes,), NO_PREFILL)
 
     def _look(self, request: PlacementRequest, decodes: Rows) -> _Wanted:
         completion = request.completion
         prompt = completion.prompt(request.path)
         tokens = forecast_tokens(self._sizes, prompt, decodes)
         matches = self._index.matches(prompt)
-        return _Wanted(prompt, tokens, matches, request.session, completion.streamed)
+        return _Wanted(prompt, tokens, matches, request.session, completion)
 
     def _prefill(self, wanted: _Wanted, engines: Rows, lenders: Lenders) -> tuple[Member, Prefix | None]:
         """Returns the cheapest prefill engine, and the prefix that it may load from another engine."""
@@ -142,47 +146,60 @@ class CacheAware:
             return only, lenders.propose(only, wanted.cached(only))
         hits = wanted.hits(engines)
         costs = wanted.tokens - hits + _QUEUED * engines.queued(now) + _RECENT * excess(engines, now)
-        most = wanted.matches[0][1] if wanted.matches else 0
-        loans = _Loans(engines, hits, costs, lenders, most)
-        hinted, _ = self._sessions.engines(wanted.session)
-        at = None if hinted is None else engines.find(self._pools[Side.PREFILL].member(hinted))
-        chosen = loans.cheapest
-        if at is not None:
-            loans.consider(at, costs[chosen] + _TIE)
-            if costs[at] <= costs[chosen] + _TIE:
-                chosen = at
-        return engines[chosen], loans.found.get(chosen)
+        hinted = self._hinted(Side.PREFILL, wanted, engines)
+        return _cheapest(engines, costs, _Loans(engines, hits, costs, lenders, wanted.most), hinted)
 
-    def _decode(self, wanted: _Wanted, engines: Rows, *, computes: bool = False) -> Member:
-        """Returns the cheapest decode engine. ``computes``: the engine computes the prompt itself."""
+    def _decode(self, wanted: _Wanted, engines: Rows) -> Member:
+        """Returns the cheapest decode engine for a prompt that a prefill engine computes."""
         now = self._clock()
         if (only := _only(engines, now)) is not None:
             return only
+        engines, _, costs = self._decode_costs(wanted, engines, now)
+        chosen, at = engines.first(costs), self._hinted(Side.DECODE, wanted, engines)
+        return engines[chosen if at is None or costs[at] > costs[chosen] + _TIE else at]
+
+    def _alone(self, wanted: _Wanted, engines: Rows, lenders: Lenders) -> tuple[Member, Prefix | None]:
+        """Returns the cheapest decode engine for a prompt that it computes itself, and the prefix that it may
+        load from another engine."""
+        now = self._clock()
+        if (only := _only(engines, now)) is not None:
+            return only, lenders.propose(only, wanted.cached(only))
+        engines, hits, costs = self._decode_costs(wanted, engines, now)
+        costs += _QUEUED * engines.queued(now)
+        hinted = self._hinted(Side.DECODE, wanted, engines)
+        return _cheapest(engines, costs, _Loans(engines, hits, costs, lenders, wanted.most), hinted)
+
+    def _decode_costs(self, wanted: _Wanted, engines: Rows, now: float) -> tuple[Rows, Vector, Vector]:
+        """Returns the decode engines that do not have far more streams than others, the tokens of the prompt
+        that each has cached, and its costs."""
         # With the streams of other routers, as the engine reports them.
         streams = np.maximum(engines.column(OUTSTANDING), engines.column(RUNNING))
         fewest = streams.min()
         near = streams <= max(_TIMES * fewest, fewest + _MORE)
         engines, streams = engines.where(near), streams[near]
         context = engines.column(CONTEXT) + (streams - engines.column(OUTSTANDING)) * self._sizes.typical
-        costs = wanted.tokens - wanted.hits(engines) + _CONTEXT * context + _RECENT * excess(engines, now)
-        if computes:
-            costs += _QUEUED * engines.queued(now)
-        _, hinted = self._sessions.engines(wanted.session)
-        at = None if hinted is None else engines.find(self._pools[Side.DECODE].member(hinted))
-        chosen = engines.first(costs)
-        return engines[chosen if at is None or costs[at] > costs[chosen] + _TIE else at]
+        hits = wanted.hits(engines)
+        return engines, hits, wanted.tokens - hits + _CONTEXT * context + _RECENT * excess(engines, now)
 
-    def _local(self, wanted: _Wanted, engines: Rows, reason: str) -> Placement:
-        """Places a prompt that a decode engine computes itself."""
-        decode = self._decode(wanted, engines, computes=True)
+    def _hinted(self, side: Side, wanted: _Wanted, engines: Rows) -> int | None:
+        """Returns the place of the conversation's engine of this side; None: it is not one of these."""
+        prefill, decode = self._sessions.engines(wanted.session)
+        hinted = prefill if side is Side.PREFILL else decode
+        return None if hinted is None else engines.find(self._pools[side].member(hinted))
+
+    def _local(self, wanted: _Wanted, engines: Rows, sides: Sequence[Rows], reason: str) -> Placement:
+        """Places a prompt that a decode engine computes itself. ``sides``: engines that may lend."""
+        matches = wanted.matches if wanted.completion.one_answer() else ()
+        decode, prefix = self._alone(wanted, engines, Lenders(matches, partial(_lending, sides)))
         return Placement(
             None,
             decode.endpoint,
             reason,
-            wanted.work(decode, reported=wanted.streamed),
+            wanted.work(decode, reported=wanted.completion.streamed, prefix=prefix),
             prompt=wanted.prompt,
             tokens=wanted.tokens,
             session=wanted.session,
+            prefix=prefix,
         )
 
 
@@ -195,14 +212,16 @@ class _Wanted:
         tokens: int,
         matches: Sequence[tuple[int, int]],
         session: int | None,
-        streamed: bool,
+        completion: Completion,
     ) -> None:
         self.prompt = prompt
         self.tokens = tokens
         self.session = session
-        self.streamed = streamed
+        self.completion = completion
         self.matches = [(mask, prompt.tokens_of(nbytes, tokens)) for mask, nbytes in matches]
         """(mask of engines, tokens that each of them has), the most tokens first."""
+        self.most = self.matches[0][1] if self.matches else 0
+        """Tokens of the prompt that any engine has."""
         self._flags = [(flags_of(mask), tokens) for mask, tokens in self.matches]
 
     def cached(self, engine: Member) -> int:
@@ -240,7 +259,7 @@ class _Wanted:
 
 
 class _Loans:
-    """Prefixes that prefill engines may load from other engines. They lower the costs of these engines.
+    """Prefixes that engines may load in place of computing them. They lower the costs of these engines.
 
     A search for a lender takes longer than all else. So it is left out for engines that would not be chosen
     if they could load all that any engine may lend.
@@ -282,6 +301,21 @@ class _Loans:
         if (prefix := self._lenders.propose(self._engines[at], cached)) is not None:
             self.found[at] = prefix
             self._costs[at] -= (1 - _BORROWED) * (prefix.tokens - cached)
+
+
+def _cheapest(
+    engines: Rows, costs: Vector, loans: _Loans, hinted: int | None
+) -> tuple[Member, Prefix | None]:
+    """Returns the engine with the lowest costs, and the prefix that it may load.
+
+    ``hinted``: place of an engine that is chosen if its costs are about as low.
+    """
+    chosen = loans.cheapest
+    if hinted is not None:
+        loans.consider(hinted, costs[chosen] + _TIE)
+        if costs[hinted] <= costs[chosen] + _TIE:
+            chosen = hinted
+    return engines[chosen], loans.found.get(chosen)
 
 
 def _lending(sides: Iterable[Rows], mask: int) -> list[Member]:

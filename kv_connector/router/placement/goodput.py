@@ -16,27 +16,27 @@ The policy uses these facts:
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.pool import Member, Pool
+from kv_connector.router.engines.pool import Member, Pool, least
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.lender import Lenders, lending
 from kv_connector.router.placement.policy import (
+    NO_PREFILL,
     Placement,
     PlacementRequest,
     choices,
     forecast_tokens,
     shared_weights,
     split,
-    without_prefill,
 )
 
 # A prompt that is late anyway is computed by a decode engine if that takes at most _LATE_STRETCH times as
@@ -75,7 +75,18 @@ class Goodput:
         self._sizes = sizes or TokenSizes()
 
     def alone(self, request: PlacementRequest) -> Placement:
-        return without_prefill(self._pools, request)
+        decodes = self._pools[Side.DECODE].choices(request.avoid, model=request.model)
+        decode, prompt = least(decodes), request.completion.prompt(request.path)
+        tokens = forecast_tokens(self._sizes, prompt, decodes)
+        prefix = None
+        if request.completion.one_answer():
+            own = _cached(decode.workload, prompt, tokens)
+            prefix = self._lenders(prompt, tokens, decodes).propose(decode, own)
+        return Placement(None, decode.endpoint, NO_PREFILL, prompt=prompt, prefix=prefix)
+
+    def _lenders(self, prompt: Prompt, tokens: int, engines: Sequence[Member]) -> Lenders:
+        matches = [(mask, prompt.tokens_of(size, tokens)) for mask, size in self._index.matches(prompt)]
+        return Lenders(matches, partial(lending, engines))
 
     def place(self, request: PlacementRequest) -> Placement:
         completion = request.completion
@@ -109,12 +120,11 @@ class Goodput:
         reported = not local or completion.streamed
         work = Work(chosen.tokens, chosen.computing, chosen.cached, reported)
         late = chosen.seconds > self._objectives.ttft
-        place, prefix = None, None
-        if not local:
-            place = prefill.engine.endpoint
-            matches = [(mask, prompt.tokens_of(size, tokens)) for mask, size in self._index.matches(prompt)]
-            lenders = Lenders(matches, partial(lending, (*prefills, *decodes)))
-            prefix = lenders.propose(prefill.engine, prefill.cached)
+        place = None if local else prefill.engine.endpoint
+        prefix = None
+        if not local or completion.one_answer():
+            lenders = self._lenders(prompt, tokens, (*prefills, *decodes))
+            prefix = lenders.propose(chosen.engine, chosen.cached)
         return Placement(
             place, receiver, reason, work, prompt=prompt, tokens=tokens, prefix=prefix, late=late
         )

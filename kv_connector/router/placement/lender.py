@@ -1,6 +1,7 @@
-"""Lenders: engines from which a prefill engine can load the beginning of a prompt, in place of computing it.
+"""Lenders: engines from which the engine that computes a prompt can load its beginning, in place of computing
+it.
 
-A proposal is a hint. The prefill engine decides by cost whether it asks the lender, and the lender answers by
+A proposal is a hint. The borrower decides by cost whether it asks the lender, and the lender answers by
 content. If the lender lacks the prefix, the request has lost one round trip.
 """
 
@@ -19,7 +20,7 @@ _BLOCK = 32
 
 @dataclass(frozen=True)
 class Prefix:
-    """The proposal that a prefill engine loads the beginning of a prompt from another engine."""
+    """The proposal that an engine loads the beginning of a prompt from another engine."""
 
     lender: Endpoint
     tokens: int
@@ -40,22 +41,24 @@ class Lenders:
         self._able: list[list[Member]] = []
         """For each match, the engines that lend, the least busy first. Filled as far as was needed."""
 
-    def propose(self, prefill: Member, own: int) -> Prefix | None:
-        """Returns the best lender for this prefill engine, which has ``own`` tokens of the prompt.
+    def propose(self, borrower: Member, own: int) -> Prefix | None:
+        """Returns the best lender for this engine, which has ``own`` tokens of the prompt.
 
         It is the engine with the most tokens, and of equals the one with the fewest requests. None: no
         engine has enough more to pay for the question.
         """
-        if not prefill.borrows:
+        if not borrower.borrows:
             return None
         for number, (_, tokens) in enumerate(self._matches):
             if tokens - own < _BLOCK:
                 break
             for one in self._lending(number):
-                if one.prefixes != prefill.prefixes or one.weights != prefill.weights:
+                if one.endpoint == borrower.endpoint:
+                    continue
+                if one.prefixes != borrower.prefixes or one.weights != borrower.weights:
                     continue
                 held = one.workload.hit(tokens)
-                if held - own >= least_lead(prefill, one):
+                if held - own >= least_lead(borrower, one):
                     return Prefix(one.endpoint, held)
         return None
 
@@ -75,13 +78,13 @@ def lending(engines: Iterable[Member], mask: int) -> list[Member]:
     return [one for one in engines if one.prefixes and one.workload.cache.bit & mask]
 
 
-def least_lead(prefill: Member, lender: Member) -> int:
-    """Returns the tokens that a lender must have beyond those of the prefill engine.
+def least_lead(borrower: Member, lender: Member) -> int:
+    """Returns the tokens that a lender must have beyond those of the borrower.
 
-    A busy lender answers at the end of its step, in half a step on average. The prefill engine computes that
-    many tokens meanwhile.
+    A busy lender answers at the end of its step, in half a step on average. The borrower computes that many
+    tokens meanwhile.
     """
-    cost, load = prefill.workload.cost, lender.workload.load
+    cost, load = borrower.workload.cost, lender.workload.load
     if not lender.outstanding or cost is None or load is None or not cost.token:
         return _BLOCK
     return max(_BLOCK, round((load.decode_ns or 0) * 1e-9 / 2 / cost.token))

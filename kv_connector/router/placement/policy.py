@@ -38,7 +38,7 @@ class Placement:
     session: int | None = None
     """Key of the client's conversation, if the policy looks at it."""
     prefix: Prefix | None = None
-    """Engine from which the prefill engine may load the prompt's beginning; None: no proposal."""
+    """Engine from which the engine that computes the prompt may load its beginning; None: no proposal."""
     late: bool = False
     """Whether the first token is forecast to come later than the objective."""
 

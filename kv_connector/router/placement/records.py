@@ -95,12 +95,9 @@ class CacheRecords:
         ``prefix``: what it was proposed to load.
         """
         lease.prompt_computed()
-        own = report.cached
-        if prefix is not None:
-            own = self._own(lease, prefix, report)
-        self._reported(Side.PREFILL, lease, report.tokens, own, (report.cached or 0) - (own or 0))
+        self._computed(Side.PREFILL, lease, report.tokens, report.cached, prefix)
         if lease.prompt is not None:
-            _computed(lease.workload, lease.prompt)
+            _has(lease.workload, lease.prompt)
 
     def began(self, lease: Lease, placement: Placement) -> None:
         """Notes that the decode engine's answer has begun: it has the prompt's KV."""
@@ -108,28 +105,27 @@ class CacheRecords:
         self.sessions.placed(placement.session, placement.prefill, lease.endpoint)
         if lease.prompt is not None:
             # The engine's room is known in tokens. It reports nothing that shows how many bytes these are.
-            _computed(lease.workload, lease.prompt, lease.context)
+            _has(lease.workload, lease.prompt, lease.context)
 
-    def answered(self, lease: Lease, said: Said, *, moved: Lease | None, local: bool) -> None:
+    def answered(self, lease: Lease, said: Said, placement: Placement, *, moved: Lease | None) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
 
-        If the next turn is expected to have other token ids, the answer only takes room there.
+        If the next turn is expected to have other token ids, the answer only takes room there. Of a prompt
+        that came from a prefill engine, the decode engine counts all tokens as cached.
 
-        ``moved``: lease of the engine where the answer ended, if the stream has moved. ``local``: the decode
-        engine has computed the prompt. Of a prompt that came from a prefill engine, it counts all tokens as
-        cached.
+        ``moved``: lease of the engine where the answer ended, if the stream has moved.
         """
         prompt = lease.prompt
         if prompt is None:
             return
-        if local:
-            self._reported(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens)
+        if placement.prefill is None:
+            self._computed(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens, placement.prefix)
         if (continued := continued_by(prompt, said)) is not None:
             engine, kind = moved or lease, AnswerKind.of(prompt, said)
             self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
             if not self._repeats.expected(kind):
                 continued = continued.hidden_behind(prompt)
-            _computed(engine.workload, continued)
+            _has(engine.workload, continued)
 
     def repeats(self, prompt: Prompt, said: Said) -> bool:
         """Returns whether the next turn is expected to have the token ids of this answer."""
@@ -138,21 +134,29 @@ class CacheRecords:
     def prefetched(self, lease: Lease, lender: Endpoint, tokens: int) -> None:
         """Notes that a prefill engine has loaded the end of the lease's prompt, so many tokens."""
         if lease.prompt is not None:
-            _computed(lease.workload, lease.prompt)
+            _has(lease.workload, lease.prompt)
         lease.workload.use.borrow(lender, tokens)
 
-    def _own(self, lease: Lease, prefix: Prefix, report: Computed) -> int | None:
+    def _computed(
+        self, side: Side, lease: Lease, tokens: int | None, cached: int | None, prefix: Prefix | None
+    ) -> None:
+        """Takes the count of the engine that has computed a prompt. ``cached``: tokens that it had cached or
+        has loaded. ``prefix``: what it was proposed to load."""
+        own = cached if prefix is None else self._own(lease, prefix, tokens, cached)
+        self._reported(side, lease, tokens, own, (cached or 0) - (own or 0))
+
+    def _own(self, lease: Lease, prefix: Prefix, tokens: int | None, cached: int | None) -> int | None:
         """Counts a proposal by its result. Returns the tokens that were in the engine's own cache.
 
         Engines report tokens of their own cache and loaded tokens in one number. The engine lacks the prefix
         behind those that it has, so its own tokens end before the end of that prefix.
         """
-        prompt, cached = lease.prompt, report.cached
-        if prompt is None or cached is None or report.tokens is None:
+        prompt = lease.prompt
+        if prompt is None or cached is None or tokens is None:
             self._proposed("unknown", 0)
             return None
-        own = lease.workload.hit(prompt.tokens_of(lease.expected, report.tokens))
-        most = prompt.tokens_of(prompt.end_behind(lease.expected), report.tokens)
+        own = lease.workload.hit(prompt.tokens_of(lease.expected, tokens))
+        most = prompt.tokens_of(prompt.end_behind(lease.expected), tokens)
         # In a chat, what the engine has ends with a message, so it is known to a block. Elsewhere it may end
         # anywhere before the end of the next prefix.
         if 2 * cached <= own + most if prompt.in_messages else cached <= most:
@@ -191,6 +195,6 @@ def continued_by(prompt: Prompt, said: Said) -> Prompt | None:
     return prompt.followed_by(answer) if answer else None
 
 
-def _computed(workload: Workload, prompt: Prompt, tokens: int = 0) -> None:
+def _has(workload: Workload, prompt: Prompt, tokens: int = 0) -> None:
     room = None if workload.load is None else workload.load.cache_tokens
     workload.cache.prompt_computed(prompt, room, tokens)

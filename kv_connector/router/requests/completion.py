@@ -171,12 +171,23 @@ class Completion:
             return self._shapes.of(key, value).several
         return isinstance(value, list) and len(value) > 1
 
-    def local_body(self, *, ids: bool = False) -> Content:
+    def one_answer(self) -> bool:
+        """Returns whether the prompt has one answer.
+
+        Otherwise vLLM makes a request of each answer, and each of them would load a prefix by itself.
+        """
+        return all(self.body.get(key) in (None, 1) for key in ("n", "best_of"))
+
+    def local_body(self, *, ids: bool = False, prefix: Body | None = None) -> Content:
         """Returns the body for a decode engine that computes the prompt itself.
 
-        ``ids``: the engine reports token ids, whether the client wants them or not.
+        ``ids``: the engine reports token ids, whether the client wants them or not. ``prefix``: as of
+        prefill_body().
         """
-        return encode({**self.body, **({"return_token_ids": True} if ids else {})})
+        more: Body = {"return_token_ids": True} if ids else {}
+        if prefix is not None:
+            more["kv_transfer_params"] = {"prefix_from": prefix}
+        return encode({**self.body, **more})
 
     def late_reason(self) -> str | None:
         """Returns why the client gets the decode engine's first token; None: it gets the prefill engine's,
@@ -190,7 +201,7 @@ class Completion:
             return "begun"
         if body.get("stream") is not True:
             return "not_streamed"
-        if any(body.get(key) not in (None, 1) for key in ("n", "best_of")):
+        if not self.one_answer():
             return "several_answers"
         if any(body.get(key) for key in ("echo", "return_tokens_as_token_ids")):
             return "more_than_text"
@@ -274,7 +285,7 @@ def decode_params(transfer_id: str, prefill: Endpoint, *, early: bool = False) -
 
 
 def prefix_params(lender: Endpoint, tokens: int) -> dict[str, Any]:
-    """Returns the proposal for a prefill engine that ``lender`` has so many leading tokens of the prompt."""
+    """Returns the proposal for an engine that ``lender`` has so many leading tokens of the prompt."""
     return {"host": lender.control_host, "port": lender.control_port, "tokens": tokens}
 
 

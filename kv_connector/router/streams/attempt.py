@@ -24,7 +24,7 @@ from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.placement.sessions import SessionEngines
-from kv_connector.router.requests.completion import Completion, prefix_params
+from kv_connector.router.requests.completion import Body, Completion, prefix_params
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
 from kv_connector.router.streams.prefetches import Prefetches
@@ -120,8 +120,7 @@ class Attempt:
 
     def prefill_body(self, *, serial: bool, early: bool = False) -> Content:
         """Returns the body for the prefill engine. ``serial``, ``early``: as of Completion.prefill_body()."""
-        proposed = self.placement.prefix
-        prefix = None if proposed is None else prefix_params(proposed.lender, proposed.tokens)
+        prefix = proposal(self.placement)
         return self.completion.prefill_body(self.transfer_id, serial=serial, early=early, prefix=prefix)
 
     def begin_decode(self, parts: Components, decode: Lease) -> bool:
@@ -132,3 +131,10 @@ class Attempt:
 
     def hold(self, holds: PrefillHolds, prefill: Lease) -> PrefillHold:
         return PrefillHold(holds, self.transfer_id, prefill, self.call)
+
+
+def proposal(placement: Placement) -> Body | None:
+    """Returns the placement's proposal as parameters for the engine that computes the prompt; None: it has
+    none."""
+    prefix = placement.prefix
+    return None if prefix is None else prefix_params(prefix.lender, prefix.tokens)

@@ -38,7 +38,7 @@ from kv_connector.router.placement.sessions import session_of
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.transcript import Budget, Transcript
-from kv_connector.router.streams.attempt import Attempt, Components
+from kv_connector.router.streams.attempt import Attempt, Components, proposal
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
 from kv_connector.router.streams.continuing import Continuing
@@ -107,8 +107,8 @@ class Dispatcher:
             began, ended = request.call.running, request.running
             if began.placement is not None and began.lease is not None:
                 moved = None if ended is began else ended.lease
-                local, said = began.placement.prefill is None, transcript.said()
-                self.parts.caches.answered(began.lease, said, moved=moved, local=local)
+                said = transcript.said()
+                self.parts.caches.answered(began.lease, said, began.placement, moved=moved)
                 if self.parts.prefetches is not None:
                     self.parts.prefetches.answered(request, began, said)
 
@@ -253,7 +253,8 @@ class Dispatcher:
             pool = self.parts.pools[Side.DECODE]
             lease = pool.lease(placement.decode, placement.work, placement.tokens, placement.prompt)
             decode = stack.enter_context(lease)
-            answer = await self._local(completion, call, placement.reason, decode, stack)
+            prefix = proposal(placement)
+            answer = await self._local(completion, call, placement.reason, decode, stack, prefix)
             self.parts.caches.began(decode, placement)
             return answer
         # The decode engine requests the pages from one rank. If vLLM chooses the rank, the prefill engine's
@@ -389,12 +390,14 @@ class Dispatcher:
         reason: str,
         decode: Lease,
         stack: AsyncExitStack,
+        prefix: Body | None = None,
     ) -> Answer:
         self.parts.metrics.local_prefills.labels(reason).inc()
         logger.debug("request %s: the decode engine computes the prompt: %s", call.request_id, reason)
         ids = self.parts.calls.begin(call, decode)
         call.prompt_computed()  # decode engines do not report that
-        return await self.parts.calls.decode(decode, completion.local_body(ids=ids), call, stack)
+        body = completion.local_body(ids=ids, prefix=prefix)
+        return await self.parts.calls.decode(decode, body, call, stack)
 
     async def _concurrent(
         self,

@@ -58,6 +58,8 @@ class Fleet:
 
     def __init__(self, prefills: int = 2, decodes: int = 2) -> None:
         self.now = 0.0
+        self.alone = False
+        """Whether decode engines compute all prompts."""
         self.pools = {side: Pool() for side in TEXT_SIDES}
         self.index = PrefixIndex()
         self.hits: list[tuple[Side, int, int]] = []
@@ -89,7 +91,8 @@ class Fleet:
         self, *messages: dict[str, Any], avoid: tuple[str, ...] = (), session: int | None = None, **body: Any
     ) -> Placement:
         away = [self.engine(name) for name in avoid]
-        return self.policy.place(PlacementRequest(chat(*messages, **body), CHAT, away, session=session))
+        place = self.policy.alone if self.alone else self.policy.place
+        return place(PlacementRequest(chat(*messages, **body), CHAT, away, session=session))
 
     def serve(self, *messages: dict[str, Any], cached: int | None = None, **more: Any) -> Placement:
         """Places a request and answers it, "Because."."""
@@ -125,8 +128,7 @@ class Request:
         """The decode engine answers."""
         self._caches.began(self.decode, self.placement)
         said = Said(ChatMessage(role="assistant", content=text), **more)
-        local = self.placement.prefill is None
-        self._caches.answered(self.decode, said, moved=moved, local=local)
+        self._caches.answered(self.decode, said, self.placement, moved=moved)
         self.decode.release()
 
     def refuse(self) -> None:
@@ -369,7 +371,7 @@ def test_engine_of_both_roles_never_prefills_for_itself() -> None:
     fleet = Fleet(0, 0)
     for number in range(2):
         endpoint = fleet.engine(f"b{number}")
-        workload = Workload()
+        workload = Workload(lambda: fleet.now)
         for side in TEXT_SIDES:
             fleet.pools[side].set_usable(endpoint, True, workload)
         fleet.index.add(workload.cache)
@@ -739,10 +741,11 @@ def test_session_has_no_name_in_odd_metadata(metadata: Any) -> None:
 def lending(prefills: int = 2, decodes: int = 2) -> Fleet:
     """Returns a fleet whose engines exchange prefixes."""
     fleet = Fleet(prefills, decodes)
+    fleet.alone = not prefills
     for side, count in ((Side.PREFILL, prefills), (Side.DECODE, decodes)):
         for number in range(count):
             name = fleet.engine(f"{side.value[0]}{number}")
-            fleet.pools[side].set_usable(name, True, prefixes="key", borrows=side is Side.PREFILL)
+            fleet.pools[side].set_usable(name, True, prefixes="key", borrows=True)
     return fleet
 
 
@@ -853,6 +856,99 @@ def test_proposal_is_counted_by_what_the_prefill_engine_reports(
     expected = [(Side.PREFILL, had, min(cached or 0, had))] if own else []
     assert fleet.hits == expected
     assert (use.predicted, use.actual) == (expected[0][1:] if expected else (0, 0))
+
+
+@pytest.mark.parametrize(("context", "leaves"), [(2000, False), (5000, True)])
+def test_decode_engine_alone_loads_the_prefix_of_a_busier_engine(context: int, leaves: bool) -> None:
+    """Other streams have so many tokens there, which count for a quarter. A loaded token counts for half."""
+    fleet = lending(prefills=0)
+    first = fleet.begin(user(LONG))
+    assert first.placement.prefix is None
+    first.answer(text=ANSWER)
+    turns = user(LONG), assistant(ANSWER), user("Why?")
+    with fleet.pools[Side.DECODE].lease(first.placement.decode, context=context):
+        second = fleet.place(*turns)
+        assert fleet.place(*turns, n=2).prefix is None, "each answer would load it"
+    assert (second.decode != first.placement.decode) == leaves
+    assert second.work is not None
+    assert second.work.tokens < 20
+    if not leaves:
+        assert second.prefix is None, "it has all itself"
+        return
+    assert second.prefix == Prefix(first.placement.decode, second.work.cached)
+
+
+def test_decode_engine_alone_loads_nothing_of_other_weights() -> None:
+    fleet = lending(1, 2)
+    (prefill,) = fleet.pools[Side.PREFILL].endpoints
+    fleet.pools[Side.PREFILL].set_usable(prefill, True, weights="2", prefixes="key", borrows=True)
+    first = fleet.begin(user(LONG))
+    assert first.placement.reason == "other_weights"
+    prompt = first.placement.prompt
+    assert prompt is not None
+    fleet.workload("p0").cache.prompt_computed(prompt)
+    assert fleet.place(user(LONG)).prefix is None
+    first.answer(text=ANSWER)
+    avoid = (first.placement.decode.control_host,)
+    assert fleet.place(user(LONG), avoid=avoid).prefix is None, "an engine that has failed lends nothing"
+    with fleet.pools[Side.DECODE].lease(first.placement.decode, context=9000):
+        placement = fleet.place(user(LONG))
+    assert placement.decode != first.placement.decode
+    assert placement.prefix is not None
+    assert placement.prefix.lender == first.placement.decode
+
+
+@pytest.mark.parametrize("side", TEXT_SIDES)
+def test_session_engine_that_loads_a_prefix_wins_if_its_costs_are_about_as_low(side: Side) -> None:
+    """Half of 1,925 tokens are about as many as the queue of the engine that has them."""
+    fleet, letter = lending(2 if side is Side.PREFILL else 0, 2), side.value[0]
+    lender = fleet.workload(f"{letter}1")
+    lender.cache.prompt_computed(chat(user(LONG)).prompt(CHAT))
+    lender.backlog.add(Work(900, 0.0))
+    fleet.caches.sessions.placed(1, fleet.engine("p0"), fleet.engine("d0"))
+    for session, chosen in ((None, f"{letter}1"), (1, f"{letter}0")):
+        placement = fleet.place(user(LONG), session=session)
+        assert (placement.prefill or placement.decode).control_host == chosen
+        assert (placement.prefix is None) == (session is None)
+
+
+def test_only_engine_of_both_roles_loads_the_prefix_of_a_prefill_engine() -> None:
+    fleet = lending(1, 0)
+    both, workload = fleet.engine("both"), Workload(lambda: fleet.now)
+    for side in TEXT_SIDES:
+        fleet.pools[side].set_usable(both, True, workload, prefixes="key", borrows=True)
+    fleet.index.add(workload.cache)
+    fleet.workload("p0").cache.prompt_computed(chat(user(LONG)).prompt(CHAT))
+    fleet.workload("p0").backlog.add(Work(1200, 0.0))
+    placement = fleet.place(user(LONG))
+    assert (placement.prefill, placement.decode, placement.reason) == (None, both, "one_engine")
+    assert placement.prefix is not None
+    assert placement.prefix.lender == fleet.engine("p0")
+
+
+@pytest.mark.parametrize(
+    ("cached", "result", "own"),
+    [(1920, "borrowed", True), (0, "computed", True), (None, "unknown", False)],
+)
+def test_proposal_is_counted_by_what_the_decode_engine_alone_reports(
+    cached: int | None, result: str, own: bool
+) -> None:
+    fleet = lending(prefills=0)
+    counted: list[tuple[str, int]] = []
+    fleet.caches = CacheRecords(
+        count=lambda *hit: fleet.hits.append(hit), proposed=lambda *one: counted.append(one)
+    )
+    first = fleet.begin(user(LONG))
+    first.answer(text=ANSWER)
+    lender = first.placement.decode
+    with fleet.pools[Side.DECODE].lease(lender, context=9000):
+        second = fleet.begin(user(LONG), assistant(ANSWER), user("Why?"))
+    assert second.placement.prefix is not None
+    second.answer(prompt_tokens=second.placement.tokens, cached_tokens=cached)
+    assert counted == [(result, cached if result == "borrowed" else 0)]
+    use = fleet.workload(names(second.placement)[1]).use
+    assert dict(use.borrowed) == ({lender: cached} if result == "borrowed" else {})
+    assert fleet.hits == ([(Side.DECODE, 0, 0)] if own else [])
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3000)), min_size=8, max_size=8))

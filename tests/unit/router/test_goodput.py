@@ -396,3 +396,44 @@ def test_prefill_engine_may_load_what_a_decode_engine_has(router: Router, lends:
     assert placement.work is not None
     assert placement.work.cached == pytest.approx(2000, abs=100), "what the prefill engine has itself"
     assert placement.prefix.tokens == pytest.approx(2600, abs=100)
+
+
+def test_decode_engine_that_computes_a_prompt_may_load_what_a_prefill_engine_has(router: Router) -> None:
+    prefill = router.join(Role.PREFILL, 0, load(), prefixes="key", borrows=True)
+    router.join(Role.DECODE, 0, load(), prefixes="key", borrows=True)
+    known, workload = router.place(2600).prompt, router.pools[Side.PREFILL].workload(prefill)
+    assert known is not None
+    assert workload is not None
+    workload.cache.prompt_computed(known)
+    workload.backlog.add(Work(20_000, 0.5))
+    placement = router.place(2700)
+    assert (placement.prefill, placement.reason) == (None, "decode_sooner")
+    assert placement.prefix is not None
+    assert placement.prefix.lender == prefill
+    assert placement.prefix.tokens == pytest.approx(2600, abs=100)
+    assert placement.work is not None
+    assert placement.work.cached == 0, "the forecast counts what is loaded as computed"
+    assert router.place(2700, n=2).prefix is None, "each answer would load it"
+
+
+def test_decode_engine_without_prefill_engines_may_load_what_another_one_has(router: Router) -> None:
+    lender, other = (
+        router.join(Role.DECODE, number, load(), prefixes="key", borrows=True) for number in range(2)
+    )
+    ids = [7] * 2700
+
+    def alone(**body: Any) -> Placement:
+        raw = json.dumps({"model": "m", "prompt": ids, **body}).encode()
+        return router.policy.alone(PlacementRequest(Completion.decode(raw), PATH))
+
+    first, workload = alone(), router.pools[Side.DECODE].workload(lender)
+    assert (first.decode, first.prefix) == (lender, None)
+    assert first.prompt is not None
+    assert workload is not None
+    workload.cache.prompt_computed(first.prompt)
+    with router.pools[Side.DECODE].lease(lender):
+        placement = alone()
+        assert alone(n=2).prefix is None, "each answer would load it"
+    assert (placement.prefill, placement.decode, placement.reason) == (None, other, "no_prefill")
+    assert placement.prefix is not None
+    assert placement.prefix.lender == lender

@@ -19,7 +19,7 @@ from kv_connector.router.engines.pool import Lease, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import CacheAware
-from kv_connector.router.placement.policy import Placement, PlacementRequest
+from kv_connector.router.placement.policy import NO_PREFILL, Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
@@ -124,6 +124,8 @@ class Chaos:
         turns = [f"{topic} and {turn}. " * length for turn, length in enumerate(lengths)]
         said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)]
         body = {"model": "m", "messages": [SYSTEM, *said], "stream": rng.random() < 0.8}
+        if rng.random() < 0.1:
+            body["n"] = 2
         avoid = [rng.choice([*self.engines])] if rng.random() < 0.2 else []
         request = PlacementRequest(
             Completion.decode(json.dumps(body).encode()),
@@ -132,21 +134,25 @@ class Chaos:
             rng.choice([None, "m", "n", "m"]),
             rng.choice([None, topic]),
         )
+        place, place_plainly = self.vectors.place, self.plain.place
+        if rng.random() < 0.3:
+            place, place_plainly = self.vectors.alone, self.plain.alone
         try:
             if rng.random() < 0.5:
-                placement = self.vectors.place(request)
-                expected = self.plain.place(request)
+                placement = place(request)
+                expected = place_plainly(request)
             else:
-                expected = self.plain.place(request)
-                placement = self.vectors.place(request)
+                expected = place_plainly(request)
+                placement = place(request)
         except NoEngine:
             self.seen["no engine"] += 1
             with pytest.raises(NoEngine):
-                self.vectors.place(request)
+                place(request)
             return
         assert (placement.prefill, placement.decode, placement.prefix) == expected
         self.seen[placement.reason] += 1
-        self.seen["loan"] += placement.prefix is not None
+        if placement.prefix is not None:
+            self.seen["loan" if placement.prefill is not None else "loan alone"] += 1
         work = placement.work if placement.prefill is None else None
         prefill = None
         if placement.prefill is not None:
@@ -168,7 +174,7 @@ class Chaos:
                 self.caches.prefilled(prefill, report, placement.prefix)
             self.caches.began(decode, placement)
             said = Said(ChatMessage(role="assistant", content="Because."))
-            self.caches.answered(decode, said, moved=None, local=prefill is None)
+            self.caches.answered(decode, said, placement, moved=None)
         for lease in (prefill, decode):
             if lease is not None:
                 lease.release()
@@ -189,7 +195,16 @@ def test_vectors_choose_as_loops_over_engines() -> None:
         for _ in range(120):
             chaos.step()
         seen += chaos.seen
-    cases = ("cached", "least_work", "loan", "other_weights", "one_engine", "no engine")
+    cases = (
+        "cached",
+        "least_work",
+        "loan",
+        "loan alone",
+        "other_weights",
+        "one_engine",
+        NO_PREFILL,
+        "no engine",
+    )
     assert all(seen[case] >= 10 for case in cases), f"cases that have hardly occurred: {seen}"
 
 

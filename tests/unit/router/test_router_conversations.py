@@ -20,7 +20,7 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import PolicyName, RouterSettings
+from kv_connector.router.engines.settings import Objectives, PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -177,9 +177,10 @@ async def test_router_with_fewest_outstanding_takes_turns_and_records_nothing() 
 
 
 async def register(s: Site, address: Address, stack: contextlib.ExitStack) -> None:
-    """Registers the first engine of each side, as engines that exchange prefixes."""
-    for port, (role, engine) in enumerate(((Role.PREFILL, s.p[0]), (Role.DECODE, s.d[0])), 5601):
-        facts: dict[str, Any] = {"prefixes": "key", "borrows": role is Role.PREFILL}
+    """Registers all engines, as engines that exchange prefixes."""
+    engines = [(Role.PREFILL, one) for one in s.p] + [(Role.DECODE, one) for one in s.d]
+    for port, (role, engine) in enumerate(engines, 5601):
+        facts: dict[str, Any] = {"prefixes": "key", "borrows": True}
         message = Register(role.value, "1", role, engine.url, "10.0.0.7", port, **facts)
         registrar = Registrar(message, [address], None)
         stack.callback(registrar.close)
@@ -216,3 +217,37 @@ async def test_router_proposes_to_load_the_answer_from_the_decode_engine(
             engines = {one["name"]: one for one in (await s.status())["engines"]}
             assert engines["prefill 1"]["cache"]["borrowed"] == {"decode 1": borrowed}
             assert "cache" not in engines["decode 1"]
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_router_without_prefill_engines_proposes_the_other_decode_engine(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("kv_connector.router.front.status._FRESH_SECONDS", 0.0)
+    address = Address("127.0.0.1", free_ports(1)[0])
+    goodput = {"policy": PolicyName.GOODPUT, "objectives": Objectives(1.0, 1.0)}
+    with contextlib.ExitStack() as stack:
+        async with site(0, 2, registration=address, patience=0.01, **goodput) as s:
+            await register(s, address, stack)
+            turns = [{"role": "user", "content": "Why? " * 800}]
+            first = await s.ask(CHAT, {"messages": turns, "stream": stream})
+            second = await s.ask(CHAT, {"messages": turns, "stream": stream})
+            assert first != second, "engines take turns"
+            params = [engine.bodies[0].get("kv_transfer_params") for engine in s.d]
+            lender, borrower = first[1], second[1]
+            assert params[lender] is None
+            sent = params[borrower]
+            assert sent is not None
+            proposed = sent["prefix_from"]
+            assert (proposed["host"], proposed["port"]) == ("10.0.0.7", 5601 + lender)
+            assert proposed["tokens"] == pytest.approx(1000, rel=0.1)
+            assert sent.keys() == {"prefix_from"}
+            result = "unknown" if stream else "borrowed"  # the stream reports no usage
+            name = f'kv_connector_router_prefix_proposals_total{{result="{result}"}}'
+            assert await metric(s.client, name) == 1
+            engines = {one["name"]: one for one in (await s.status())["engines"]}
+            cache = engines[f"decode {borrower + 1}"].get("cache")
+            assert (cache is None) == stream
+            if cache is not None:
+                assert cache["borrowed"] == {f"decode {lender + 1}": 320}
