@@ -23,7 +23,7 @@ PAGES = frozenset({DOCUMENT, TITLE, CELL})
 PRINTED_FIELDS = frozenset(
     {
         "kv_connector/agent/settings.py",
-        "kv_connector/cli/exit_status.py",
+        "kv_connector/cli/common/exit_status.py",
         "kv_connector/protocol/timeouts.py",
     }
 )

@@ -41,8 +41,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kv_connector.agent.exposition import Exposition
 from kv_connector.agent.settings import AgentSettings
-from kv_connector.cli.environment import OTHERS, VARIABLES
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.environment import OTHERS, VARIABLES
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.moe.metrics import MoeMetrics
 from kv_connector.protocol.timeouts import Timeouts

@@ -27,13 +27,13 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.settings import Objectives as RouterObjectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.settings import Objectives as RouterObjectives
 
 # Cost of one engine's prompts of 512 to 32,000 tokens (docs/benchmarks/2026-11-27-first-token.md, run F).
 COST = PromptCost(step_ns=4_900_000, token_ns=22_500, pair_ps=700)

@@ -20,11 +20,11 @@ from functools import partial
 
 from kv_connector.router.bodies.body_parser import LONG
 from kv_connector.router.bodies.fields import parse
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import CacheAware
 from kv_connector.router.placement.policy import PlacementRequest

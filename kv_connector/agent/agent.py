@@ -24,8 +24,8 @@ from kv_connector.agent.loop.page_summer import PageSummer
 from kv_connector.agent.loop.preemption import Preemption
 from kv_connector.agent.loop.thread import AgentThread
 from kv_connector.agent.reports.ledger import AgentStats, Ledger, LiveState, Reports, Timing
+from kv_connector.agent.reports.page_checks import PageChecks
 from kv_connector.agent.reports.timeline import Timelines
-from kv_connector.agent.reports.verification import Verification
 from kv_connector.control.sockets import ControlPlane
 from kv_connector.control.timelines import boot_id
 from kv_connector.engine import TransferError
@@ -86,7 +86,7 @@ class Agent:
         self._control = ControlPlane(config.key)
         prefill = PrefillMachine(config.layout, config.timeouts)
         decode = DecodeMachine(config.layout, config.timeouts, verify=config.verify_pages)
-        verification = Verification(
+        page_checks = PageChecks(
             f"{config.engine_id}/{config.rank}", self._summer, prefill, decode, self._ledger
         )
         self._effects = Effects(
@@ -110,13 +110,13 @@ class Agent:
             ),
             prefill=prefill,
             decode=decode,
-            verification=verification,
+            page_checks=page_checks,
             ledger=self._ledger,
             timelines=self.timelines,
             allow_fallback=config.allow_fallback,
         )
         self._thread = AgentThread(config.engine_id, self._control, self._effects, config.timeouts.drain)
-        verification.submit = self._thread.submit
+        page_checks.submit = self._thread.submit
         self._preemption = Preemption(
             self._engine, self.signal, self._effects, self._thread, config.timeouts.drain
         )

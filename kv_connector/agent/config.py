@@ -10,7 +10,7 @@ import zmq
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.engine import EngineConfig, TransferError
-from kv_connector.engine.placement import domains_of
+from kv_connector.engine.rank_placement import domains_of
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import KvLayout

@@ -12,11 +12,11 @@ from kv_connector.agent.agent import Agent
 from kv_connector.agent.config import AgentConfig, PageMemory
 from kv_connector.agent.metrics import AgentReporter, activity
 from kv_connector.agent.settings import AgentSettings, SettingsError
-from kv_connector.control.announcer import Announcement, AnnouncementError, Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Register, WorkloadReport
+from kv_connector.control.moriio_announcer import Announcement, AnnouncementError, MoriioAnnouncer
 from kv_connector.control.registrar import Registrar
-from kv_connector.engine.placement import Device, place
+from kv_connector.engine.rank_placement import Device, place
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import KvLayout
 from kv_connector.protocol.wire.messages import Fingerprint, Role
@@ -179,7 +179,7 @@ def _register(
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)
 
 
-def _announcer(settings: AgentSettings, registration: Register) -> Announcer:
+def _announcer(settings: AgentSettings, registration: Register) -> MoriioAnnouncer:
     try:
         announcement = Announcement.of(registration)
     except AnnouncementError as error:
@@ -189,4 +189,4 @@ def _announcer(settings: AgentSettings, registration: Register) -> Announcer:
         "and sends it prompts. The cluster key still protects the KV cache.",
         ", ".join(settings.announce),
     )
-    return Announcer(announcement, settings.announce_addresses())
+    return MoriioAnnouncer(announcement, settings.announce_addresses())

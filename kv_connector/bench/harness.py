@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import Contestant, Face, SideRole
 from kv_connector.bench.machine import busy_seconds, resident_bytes, wait_quiet
-from kv_connector.bench.pool import BenchMemory
 from kv_connector.bench.records import (
     FailedMeasurement,
     Idle,
@@ -30,7 +31,6 @@ from kv_connector.bench.records import (
     Singles,
     Throughput,
 )
-from kv_connector.bench.side import Contestant, Face, SideRole
 from kv_connector.bench.workloads import IDLE, LATENCY, POOL_BYTES, WORKLOADS, PageWorkload, Slots
 
 # Repetitions of a batch in a round. The warm-ups before them are as many as fault everything in and settle

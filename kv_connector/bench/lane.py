@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kv_connector.bench.side import SideRole
+from kv_connector.bench.contestant import SideRole
 from kv_connector.engine import DomainConfig
 from kv_connector.engine.topology import Nic, read_machine
 from kv_connector.engine.transfer_engine import providers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_connector.bench.side import Face
+from kv_connector.bench.contestant import Face
 
 STANDARD_OUTPUT = Path("-")
 """Stands for standard output in place of a file's name."""

@@ -9,8 +9,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.markup import escape
 
+from kv_connector.bench.contestant import Contestant, Face
 from kv_connector.bench.records import FailedMeasurement, Idle, Latency, Record, Throughput
-from kv_connector.bench.side import Contestant, Face
 from kv_connector.bench.tables import print_table, verdict
 from kv_connector.bench.workloads import LATENCY_BYTES, WORKLOADS
 from kv_connector.lab import plots

@@ -1,1 +1,2 @@
-"""The command line: one module per command, put together in main.py."""
+"""The command line: a module or a folder for each command, put together in main.py. ``common`` has what
+they use."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_connector.cli.common.exit_status import ExitStatus
+from kv_connector.cli.common.plot import Plot, check_plot
 from kv_connector.cli.conversations import conversations
-from kv_connector.cli.exit_status import ExitStatus
-from kv_connector.cli.plot import Plot, check_plot
 
 if TYPE_CHECKING:
     from kv_connector.bench.lane import Lane
@@ -63,8 +63,8 @@ def transfers(
     if context.invoked_subcommand is not None:
         return
     from kv_connector.bench.contestants import CONTESTANTS
+    from kv_connector.bench.measurements.transfers import Transfers
     from kv_connector.bench.tables import make_console
-    from kv_connector.bench.transfers import Transfers
     from kv_connector.bench.workloads import CASES
 
     check_plot(plot)
@@ -190,8 +190,8 @@ def table_2(
     json: _Json = None,
 ) -> None:
     """Measures the paper's Table 2: single writes of 64 KiB to 32 MiB, paged writes of 1 to 64 KiB."""
+    from kv_connector.bench.measurements.writes import WriteMeasurement
     from kv_connector.bench.tables import make_console
-    from kv_connector.bench.writes import WriteMeasurement
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
     measurement = WriteMeasurement(lanes=lanes, rounds=rounds, pin=pin, shared=shared, json=json)
@@ -210,7 +210,7 @@ def tables_8_and_9(
     json: _Json = None,
 ) -> None:
     """Measures the paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
-    from kv_connector.bench.groups import Groups
+    from kv_connector.bench.measurements.groups import Groups
     from kv_connector.bench.tables import make_console
 
     try:
@@ -236,7 +236,7 @@ def cost_of_peers(
     json: _Json = None,
 ) -> None:
     """Measures the cost of peers: seconds to connect them, memory and file descriptors of each."""
-    from kv_connector.bench.peers import PeerCosts
+    from kv_connector.bench.measurements.peers import PeerCosts
     from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=False)
@@ -253,7 +253,7 @@ def meeting_of_engines(
     json: _Json = None,
 ) -> None:
     """Connects engines of many ranks: seconds from the first request until every rank has its page."""
-    from kv_connector.bench.meeting import Meetings
+    from kv_connector.bench.measurements.connecting import Meetings
     from kv_connector.bench.tables import make_console
 
     (lane,) = _lanes(provider, "", "", in_one_process=False)
@@ -274,7 +274,7 @@ def registering_beside_writes(
     json: _Json = None,
 ) -> None:
     """Measures the latency of a 4 KiB write while a thread registers and deregisters memory."""
-    from kv_connector.bench.registration import Registration
+    from kv_connector.bench.measurements.memory_registration import Registration
     from kv_connector.bench.tables import make_console
 
     lanes = _lanes(provider, device, target_device, in_one_process=True)
@@ -326,7 +326,7 @@ def exchange_of_experts(
     """
     from kv_connector.bench.moe import ExchangeShape, ExpertsPlan, ExpertsWorkload, run
     from kv_connector.bench.tables import make_console
-    from kv_connector.moe.machine import visible_gpus
+    from kv_connector.moe.gpus import visible_gpus
 
     if top_k > experts:
         raise typer.BadParameter(f"--top-k: {top_k} of {experts} experts. Set a number up to --experts.")
@@ -351,7 +351,7 @@ def hot_loops(
     json: _Json = None,
 ) -> None:
     """Measures the transfer engine's hot loops over sim. Fails if an aim is missed."""
-    from kv_connector.bench.micro import HotLoops
+    from kv_connector.bench.measurements.micro import HotLoops
     from kv_connector.bench.tables import make_console
 
     _end(HotLoops(iterations=iterations, json=json).run(make_console(json)))

@@ -10,7 +10,7 @@ import typer
 
 from kv_connector.bench.conversations.prompts import Api
 from kv_connector.bench.conversations.workload import PRESETS, Pace
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from kv_connector.bench.conversations.counters import MetricsSource

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kv_connector.cli.common.exit_status import ExitStatus
+from kv_connector.cli.common.plot import Plot, check_plot
 from kv_connector.cli.doctor import SUPPORTED_SGLANG, VLLM_TO_INSTALL
-from kv_connector.cli.exit_status import ExitStatus
-from kv_connector.cli.plot import Plot, check_plot
 
 TABLE_WIDTH = 110
 

@@ -16,13 +16,13 @@ from typing import Annotated
 
 import typer
 
-from kv_connector.cli.findings import Finding, Verdict, print_findings
+from kv_connector.cli.common.findings import Finding, Verdict, print_findings
 from kv_connector.cli.fit import report as fit
 from kv_connector.cli.fit.model import ConfigError
 from kv_connector.cli.fit.side import HELP, FitSide, SideError, parse_side
-from kv_connector.engine.placement import NIC_PROVIDERS, choose_core, cores_in_use
+from kv_connector.engine.rank_placement import NIC_PROVIDERS, choose_core, cores_in_use
 from kv_connector.engine.topology import Machine, Nic, Port, read_machine
-from kv_connector.moe.machine import Gpus, visible_gpus
+from kv_connector.moe.gpus import Gpus, visible_gpus
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 SUPPORTED_SGLANG = ("0.5.23",)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key, endpoint
 from kv_connector.control.membership import (
     Drain,

@@ -7,7 +7,7 @@ import typer
 
 from kv_connector import __version__
 from kv_connector.cli import bench, weights
-from kv_connector.cli.config import command as config
+from kv_connector.cli.config import check as config
 from kv_connector.cli.demo import demo
 from kv_connector.cli.doctor import doctor
 from kv_connector.cli.drain import drain, undrain

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from typer.core import TyperCommand
 
-from kv_connector.cli.exit_status import ExitStatus
-from kv_connector.cli.router_file import RouterFileError, read_router_file
+from kv_connector.cli.common.exit_status import ExitStatus
+from kv_connector.cli.common.router_file import RouterFileError, read_router_file
 from kv_connector.control.addresses import is_loopback, parse_address
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError, find_key
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, PolicyName, RequestTimeouts, RouterSettings
 from kv_connector.router.front.limits import raise_descriptor_limit, requests_for
+from kv_connector.router.settings import Objectives, PolicyName, RequestTimeouts, RouterSettings
 
 if TYPE_CHECKING:
     from kv_connector.router.front.certificate import Certificate

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kv_connector.engine.placement import (
+from kv_connector.engine.rank_placement import (
     NIC_PROVIDERS,
     CoreChoice,
     CoresInUse,

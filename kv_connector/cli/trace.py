@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.control.timelines import Unanswered, WorkerTimelines, ask_workers
 from kv_connector.protocol.actions import Address

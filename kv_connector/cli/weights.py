@@ -16,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kv_connector.cli.exit_status import ExitStatus
-from kv_connector.cli.push_progress import push_progress
+from kv_connector.cli.common.exit_status import ExitStatus
+from kv_connector.cli.common.push_progress import push_progress
 from kv_connector.cli.router import KeyFile, address, cluster_key
 from kv_connector.engine import TransferError
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 
 if TYPE_CHECKING:
     from kv_connector.weights.pusher import WeightPusher
@@ -306,8 +306,8 @@ def seed(
     continues with its old weights. An engine in streaming mode that has taken a part stays paused until the
     next version. Status 1: some engine does not serve the version.
     """
-    from kv_connector.weights.seeding.seed import SeedError
-    from kv_connector.weights.seeding.seed import seed as ask
+    from kv_connector.weights.seeding.start_seeding import SeedError
+    from kv_connector.weights.seeding.start_seeding import seed as ask
     from kv_connector.weights.wire.links import questions
 
     failed = False

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_connector.control.announcer import Announcer
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import (
     HEARTBEAT_S,
@@ -29,6 +28,7 @@ from kv_connector.control.membership import (
     Register,
     WorkloadReport,
 )
+from kv_connector.control.moriio_announcer import MoriioAnnouncer
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.wire.messages import clip
 
@@ -72,7 +72,7 @@ class Registrar:
         routers: Sequence[Address],
         key: ClusterKey | None,
         activity: Callable[[], Activity | None] = lambda: None,
-        announcer: Announcer | None = None,
+        announcer: MoriioAnnouncer | None = None,
     ) -> None:
         """``activity`` is called before each REGISTER, on this thread. ``announcer``: announces at the same
         interval, as long as the engine accepts requests.

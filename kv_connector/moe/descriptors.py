@@ -36,7 +36,7 @@ _MAX_DESCRIPTORS = 3
 _CONTROL_BYTES = socket.CMSG_SPACE((_MAX_DESCRIPTORS + 1) * _INT)
 LEAVE = b"leave"
 # Followed by a byte with the number of the rank that its sender no longer waits for.
-GIVE_UP = b"give up "
+EVICT = b"give up "
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Connection:
     """The one of ``pidfds`` that is readable once the whole process has ended, with its use of the GPU."""
 
     def send(self, message: bytes) -> None:
-        """Sends LEAVE or GIVE_UP. Does not block. A rank that has ended gets nothing."""
+        """Sends LEAVE or EVICT. Does not block. A rank that has ended gets nothing."""
         with contextlib.suppress(OSError):
             self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 

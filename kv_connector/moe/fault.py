@@ -9,9 +9,9 @@ TIMEOUTS = {
     "TIMEOUT_COMBINE": "did not send its results within {timeout:g} s",
 }
 LOST = "LOST"
-GIVEN_UP = "GIVEN_UP"
-# The native codes, by number. Another rank reports GIVEN_UP, by a message or by a flag of a surviving group.
-NATIVE_CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: LOST, 4: GIVEN_UP}
+EVICTED = "EVICTED"
+# The native codes, by number. Another rank reports EVICTED, by a message or by a flag of a surviving group.
+NATIVE_CODES = {1: "TIMEOUT_DISPATCH", 2: "TIMEOUT_COMBINE", 3: LOST, 4: EVICTED}
 CODES = tuple(NATIVE_CODES.values())
 
 
@@ -29,6 +29,6 @@ class LaunchFault:
     """Why a launch gave up waiting. The results of that step, and of all later ones, are void."""
 
     code: str
-    """TIMEOUT_DISPATCH, TIMEOUT_COMBINE, LOST or GIVEN_UP."""
+    """TIMEOUT_DISPATCH, TIMEOUT_COMBINE, LOST or EVICTED."""
     rank: int
     """The rank that ended, or that did not send in time."""

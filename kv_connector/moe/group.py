@@ -14,7 +14,7 @@ import torch
 from kv_connector import _native
 from kv_connector.moe import columns, forming, memory, metrics
 from kv_connector.moe.descriptors import Connection
-from kv_connector.moe.fault import GIVEN_UP, LOST, NATIVE_CODES, TIMEOUTS, GroupError, LaunchFault
+from kv_connector.moe.fault import EVICTED, LOST, NATIVE_CODES, TIMEOUTS, GroupError, LaunchFault
 from kv_connector.moe.forming import Exchange
 from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
@@ -70,7 +70,7 @@ class Group:
         self._left = ""
         """Sentence about the first rank that left in good order, or ""."""
         self._gone: dict[int, tuple[str, str]] = {}
-        """Code and sentence of each rank that ended, left or was given up. Steps without one rank may later
+        """Code and sentence of each rank that ended, left or was evicted. Steps without one rank may later
         fail because of another rank."""
         self._masked: frozenset[int] = frozenset()
         """Ranks that steps go on without, as far as they were logged."""
@@ -199,19 +199,19 @@ class Group:
     def fault(self) -> LaunchFault | None:
         """Why a step was void, or None. On a GPU a step that is still in flight has no fault yet.
 
-        GIVEN_UP with this rank's number: another rank waited for this rank until its deadline. This rank's
+        EVICTED with this rank's number: another rank waited for this rank until its deadline. This rank's
         later steps are void as well.
         """
         gone = self._first_gone
-        if gone is not None and gone[:2] == (GIVEN_UP, self.settings.rank):
+        if gone is not None and gone[:2] == (EVICTED, self.settings.rank):
             return LaunchFault(*gone[:2])
         if (found := self._native.fault()) is None:
             return None
         code, rank = NATIVE_CODES.get(found[0], str(found[0])), found[1]
-        if code == GIVEN_UP:  # by that rank
+        if code == EVICTED:  # by that rank
             own = self.settings.rank
-            self._note(own, GIVEN_UP, f"{self._name(rank)} goes on without {self._name(own)}")
-            return LaunchFault(GIVEN_UP, own)
+            self._note(own, EVICTED, f"{self._name(rank)} goes on without {self._name(own)}")
+            return LaunchFault(EVICTED, own)
         if code == LOST and gone is not None and gone[1] == rank:
             code = gone[0]
         return LaunchFault(code, rank)
@@ -240,12 +240,12 @@ class Group:
             self._reported = True
             metrics.fault(fault.code)
             if fault.code in TIMEOUTS:
-                self._watcher.give_up(fault.rank)
+                self._watcher.evict(fault.rank)
         settings = self.settings
         raise GroupError(f"moe: rank {settings.rank} of {settings.ranks}: {self._sentence(fault)}")
 
     def explanation(self) -> str:
-        """A sentence about the first rank that ended, was given up, or left. "" if all ranks are present."""
+        """A sentence about the first rank that ended, was evicted, or left. "" if all ranks are present."""
         gone = self._first_gone
         return self._left if gone is None else gone[2]
 
@@ -265,7 +265,7 @@ class Group:
         self._dispatch_areas, self._combine_areas = [], []
         # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was masked
         # does not leave in good order: that would end the steps of ranks that have not learned it yet.
-        if not (self.settings.survive and self.fault() == LaunchFault(GIVEN_UP, self.settings.rank)):
+        if not (self.settings.survive and self.fault() == LaunchFault(EVICTED, self.settings.rank)):
             self._watcher.leave()
         try:
             self._native.close(timeout)
@@ -292,18 +292,18 @@ class Group:
         """A report of the watcher."""
         self._native.fence(rank)
 
-    def given_up(self, rank: int, by: int) -> None:
+    def evicted(self, rank: int, by: int) -> None:
         """A report of the watcher."""
         if rank >= self.settings.ranks:
             return
-        sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} gave it up"
-        self._note(rank, GIVEN_UP, sentence)
+        sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} evicted it"
+        self._note(rank, EVICTED, sentence)
         self._native.lose(rank)
 
     def _note(self, rank: int, code: str, sentence: str) -> None:
         """Keeps the reason why a rank is gone. Its first reason stays."""
         self._gone.setdefault(rank, (code, sentence))
-        # In a group that survives, other ranks may be gone before this rank is given up.
+        # In a group that survives, other ranks may be gone before this rank is evicted.
         if self._first_gone is None or (self.settings.survive and rank == self.settings.rank):
             self._first_gone = code, rank, sentence
 
@@ -316,7 +316,7 @@ class Group:
                 self.settings.rank, rank, self._processes[rank],
             )  # fmt: skip
             if self._gone.get(rank, ("", ""))[0] != LOST:
-                self._watcher.give_up(rank)
+                self._watcher.evict(rank)
         self._masked = masked
 
     def _name(self, rank: int) -> str:

@@ -33,7 +33,7 @@ class MoeMetrics:
         self._faults = Counter(
             NAMES[2],
             "Groups that ended early, by reason (LOST: a process ended. TIMEOUT_DISPATCH, TIMEOUT_COMBINE: a "
-            "rank did not send in time. GIVEN_UP: another rank reported that)",
+            "rank did not send in time. EVICTED: another rank reported that)",
             ["code"],
             registry=registry,
         )

@@ -1,4 +1,4 @@
-"""The settings of a group, and the limits of the native class (native/cuda/moe.h)."""
+"""The settings of a group, and the limits of the native class (native/cuda/moe_launch.h)."""
 
 from __future__ import annotations
 

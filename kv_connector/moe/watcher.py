@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-from kv_connector.moe.descriptors import GIVE_UP, LEAVE, Connection
+from kv_connector.moe.descriptors import EVICT, LEAVE, Connection
 
 logger = logging.getLogger("kv_connector")
 
@@ -29,12 +29,12 @@ class WatcherReports(Protocol):
         """The process of ``rank`` has ended as a whole, some time after lost(). Nothing that it, or a GPU for
         it, stores can land any more."""
 
-    def given_up(self, rank: int, by: int) -> None:
+    def evicted(self, rank: int, by: int) -> None:
         """Rank ``by`` waited for ``rank`` until the deadline. ``rank`` may be the rank of this process."""
 
 
 class Watcher:
-    """A daemon thread that reports once for each rank that ends or leaves, and each rank that is given up.
+    """A daemon thread that reports once for each rank that ends or leaves, and each rank that is evicted.
 
     Owns the connections: close() closes them.
     """
@@ -51,10 +51,10 @@ class Watcher:
         for connection in self._connections:
             connection.send(LEAVE)
 
-    def give_up(self, rank: int) -> None:
+    def evict(self, rank: int) -> None:
         """Reports to all other ranks that this rank no longer waits for ``rank``. Does not block."""
         for connection in self._connections:
-            connection.send(GIVE_UP + bytes([rank]))
+            connection.send(EVICT + bytes([rank]))
 
     def close(self) -> None:
         """Ends the thread and closes the connections. Not from the thread."""
@@ -94,7 +94,7 @@ class Watcher:
             # Before the socket is read: a rank that leaves sends LEAVE before its sentinels end.
             ended = _ended(connection)
             try:
-                message = connection.socket.recv(len(GIVE_UP) + 1, socket.MSG_DONTWAIT)
+                message = connection.socket.recv(len(EVICT) + 1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 if not ended:
                     return False
@@ -105,10 +105,10 @@ class Watcher:
                 continue
             except OSError:
                 message = b""
-            if message[:-1] == GIVE_UP:
-                self._reports.given_up(message[-1], connection.rank)
+            if message[:-1] == EVICT:
+                self._reports.evicted(message[-1], connection.rank)
                 who = connection.rank, connection.pid
-                logger.warning("moe: rank %d (process %d) gave up rank %d at its deadline", *who, message[-1])
+                logger.warning("moe: rank %d (process %d) evicted rank %d at its deadline", *who, message[-1])
                 continue
             left = message == LEAVE
             # Before the log: a step may be waiting.

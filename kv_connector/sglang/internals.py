@@ -32,8 +32,8 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import get_local_ip_auto
 
-from kv_connector.protocol.session.identity import model_identity
-from kv_connector.protocol.wire.version import MAX_NAME, identity
+from kv_connector.protocol.session.fingerprint import model_identity
+from kv_connector.protocol.wire.weight_version import MAX_NAME, identity
 from kv_connector.sglang.refusals import REFUSED_POOLS
 
 __all__ = [

@@ -21,10 +21,10 @@ import sglang
 
 from kv_connector.agent.agent import Agent
 from kv_connector.agent.start import RunningAgent, WorkerInfo, start
-from kv_connector.engine.placement import Device
+from kv_connector.engine.rank_placement import Device
 from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.requests import PrefillRequest
-from kv_connector.protocol.session.identity import ADVICE, engine_fingerprint
+from kv_connector.protocol.session.fingerprint import ADVICE, engine_fingerprint
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.sglang.bell import Bell
 from kv_connector.sglang.internals import (

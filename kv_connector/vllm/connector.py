@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from kv_connector.agent.progress import signal_writer
+from kv_connector.agent.layer_progress import signal_writer
 from kv_connector.agent.settings import SettingsError, parse_settings
 from kv_connector.agent.start import RunningAgent, WorkerInfo, start
 from kv_connector.control.membership import WorkloadReport
-from kv_connector.engine.placement import Device
+from kv_connector.engine.rank_placement import Device
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.admission import no_place
-from kv_connector.protocol.session.identity import ADVICE
+from kv_connector.protocol.session.fingerprint import ADVICE
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.internals import (
     CacheHitSource,
@@ -55,13 +55,13 @@ from kv_connector.vllm.patches import (
     wake_idle_engine,
 )
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pipeline_and_tensor_parallel_rank
-from kv_connector.vllm.scheduling.blocks import has_states
 from kv_connector.vllm.scheduling.content import prefix_key
 from kv_connector.vllm.scheduling.first_token import choose_scheduler, has_own_scheduler
 from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide, by_priority
 from kv_connector.vllm.scheduling.step_costs import StepCosts, idle_load, step_tokens
+from kv_connector.vllm.scheduling.transferred_blocks import has_states
 from kv_connector.vllm.step_requests import StepRequests
-from kv_connector.vllm.worker import WorkerSide, current_stream
+from kv_connector.vllm.worker_side import WorkerSide, current_stream
 
 if TYPE_CHECKING:
     from kv_connector.vllm.spans import TransferSpans

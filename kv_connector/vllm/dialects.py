@@ -4,8 +4,8 @@ Two routers of other projects send the request to P and D at once. They name the
 other fields:
 
 - llm-d's sidecar in its mode for OffloadingConnector: ``remote_decoder`` for P, ``remote_prefiller`` for D;
-- vllm-router in its moriio mode: D finds P's address, as P has announced it (control/announcer.py), in the
-  request's id alone.
+- vllm-router in its moriio mode: D finds P's address, as P has announced it (control/moriio_announcer.py), in
+  the request's id alone.
 
 All other routers use this project's fields, too. Their additional fields are for other connectors.
 """

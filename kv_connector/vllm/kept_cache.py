@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import AllBlocksCleared, Request, RequestStatus
 from kv_connector.vllm.patches import keep_cache_over_updates, report_preemptions

@@ -12,7 +12,7 @@ release of vLLM it is needed. Changes that belong to a class of their own are ma
     scheduler_side      KVConnectorOutput.finished_recving and    vLLM knows no load without pages, and no
                         finished_sending                          prefix that is lent. Until it lets such
                         (SchedulerSide.reported)                  requests wait.
-    kv_blocks           references of blocks (hold_windows, hold, A window's blocks stay until they are sent,
+    block_tables        references of blocks (hold_windows, hold, A window's blocks stay until they are sent,
                         free)                                     as those of lent prefixes do, and a
                                                                   discarded load begins again. Until vLLM
                                                                   keeps them itself.

@@ -25,7 +25,7 @@ from kv_connector.control.sockets import Received
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.messages import clip
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.metrics import WeightMetrics
 from kv_connector.weights.wire.loop import Loop
 from kv_connector.weights.wire.messages import (

@@ -29,11 +29,11 @@ from kv_connector.agent.reports.links import LinkWatch, PeerName
 from kv_connector.control.addresses import parse_address
 from kv_connector.control.cluster_key import ClusterKey, find_key
 from kv_connector.engine import EngineConfig, TransferError
-from kv_connector.engine.placement import domains_of, place_nics
+from kv_connector.engine.rank_placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.wire.version import MAX_NAME, identity, shown
+from kv_connector.protocol.wire.weight_version import MAX_NAME, identity, shown
 from kv_connector.weights.mapping.coverage import left_out
 from kv_connector.weights.mapping.geometry import Geometry
 from kv_connector.weights.mapping.plan import PlanError, SenderPlan, TensorShard, check, make_plan

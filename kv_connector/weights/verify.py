@@ -10,7 +10,7 @@ import torch
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.mapping.coverage import left_out
 from kv_connector.weights.mapping.geometry import Geometry, Write, digest
 from kv_connector.weights.mapping.hashes import hashes

@@ -7,7 +7,7 @@
 // loads.
 #pragma once
 
-#include "cuda/moe.h"
+#include "cuda/moe_launch.h"
 
 namespace kvc::moe {
 namespace {
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint64_t passed(const Launch& launch, uint64_t last, 
 }
 
 // Records the first fault. Later callers find `faulted` set, or the other slot's fault in the host's word.
-__device__ __noinline__ void give_up(Control* control, HostWords* host, Fault fault, uint32_t rank) {
+__device__ __noinline__ void record_fault(Control* control, HostWords* host, Fault fault, uint32_t rank) {
   if (atomicCAS(&control->faulted, 0U, 1U) != 0 || load_relaxed(&host->fault) != 0) return;
   store_relaxed(&host->fault, static_cast<uint32_t>(fault) << 16 | rank);
 }
@@ -84,7 +84,7 @@ __device__ __noinline__ bool gives_up(Control* control, HostWords* host, uint32_
   if (gone == 0) gone = load_relaxed(&host->left) & 1U << rank;
   const bool other = load_relaxed(&host->fault) != 0;
   if (gone == 0 && !other && !late) return false;
-  give_up(control, host, gone != 0 ? Fault::kLost : timeout, gone != 0 ? __ffs(static_cast<int>(gone)) - 1 : rank);
+  record_fault(control, host, gone != 0 ? Fault::kLost : timeout, gone != 0 ? __ffs(static_cast<int>(gone)) - 1 : rank);
   return true;
 }
 
@@ -95,7 +95,7 @@ __device__ __noinline__ bool is_evicted(unsigned char* segment, uint64_t flags, 
                                         HostWords* host) {
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     if (load_acquire(flag_of(segment, flags, rank)) == 0) continue;
-    give_up(control, host, Fault::kEvicted, rank);
+    record_fault(control, host, Fault::kEvicted, rank);
     return true;
   }
   return false;

@@ -110,7 +110,7 @@ Result<TransferId> TransferEngine::Impl::submit(const std::shared_ptr<Scatter>& 
                  "too many submissions of this scatter are in flight: wait for the end of one of them"};
   }
   run->fill(updates);
-  worker.submit<StartScatter>(run);
+  transfer_thread.submit<StartScatter>(run);
   return id;
 }
 

@@ -31,7 +31,7 @@
 #include "engine/trace.h"
 #include "engine/transfer.h"
 #include "engine/transfer_engine.h"
-#include "engine/worker.h"
+#include "engine/transfer_thread.h"
 
 namespace kvc {
 
@@ -51,8 +51,8 @@ class TransferEngine::Impl {
         }),
         offers(config, lanes),
         group({lanes, peers, transfers, regions, remote_regions, counters, events, messages, stats, control,
-               [this](std::function<void()> task) { worker.submit<Call>(std::move(task)); }}),
-        worker(config, lanes, group, waker, stats) {}
+               [this](std::function<void()> task) { transfer_thread.submit<Call>(std::move(task)); }}),
+        transfer_thread(config, lanes, group, waker, stats) {}
   // Blocks until everything has ended, however long a GPU takes. Call end() first to bound the wait.
   ~Impl() {
     stop();
@@ -78,7 +78,7 @@ class TransferEngine::Impl {
     }
     if (Status started = control.start("kvc-c-" + config.name); !started) return started;
     if (Status started = memory.start("kvc-m-" + config.name); !started) return started;
-    if (Status started = worker.start(control, domain_threads); !started) return started;
+    if (Status started = transfer_thread.start(control, domain_threads); !started) return started;
     control.run([this] {
       for (Lane& lane : lanes.all()) {
         for (LaneDomain& domain : lane.domains) control.watch(*domain.connector);
@@ -126,13 +126,13 @@ class TransferEngine::Impl {
   // Runs `f` (which returns a Result) on the control thread and returns the result. Blocks.
   template <typename F>
   std::invoke_result_t<F> on_control(const char* operation, F f) {
-    if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
+    if (transfer_thread.on_thread()) return std::invoke_result_t<F>(TransferThread::blocking_in_callback(operation));
     return control.call(std::move(f));
   }
   // Runs `f` on the thread that registers memory. Blocks.
   template <typename F>
   std::invoke_result_t<F> on_memory_thread(const char* operation, F f) {
-    if (worker.on_thread()) return std::invoke_result_t<F>(Worker::blocking_in_callback(operation));
+    if (transfer_thread.on_thread()) return std::invoke_result_t<F>(TransferThread::blocking_in_callback(operation));
     return memory.call(std::move(f));
   }
 
@@ -225,7 +225,7 @@ class TransferEngine::Impl {
   // The transfer thread ends first, because it needs the control thread for that. The connectors end last, on the
   // control thread.
   void stop() {
-    worker.stop();
+    transfer_thread.stop();
     memory.stop();
   }
   // Both run on the control thread, in this order. A second call does nothing.
@@ -234,7 +234,7 @@ class TransferEngine::Impl {
     for (const std::shared_ptr<LocalRegion>& region : regions.all()) region->memory->registrations.clear();
   }
   void end_lanes() {
-    worker.drop_commands();
+    transfer_thread.drop_commands();
     counters.clear();  // readers may outlive the control thread
     lanes.close_connectors();
   }
@@ -268,7 +268,7 @@ class TransferEngine::Impl {
   ControlThread memory{[] {}};  // registers and deregisters memory; wakes no thread, because its callers wait for it
   Offers offers;                // used on the control thread
   DomainGroup group;
-  Worker worker;
+  TransferThread transfer_thread;
 };
 
 }  // namespace kvc

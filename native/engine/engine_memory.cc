@@ -94,7 +94,8 @@ Result<std::vector<RegionId>> TransferEngine::register_memory(std::span<const Me
       return next == memories.size() &&
              std::ranges::all_of(memories, [&](const auto& memory) { return impl_->group.published(*memory); });
     };
-    if (Status published = impl_->worker.call_until("register_memory", publish, Timeout::max(), {}); !published) {
+    if (Status published = impl_->transfer_thread.call_until("register_memory", publish, Timeout::max(), {});
+        !published) {
       return published.error();
     }
     std::vector<RegionId> ids(ranges.size());
@@ -131,7 +132,7 @@ Status TransferEngine::deregister_memory(std::span<const RegionId> ids, Timeout 
     }
     memories.push_back(region->memory);
   }
-  Status status = impl_->worker.call_until(
+  Status status = impl_->transfer_thread.call_until(
       kOperation,
       [impl = impl_.get(), memories] {
         bool all = true;

@@ -147,7 +147,7 @@ Status TransferEngine::write(TransferId transfer, RegionId source, uint64_t sour
                              uint64_t target_offset, uint64_t bytes, std::optional<uint32_t> immediate,
                              std::optional<uint32_t> domain) {
   const SingleWrite write{source_offset, target_offset, domain};
-  std::unique_ptr<Command> command = impl_->worker.take_command();
+  std::unique_ptr<Command> command = impl_->transfer_thread.take_command();
   {
     // Held until the command is in the queue: objects that it refers to then live until the transfer thread has run it.
     const std::shared_lock lock(impl_->writes_mutex);
@@ -155,9 +155,9 @@ Status TransferEngine::write(TransferId transfer, RegionId source, uint64_t sour
     if (Status status = impl_->peek_ends(ends, transfer, source, target, "write"); !status) return status;
     if (Status status = impl_->check_single(ends, write, bytes, "write"); !status) return status;
     command->body.emplace<AddWrite>(AddWrite{ends.transfer, ends.source, ends.target, bytes, immediate, write});
-    impl_->worker.push(std::move(command));
+    impl_->transfer_thread.push(std::move(command));
   }
-  impl_->worker.wake();
+  impl_->transfer_thread.wake();
   return {};
 }
 
@@ -173,10 +173,11 @@ Status TransferEngine::write_pages(TransferId transfer, PagedWrite write) {
   if (Status s = check("target", write.target_pages, ends.target->bytes); !s) return s;
   auto table =
       std::make_shared<const PageTable>(PageTable{std::move(write.source_pages), std::move(write.target_pages)});
-  impl_->worker.submit<AddRequest>(std::move(ends.transfer),
-                                   Request::make(std::move(ends.source), std::move(ends.target), write.page_bytes,
-                                                 write.immediate, TableWrite{std::move(table), 0, 0}),
-                                   false);
+  impl_->transfer_thread.submit<AddRequest>(
+      std::move(ends.transfer),
+      Request::make(std::move(ends.source), std::move(ends.target), write.page_bytes, write.immediate,
+                    TableWrite{std::move(table), 0, 0}),
+      false);
   return {};
 }
 
@@ -213,7 +214,7 @@ Status TransferEngine::arm(TransferId transfer, std::shared_ptr<LayerSignal> sig
         {layer.signal_value, Request::make(ends.source, ends.target, pages.page_bytes, layer.immediate,
                                            TableWrite{table, layer.source_offset, layer.target_offset})});
   }
-  impl_->worker.submit<Arm>(std::move(plan));
+  impl_->transfer_thread.submit<Arm>(std::move(plan));
   return {};
 }
 
@@ -264,7 +265,7 @@ Status TransferEngine::arm_slices(TransferId transfer, std::shared_ptr<LayerSign
     plan->items.push_back({slice.signal_value, std::move(request)});
   }
   reserved.count = 0;
-  impl_->worker.submit<Arm>(std::move(plan));
+  impl_->transfer_thread.submit<Arm>(std::move(plan));
   return {};
 }
 
@@ -272,7 +273,7 @@ Status TransferEngine::wait_drained(TransferId id, uint64_t signal_value, Timeou
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(id, "wait_drained");
   if (!found) return found.error();
   const std::shared_ptr<Transfer>& transfer = found.value();
-  return impl_->worker.call_until(
+  return impl_->transfer_thread.call_until(
       "wait_drained",
       [transfer, signal_value]() -> std::optional<Status> {
         if (transfer->stream.error) return *transfer->stream.error;
@@ -288,13 +289,13 @@ Status TransferEngine::wait_drained(TransferId id, uint64_t signal_value, Timeou
 Status TransferEngine::seal(TransferId transfer) {
   Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, "seal");
   if (!found) return found.error();
-  impl_->worker.submit<Seal>(std::move(found.value()));
+  impl_->transfer_thread.submit<Seal>(std::move(found.value()));
   return {};
 }
 
 Status TransferEngine::cancel(TransferId transfer) {
   if (std::optional<Impl::Submission> submission = impl_->find_submission(transfer)) {
-    return impl_->worker.call("cancel", [&]() -> Status {
+    return impl_->transfer_thread.call("cancel", [&]() -> Status {
       // The submission may have ended meanwhile, and its run may be in use for another one.
       if (submission->run->id() == transfer) impl_->group.scheduler().cancel(*submission->run);
       return {};
@@ -302,7 +303,7 @@ Status TransferEngine::cancel(TransferId transfer) {
   }
   Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(transfer, "cancel");
   if (!found) return found.error();
-  return impl_->worker.call("cancel", [&]() -> Status {
+  return impl_->transfer_thread.call("cancel", [&]() -> Status {
     if (found.value()->stream.ended) return invalid("cancel", "transfer " + std::to_string(transfer) + " has ended");
     impl_->group.scheduler().cancel(*found.value());
     return {};
@@ -313,7 +314,7 @@ Status TransferEngine::quiesce(TransferId id, Timeout timeout) {
   const Result<std::shared_ptr<Transfer>> found = impl_->find_transfer(id, "quiesce");
   if (!found) return found.error();
   const std::shared_ptr<Transfer>& transfer = found.value();
-  return impl_->worker.call_until(
+  return impl_->transfer_thread.call_until(
       "quiesce",
       [transfer]() -> std::optional<Status> {
         if (!transfer->stream.idle()) return std::nullopt;
@@ -339,7 +340,7 @@ Result<TransferId> TransferEngine::write_one(PeerId peer, RegionId source, uint6
   if (!transfer) return transfer.error();
   const TransferId id = transfer.value()->id;
   const SingleWrite write{source_offset, target_offset, domain};
-  std::unique_ptr<Command> command = impl_->worker.take_command();
+  std::unique_ptr<Command> command = impl_->transfer_thread.take_command();
   {
     // As in write(), but exclusive, because the transfer is added to the registry.
     const std::unique_lock lock(impl_->writes_mutex);
@@ -348,9 +349,9 @@ Result<TransferId> TransferEngine::write_one(PeerId peer, RegionId source, uint6
     if (Status status = impl_->check_single(ends, write, bytes, "write_one"); !status) return status.error();
     if (Status status = impl_->publish_locked(transfer.value()); !status) return status.error();
     command->body.emplace<WriteOne>(WriteOne{{ends.transfer, ends.source, ends.target, bytes, immediate, write}});
-    impl_->worker.push(std::move(command));
+    impl_->transfer_thread.push(std::move(command));
   }
-  impl_->worker.wake();
+  impl_->transfer_thread.wake();
   return id;
 }
 

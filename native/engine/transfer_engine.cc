@@ -98,7 +98,7 @@ Result<Handshake> TransferEngine::accept(std::string name, std::span<const std::
     const PeerId id = impl_->peer_ids.next();
     auto peer = std::make_shared<Peer>(id, name.empty() ? std::move(accepted.value().offerer) : std::move(name));
     impl_->peers.insert(id, peer);
-    Status connected = impl_->worker.call("accept", [&]() -> Status {
+    Status connected = impl_->transfer_thread.call("accept", [&]() -> Status {
       impl_->group.connect(peer, accepted.value().link, false);
       return {};
     });
@@ -119,7 +119,7 @@ Status TransferEngine::complete(PeerId id, std::span<const std::byte> answer) {
     };
     Result<FirstLink> link = impl_->offers.complete(id, answer);
     if (!link) return refuse(link.error());
-    return impl_->worker.call("complete", [&]() -> Status {
+    return impl_->transfer_thread.call("complete", [&]() -> Status {
       if (impl_->group.connect(peer, link.value(), true)) return {};
       return refuse({ErrorCode::kPeerDown, {}, {}, "complete", "the peer was fenced on this side"});
     });
@@ -138,7 +138,7 @@ Status TransferEngine::fence(PeerId peer_id, Timeout timeout) {
     if (!withdrawn) return withdrawn;
   }
   const Error why{ErrorCode::kPeerDown, {}, {}, "fence", "the peer was fenced on this side"};
-  Status status = impl_->worker.call_until(
+  Status status = impl_->transfer_thread.call_until(
       "fence", [impl = impl_.get(), peer, why] { return impl->group.fence_step(*peer, why); }, timeout,
       "a write of this peer may still land here: call fence() again");
   if (!status) status.error().peer = peer->name;
@@ -152,7 +152,7 @@ Status TransferEngine::disconnect(PeerId peer_id, Timeout timeout) {
   if (peer->state.load(std::memory_order_acquire) == Peer::State::kOffered) {
     return invalid("disconnect", "peer " + peer->name + " has not answered the offer yet: withdraw it with fence()");
   }
-  Status status = impl_->worker.call_until(
+  Status status = impl_->transfer_thread.call_until(
       "disconnect",
       [impl = impl_.get(), peer]() -> std::optional<Status> {
         if (impl->peers.find(peer->id) == nullptr) return Status();
@@ -193,7 +193,7 @@ Result<TransferId> TransferEngine::send(PeerId peer_id, std::span<const std::byt
   if (Status status = impl_->publish(transfer); !status) return status.error();
   Bytes bytes(kUserHeaderBytes + message.size());
   std::copy(message.begin(), message.end(), bytes.begin() + kUserHeaderBytes);
-  impl_->worker.submit<AddRequest>(
+  impl_->transfer_thread.submit<AddRequest>(
       transfer, Request::make(nullptr, nullptr, 0, std::optional<uint32_t>{}, MessageWrite{std::move(bytes)}), true);
   return transfer->id;
 }
@@ -206,7 +206,7 @@ std::vector<Message> TransferEngine::receive(size_t max) {
 }
 
 Result<Message> TransferEngine::wait_message(Timeout timeout) {
-  if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_message");
+  if (impl_->transfer_thread.on_thread()) return TransferThread::blocking_in_callback("wait_message");
   bool wake = false;
   Result<Message> message = impl_->messages.wait(timeout, wake);
   if (wake) impl_->waker->wake();
@@ -216,7 +216,7 @@ Result<Message> TransferEngine::wait_message(Timeout timeout) {
 int TransferEngine::message_fd() const { return impl_->messages.fd(); }
 
 Status TransferEngine::set_message_callback(MessageCallback callback) {
-  return impl_->worker.call("set_message_callback", [&]() -> Status {
+  return impl_->transfer_thread.call("set_message_callback", [&]() -> Status {
     impl_->group.set_message_callback(std::move(callback));
     return {};
   });
@@ -236,7 +236,7 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   if (!fired) return fired.error();
   if (!fired.value()) return {};
   if (fired.value()->callback || fired.value()->word) {
-    impl_->worker.submit<Fire>(std::make_unique<CounterSets::Fired>(std::move(*fired.value())));
+    impl_->transfer_thread.submit<Fire>(std::make_unique<CounterSets::Fired>(std::move(*fired.value())));
   } else {
     // The set may be released meanwhile.
     impl_->events.push_if(Event{.kind = EventKind::kCountersReached, .id = set},
@@ -259,7 +259,7 @@ Status TransferEngine::release_counters(CounterSetId set) {
   Result<std::shared_ptr<const void>> released = impl_->counters.release(set);
   if (!released) return released.error();
   // The transfer thread may be reading it right now.
-  if (released.value()) impl_->worker.submit<Call>([kept = std::move(released.value())] {});
+  if (released.value()) impl_->transfer_thread.submit<Call>([kept = std::move(released.value())] {});
   impl_->events.discard(EventQueue::Subject::kCounters, set);
   return {};
 }
@@ -267,7 +267,7 @@ Status TransferEngine::release_counters(CounterSetId set) {
 // --- Waiting
 
 Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout, const std::function<bool()>& stays) {
-  if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_transfer");
+  if (impl_->transfer_thread.on_thread()) return TransferThread::blocking_in_callback("wait_transfer");
   const std::shared_ptr<Transfer> transfer = impl_->transfers.find(id);
   const std::optional<Impl::Submission> submission = transfer ? std::nullopt : impl_->find_submission(id);
   if ((transfer != nullptr && transfer->callback) || (submission && submission->scatter->has_callback())) {
@@ -278,7 +278,7 @@ Result<Event> TransferEngine::wait_transfer(TransferId id, Timeout timeout, cons
 }
 
 Result<Event> TransferEngine::wait_counters(CounterSetId set, Timeout timeout, const std::function<bool()>& stays) {
-  if (impl_->worker.on_thread()) return Worker::blocking_in_callback("wait_counters");
+  if (impl_->transfer_thread.on_thread()) return TransferThread::blocking_in_callback("wait_counters");
   const auto pending = [&] { return impl_->counters.exists(set); };
   return impl_->events.wait(EventQueue::Subject::kCounters, set, timeout, pending, stays);
 }
@@ -299,7 +299,7 @@ Result<std::shared_ptr<cuda::StreamSignal>> TransferEngine::create_stream_signal
 
 Status TransferEngine::start_trace(size_t steps) {
   impl_->trace.start(steps);
-  return impl_->worker.call("start_trace", [&]() -> Status {
+  return impl_->transfer_thread.call("start_trace", [&]() -> Status {
     impl_->stats.trace = &impl_->trace;
     return {};
   });
@@ -331,7 +331,7 @@ EngineStats TransferEngine::stats() const {
 Result<std::vector<LostLink>> TransferEngine::lost_links() {
   std::vector<LostLink> lost;
   const std::vector<std::shared_ptr<Peer>> peers = impl_->peers.all();
-  const Status status = impl_->worker.call("lost_links", [&]() -> Status {
+  const Status status = impl_->transfer_thread.call("lost_links", [&]() -> Status {
     for (const std::shared_ptr<Peer>& peer : peers) {
       LinkKeeper::append_lost(*peer, impl_->lanes.descriptions(), lost);
     }

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <thread>
 
-#include "moe/reference.h"
+#include "moe/cpu_exchange.h"
 
 namespace kvc::moe {
 
@@ -436,7 +436,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   launch.experts = config_.experts;
   launch.experts_per_rank = memory.experts_per_rank;
   if (!memory.context) {
-    reference::dispatch(launch);
+    cpu_exchange::dispatch(launch);
     return {};
   }
   if ((phases & kSend) == 0) return this->launch(memory, memory.kernels.dispatch, stream, 1, 32, &launch);
@@ -478,7 +478,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   launch.vectors = hidden / 8;
   launch.accumulate = accumulate ? 1 : 0;
   if (!memory.context) {
-    reference::combine(launch);
+    cpu_exchange::combine(launch);
     return {};
   }
   // One vector per thread as long as all blocks are resident at once, otherwise two vectors of every rank. In a group

@@ -20,7 +20,7 @@
 #include "base/error.h"
 #include "base/unique_fd.h"
 #include "cuda/driver.h"
-#include "cuda/moe.h"
+#include "cuda/moe_launch.h"
 #include "moe/layout.h"
 #include "moe/segment.h"
 

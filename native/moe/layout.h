@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/moe.h"
+#include "cuda/moe_launch.h"
 
 namespace kvc::moe {
 

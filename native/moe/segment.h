@@ -10,7 +10,7 @@
 #include "base/shared_memory.h"
 #include "base/unique_fd.h"
 #include "cuda/driver.h"
-#include "cuda/moe.h"
+#include "cuda/moe_launch.h"
 #include "cuda/virtual_memory.h"
 
 namespace kvc::moe {

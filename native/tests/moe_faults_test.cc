@@ -1,5 +1,5 @@
 // Expert groups whose ranks die or stop: the other ranks continue within the group's timeout, and name the rank.
-#include "moe/reference.h"
+#include "moe/cpu_exchange.h"
 #include "tests/moe_test_support.h"
 
 namespace kvc::moe {
@@ -249,16 +249,16 @@ class MoeWaits : public testing::Test {
     launch_.waiting = Layout::waiting(0);
     launch_.ranks = ranks;
     launch_.timeout_ns = timeout_ns;
-    reference::flag_of(launch_.segments[0], Layout::ready(0), 0).store(1);
+    cpu_exchange::flag_of(launch_.segments[0], Layout::ready(0), 0).store(1);
     std::atomic<bool> over = false;
     std::thread shows([&] {
-      const auto end = reference::Clock::now() + std::chrono::seconds(20);
-      for (uint32_t value = 1; !over.load() && reference::Clock::now() < end; ++value) {
-        reference::flag_of(launch_.segments[0], launch_.waiting, 1).store(value);
+      const auto end = cpu_exchange::Clock::now() + std::chrono::seconds(20);
+      for (uint32_t value = 1; !over.load() && cpu_exchange::Clock::now() < end; ++value) {
+        cpu_exchange::flag_of(launch_.segments[0], launch_.waiting, 1).store(value);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     });
-    EXPECT_FALSE(reference::wait_for_flags(launch_, Layout::ready(0), 1, Fault::kCombineTimeout));
+    EXPECT_FALSE(cpu_exchange::wait_for_flags(launch_, Layout::ready(0), 1, Fault::kCombineTimeout));
     over.store(true);
     shows.join();
     EXPECT_EQ(host_.fault >> 16, static_cast<uint32_t>(Fault::kCombineTimeout));
@@ -274,9 +274,9 @@ class MoeWaits : public testing::Test {
 TEST_F(MoeWaits, ARankThatWaitsIsNotNamed) { EXPECT_EQ(wait(3, 2'000'000'000), 2U); }
 
 TEST_F(MoeWaits, AWaitEndsAlthoughTheMissingRankWaitsForEver) {
-  const auto begin = reference::Clock::now();
+  const auto begin = cpu_exchange::Clock::now();
   EXPECT_EQ(wait(2, 250'000'000), 1U);
-  EXPECT_LT(reference::Clock::now() - begin, std::chrono::seconds(15));
+  EXPECT_LT(cpu_exchange::Clock::now() - begin, std::chrono::seconds(15));
 }
 
 }  // namespace

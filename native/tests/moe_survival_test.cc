@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "moe/reference.h"
+#include "moe/cpu_exchange.h"
 #include "tests/moe_test_support.h"
 
 namespace kvc::moe {
@@ -457,7 +457,7 @@ TEST(MoeFaultNames, ARankThatEndedComesBeforeARankThatLeft) {
   launch.host = &host;
   launch.ranks = 3;
   launch.timeout_ns = 1;
-  EXPECT_FALSE(reference::wait_for_flags(launch, Layout::ready(0), 1, Fault::kCombineTimeout));
+  EXPECT_FALSE(cpu_exchange::wait_for_flags(launch, Layout::ready(0), 1, Fault::kCombineTimeout));
   EXPECT_EQ(host.fault, static_cast<uint32_t>(Fault::kLost) << 16 | 2U);
 }
 
@@ -484,11 +484,11 @@ TEST(MoeSurvivalChecks, ARankThatIsMaskedDuringItsCombineGivesOutNoRow) {
     launch.tokens = launch.vectors = launch.parts = launch.survive = 1;
     launch.phases = kSend | kReceive;
     control.epoch = 1;
-    std::thread combine([&launch] { reference::combine(launch); });
-    const auto waits = reference::flag_of(launch.segments[1], launch.waiting, 0);
+    std::thread combine([&launch] { cpu_exchange::combine(launch); });
+    const auto waits = cpu_exchange::flag_of(launch.segments[1], launch.waiting, 0);
     while (waits.load() == 0) std::this_thread::yield();
-    reference::flag_of(launch.segments[0], launch.evicted, 1).store(1);
-    reference::flag_of(launch.segments[0], launch.ready, 1).store(1);
+    cpu_exchange::flag_of(launch.segments[0], launch.evicted, 1).store(1);
+    cpu_exchange::flag_of(launch.segments[0], launch.ready, 1).store(1);
     combine.join();
     ASSERT_EQ(host.fault, static_cast<uint32_t>(Fault::kEvicted) << 16 | 1U) << turn;
   }

@@ -1,5 +1,5 @@
 // Helpers for tests of expert groups: ranks as processes, memory on a host or a GPU, and steps. The steps define what
-// dispatch and combine do to memory, without any code of moe/reference.h.
+// dispatch and combine do to memory, without any code of moe/cpu_exchange.h.
 #pragma once
 
 #include <fcntl.h>

@@ -21,9 +21,9 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.engines.workload import CacheUse
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

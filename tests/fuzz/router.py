@@ -32,12 +32,12 @@ from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.bodies.parser_process import Parsed, WantedParts, parsed
 from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front import app as app_module
 from kv_connector.router.front.app import create_app
 from kv_connector.router.front.limits import Limits
 from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ServerConfig
+from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.dispatch import Dispatcher
 from tests.fuzz.seeds import chosen_seeds, search
 

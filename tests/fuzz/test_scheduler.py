@@ -15,7 +15,7 @@ from kv_connector.protocol.admission import AdmissionGate
 from kv_connector.vllm import kept_cache
 from kv_connector.vllm.kept_cache import SaltedHasher
 from kv_connector.vllm.scheduling.decode_scheduler import DecodeScheduler
-from kv_connector.vllm.scheduling.gated_queue import GatedQueue
+from kv_connector.vllm.scheduling.gated_scheduler import GatedQueue
 from tests.fuzz.scheduler import failure, report, scenario
 
 

@@ -1,5 +1,5 @@
 """The data fabric and each engine's end of it in virtual time, with the interface TransferEngine of
-kv_connector.agent.ports.
+kv_connector.agent.interfaces.
 
 It guarantees what the contract of the data plane guarantees (docs/architecture.md) and nothing more.
 Operations overtake each other. A page is read some time before it lands. A failed write may land long after

@@ -392,10 +392,10 @@ DEFER_BUGS = (
     Bug(
         "a notice wanted before the request arrives is forgotten",
         "protocol/prefill/prefill_machine.py",
-        "        self._announcing.defer(now, peer, transfer_id, arrived=request is not None)\n",
+        "        self._due_notices.defer(now, peer, transfer_id, arrived=request is not None)\n",
         """\
         if request is not None:
-            self._announcing.defer(now, peer, transfer_id, arrived=True)
+            self._due_notices.defer(now, peer, transfer_id, arrived=True)
 """,
     ),
     # With serial dispatch the prompt is computed before D knows of it.
@@ -409,13 +409,13 @@ DEFER_BUGS = (
     Bug(
         "a prompt that ends before it begins gives no notice",
         "protocol/prefill/prefill_machine.py",
-        "        due: list[PrefillAction] = [*self._announcing.announce(transfer_id)]\n",
+        "        due: list[PrefillAction] = [*self._due_notices.announce(transfer_id)]\n",
         "        due: list[PrefillAction] = []\n",
     ),
     # A request whose P never gets its half waits for minutes longer.
     Bug(
         "a notice for a request that never arrives has no time limit",
-        "protocol/prefill/announcing.py",
+        "protocol/prefill/due_notices.py",
         "            self._timers.set(transfer_id, now + self._timeouts.orphan)\n",
         "            pass\n",
     ),

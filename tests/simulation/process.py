@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kv_connector.agent.loop.effects import Action, Effects
 from kv_connector.agent.reports.ledger import Ledger, Timing
-from kv_connector.agent.reports.verification import Verification
+from kv_connector.agent.reports.page_checks import PageChecks
 from kv_connector.protocol.actions import (
     Ended,
     Outcome,
@@ -85,8 +85,8 @@ class Process(Actor):
         self.outcomes: dict[str, LendOutcome] = {}  # of its questions for prefixes, by transfer id
         prefill = PrefillMachine(worker.layout, world.times)
         decode = DecodeMachine(worker.layout, world.times, verify=world.scenario.verify)
-        verification = Verification(name, SimSummer(self), prefill, decode, self.ledger)
-        verification.submit = self.submit
+        page_checks = PageChecks(name, SimSummer(self), prefill, decode, self.ledger)
+        page_checks.submit = self.submit
         self.effects = Effects(
             engine=self.engine,
             signal=self.engine.signal,
@@ -99,7 +99,7 @@ class Process(Actor):
             ),
             prefill=prefill,
             decode=decode,
-            verification=verification,
+            page_checks=page_checks,
             ledger=self.ledger,
         )
         self.effects.transfer_over = self._transfer_over
@@ -194,8 +194,8 @@ class Process(Actor):
             "summing": len(decode._summing - peers._sessions.peers.keys()),
             "timers of questions": len(decode.borrowing._timers),
             "timers of deferred": len(decode.deferring._timers),
-            "notices": len(prefill._announcing),
-            "timers of notices": len(prefill._announcing._timers),
+            "notices": len(prefill._due_notices),
+            "timers of notices": len(prefill._due_notices._timers),
             "questions of borrowers": len(prefill._lendings),
             "timers of lendings": len(prefill._lendings._timers),
             "releases": len(decode._releases),

@@ -1,4 +1,4 @@
-"""Sums of pages in virtual time, with the interface Summer of kv_connector.agent.ports.
+"""Sums of pages in virtual time, with the interface Summer of kv_connector.agent.interfaces.
 
 They are sums of the content of cells, in place of bytes.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from kv_connector.router.bodies.prompt import TokenSizes
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import TokenSizes
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.cache_aware import (
@@ -24,7 +24,7 @@ from kv_connector.router.placement.cache_aware import (
 )
 from kv_connector.router.placement.lender import Lenders, Prefix, lending
 from kv_connector.router.placement.policy import PlacementRequest, choices, forecast_tokens, shared_weights
-from kv_connector.router.placement.sessions import SessionEngines
+from kv_connector.router.placement.session_engines import SessionEngines
 
 Choice = tuple[Endpoint | None, Endpoint, Prefix | None]
 """The prefill engine, the decode engine, and the prefix to load."""

@@ -32,11 +32,22 @@ ROUTER: dict[str, set[str]] = {
     "forever": set(),
     "bodies": {"failure"},
     "engines": {"failure", "bodies"},
+    "settings": {"engines"},
     "requests": {"failure", "bodies", "engines"},
     "observe": {"engines", "requests"},
-    "placement": {"engines", "requests"},
-    "streams": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement"},
-    "front": {"failure", "forever", "bodies", "engines", "observe", "requests", "placement", "streams"},
+    "placement": {"bodies", "engines", "settings", "requests"},
+    "streams": {"failure", "forever", "bodies", "engines", "settings", "observe", "requests", "placement"},
+    "front": {
+        "failure",
+        "forever",
+        "bodies",
+        "engines",
+        "settings",
+        "observe",
+        "requests",
+        "placement",
+        "streams",
+    },
 }
 
 # The folders and modules of the other large rooms, the lowest floor first. Each imports only folders and
@@ -52,11 +63,11 @@ FLOORS: dict[str, list[list[str]]] = {
         ["decode", "prefill"],
     ],
     "agent": [
-        ["commands", "config", "ports", "progress", "settings"],
+        ["commands", "config", "interfaces", "layer_progress", "settings"],
         ["reports"],
         ["loop"],
         ["agent"],
-        ["command_ledger", "metrics"],
+        ["command_runner", "metrics"],
         ["exposition", "start"],
     ],
     "weights": [
@@ -71,7 +82,7 @@ FLOORS: dict[str, list[list[str]]] = {
     "vllm": [
         ["dialects", "forced_token", "internals", "release_0_32", "release_0_33", "spans", "step_requests"],
         ["metadata", "metrics", "model", "process"],
-        ["encoder", "experts", "patches", "worker"],
+        ["encoder", "experts", "patches", "worker_side"],
         ["scheduling"],
         ["connector"],
         ["kept_cache"],
@@ -117,6 +128,7 @@ IN_WORDS = {
     "observe": "metrics, spans, logs",
     "placement": "which engine takes it",
     "requests": "completions, events",
+    "settings": "options of the router",
     "streams": "a request on its way",
     "agent": "one thread of a worker",
     "base": "errors, rings, clocks",

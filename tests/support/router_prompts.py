@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
+from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
 
 # Tokens of a prefix, at the bytes per token that are assumed at first.
 TOKENS = PREFIX_BYTES // 4

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 # Seconds. Longer than any step here and shorter than a CI's time limit: a wait that never ends fails the
 # test.

@@ -17,8 +17,8 @@ from kv_connector.cli.main import app as command_line
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -17,7 +17,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
@@ -279,7 +279,7 @@ def main(told: Connection, ranks: int, holds: bool) -> None:
     blocks."""
     gate = WriterGate()
     if holds:
-        import kv_connector.weights.seeding.seeder as seeder
+        import kv_connector.weights.seeding.seeding_worker as seeder
 
         seeder.WeightPusher = gate.pusher  # type: ignore[assignment, misc]
     told.send(str(WeightEngine(ranks).address))

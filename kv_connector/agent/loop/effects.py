@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kv_connector.agent.interfaces import ReceivedMessage, Sockets, TransferPort
 from kv_connector.agent.loop.writes import BURSTS, Writes, WriteTarget
-from kv_connector.agent.ports import ReceivedMessage, Sockets, TransferPort
 from kv_connector.agent.reports.end_log import log_end
 from kv_connector.agent.reports.ledger import Ledger, Timing
 from kv_connector.agent.reports.links import LinkWatch, PeerName
+from kv_connector.agent.reports.page_checks import PageChecks
 from kv_connector.agent.reports.slow_transfers import SLOW_S, SlowTransfers
 from kv_connector.agent.reports.timeline import Timelines
-from kv_connector.agent.reports.verification import Verification
 from kv_connector.engine import ErrorCode, Event, EventKind, TransferError
 from kv_connector.protocol.actions import (
     Accept,
@@ -149,7 +149,7 @@ class Effects:
         peers: PeerTable,
         prefill: PrefillMachine,
         decode: DecodeMachine,
-        verification: Verification,
+        page_checks: PageChecks,
         ledger: Ledger,
         timelines: Timelines | None = None,
         allow_fallback: bool = False,
@@ -162,7 +162,7 @@ class Effects:
         self.writes = Writes(engine, signal, regions, len(layout.layers))
         self._engine = engine
         self._control = control
-        self._verification = verification
+        self._page_checks = page_checks
         self._ledger = ledger
         self._allow_fallback = allow_fallback
         self._timelines = timelines
@@ -286,7 +286,7 @@ class Effects:
                 del self._counting[number]
                 self._engine.release_counters(number)
             case SumPages() | PagesChecked():
-                self._verification.act(action, self._name_of)
+                self._page_checks.act(action, self._name_of)
             case FinishedSending(request_id):
                 self._ledger.sent(request_id)
             case FinishedReceiving(request_id, failed, sampled, stale):
@@ -351,7 +351,7 @@ class Effects:
                 # The transfer has ended already, and its event will follow.
                 logger.debug("transfer %s: not cancelled, it has already ended: %s", share, reason)
             case SumPages(owner):
-                return self._verification.summed(now, owner, b"", reason)
+                return self._page_checks.summed(now, owner, b"", reason)
             case OpenCounter(_, request_id):
                 return self.decode.counter_failed(now, request_id, reason)
             case Send(peer, Reserve(transfer_id, attempt)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_connector.agent.ports import TransferPort
+from kv_connector.agent.interfaces import TransferPort
 from kv_connector.engine import ArmedLayer, Event, PagedWrite, Pages, TransferProgress
 from kv_connector.protocol.actions import Push, PushedGroup, Share
 from kv_connector.protocol.plans.plan import LayerRun, Plan

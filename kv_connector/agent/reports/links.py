@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from kv_connector.agent.ports import LinkPort
+from kv_connector.agent.interfaces import LinkPort
 from kv_connector.engine import LostLink
 
 logger = logging.getLogger("kv_connector")

@@ -2,13 +2,13 @@
 
 from functools import partial
 
+from kv_connector.bench.contestant import Contestant
 from kv_connector.bench.contestants.baseline import MemoryCopySide, PlainSocketSide, ProcessWriteSide
 from kv_connector.bench.contestants.libfabric import WHEEL_LIBRARY
 from kv_connector.bench.contestants.mooncake import MooncakeSide
 from kv_connector.bench.contestants.nixl import NixlSide
 from kv_connector.bench.contestants.ours import EngineSide
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.side import Contestant
 
 _QUIET_NIXL = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
 _WHEEL = {"KV_CONNECTOR_LIBFABRIC": WHEEL_LIBRARY}

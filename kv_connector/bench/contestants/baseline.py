@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kv_connector import _bench
-from kv_connector.bench.pool import BenchMemory
-from kv_connector.bench.side import ContestantSide, Face, SideRole
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import ContestantSide, Face, SideRole
 from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 

@@ -3,9 +3,9 @@
 import importlib
 from multiprocessing.connection import Connection
 
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import ContestantSide, Face, SideRole
 from kv_connector.bench.contestants.python_loop import ping_pong
-from kv_connector.bench.pool import BenchMemory
-from kv_connector.bench.side import ContestantSide, Face, SideRole
 from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 # Pages of one call. With the default settings, the queue of its tcp transport refuses more.

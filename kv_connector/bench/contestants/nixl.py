@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import ContestantSide, Face, SideRole
 from kv_connector.bench.contestants.python_loop import ping_pong
-from kv_connector.bench.pool import BenchMemory
-from kv_connector.bench.side import ContestantSide, Face, SideRole
 from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 
 

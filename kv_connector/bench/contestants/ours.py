@@ -3,10 +3,10 @@
 from multiprocessing.connection import Connection
 
 from kv_connector import _bench
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import ContestantSide, Face, SideRole
 from kv_connector.bench.contestants.python_loop import ping_pong
 from kv_connector.bench.lane import Lane
-from kv_connector.bench.pool import BenchMemory
-from kv_connector.bench.side import ContestantSide, Face, SideRole
 from kv_connector.bench.workloads import LATENCY_BYTES, PageWorkload, Slots
 from kv_connector.engine import EngineConfig, EventKind, PagedWrite, Pages
 from kv_connector.engine.transfer_engine import TransferEngine

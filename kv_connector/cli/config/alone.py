@@ -18,17 +18,17 @@ from kv_connector.agent.settings import (
     examine_settings,
     nearest,
 )
+from kv_connector.cli.common.environment import VARIABLES
+from kv_connector.cli.common.findings import Finding, Verdict
+from kv_connector.cli.common.router_file import RouterFileError, defaults
 from kv_connector.cli.config.deployment import STAND_IN, ConfiguredEngine, Router, Unknown
 from kv_connector.cli.config.files import options_of
-from kv_connector.cli.environment import VARIABLES
-from kv_connector.cli.findings import Finding, Verdict
 from kv_connector.cli.router import UsageError, message_of, router, settings_of
-from kv_connector.cli.router_file import RouterFileError, defaults
 from kv_connector.control.addresses import LOOPBACK, is_loopback
 from kv_connector.control.cluster_key import KEY_FILE_VARIABLE, ClusterKey, KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
+from kv_connector.router.settings import RouterSettings
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,6 @@ from kv_connector.agent.settings import (
     nearest,
     settings_in_environment,
 )
-from kv_connector.cli.config.commands import (
-    containers,
-    environment_file,
-    shell_commands,
-    without_variables,
-)
 from kv_connector.cli.config.deployment import (
     Command,
     ConfiguredEngine,
@@ -31,6 +25,12 @@ from kv_connector.cli.config.deployment import (
     Router,
     Unknown,
     Unreadable,
+)
+from kv_connector.cli.config.start_commands import (
+    containers,
+    environment_file,
+    shell_commands,
+    without_variables,
 )
 
 CONNECTOR = "WriteImmConnector"

@@ -7,9 +7,9 @@ from itertools import combinations
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kv_connector.cli.common.findings import Finding, Verdict
 from kv_connector.cli.config.alone import CheckedEngine, CheckedRouter
 from kv_connector.cli.config.deployment import PortScope
-from kv_connector.cli.findings import Finding, Verdict
 from kv_connector.control.addresses import is_loopback
 
 _SGLANG_BOOTSTRAP = 8998

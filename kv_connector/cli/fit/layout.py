@@ -23,7 +23,6 @@ from kv_connector.cli.fit.model import (
     read_model,
 )
 from kv_connector.cli.fit.side import DTYPES, KV_DTYPES, FitSide
-from kv_connector.protocol.pages.division import division_problem
 from kv_connector.protocol.pages.geometry import (
     Piece,
     Place,
@@ -37,6 +36,7 @@ from kv_connector.protocol.pages.geometry import (
     vector_planes,
 )
 from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout, Part
+from kv_connector.protocol.pages.refused_divisions import division_problem
 from kv_connector.protocol.wire.messages import Rank
 
 # Blocks of a hybrid model are multiples of this many tokens, and their pages at least as long as its states.

@@ -18,7 +18,7 @@ from kv_connector.protocol.pages.layout import GroupTarget, KvLayout
 from kv_connector.protocol.plans.plan import Plan
 from kv_connector.protocol.plans.runs import Misfit
 from kv_connector.protocol.plans.sources import draws, scattered
-from kv_connector.protocol.session.identity import ADVICE
+from kv_connector.protocol.session.fingerprint import ADVICE
 from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.wire.messages import Rank, fingerprint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_connector.cli.findings import Finding, Verdict
+from kv_connector.cli.common.findings import Finding, Verdict
 from kv_connector.cli.fit.layout import EngineShape, Unstartable, engine
 from kv_connector.cli.fit.model import Attention, Model, RecurrentState, read_model
 from kv_connector.cli.fit.pair import RankCost, costs, problems, remedy

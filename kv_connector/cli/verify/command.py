@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.router import endpoint
 from kv_connector.cli.verify.canaries import Route
 from kv_connector.router.engines.endpoint import Endpoint

@@ -46,7 +46,7 @@ from kv_connector.protocol.page_sums import source_pages, sums_messages
 from kv_connector.protocol.pages.layout import KvLayout, layout_problem
 from kv_connector.protocol.plans.plan import Groups, Plan, targets_problem, used_blocks, wants_problem
 from kv_connector.protocol.plans.runs import Misfit, Places
-from kv_connector.protocol.prefill.announcing import Announcing
+from kv_connector.protocol.prefill.due_notices import DueNotices
 from kv_connector.protocol.prefill.lending import Lendings, refusal
 from kv_connector.protocol.prefill.share_ends import ShareEnds, outcome_of, report_end, report_moving
 from kv_connector.protocol.prefill.shares import (
@@ -78,7 +78,7 @@ from kv_connector.protocol.wire.messages import (
     Wants,
     clip,
 )
-from kv_connector.protocol.wire.version import shown_apart
+from kv_connector.protocol.wire.weight_version import shown_apart
 
 _CLOSING = "this engine is shutting down"
 
@@ -113,7 +113,7 @@ class PrefillMachine:
         self._ends = ShareEnds(self._prompts, self._tombstones, self._timers, timeouts)
         self._lendings = Lendings()
         self._lends_not = ""  # why borrowers are refused; empty: they are not
-        self._announcing = Announcing(timeouts)
+        self._due_notices = DueNotices(timeouts)
         self._closing = False
         self._weights = ""
 
@@ -134,7 +134,7 @@ class PrefillMachine:
     def next_deadline(self) -> float | None:
         """The time at which tick() is due if nothing happens before."""
         return earliest(
-            (self._timers.next(), self._lendings.next_deadline(), self._announcing.next_deadline())
+            (self._timers.next(), self._lendings.next_deadline(), self._due_notices.next_deadline())
         )
 
     def under_way(self) -> list[UnderWay]:
@@ -164,8 +164,8 @@ class PrefillMachine:
             return [Log(logging.ERROR, text)]
         prompt.request = request
         if prompt.over:
-            return [*self._announcing.announce(request.transfer_id), *report_end(prompt)]
-        self._announcing.arrived(request.transfer_id)
+            return [*self._due_notices.announce(request.transfer_id), *report_end(prompt)]
+        self._due_notices.arrived(request.transfer_id)
         actions: list[PrefillAction] = []
         for transfer in prompt.shares:
             reservation = transfer.reservation
@@ -190,7 +190,7 @@ class PrefillMachine:
         if prompt is None or prompt.request is None:
             return []
         prompt.due = True
-        return [*self._announcing.announce(transfer_id)]
+        return [*self._due_notices.announce(transfer_id)]
 
     def pages_computed(self, now: float, pages: ComputedPages) -> list[PrefillAction]:
         """These pages become valid in this step. The pages that D wants and lacks are pushed."""
@@ -292,7 +292,7 @@ class PrefillMachine:
         ``sampled``: the token behind the prompt. ``aborted``: the request is not ``ok`` because its client
         left, so the transfer has not failed.
         """
-        due: list[PrefillAction] = [*self._announcing.announce(transfer_id)]
+        due: list[PrefillAction] = [*self._due_notices.announce(transfer_id)]
         return due + self._finish(now, transfer_id, ok, reason, sampled, aborted)
 
     def _finish(
@@ -403,7 +403,7 @@ class PrefillMachine:
 
     def reserve(self, now: float, peer: PeerId, message: Reserve) -> list[PrefillAction]:
         """Handles RESERVE: D wants the prompt's pages."""
-        self._announcing.drop(message.transfer_id)
+        self._due_notices.drop(message.transfer_id)
         decode = self._peers.get(peer)
         if decode is None:
             return []
@@ -517,9 +517,9 @@ class PrefillMachine:
         request = None if prompt is None else prompt.request
         known = prompt is not None and (prompt.due or prompt.finished or prompt.over)
         over = prompt is None and self._tombstones.get(transfer_id) is not None
-        self._announcing.defer(now, peer, transfer_id, arrived=request is not None)
+        self._due_notices.defer(now, peer, transfer_id, arrived=request is not None)
         waits_for_nothing = self._closing or known or over
-        return [*self._announcing.announce(transfer_id)] if waits_for_nothing else []
+        return [*self._due_notices.announce(transfer_id)] if waits_for_nothing else []
 
     def waiting(self, now: float, peer: PeerId, transfer_ids: Sequence[str]) -> list[PrefillAction]:
         """Handles the list of a PING: these transfers still wait in D's queue, so their blocks are held
@@ -537,7 +537,7 @@ class PrefillMachine:
         """The session is over and being fenced. ``fenced`` follows."""
         self._peers.pop(peer, None)
         self._lendings.peer_down(peer)
-        self._announcing.peer_down(peer)
+        self._due_notices.peer_down(peer)
         actions: list[PrefillAction] = []
         for transfer in self._all():
             if transfer.claimed == peer and transfer.prompt.finished and transfer.phase is SharePhase.WAITING:
@@ -627,7 +627,7 @@ class PrefillMachine:
                 actions += self._ends.end(
                     now, transfer, FailCode.EXPIRED, "the reservation's deadline passed"
                 )
-        actions += self._announcing.tick(now)
+        actions += self._due_notices.tick(now)
         self._lendings.tick(now)
         self._tombstones.forget(now)
         return actions
@@ -636,7 +636,7 @@ class PrefillMachine:
         """P shuts down: every reservation ends in FAIL(DRAINING). Requests are no longer reported."""
         self._closing = True
         actions: list[PrefillAction] = [*self._lendings.refuse_all(LendOutcome.CLOSING, _CLOSING)]
-        actions += self._announcing.close()
+        actions += self._due_notices.close()
         for prompt in list(self._prompts.values()):
             prompt.finished, prompt.request = True, None
             text = "the prefill engine is shutting down"

@@ -79,7 +79,7 @@ ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARES)]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
-# Of weights (version.py). Empty: the weights that the engine was started with.
+# Of weights (weight_version.py). Empty: the weights that the engine was started with.
 Version = Annotated[str, msgspec.Meta(max_length=128)]
 PromptHash = Annotated[bytes, msgspec.Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 

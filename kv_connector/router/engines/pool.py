@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.columns import Columns, Rows
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kv_connector.router.engines.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
+from kv_connector.router.bodies.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
 # Tokens of room, for an engine that does not report its room: that of a model of 8 billion parameters (128
 # KiB a token) on a GPU of 80 GB.

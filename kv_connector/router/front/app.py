@@ -26,11 +26,10 @@ from kv_connector.router.bodies.fields import content
 from kv_connector.router.engines.client import EngineClient, EngineReply, read_authority
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import MemberStatus, Side
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
 from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key, refused_by_engine
-from kv_connector.router.front.comments import Comments
 from kv_connector.router.front.deadline import Deadline
+from kv_connector.router.front.keep_alive import KeepAlive
 from kv_connector.router.front.limits import Limits, LimitsPlace
 from kv_connector.router.front.registry import Registry, RegistryError
 from kv_connector.router.front.router_app import RouterApp, sender_of_body
@@ -42,7 +41,8 @@ from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.requests.responses_api import ResponsesRequest
+from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.calls import EVENT_STREAM, Call
 from kv_connector.router.streams.dispatch import Dispatcher
 
@@ -383,7 +383,7 @@ class _Answering:
         self._path = path
         self._place = place
         self._deadline = deadline
-        self._comments = Comments(interval, self._begin, request._send)
+        self._comments = KeepAlive(interval, self._begin, request._send)
         self._begun = False
         self._request = request
         self._dispatcher = dispatcher

@@ -7,8 +7,8 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kv_connector.router.engines.settings import RequestTimeouts
 from kv_connector.router.failure import failure
+from kv_connector.router.settings import RequestTimeouts
 
 
 class Deadline:

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_connector.protocol.actions import Address
-from kv_connector.router.engines.settings import RouterSettings
-from kv_connector.router.front.comments import COMMENT
+from kv_connector.router.front.keep_alive import COMMENT
 from kv_connector.router.observe.access_log import AccessLog, begin_exchange
+from kv_connector.router.settings import RouterSettings
 
 LONGEST_REQUEST_ID = 128
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.router.engines.incidents import Incident, Incidents
 from kv_connector.router.engines.members import EngineInfo, Members
 from kv_connector.router.engines.workload import CacheUse

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple, Self
 
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.pool import Lease
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.requests.transcript import Said
 
 # Weight of the latest turn. Six turns without the answer's ids, or as many with them, change the forecast.

@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 
+from kv_connector.router.bodies.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.columns import (
     BLOCK,
@@ -39,7 +40,6 @@ from kv_connector.router.engines.columns import (
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.recent_work import HALF_LIFE_S, RecentWork
 from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import (
@@ -48,7 +48,7 @@ from kv_connector.router.placement.policy import (
     PlacementRequest,
     forecast_tokens,
 )
-from kv_connector.router.placement.sessions import SessionEngines
+from kv_connector.router.placement.session_engines import SessionEngines
 from kv_connector.router.requests.completion import Completion
 
 # Weight of a queued token against a token of the prompt, at a prefill engine. The engine computes both at the

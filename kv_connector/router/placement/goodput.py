@@ -21,12 +21,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from kv_connector.router.bodies.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool, least
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import Prompt, TokenSizes
-from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost, Workload
 from kv_connector.router.placement.lender import Lenders, lending
 from kv_connector.router.placement.policy import (
@@ -38,6 +37,7 @@ from kv_connector.router.placement.policy import (
     shared_weights,
     split,
 )
+from kv_connector.router.settings import Objectives
 
 # A prompt that is late anyway is computed by a decode engine if that takes at most _LATE_STRETCH times as
 # long. Measured by integration/benchmarks/goodput_simulation.py (objectives 400 and 25 ms, steps 256/1024,

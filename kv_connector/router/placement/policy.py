@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_connector.router.bodies.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool, least
-from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.requests.completion import Completion
 
@@ -54,7 +54,7 @@ class PlacementRequest:
     model: str | None = None
     """Only engines that serve this model; None: any."""
     session: int | None = None
-    """Key of the client's conversation (sessions.py)."""
+    """Key of the client's conversation (session_engines.py)."""
 
 
 class Policy(Protocol):

@@ -3,15 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
+from kv_connector.router.bodies.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
-from kv_connector.router.engines.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.answer_repeats import AnswerKind, AnswerRepeats
 from kv_connector.router.placement.lender import Prefix
 from kv_connector.router.placement.policy import Placement
-from kv_connector.router.placement.sessions import SessionEngines
+from kv_connector.router.placement.session_engines import SessionEngines
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.transcript import Said
 

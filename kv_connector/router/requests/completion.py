@@ -15,8 +15,8 @@ from kv_connector.router.bodies.fields import (
     parse,
     stays_json,
 )
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, bad_request
 
 Body = dict[str, Any]

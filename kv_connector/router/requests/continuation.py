@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kv_connector.router.engines.prompt import Prompt
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, failure
 from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.events import END, data_of

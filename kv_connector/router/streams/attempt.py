@@ -9,22 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kv_connector.router.bodies.fields import Content
+from kv_connector.router.bodies.prompt import TokenSizes
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Lease, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import TokenSizes
-from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
-from kv_connector.router.placement.cache_aware import CacheAware
-from kv_connector.router.placement.goodput import Goodput
+from kv_connector.router.placement.choose_policy import choose_policy
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, Policy
 from kv_connector.router.placement.records import CacheRecords
-from kv_connector.router.placement.sessions import SessionEngines
+from kv_connector.router.placement.session_engines import SessionEngines
 from kv_connector.router.requests.completion import Body, Completion, prefix_params
+from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.calls import Call, Calls
 from kv_connector.router.streams.holds import PrefillHold, PrefillHolds
 from kv_connector.router.streams.prefetches import Prefetches
@@ -79,13 +78,7 @@ class Components:
             ),
             index=index,
         )
-        policy: Policy
-        if settings.objectives is not None:
-            policy = Goodput(settings.objectives, pools, index, sizes)
-        elif settings.policy is PolicyName.FEWEST_OUTSTANDING:
-            policy = FewestOutstanding(pools)
-        else:
-            policy = CacheAware(pools, index, sizes, sessions)
+        policy = choose_policy(settings, pools, index, sizes, sessions)
         learns = not isinstance(policy, FewestOutstanding)
         caches = CacheRecords(sizes, sessions, metrics.hit, metrics.proposed)
         prefetches = None

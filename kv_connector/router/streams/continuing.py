@@ -10,12 +10,12 @@ from dataclasses import replace
 import msgspec
 
 from kv_connector.router.bodies.fields import Content
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.client import EngineReply
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import longest
 from kv_connector.router.engines.pool import NoEngine, Pool
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, Failure, failure
 from kv_connector.router.observe.access_log import Exchange
 from kv_connector.router.requests.continuation import CHAT, PATHS, Continuation, tokens_left

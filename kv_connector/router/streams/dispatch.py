@@ -29,24 +29,24 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.models import merged, names
 from kv_connector.router.engines.pool import Lease, NoEngine, Pool
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure, failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.placement.policy import NO_PREFILL, Placement, PlacementRequest
-from kv_connector.router.placement.sessions import session_of
+from kv_connector.router.placement.session_engines import session_of
 from kv_connector.router.requests.answers import Answer
 from kv_connector.router.requests.completion import Body, Completion
 from kv_connector.router.requests.transcript import Budget, Transcript
+from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.attempt import Attempt, Components, proposal
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.concurrent import ConcurrentAttempt
 from kv_connector.router.streams.continuing import Continuing
 from kv_connector.router.streams.moves import Moves
+from kv_connector.router.streams.restarts import Restarts
 from kv_connector.router.streams.resumption import Resumption
 from kv_connector.router.streams.serial import answer_serially
 from kv_connector.router.streams.stream import Stream
-from kv_connector.router.streams.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Dispatcher:
         self._transcripts = Budget()
         continuing = Continuing(self.parts.pools, self._forward)
         self.moves = Moves(self.parts.pools, self.parts.members, continuing, metrics, self._pair)
-        self._turns = Turns(self.parts.pools, metrics.waiting_streams)
-        self._resumption = Resumption(continuing, self._turns, metrics, self._resume)
+        self._restarts = Restarts(self.parts.pools, metrics.waiting_streams)
+        self._resumption = Resumption(continuing, self._restarts, metrics, self._resume)
 
     @asynccontextmanager
     async def open(self, completion: Completion, call: Call) -> AsyncIterator[Answer]:
@@ -205,7 +205,7 @@ class Dispatcher:
             return
         engine = next(iter(failed.blamed.values()))
         begins = completion.streamed and completion.body.get("include_reasoning") is not False
-        async with self._turns.turn(engine, call.model) as end:
+        async with self._restarts.turn(engine, call.model) as end:
             yield call if begins else replace(call, prompt_computed=end)
 
     def _avoid_next(

@@ -19,11 +19,11 @@ import msgspec
 
 from kv_connector.router.bodies.fields import Content
 from kv_connector.router.bodies.messages import ChatMessage
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.client import EngineClient, HttpError
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import EngineLost, NoEngine, Pool
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.failure import UNREADABLE, Failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.placement.records import CacheRecords, continued_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.placement.sessions import session_of
+from kv_connector.router.placement.session_engines import session_of
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.continuation import CHAT, has_ids, stay_reason
 from kv_connector.router.requests.transcript import Budget

@@ -27,8 +27,8 @@ from kv_connector.router.requests.continuation import ContinuationTail, resumed_
 from kv_connector.router.streams.calls import Call, EngineFailure
 from kv_connector.router.streams.continuing import INCOMPLETE, Continuing, ContinuingError
 from kv_connector.router.streams.request import Request
+from kv_connector.router.streams.restarts import Restarts
 from kv_connector.router.streams.running import Running, Shown
-from kv_connector.router.streams.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,9 @@ class _Place:
 class Resumption:
     """Resumes streams, and counts them. Used from the event loop's thread only."""
 
-    def __init__(self, continuing: Continuing, turns: Turns, metrics: Metrics, send: Send) -> None:
+    def __init__(self, continuing: Continuing, restarts: Restarts, metrics: Metrics, send: Send) -> None:
         self._continuing = continuing
-        self._turns = turns
+        self._restarts = restarts
         self._metrics = metrics
         self._send = send
 
@@ -129,7 +129,7 @@ class Resumption:
         assert engine is not None
         new, waited = request.new_running(), False
         try:
-            async with asyncio.timeout(MAX_PAUSE_S), self._turns.turn(engine, request.call.model):
+            async with asyncio.timeout(MAX_PAUSE_S), self._restarts.turn(engine, request.call.model):
                 waited = True
                 if self._continuing.other(request, engine) is None:
                     raise NotResumedError("no_other_engine")

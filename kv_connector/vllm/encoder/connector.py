@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from kv_connector.agent.settings import SettingsError
-from kv_connector.protocol.session.identity import engine_fingerprint, model_identity
+from kv_connector.protocol.session.fingerprint import engine_fingerprint, model_identity
 from kv_connector.protocol.wire.messages import Fingerprint
 from kv_connector.vllm.encoder.arena import EmbeddingArena
 from kv_connector.vllm.encoder.consumer import ConsumerScheduler

@@ -14,8 +14,8 @@ from kv_connector.engine.transfer_engine import close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.wire.messages import clip
 from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
-from kv_connector.vllm.encoder.link import Fences, LinkConfig, open_engine
 from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
+from kv_connector.vllm.encoder.session import Fences, SessionConfig, open_engine
 from kv_connector.weights.wire.loop import Loop
 
 logger = logging.getLogger("kv_connector")
@@ -56,7 +56,7 @@ class _EncoderSession:
 class EmbeddingReceiver:
     """Fetches embeddings. Any thread may call fetch() and close()."""
 
-    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
+    def __init__(self, config: SessionConfig, arena: EmbeddingArena) -> None:
         """Raises TransferError if a provider does not open."""
         self._config = config
         self._arena = arena

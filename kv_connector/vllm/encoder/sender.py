@@ -15,8 +15,8 @@ from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.wire.messages import clip
 from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
-from kv_connector.vllm.encoder.link import ADVICE, Fences, LinkConfig, open_engine
 from kv_connector.vllm.encoder.messages import CODEC, PROTOCOL, FetchRequest, Hello, Leave, Missing, Welcome
+from kv_connector.vllm.encoder.session import ADVICE, Fences, SessionConfig, open_engine
 from kv_connector.weights.wire.loop import Loop
 
 logger = logging.getLogger("kv_connector")
@@ -49,7 +49,7 @@ class _Write:
 class EmbeddingSender:
     """Sends embeddings of an arena. Call start() once and close() once. Any thread may call both."""
 
-    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
+    def __init__(self, config: SessionConfig, arena: EmbeddingArena) -> None:
         """Raises TransferError if a provider does not open."""
         self._config = config
         self._arena = arena

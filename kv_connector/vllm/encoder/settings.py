@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_connector.agent.settings import AgentSettings, SettingsError, nearest, parse_settings
-from kv_connector.engine.placement import Device, place_nics
+from kv_connector.engine.rank_placement import Device, place_nics
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Fingerprint
-from kv_connector.vllm.encoder.link import LinkConfig
+from kv_connector.vllm.encoder.session import SessionConfig
 
 # Settings that mean the same as for the KV connector.
 _SHARED = ("control_host", "control_key_file", "allow_unauthenticated", "providers", "data_host", "nics")
@@ -24,13 +24,13 @@ class EncoderSettings:
     shared: AgentSettings
     timeout: float
 
-    def link(self, name: str, own_host: str, fingerprint: Fingerprint) -> LinkConfig:
+    def link(self, name: str, own_host: str, fingerprint: Fingerprint) -> SessionConfig:
         """The configuration of this engine's side. ``own_host``: this host's address.
 
         Raises SettingsError.
         """
         key = self.shared.key()
-        return LinkConfig(
+        return SessionConfig(
             name=name,
             fingerprint=fingerprint,
             providers=self.shared.providers,

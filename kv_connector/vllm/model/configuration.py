@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from kv_connector.protocol.pages.division import division_problem
+from kv_connector.protocol.pages.refused_divisions import division_problem
 from kv_connector.vllm.internals import VLLM_VERSION, release
 from kv_connector.vllm.model.kv_specs import SUPPORTED_SPECS, never_run, spec_problem
 from kv_connector.vllm.model.model_facts import layer_spec

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kv_connector.protocol.session.identity import engine_fingerprint, model_identity
+from kv_connector.protocol.session.fingerprint import engine_fingerprint, model_identity
 from kv_connector.protocol.wire.messages import Fingerprint
 from kv_connector.vllm.internals import (
     VLLM_VERSION,

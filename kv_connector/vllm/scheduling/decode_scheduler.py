@@ -33,8 +33,8 @@ from kv_connector.protocol.params import BadParams, DecodeParams
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.forced_token import force
 from kv_connector.vllm.internals import Request, RequestStatus
-from kv_connector.vllm.scheduling.blocks import Blocks, attended_from, blocks_of, load_targets
 from kv_connector.vllm.scheduling.prompt import prompt_of
+from kv_connector.vllm.scheduling.transferred_blocks import Blocks, attended_from, blocks_of, load_targets
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kv_connector.vllm.internals import (
     RequestStatus,
 )
 from kv_connector.vllm.model.configuration import forces_tokens
-from kv_connector.vllm.scheduling.gated_queue import GatedAsyncScheduler, GatedScheduler
+from kv_connector.vllm.scheduling.gated_scheduler import GatedAsyncScheduler, GatedScheduler
 from kv_connector.vllm.scheduling.scheduler_side import SchedulerSide
 
 logger = logging.getLogger(__name__)

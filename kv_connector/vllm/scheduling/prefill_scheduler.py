@@ -17,8 +17,14 @@ from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.internals import Request, RequestStatus
 from kv_connector.vllm.patches import leave_last_token
-from kv_connector.vllm.scheduling.blocks import Blocks, attended_from, blocks_of, has_states, state_after
 from kv_connector.vllm.scheduling.prompt import prompt_of
+from kv_connector.vllm.scheduling.transferred_blocks import (
+    Blocks,
+    attended_from,
+    blocks_of,
+    has_states,
+    state_after,
+)
 
 logger = logging.getLogger(__name__)
 

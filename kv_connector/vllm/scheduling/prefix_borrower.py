@@ -21,7 +21,7 @@ A request's prefix goes through these phases:
 
 A prefetch is a request that loads a prefix for a later request, and computes nothing. It waits for no other
 request, and its load need not be sooner than computing. It ends after its load, or without one
-(gated_queue.py).
+(gated_scheduler.py).
 
 The workers know the load by the lending's transfer id alone. A prompt that this engine computes for a D has
 its own id there.
@@ -44,9 +44,9 @@ from kv_connector.protocol.params import BadParams, PrefixFrom
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.protocol.wire.content_key import ContentKey
 from kv_connector.vllm.internals import Request, RequestStatus
-from kv_connector.vllm.scheduling.blocks import Blocks, has_states, load_targets
 from kv_connector.vllm.scheduling.borrow_costs import BorrowCosts
 from kv_connector.vllm.scheduling.content import HashBasis, content_key_of
+from kv_connector.vllm.scheduling.transferred_blocks import Blocks, has_states, load_targets
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.admission import may_lend
 from kv_connector.protocol.requests import GroupPages, PrefillRequest
 from kv_connector.protocol.wire.messages import LendOutcome
-from kv_connector.vllm.scheduling.blocks import has_states
 from kv_connector.vllm.scheduling.content import HashBasis
+from kv_connector.vllm.scheduling.transferred_blocks import has_states
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _PAUSED = "the lending engine is paused"
 
 
 class LendableBlocks(Protocol):
-    """The part of kv_blocks.KvBlocks that a lender uses."""
+    """The part of block_tables.BlockTables that a lender uses."""
 
     total: int
     hash_block_tokens: int

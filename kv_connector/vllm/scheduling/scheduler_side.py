@@ -27,13 +27,13 @@ from kv_connector.vllm.dialects import in_our_words
 from kv_connector.vllm.internals import KVCacheManager, Request
 from kv_connector.vllm.metadata import News, StepMetadata
 from kv_connector.vllm.patches import around_reset, let_states_load
-from kv_connector.vllm.scheduling.blocks import has_states
+from kv_connector.vllm.scheduling.block_tables import BlockTables
 from kv_connector.vllm.scheduling.content import HashBasis
 from kv_connector.vllm.scheduling.decode_scheduler import DecodeScheduler
-from kv_connector.vllm.scheduling.kv_blocks import KvBlocks
 from kv_connector.vllm.scheduling.prefill_scheduler import PrefillScheduler
 from kv_connector.vllm.scheduling.prefix_borrower import PrefixBorrower
 from kv_connector.vllm.scheduling.prefix_lender import PrefixLender
+from kv_connector.vllm.scheduling.transferred_blocks import has_states
 from kv_connector.vllm.step_requests import StepRequests
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class SchedulerSide:
 
         It changes two methods of vLLM's manager (patches.py).
         """
-        blocks = KvBlocks(kv_cache_manager)
+        blocks = BlockTables(kv_cache_manager)
         self._prefill.blocks = self._decode.blocks = self._borrower.blocks = blocks
         self._lender.cache = blocks
         self._prefill.gate, self._decode.gate = gates(self._role, blocks.total, lambda: blocks.unused)

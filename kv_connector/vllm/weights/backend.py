@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, gather_from_workers, worker_connectors

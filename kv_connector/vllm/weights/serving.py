@@ -30,13 +30,13 @@ from typing import Any
 import zmq
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.vllm.internals import WeightTransferUpdateRequest
 from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE, WEIGHTS
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pause_keeping_requests
 from kv_connector.weights.controller import Controller, PausableEngine, VersionOutcome
 from kv_connector.weights.metrics import WeightMetrics
-from kv_connector.weights.seeding.seed import seed_at_start
+from kv_connector.weights.seeding.start_seeding import seed_at_start
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_connector.engine import MemoryRange
-from kv_connector.engine.placement import Device
+from kv_connector.engine.rank_placement import Device
 from kv_connector.engine.transfer_engine import SharedMemory
 
 # Alignment of each part of a buffer, in bytes. CUDA aligns its own allocations so, and every kernel accepts

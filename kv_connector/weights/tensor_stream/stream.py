@@ -35,7 +35,7 @@ from kv_connector.agent.settings import DEFAULT_PROVIDERS
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import MessageSockets, codec_of
 from kv_connector.engine import EngineConfig, EventKind, TransferError
-from kv_connector.engine.placement import domains_of, place_nics
+from kv_connector.engine.rank_placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Natural, Text, WireMessage, clip

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.protocol.actions import Source
 from kv_connector.protocol.wire.messages import clip
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.mapping.geometry import digest
 from kv_connector.weights.wire.messages import (
     NOT_DESCRIBED,

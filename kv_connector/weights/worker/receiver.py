@@ -20,7 +20,7 @@ from kv_connector.agent.reports.links import LinkWatch, PeerName
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine import EngineConfig, ErrorCode, EventKind, TransferError
-from kv_connector.engine.placement import domains_of, place_nics
+from kv_connector.engine.rank_placement import domains_of, place_nics
 from kv_connector.engine.transfer_engine import TransferEngine, close_or_log
 from kv_connector.protocol.actions import Address, Source
 from kv_connector.protocol.timeouts import Timeouts
@@ -29,7 +29,7 @@ from kv_connector.weights.mapping.geometry import Geometry, Tensor, digest
 from kv_connector.weights.mapping.hashes import hashes
 from kv_connector.weights.memory.arena import SLOTS, Arena
 from kv_connector.weights.memory.buffer import device_of
-from kv_connector.weights.seeding.seeder import Lender, Seeder
+from kv_connector.weights.seeding.seeding_worker import Lender, SeedingWorker
 from kv_connector.weights.wire.loop import Loop
 from kv_connector.weights.wire.messages import (
     NOT_DESCRIBED,
@@ -125,7 +125,7 @@ class WeightReceiver:
         self._landing = Landing(config.timeouts.dead, slots=SLOTS if config.streaming else 0)
         self._arena: Arena | None = None
         self._tensors: tuple[Tensor, ...] = ()  # for which the arena was made
-        self._seeders: dict[Source, Seeder] = {}  # by requester
+        self._seeders: dict[Source, SeedingWorker] = {}  # by requester
         self._region = -1
         self._counters: dict[int, int] = {}  # round of each counter
         self._handed: queue.SimpleQueue[HandOver | GiveUp] = queue.SimpleQueue()
@@ -389,7 +389,7 @@ class WeightReceiver:
             config.timeouts,
             config.nics,
         )
-        self._seeders[source] = Seeder(
+        self._seeders[source] = SeedingWorker(
             lender,
             seed,
             lambda: self._loop.call(lend).result(),

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "providers/verbs/queues.h"
+#include "providers/verbs/domain_resources.h"
 
 namespace kvc::verbs {
 
@@ -14,8 +14,8 @@ class Completions {
  public:
   static constexpr uint32_t kBatch = 32;  // entries taken by one call of the library
 
-  // `queues` outlives it.
-  explicit Completions(const Queues& queues) : queues_(queues) {}
+  // `resources` outlives it.
+  explicit Completions(const DomainResources& resources) : resources_(resources) {}
   ~Completions();
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
@@ -41,7 +41,7 @@ class Completions {
  private:
   bool read_event() noexcept;
 
-  const Queues& queues_;
+  const DomainResources& resources_;
   std::array<abi::ibv_wc, kBatch> batch_{};
   uint64_t taken_ = 0;
   uint64_t found_empty_ = 0;

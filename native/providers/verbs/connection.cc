@@ -4,16 +4,16 @@
 
 namespace kvc::verbs {
 
-Result<std::unique_ptr<Connection>> Connection::create(const Queues& queues, bool offering) {
-  Result<std::shared_ptr<QueuePair>> writes =
-      QueuePair::create(queues, *queues.write_receives, queues.tuning.write_slots, abi::IBV_ACCESS_REMOTE_WRITE);
+Result<std::unique_ptr<Connection>> Connection::create(const DomainResources& resources, bool offering) {
+  Result<std::shared_ptr<QueuePair>> writes = QueuePair::create(
+      resources, *resources.write_receives, resources.tuning.write_slots, abi::IBV_ACCESS_REMOTE_WRITE);
   if (!writes) return writes.error();
   // The peer cannot write over the queue pair for messages, so it may outlive the link to send a goodbye.
   Result<std::shared_ptr<QueuePair>> messages =
-      QueuePair::create(queues, *queues.message_receives, queues.tuning.message_slots, 0);
+      QueuePair::create(resources, *resources.message_receives, resources.tuning.message_slots, 0);
   if (!messages) return messages.error();
   return std::unique_ptr<Connection>(
-      new Connection(queues, offering, std::move(writes.value()), std::move(messages.value())));
+      new Connection(resources, offering, std::move(writes.value()), std::move(messages.value())));
 }
 
 Status Connection::connect(const Path& path, const Endpoint& peer) {

@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "lane/domain.h"
+#include "providers/verbs/domain_resources.h"
 #include "providers/verbs/queue_pair.h"
-#include "providers/verbs/queues.h"
 #include "providers/verbs/wire.h"
 
 namespace kvc::verbs {
@@ -17,7 +17,7 @@ class Connection final : public LinkEnd {
  public:
   // Creates both queue pairs in INIT. If `offering`, this side sends the hello: the accepting side may not post before
   // it.
-  static Result<std::unique_ptr<Connection>> create(const Queues& queues, bool offering);
+  static Result<std::unique_ptr<Connection>> create(const DomainResources& resources, bool offering);
   // Connects both queue pairs: they receive from the peer and may send.
   Status connect(const Path& path, const Endpoint& peer);
   // Returns our end, in the form that the peer needs. `offered` is the offering side's id of the link.
@@ -29,9 +29,12 @@ class Connection final : public LinkEnd {
   const std::shared_ptr<QueuePair>& messages() const noexcept { return messages_; }
 
  private:
-  Connection(const Queues& queues, bool offering, std::shared_ptr<QueuePair> writes,
+  Connection(const DomainResources& resources, bool offering, std::shared_ptr<QueuePair> writes,
              std::shared_ptr<QueuePair> messages)
-      : offering_(offering), key_half_(queues.key_half), writes_(std::move(writes)), messages_(std::move(messages)) {}
+      : offering_(offering),
+        key_half_(resources.key_half),
+        writes_(std::move(writes)),
+        messages_(std::move(messages)) {}
 
   const bool offering_;
   const uint32_t key_half_;

@@ -10,30 +10,30 @@ Result<OpenedDomain> VerbsConnector::open(const DomainConfig& config, ControlQue
   if (!spec) return spec.error();
   Result<std::unique_ptr<Device>> device = Device::open(library, spec.value());
   if (!device) return device.error();
-  Result<std::unique_ptr<Queues>> queues = Queues::open(std::move(device.value()), tuning);
-  if (!queues) return queues.error();
-  Result<std::unique_ptr<Domain>> domain = VerbsDomain::create(*queues.value(), control);
+  Result<std::unique_ptr<DomainResources>> resources = DomainResources::open(std::move(device.value()), tuning);
+  if (!resources) return resources.error();
+  Result<std::unique_ptr<Domain>> domain = VerbsDomain::create(*resources.value(), control);
   if (!domain) return domain.error();
   OpenedDomain opened;
-  opened.connector.reset(new VerbsConnector(std::move(queues.value())));
+  opened.connector.reset(new VerbsConnector(std::move(resources.value())));
   opened.domain = std::move(domain.value());
   return opened;
 }
 
 Result<std::unique_ptr<Connection>> VerbsConnector::make_connection(bool offering) const {
-  const int event = queues_->failed_by.load(std::memory_order_relaxed);
-  if (event != Queues::kSound) {
-    const Device& device = *queues_->device;
+  const int event = resources_->failed_by.load(std::memory_order_relaxed);
+  if (event != DomainResources::kSound) {
+    const Device& device = *resources_->device;
     return verbs_error(ErrorCode::kSystem, "connect",
                        device.spec().name + " has failed: " + device.library().event_type_str(event));
   }
-  return Connection::create(*queues_, offering);
+  return Connection::create(*resources_, offering);
 }
 
 Result<Bytes> VerbsConnector::offer(LinkId link) {
   Result<std::unique_ptr<Connection>> connection = make_connection(true);
   if (!connection) return connection.error();
-  Bytes bytes = connection.value()->endpoint(link, queues_->device->address()).encode();
+  Bytes bytes = connection.value()->endpoint(link, resources_->device->address()).encode();
   offers_.emplace(link, std::move(connection.value()));
   return bytes;
 }
@@ -41,9 +41,9 @@ Result<Bytes> VerbsConnector::offer(LinkId link) {
 Result<Connector::Accepted> VerbsConnector::accept(LinkId /*link*/, std::span<const std::byte> offer) {
   Result<Endpoint> peer = Endpoint::decode(offer, "accept");
   if (!peer) return peer.error();
-  Result<Address> address = queues_->device->address_for(peer.value().address);
+  Result<Address> address = resources_->device->address_for(peer.value().address);
   if (!address) return address.error();
-  Result<Path> path = queues_->device->path_to(peer.value().address);
+  Result<Path> path = resources_->device->path_to(peer.value().address);
   if (!path) return path.error();
   Result<std::unique_ptr<Connection>> connection = make_connection(false);
   if (!connection) return connection.error();
@@ -60,7 +60,7 @@ Result<std::unique_ptr<LinkEnd>> VerbsConnector::complete(LinkId link, std::span
   if (peer.value().link != link) {
     return verbs_error(ErrorCode::kInvalidArgument, "complete", "not the answer to this link's offer");
   }
-  Result<Path> path = queues_->device->path_to(peer.value().address);
+  Result<Path> path = resources_->device->path_to(peer.value().address);
   if (!path) return path.error();
   std::unique_ptr<Connection> connection = std::move(offered.mapped());
   if (Status connected = connection->connect(path.value(), peer.value()); !connected) return connected.error();

@@ -12,8 +12,8 @@
 
 #include "lane/domain.h"
 #include "providers/verbs/connection.h"
+#include "providers/verbs/domain_resources.h"
 #include "providers/verbs/memory.h"
-#include "providers/verbs/queues.h"
 
 namespace kvc::verbs {
 
@@ -23,10 +23,10 @@ class VerbsConnector final : public Connector {
   static Result<OpenedDomain> open(const DomainConfig& config, ControlQueue& control, const Library& library,
                                    const Tuning& tuning);
 
-  std::string description() const override { return "verbs " + queues_->device->description(); }
-  uint64_t bits_per_second() const override { return queues_->device->bits_per_second(); }
+  std::string description() const override { return "verbs " + resources_->device->description(); }
+  uint64_t bits_per_second() const override { return resources_->device->bits_per_second(); }
   Result<std::unique_ptr<Registration>> register_memory(const MemoryRange& range) override {
-    return MemoryRegistration::create(*queues_->device, queues_->key_half, range);
+    return MemoryRegistration::create(*resources_->device, resources_->key_half, range);
   }
   Result<Bytes> offer(LinkId link) override;
   Result<Accepted> accept(LinkId link, std::span<const std::byte> offer) override;
@@ -34,10 +34,10 @@ class VerbsConnector final : public Connector {
   void withdraw(LinkId link) override { offers_.erase(link); }
 
  private:
-  explicit VerbsConnector(std::unique_ptr<Queues> queues) : queues_(std::move(queues)) {}
+  explicit VerbsConnector(std::unique_ptr<DomainResources> resources) : resources_(std::move(resources)) {}
   Result<std::unique_ptr<Connection>> make_connection(bool offering) const;
 
-  const std::unique_ptr<Queues> queues_;
+  const std::unique_ptr<DomainResources> resources_;
   std::map<LinkId, std::unique_ptr<Connection>> offers_;
 };
 

@@ -2,11 +2,11 @@
 
 namespace kvc::verbs {
 
-std::optional<DeviceEvent> next_event(const Queues& queues) noexcept {
+std::optional<DeviceEvent> next_event(const DomainResources& resources) noexcept {
   using Kind = DeviceEvent::Kind;
-  const Library& library = queues.device->library();
+  const Library& library = resources.device->library();
   abi::ibv_async_event raw{};
-  if (library.get_async_event(queues.device->context(), &raw) != 0) return std::nullopt;
+  if (library.get_async_event(resources.device->context(), &raw) != 0) return std::nullopt;
   DeviceEvent event{.type = raw.event_type};
   switch (raw.event_type) {
     case abi::IBV_EVENT_QP_FATAL:
@@ -36,8 +36,8 @@ std::optional<DeviceEvent> next_event(const Queues& queues) noexcept {
   return event;
 }
 
-Error event_error(const Queues& queues, int type) {
-  return verbs_error(ErrorCode::kPeerDown, "write", queues.device->library().event_type_str(type));
+Error event_error(const DomainResources& resources, int type) {
+  return verbs_error(ErrorCode::kPeerDown, "write", resources.device->library().event_type_str(type));
 }
 
 }  // namespace kvc::verbs

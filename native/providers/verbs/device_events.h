@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "base/error.h"
-#include "providers/verbs/queues.h"
+#include "providers/verbs/domain_resources.h"
 
 namespace kvc::verbs {
 
@@ -25,9 +25,9 @@ struct DeviceEvent {
 
 // Returns the next event, or nothing if there is none. The event is acknowledged, because destroying a queue pair waits
 // for that. Used on the domain's thread only.
-std::optional<DeviceEvent> next_event(const Queues& queues) noexcept;
+std::optional<DeviceEvent> next_event(const DomainResources& resources) noexcept;
 
 // Returns the library's text for an event, as the reason why a link is down.
-Error event_error(const Queues& queues, int type);
+Error event_error(const DomainResources& resources, int type);
 
 }  // namespace kvc::verbs

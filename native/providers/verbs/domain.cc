@@ -27,24 +27,24 @@ Error peer_down(const char* operation, std::string message) {
 
 // --- Opening and closing
 
-Result<std::unique_ptr<Domain>> VerbsDomain::create(Queues& queues, ControlQueue& control) {
+Result<std::unique_ptr<Domain>> VerbsDomain::create(DomainResources& resources, ControlQueue& control) {
   UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll) return system_error("verbs", "epoll_create1", errno);
   Result<TimerFd> timer = TimerFd::create("verbs");
   if (!timer) return timer.error();
-  for (const int fd : {queues.channel->fd, queues.device->context()->async_fd, timer.value().fd()}) {
+  for (const int fd : {resources.channel->fd, resources.device->context()->async_fd, timer.value().fd()}) {
     epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
     if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) return system_error("verbs", "epoll_ctl", errno);
   }
-  return std::unique_ptr<Domain>(new VerbsDomain(queues, control, std::move(epoll), std::move(timer.value())));
+  return std::unique_ptr<Domain>(new VerbsDomain(resources, control, std::move(epoll), std::move(timer.value())));
 }
 
-VerbsDomain::VerbsDomain(Queues& queues, ControlQueue& control, UniqueFd epoll, TimerFd timer)
-    : context_(queues, control), epoll_(std::move(epoll)), timer_(std::move(timer)) {}
+VerbsDomain::VerbsDomain(DomainResources& resources, ControlQueue& control, UniqueFd epoll, TimerFd timer)
+    : context_(resources, control), epoll_(std::move(epoll)), timer_(std::move(timer)) {}
 
 VerbsDomain::~VerbsDomain() {
   // The peers' NICs acknowledge a goodbye in microseconds, unless they are gone.
-  const Clock::time_point deadline = Clock::now() + context_.queues.tuning.close_timeout;
+  const Clock::time_point deadline = Clock::now() + context_.resources.tuning.close_timeout;
   const auto parting = [this] { return std::ranges::any_of(ending_, &Link::parting); };
   while (parting() && Clock::now() < deadline) {
     if (!poll()) ::usleep(50);
@@ -52,8 +52,8 @@ VerbsDomain::~VerbsDomain() {
 }
 
 VerbsDomain::Held VerbsDomain::held() const noexcept {
-  return {links_.size(), context_.queues.credits - context_.credits,
-          context_.queues.tuning.message_buffers - context_.queues.buffers->free()};
+  return {links_.size(), context_.resources.credits - context_.credits,
+          context_.resources.tuning.message_buffers - context_.resources.buffers->free()};
 }
 
 // --- Links
@@ -64,12 +64,13 @@ Link* VerbsDomain::find(LinkId id) const noexcept {
 }
 
 void VerbsDomain::attach(LinkId id, std::unique_ptr<LinkEnd> end) {
-  const Tuning& tuning = context_.queues.tuning;
+  const Tuning& tuning = context_.resources.tuning;
   const auto& connection = static_cast<const Connection&>(*end);
   if (links_.size() == 0) ask_at_ = Clock::now() + tuning.ask_interval;
   Link& link = links_.add(std::make_unique<Link>(context_, id, connection));
-  if (const int event = context_.queues.failed_by.load(std::memory_order_relaxed); event != Queues::kSound) {
-    return break_link(link, event_error(context_.queues, event));
+  if (const int event = context_.resources.failed_by.load(std::memory_order_relaxed);
+      event != DomainResources::kSound) {
+    return break_link(link, event_error(context_.resources, event));
   }
   if (connection.offering()) {
     owing_.push_back(&link);
@@ -155,9 +156,9 @@ void VerbsDomain::take(LinkId id, uint32_t slot) {
 }
 
 bool VerbsDomain::poll() {
-  bool any = take_completions(context_.queues.tuning.poll_completions);
-  context_.queues.write_receives->refill();
-  context_.queues.message_receives->refill();
+  bool any = take_completions(context_.resources.tuning.poll_completions);
+  context_.resources.write_receives->refill();
+  context_.resources.message_receives->refill();
   any |= say_owed();
   any |= continue_rests();
   const bool look = ++polls_ % kPollsPerLook == 0;
@@ -244,7 +245,7 @@ void VerbsDomain::sent(const WorkRequestId& request, const abi::ibv_wc& completi
       break;
   }
   const Error error = verbs_error(code, request.kind == Kind::kWrite ? "write" : "send",
-                                  std::string(context_.queues.device->library().wc_status_str(completion.status)) +
+                                  std::string(context_.resources.device->library().wc_status_str(completion.status)) +
                                       " (vendor code " + std::to_string(completion.vendor_err) + ")" + hint);
   link->failed(request, error);
   break_link(*link, error);
@@ -252,12 +253,12 @@ void VerbsDomain::sent(const WorkRequestId& request, const abi::ibv_wc& completi
 
 void VerbsDomain::received(const WorkRequestId& request, const abi::ibv_wc& completion) {
   const bool is_message = request.kind == Kind::kMessageReceive;
-  ReceiveQueue& receives = is_message ? *context_.queues.message_receives : *context_.queues.write_receives;
+  ReceiveQueue& receives = is_message ? *context_.resources.message_receives : *context_.resources.write_receives;
   const uint32_t slot = request.sequence;
   Link* const link = links_.by_number(completion.qp_num);
   if (link != nullptr && !link->closed()) {
     if (completion.status != abi::IBV_WC_SUCCESS) {
-      const char* const words = context_.queues.device->library().wc_status_str(completion.status);
+      const char* const words = context_.resources.device->library().wc_status_str(completion.status);
       if (!link->ending()) break_link(*link, peer_down("receive", words));
     } else if (is_message) {
       message_arrived(*link, completion, receives.bytes(slot, completion.byte_len));
@@ -314,26 +315,27 @@ bool VerbsDomain::prepare_sleep() {
 }
 
 bool VerbsDomain::read_events() {
-  Queues& queues = context_.queues;
+  DomainResources& resources = context_.resources;
   for (uint32_t read = 0; read < kEventsPerPoll; ++read) {
-    const std::optional<DeviceEvent> event = next_event(queues);
+    const std::optional<DeviceEvent> event = next_event(resources);
     if (!event) return read > 0;
     switch (event->kind) {
       case DeviceEvent::Kind::kQueuePairFailed:
-        if (Link* const link = links_.by_number(event->number)) break_link(*link, event_error(queues, event->type));
+        if (Link* const link = links_.by_number(event->number)) break_link(*link, event_error(resources, event->type));
         break;
       case DeviceEvent::Kind::kLastReceive:
         if (Link* const link = links_.by_number(event->number)) link->note_last_receive(event->number);
         break;
       case DeviceEvent::Kind::kPortDown:
-        if (event->number == queues.device->spec().port) port_deadline_ = Clock::now() + queues.tuning.port_timeout;
+        if (event->number == resources.device->spec().port)
+          port_deadline_ = Clock::now() + resources.tuning.port_timeout;
         break;
       case DeviceEvent::Kind::kPortUp:
-        if (event->number == queues.device->spec().port) port_deadline_.reset();
+        if (event->number == resources.device->spec().port) port_deadline_.reset();
         break;
       case DeviceEvent::Kind::kDeviceFailed:
-        queues.failed_by.store(event->type, std::memory_order_relaxed);
-        links_.each([&](Link& link) { break_link(link, event_error(queues, event->type)); });
+        resources.failed_by.store(event->type, std::memory_order_relaxed);
+        links_.each([&](Link& link) { break_link(link, event_error(resources, event->type)); });
         break;
       case DeviceEvent::Kind::kOther:
         break;
@@ -349,7 +351,7 @@ bool VerbsDomain::expire() {
   if (port_deadline_ && *port_deadline_ <= now) {
     port_deadline_.reset();
     any = true;
-    const Error error = peer_down("write", context_.queues.device->spec().name + "'s port is down");
+    const Error error = peer_down("write", context_.resources.device->spec().name + "'s port is down");
     links_.each([&](Link& link) { break_link(link, error); });
   }
   std::erase_if(waiting_, [&](const Waiting& waiting) {
@@ -357,7 +359,7 @@ bool VerbsDomain::expire() {
     if (link == nullptr || link->up() || link->ending()) return true;
     if (waiting.deadline > now) return false;
     break_link(*link, peer_down("connect", "the peer was not ready after " +
-                                               std::to_string(context_.queues.tuning.connect_timeout.count()) +
+                                               std::to_string(context_.resources.tuning.connect_timeout.count()) +
                                                " ms: do the two NICs reach each other?"));
     return any = true;
   });
@@ -368,7 +370,7 @@ void VerbsDomain::ask_peers() {
   if (links_.size() == 0) return;
   const Clock::time_point now = Clock::now();
   if (now < ask_at_) return;
-  ask_at_ = now + context_.queues.tuning.ask_interval;
+  ask_at_ = now + context_.resources.tuning.ask_interval;
   links_.each([this](Link& link) {
     link.ask();
     check(link);

@@ -10,16 +10,16 @@
 #include "base/unique_fd.h"
 #include "lane/domain.h"
 #include "providers/verbs/device_events.h"
+#include "providers/verbs/domain_resources.h"
 #include "providers/verbs/link.h"
 #include "providers/verbs/links.h"
-#include "providers/verbs/queues.h"
 
 namespace kvc::verbs {
 
 class VerbsDomain final : public Domain {
  public:
-  // Creates the domain. `queues` and `control` outlive it. Any thread may call it; it does not block.
-  static Result<std::unique_ptr<Domain>> create(Queues& queues, ControlQueue& control);
+  // Creates the domain. `resources` and `control` outlive it. Any thread may call it; it does not block.
+  static Result<std::unique_ptr<Domain>> create(DomainResources& resources, ControlQueue& control);
   // Waits up to close_timeout until the peers of fenced links have received the goodbye.
   ~VerbsDomain() override;
 
@@ -51,7 +51,7 @@ class VerbsDomain final : public Domain {
     Clock::time_point deadline;
   };
 
-  VerbsDomain(Queues& queues, ControlQueue& control, UniqueFd epoll, TimerFd timer);
+  VerbsDomain(DomainResources& resources, ControlQueue& control, UniqueFd epoll, TimerFd timer);
 
   // Returns a link that the transfer engine has not fenced, or null.
   Link* find(LinkId id) const noexcept;

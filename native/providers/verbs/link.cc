@@ -39,7 +39,7 @@ Link::~Link() {
 Posted Link::post(const WriteBatch& batch) {
   if (!up() || has_rest()) return Posted::kBusy;
   Remainder& posting = context_.posting;
-  posting.start(batch, context_.queues.device->max_message());
+  posting.start(batch, context_.resources.device->max_message());
   // A batch that is too large for the queue is posted in parts. Any other batch waits until there is room for all of
   // it.
   if (writes_.room() < std::min<uint64_t>(posting.pieces(), writes_.pair()->slots() / 2)) return Posted::kBusy;
@@ -128,11 +128,12 @@ bool Link::post_message(std::span<const std::byte> message, const Control& contr
   abi::ibv_send_wr request{};
   Sent sent;
   if (!message.empty()) {
-    sent.buffer = context_.queues.buffers->take();
+    sent.buffer = context_.resources.buffers->take();
     if (!sent.buffer) return false;
-    std::byte* const copy = context_.queues.buffers->data(*sent.buffer);
+    std::byte* const copy = context_.resources.buffers->data(*sent.buffer);
     std::memcpy(copy, message.data(), message.size());
-    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()), context_.queues.buffers->lkey()};
+    piece = {reinterpret_cast<uint64_t>(copy), static_cast<uint32_t>(message.size()),
+             context_.resources.buffers->lkey()};
     request.sg_list = &piece;
     request.num_sge = 1;
   }
@@ -143,7 +144,7 @@ bool Link::post_message(std::span<const std::byte> message, const Control& contr
   Result<uint32_t> taken = messages_.post(&request, 1, sent);
   if (!taken) fault = taken.error();
   const bool posted = taken.ok() && taken.value() == 1;
-  if (sent.buffer && !posted) context_.queues.buffers->give_back(*sent.buffer);
+  if (sent.buffer && !posted) context_.resources.buffers->give_back(*sent.buffer);
   return posted;
 }
 
@@ -199,7 +200,7 @@ bool Link::hear_taken(uint32_t slots, CompletionQueue& out) {
 
 std::optional<Sent> Link::completed(const WorkRequestId& request) {
   const std::optional<Sent> sent = queue(request.kind).completed(request.sequence);
-  if (sent && sent->buffer) context_.queues.buffers->give_back(*sent->buffer);
+  if (sent && sent->buffer) context_.resources.buffers->give_back(*sent->buffer);
   return sent;
 }
 
@@ -213,7 +214,7 @@ void Link::end(const Error& why, bool goodbye, Clock::time_point now) {
     why_.code = ErrorCode::kPeerDown;  // all other works end because of the link
     writes_end_.begin(context_.control);
     if (goodbye) goodbye_ = Goodbye::kOwed;
-    goodbye_deadline_ = now + context_.queues.tuning.goodbye_timeout;
+    goodbye_deadline_ = now + context_.resources.tuning.goodbye_timeout;
   }
   if (goodbye) return;
   goodbye_ = Goodbye::kNone;
@@ -225,7 +226,7 @@ void Link::note_last_receive(uint32_t number) noexcept {
 }
 
 bool Link::step(Clock::time_point now, CompletionQueue& out) {
-  const auto flush_timeout = context_.queues.tuning.flush_timeout;
+  const auto flush_timeout = context_.resources.tuning.flush_timeout;
   bool any = writes_end_.step(context_.control, context_.completions, now, flush_timeout);
   // The goodbye is sent once nothing more can land, and the transfer engine has had a turn to take the latest messages.
   if (goodbye_ == Goodbye::kOwed && closed_ && !messages_end_.begun()) any |= say_goodbye();
@@ -238,7 +239,7 @@ bool Link::step(Clock::time_point now, CompletionQueue& out) {
   if (!closed_ && writes_end_.over()) close(out);
   if (messages_end_.over()) {
     for (const Sent& sent : messages_.give_up()) {
-      if (sent.buffer) context_.queues.buffers->give_back(*sent.buffer);
+      if (sent.buffer) context_.resources.buffers->give_back(*sent.buffer);
     }
   }
   return any;

@@ -3,7 +3,7 @@
 
 #include "lane/control_queue.h"
 #include "providers/verbs/completions.h"
-#include "providers/verbs/queues.h"
+#include "providers/verbs/domain_resources.h"
 #include "providers/verbs/remainder.h"
 #include "providers/verbs/send_queue.h"
 #include "providers/verbs/write_chain.h"
@@ -12,10 +12,10 @@ namespace kvc::verbs {
 
 // Used on the domain's thread only.
 struct LinkContext {
-  LinkContext(Queues& its_queues, ControlQueue& its_control)
-      : queues(its_queues), control(its_control), completions(its_queues), credits(its_queues.credits) {}
+  LinkContext(DomainResources& its_resources, ControlQueue& its_control)
+      : resources(its_resources), control(its_control), completions(its_resources), credits(its_resources.credits) {}
 
-  Queues& queues;
+  DomainResources& resources;
   ControlQueue& control;
   Completions completions;
   Credits credits;

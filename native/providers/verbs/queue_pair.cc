@@ -17,33 +17,33 @@ constexpr uint8_t kHopLimit = 64;
 
 }  // namespace
 
-QueuePair::QueuePair(const Queues& queues, Owned<abi::ibv_qp> qp, const abi::ibv_qp_cap& cap)
-    : queues_(queues),
+QueuePair::QueuePair(const DomainResources& resources, Owned<abi::ibv_qp> qp, const abi::ibv_qp_cap& cap)
+    : resources_(resources),
       qp_(std::move(qp)),
       number_(qp_->qp_num),
       psn_(static_cast<uint32_t>(random_key()) & kPsnMask),
       slots_(cap.max_send_wr),
-      inline_bytes_(std::min(cap.max_inline_data, queues.tuning.inline_bytes)) {}
+      inline_bytes_(std::min(cap.max_inline_data, resources.tuning.inline_bytes)) {}
 
-Result<std::shared_ptr<QueuePair>> QueuePair::create(const Queues& queues, const ReceiveQueue& receives, uint32_t slots,
-                                                     unsigned access) {
-  const Device& device = *queues.device;
+Result<std::shared_ptr<QueuePair>> QueuePair::create(const DomainResources& resources, const ReceiveQueue& receives,
+                                                     uint32_t slots, unsigned access) {
+  const Device& device = *resources.device;
   const Library& library = device.library();
   abi::ibv_qp_init_attr attr{};
-  attr.send_cq = queues.completions.get();
-  attr.recv_cq = queues.completions.get();
+  attr.send_cq = resources.completions.get();
+  attr.recv_cq = resources.completions.get();
   attr.srq = receives.srq();
   attr.qp_type = abi::IBV_QPT_RC;
   attr.cap.max_send_wr = std::min(slots, static_cast<uint32_t>(device.limits().max_qp_wr));
   attr.cap.max_send_sge = 1;
-  attr.cap.max_inline_data = queues.tuning.inline_bytes;
+  attr.cap.max_inline_data = resources.tuning.inline_bytes;
   abi::ibv_qp* created = library.create_qp(device.queue_pair_pd(), &attr);
   if (created == nullptr && errno == EINVAL) {  // a device that copies nothing into its requests
     attr.cap.max_inline_data = 0;
     created = library.create_qp(device.queue_pair_pd(), &attr);
   }
   if (created == nullptr) return verbs_error(ErrorCode::kResources, "connect", "ibv_create_qp", errno);
-  std::shared_ptr<QueuePair> pair(new QueuePair(queues, owned(created, library.destroy_qp), attr.cap));
+  std::shared_ptr<QueuePair> pair(new QueuePair(resources, owned(created, library.destroy_qp), attr.cap));
   abi::ibv_qp_attr init{};
   init.qp_state = abi::IBV_QPS_INIT;
   init.pkey_index = device.pkey_index();
@@ -56,20 +56,20 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(const Queues& queues, const
 }
 
 Status QueuePair::modify(abi::ibv_qp_attr& attr, int mask, const char* to) {
-  const int error = queues_.device->library().modify_qp(qp_.get(), &attr, mask);
+  const int error = resources_.device->library().modify_qp(qp_.get(), &attr, mask);
   if (error == 0) return {};
   return verbs_error(ErrorCode::kSystem, "connect", std::string("queue pair to ") + to, error);
 }
 
 Status QueuePair::connect(const Path& path, const QueueEnd& peer) {
-  const DeviceSpec& spec = queues_.device->spec();
+  const DeviceSpec& spec = resources_.device->spec();
   abi::ibv_qp_attr receive{};
   receive.qp_state = abi::IBV_QPS_RTR;
   receive.path_mtu = path.mtu;
   receive.dest_qp_num = peer.number;
   receive.rq_psn = peer.psn;
   receive.max_dest_rd_atomic = 1;  // this side reads nothing, but some devices refuse 0
-  receive.min_rnr_timer = queues_.tuning.min_rnr_timer;
+  receive.min_rnr_timer = resources_.tuning.min_rnr_timer;
   receive.ah_attr.port_num = spec.port;
   receive.ah_attr.dlid = path.peer.lid;
   receive.ah_attr.sl = spec.service_level;
@@ -89,9 +89,9 @@ Status QueuePair::connect(const Path& path, const QueueEnd& peer) {
   abi::ibv_qp_attr send{};
   send.qp_state = abi::IBV_QPS_RTS;
   send.sq_psn = psn_;
-  send.timeout = queues_.tuning.timeout;
-  send.retry_cnt = queues_.tuning.retry_count;
-  send.rnr_retry = queues_.tuning.rnr_retry;
+  send.timeout = resources_.tuning.timeout;
+  send.retry_cnt = resources_.tuning.retry_count;
+  send.rnr_retry = resources_.tuning.rnr_retry;
   send.max_rd_atomic = 1;
   return modify(send,
                 abi::IBV_QP_STATE | abi::IBV_QP_SQ_PSN | abi::IBV_QP_TIMEOUT | abi::IBV_QP_RETRY_CNT |
@@ -103,7 +103,7 @@ void QueuePair::stop() noexcept {
   abi::ibv_qp_attr attr{};
   attr.qp_state = abi::IBV_QPS_ERR;
   // An error here changes nothing: the queue pair is destroyed next, which always stops it.
-  (void)queues_.device->library().modify_qp(qp_.get(), &attr, abi::IBV_QP_STATE);
+  (void)resources_.device->library().modify_qp(qp_.get(), &attr, abi::IBV_QP_STATE);
   stopped_.store(true, std::memory_order_release);
 }
 

@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "providers/verbs/device.h"
+#include "providers/verbs/domain_resources.h"
 #include "providers/verbs/handle.h"
-#include "providers/verbs/queues.h"
 #include "providers/verbs/wire.h"
 
 namespace kvc::verbs {
@@ -19,8 +19,8 @@ class QueuePair {
 
   // Creates a queue pair in INIT, in which it neither receives nor sends. `access` is what its peer may do to our
   // memory.
-  static Result<std::shared_ptr<QueuePair>> create(const Queues& queues, const ReceiveQueue& receives, uint32_t slots,
-                                                   unsigned access);
+  static Result<std::shared_ptr<QueuePair>> create(const DomainResources& resources, const ReceiveQueue& receives,
+                                                   uint32_t slots, unsigned access);
   // Moves it from INIT to RTR to RTS. It then receives from the peer, starting at the peer's PSN, and may send,
   // starting at its own PSN. The peer need not be ready as long as nothing is posted.
   Status connect(const Path& path, const QueueEnd& peer);
@@ -44,14 +44,14 @@ class QueuePair {
 
   // Posts through the library. Returns 0, or an error and the first request that was not taken.
   int post(abi::ibv_send_wr* first, abi::ibv_send_wr** refused) noexcept {
-    return queues_.device->context()->ops.post_send(qp_.get(), first, refused);
+    return resources_.device->context()->ops.post_send(qp_.get(), first, refused);
   }
 
  private:
-  QueuePair(const Queues& queues, Owned<abi::ibv_qp> qp, const abi::ibv_qp_cap& cap);
+  QueuePair(const DomainResources& resources, Owned<abi::ibv_qp> qp, const abi::ibv_qp_cap& cap);
   Status modify(abi::ibv_qp_attr& attr, int mask, const char* to);
 
-  const Queues& queues_;
+  const DomainResources& resources_;
   Owned<abi::ibv_qp> qp_;
   const uint32_t number_;
   const uint32_t psn_;

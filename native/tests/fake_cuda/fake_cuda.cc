@@ -31,7 +31,7 @@
 
 #include "base/page_sum.h"
 #include "cuda/kernels.h"
-#include "moe/reference.h"
+#include "moe/cpu_exchange.h"
 
 #define KVC_API extern "C" __attribute__((visibility("default")))
 
@@ -981,10 +981,10 @@ KVC_API int cuLaunchKernelEx(const LaunchConfig* config, const void* function, v
   if (kernel == 4) {
     const auto launch = *static_cast<const kvc::moe::DispatchLaunch*>(arguments[0]);
     if (!fits(*config, launch)) return kInvalidValue;
-    return enqueue(config->stream, [launch] { kvc::moe::reference::dispatch(launch); });
+    return enqueue(config->stream, [launch] { kvc::moe::cpu_exchange::dispatch(launch); });
   }
   const auto launch = *static_cast<const kvc::moe::CombineLaunch*>(arguments[0]);
   const auto variant = static_cast<uint32_t>(kernel - 5);
   if (!fits(*config, launch, 1 + variant / 3, 2U << variant % 3)) return kInvalidValue;
-  return enqueue(config->stream, [launch] { kvc::moe::reference::combine(launch); });
+  return enqueue(config->stream, [launch] { kvc::moe::cpu_exchange::combine(launch); });
 }

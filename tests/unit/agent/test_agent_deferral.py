@@ -42,6 +42,6 @@ def test_await_news_returns_with_the_notice(sim: AgentStage) -> None:
 def test_decode_does_not_wait_for_an_engine_that_is_gone(sim: AgentStage) -> None:
     prefill, decode = sim.pair()
     decode.agent.defer("t", prefill.address)
-    until(lambda: len(prefill.agent._effects.prefill._announcing) == 1, "DEFER")
+    until(lambda: len(prefill.agent._effects.prefill._due_notices) == 1, "DEFER")
     prefill.agent.close()
     assert due(decode) == {"t"}

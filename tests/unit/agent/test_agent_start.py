@@ -18,7 +18,7 @@ from kv_connector.agent.settings import AgentSettings, SettingsError
 from kv_connector.agent.start import RunningAgent, WorkerInfo, start
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register, WorkloadReport
-from kv_connector.engine.placement import CoreClaim, Device, RankPlacement
+from kv_connector.engine.rank_placement import CoreClaim, Device, RankPlacement
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 

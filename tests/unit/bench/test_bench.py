@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kv_connector.bench import harness, machine, report, tables
+from kv_connector.bench.bench_memory import BenchMemory
+from kv_connector.bench.contestant import Contestant, ContestantSide, Face, SideRole
 from kv_connector.bench.contestants import CONTESTANTS
 from kv_connector.bench.harness import measure_round
 from kv_connector.bench.pd import load
-from kv_connector.bench.pool import BenchMemory
 from kv_connector.bench.records import FailedMeasurement, Idle, Latency, Record, Throughput
-from kv_connector.bench.side import Contestant, ContestantSide, Face, SideRole
 from kv_connector.bench.workloads import POOL_BYTES, WORKLOADS, PageWorkload, Slots
 from kv_connector.cli.bench import app
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from command_line import invoke
 
-from kv_connector.bench import harness, machine, micro, writes
+from kv_connector.bench import harness, machine
+from kv_connector.bench.contestant import SideRole
 from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
+from kv_connector.bench.measurements import micro, writes
 from kv_connector.bench.records import Micro, percentile
-from kv_connector.bench.side import SideRole
 from kv_connector.bench.workloads import PageWorkload
 from kv_connector.cli.bench import app
 

@@ -13,13 +13,13 @@ from kv_connector.bench import moe
 from kv_connector.bench.moe import OURS, ExchangeShape, ExpertsPlan, ExpertsWorkload
 from kv_connector.bench.tables import make_console
 from kv_connector.cli.bench import app
-from kv_connector.moe import machine
-from kv_connector.moe.machine import Gpus
+from kv_connector.moe import gpus
+from kv_connector.moe.gpus import Gpus
 
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: None)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: None)
 
 
 def test_bench_moe_measures_the_connector_and_gloo_over_host_memory(no_gpus: None, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_bench_moe_refuses_options_by_name(no_gpus: None, arguments: tuple[str, 
 
 
 def test_bench_moe_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: Gpus(2, (), ()))
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: Gpus(2, (), ()))
     status, output = invoke(app, "moe", "--ranks", "4")
     assert status == 2
     assert "each of 4 ranks needs a GPU" in one_line(output)

@@ -18,7 +18,7 @@ import uvicorn
 from command_line import invoke, one_line
 
 from kv_connector import __version__
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.engine import ProviderStatus, transfer_engine
 from kv_connector.lab import demonstration

@@ -17,11 +17,11 @@ from command_line import invoke
 
 from kv_connector.cli import doctor
 from kv_connector.cli import topology as topology_command
+from kv_connector.cli.common.findings import Verdict
 from kv_connector.cli.doctor import Roots
-from kv_connector.cli.findings import Verdict
 from kv_connector.cli.main import app
-from kv_connector.engine.placement import CoresInUse
-from kv_connector.moe.machine import Gpus, visible_gpus
+from kv_connector.engine.rank_placement import CoresInUse
+from kv_connector.moe.gpus import Gpus, visible_gpus
 
 NO_LIBRARY = "libibverbs.so.1 is not there: apt-get install libibverbs1 ibverbs-providers"
 UNPRIVILEGED = "CapEff:\t0000000000000000\n"

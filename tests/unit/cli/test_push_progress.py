@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kv_connector.cli.push_progress import push_progress
+from kv_connector.cli.common.push_progress import push_progress
 
 
 def shown(*, terminal: bool) -> str:

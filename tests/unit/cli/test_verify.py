@@ -23,7 +23,7 @@ from command_line import invoke, one_line
 from router_setup import PATIENCE, no_answer, nobody
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.cli.verify import transfers
 

@@ -12,8 +12,8 @@ import pytest
 import reference
 
 from kv_connector.agent.settings import SETTINGS, TIMEOUTS, AgentSettings
-from kv_connector.cli.environment import VARIABLES
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.environment import VARIABLES
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.engine.transfer_engine import providers
 from kv_connector.protocol.timeouts import Timeouts
 

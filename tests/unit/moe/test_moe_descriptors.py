@@ -214,7 +214,7 @@ class Lost:
         self.processes.append(rank)
         self.process_event.set()
 
-    def given_up(self, rank: int, by: int) -> None:
+    def evicted(self, rank: int, by: int) -> None:
         self.accusations.append((rank, by))
         self.event.set()
 
@@ -295,11 +295,11 @@ def test_watcher_reports_a_rank_as_left_although_its_sentinels_end() -> None:
     assert lost.ranks == [(3, True)]
 
 
-def test_watcher_reports_a_rank_that_was_given_up_and_its_accusers_end_later() -> None:
+def test_watcher_reports_a_rank_that_was_evicted_and_its_accusers_end_later() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lost = Lost(), Lost()
     watchers = [Watcher([Connection(1 - rank, 7, ends[rank], [])], lost[rank]) for rank in range(2)]
-    watchers[0].give_up(2)
+    watchers[0].evict(2)
     assert lost[1].event.wait(PATIENCE)
     assert (lost[1].accusations, lost[1].ranks) == ([(2, 0)], [])
     lost[1].event.clear()

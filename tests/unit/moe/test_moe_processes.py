@@ -186,7 +186,7 @@ def step_without_one(side: RankPipe, victim: int, phase: str, timeout: float, wa
             else:
                 group.combine(out, sizes)
 
-    side.exchange(b"")  # a rank that formed its group late would be given up in the good step
+    side.exchange(b"")  # a rank that formed its group late would be evicted in the good step
     step(last=False)
 
     def steps() -> None:
@@ -243,9 +243,9 @@ def test_stopped_rank_is_named_and_ends_its_own_step_when_it_wakes(phase: str, n
         if fault.code == code:
             assert f"its {noun} within 30 s ({code})" in error  # the setting, which forming had
         else:
-            assert re.search(r"in time, and rank [02] \(process \d+\) gave it up \(GIVEN_UP\)", error), error
-    assert results[1][1] == LaunchFault("GIVEN_UP", 1)
-    assert codes == {code, "GIVEN_UP"}
+            assert re.search(r"in time, and rank [02] \(process \d+\) evicted it \(EVICTED\)", error), error
+    assert results[1][1] == LaunchFault("EVICTED", 1)
+    assert codes == {code, "EVICTED"}
 
 
 def checked_step(group: Group, number: int) -> None:

@@ -141,7 +141,7 @@ def test_steps_go_on_without_a_stopped_rank_that_ends_when_it_wakes(turn: int) -
     assert results == [({victim}, None)] * (ranks - 1)
     assert len(reports) == 1
     assert re.search(
-        rf"moe: rank {victim} of {ranks}: .*rank {victim} \(process \d+\).*\(GIVEN_UP\)", reports[0]
+        rf"moe: rank {victim} of {ranks}: .*rank {victim} \(process \d+\).*\(EVICTED\)", reports[0]
     )
 
 
@@ -150,7 +150,7 @@ def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.Monke
     first, second = form_in_threads([settings_of(rank, 2, survive=True) for rank in range(2)])
     assert isinstance(first, Group)
     assert isinstance(second, Group)
-    monkeypatch.setattr(first._watcher, "give_up", lambda rank: None)
+    monkeypatch.setattr(first._watcher, "evict", lambda rank: None)
     inputs = [tokens_of(3, rank) for rank in range(2)]
     sizes = [one.ids.shape[0] for one in inputs]
     first.lost(1, left=False)
@@ -160,9 +160,9 @@ def test_masked_rank_that_lives_ends_with_its_own_name(monkeypatch: pytest.Monke
     assert first.masked() == {1}
     assert same(got.ids[: sizes[0]], own.ids)
     assert (got.ids[sizes[0] :] == -1).all()
-    with pytest.raises(GroupError, match=r"rank 0 \(process \d+\) goes on without rank 1 .*\(GIVEN_UP\)"):
+    with pytest.raises(GroupError, match=r"rank 0 \(process \d+\) goes on without rank 1 .*\(EVICTED\)"):
         second.dispatch(inputs[1].x, inputs[1].ids, inputs[1].weights, sizes=sizes)
-    assert second.fault() == LaunchFault("GIVEN_UP", 1)
+    assert second.fault() == LaunchFault("EVICTED", 1)
     first.close()
     second.close()
 
@@ -199,7 +199,7 @@ def test_rank_that_others_go_on_without_does_not_leave_in_good_order(monkeypatch
     first, second = survivors(2)
     reports: queue.Queue[tuple[int, bool]] = queue.Queue()
     monkeypatch.setattr(first, "lost", lambda rank, left: reports.put((rank, left)))
-    second.given_up(1, 0)
+    second.evicted(1, 0)
     second.close()
     assert reports.get(timeout=30) == (1, False)
     first.close()
@@ -217,12 +217,12 @@ def test_fault_names_the_rank_that_ended_the_step_and_not_an_earlier_death() -> 
         group.close()
 
 
-def test_rank_that_is_given_up_after_a_death_gets_its_own_name() -> None:
+def test_rank_that_is_evicted_after_a_death_gets_its_own_name() -> None:
     groups = survivors(3)
     first = groups[0]
     first.lost(2, left=False)
-    first.given_up(0, 1)
-    assert first.fault() == LaunchFault("GIVEN_UP", 0)
+    first.evicted(0, 1)
+    assert first.fault() == LaunchFault("EVICTED", 0)
     for group in groups:
         group.close()
 
@@ -231,7 +231,7 @@ def test_dead_ranks_are_not_reported_as_late(monkeypatch: pytest.MonkeyPatch) ->
     groups = survivors(3)
     first = groups[0]
     late: list[int] = []
-    monkeypatch.setattr(first._watcher, "give_up", late.append)
+    monkeypatch.setattr(first._watcher, "evict", late.append)
     for rank in (1, 2):
         first.lost(rank, left=False)
         first.ended(rank)

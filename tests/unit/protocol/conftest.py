@@ -1,5 +1,5 @@
 """Fixtures of several tests of the protocol."""
 
-from prefill_machine import machine
+from prefill_setup import machine
 
 __all__ = ["machine"]

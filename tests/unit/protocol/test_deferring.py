@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from prefill_machine import OTHER, PEER, TIMES
+from prefill_setup import OTHER, PEER, TIMES
 from protocol_setup import (
     P_ADDRESS,
     all_of,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from prefill_machine import machine as prefill
-from prefill_machine import sealed
+from prefill_setup import machine as prefill
+from prefill_setup import sealed
 from protocol_setup import (
     BLOCK,
     P_ADDRESS,

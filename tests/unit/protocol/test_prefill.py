@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from prefill_machine import MOVING, PEER, TIMES, active, assert_over, message, pushed, wanting
+from prefill_setup import MOVING, PEER, TIMES, active, assert_over, message, pushed, wanting
 from protocol_setup import (
     all_of,
     computed,

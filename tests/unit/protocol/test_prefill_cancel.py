@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_machine import MOVING, OTHER, PEER, active, assert_over, message, pushed, sealed, states
+from prefill_setup import MOVING, OTHER, PEER, active, assert_over, message, pushed, sealed, states
 from protocol_setup import (
     computed,
     every,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prefill_machine import OTHER, PEER, TIMES, WANTS, active, assert_over, message, sealed
+from prefill_setup import OTHER, PEER, TIMES, WANTS, active, assert_over, message, sealed
 from protocol_setup import (
     computed,
     every,

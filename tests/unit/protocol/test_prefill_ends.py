@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prefill_machine import PEER, active, assert_over, message, sealed
+from prefill_setup import PEER, active, assert_over, message, sealed
 from protocol_setup import (
     computed,
     every,

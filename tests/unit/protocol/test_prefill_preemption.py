@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_machine import MOVING, PEER, active, assert_over, message, pushed
+from prefill_setup import MOVING, PEER, active, assert_over, message, pushed
 from protocol_setup import (
     computed,
     only,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from prefill_machine import (
+from prefill_setup import (
     MOVING,
     OTHER,
     PEER,

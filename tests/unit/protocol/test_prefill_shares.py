@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_machine import OTHER, PEER, TIMES, assert_over, half, message, pushed, states
+from prefill_setup import OTHER, PEER, TIMES, assert_over, half, message, pushed, states
 from protocol_setup import (
     computed,
     every,

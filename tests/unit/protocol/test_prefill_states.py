@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from prefill_machine import MOVING, PEER, TIMES, active, assert_over, message, sealed, states
+from prefill_setup import MOVING, PEER, TIMES, active, assert_over, message, sealed, states
 from protocol_setup import (
     BLOCK,
     computed,

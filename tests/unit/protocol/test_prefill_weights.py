@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from prefill_machine import MOVING, OTHER, PEER, active, assert_over, message, pushed, sealed, wanting
+from prefill_setup import MOVING, OTHER, PEER, active, assert_over, message, pushed, sealed, wanting
 from protocol_setup import (
     computed,
     every,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from prefill_machine import machine as lender
-from prefill_machine import message, pushed
+from prefill_setup import machine as lender
+from prefill_setup import message, pushed
 from protocol_setup import (
     P_ADDRESS,
     all_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from prefill_machine import PEER, TIMES, WANTS
+from prefill_setup import PEER, TIMES, WANTS
 from protocol_setup import (
     layout,
     reserve,

@@ -15,13 +15,13 @@ from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import WorkloadReport
 from kv_connector.router.bodies.messages import ChatMessage
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
 from kv_connector.router.engines.pool import Lease, Member, NoEngine, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement import records
@@ -29,7 +29,7 @@ from kv_connector.router.placement.cache_aware import CacheAware, excess
 from kv_connector.router.placement.lender import Lenders, Prefix
 from kv_connector.router.placement.policy import Placement, PlacementRequest
 from kv_connector.router.placement.records import CacheRecords
-from kv_connector.router.placement.sessions import SessionEngines, session_of
+from kv_connector.router.placement.session_engines import SessionEngines, session_of
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.transcript import Said

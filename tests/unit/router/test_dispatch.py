@@ -18,11 +18,11 @@ from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Side
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.calls import Call
 from kv_connector.router.streams.dispatch import ATTEMPTS, MODELS_PATH, Dispatcher
 

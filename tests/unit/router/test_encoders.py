@@ -29,8 +29,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,6 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import NoEngine, Pool
-from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.engines.workload import Cost
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest
@@ -23,6 +22,7 @@ from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.token_counts import prompt_tokens
+from kv_connector.router.settings import Objectives
 
 PATH = "/v1/completions"
 # 25 us a token, and 5 ms a step of any size: a model of 8 billion parameters on a large GPU.

@@ -12,7 +12,7 @@ from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.requests.responses_api import ResponsesRequest
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ import pytest
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
 from kv_connector.protocol.wire.messages import Role
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Member, Pool
 from kv_connector.router.engines.prefix_cache import PrefixIndex
-from kv_connector.router.engines.prompt import Prompt
 from kv_connector.router.engines.workload import Workload
 from kv_connector.router.placement.lender import Lenders, Prefix, least_lead, lending
 from kv_connector.router.placement.records import CacheRecords

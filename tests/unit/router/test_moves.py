@@ -28,11 +28,11 @@ from kv_connector.cli import drain
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.requests.continuation import stay_reason, tokens_left
+from kv_connector.router.settings import PolicyName, RouterSettings
 from kv_connector.router.streams.moves import Moves
 from kv_connector.router.streams.running import Running
 

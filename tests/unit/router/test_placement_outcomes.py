@@ -16,13 +16,13 @@ from test_dispatch import dispatching, outstanding
 from kv_connector.control.membership import PromptCost, WorkloadReport
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import TEXT_SIDES, Side
-from kv_connector.router.engines.settings import Objectives, PolicyName
 from kv_connector.router.failure import Failure
 from kv_connector.router.placement.cache_aware import CacheAware
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding
-from kv_connector.router.placement.sessions import session_of
+from kv_connector.router.placement.session_engines import session_of
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.settings import Objectives, PolicyName
 from kv_connector.router.streams.calls import Call
 from kv_connector.router.streams.dispatch import Dispatcher
 

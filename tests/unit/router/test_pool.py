@@ -9,11 +9,11 @@ from router_prompts import prompt
 from router_setup import within
 
 from kv_connector.control.membership import WorkloadReport
+from kv_connector.router.bodies.prompt import PREFIX_BYTES
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.pool import EngineLost, Member, NoEngine, Pool
-from kv_connector.router.engines.prompt import PREFIX_BYTES
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 

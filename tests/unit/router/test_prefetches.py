@@ -24,8 +24,8 @@ from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import PolicyName, RouterSettings
 from kv_connector.router.streams.prefetches import LEAST_TOKENS, MOST_AT_ONCE, Prefetches
 from kv_connector.router.streams.running import SPARE
 

@@ -11,12 +11,12 @@ from router_prompts import TOKENS, prompt
 
 from kv_connector.control.membership import Leave, Register
 from kv_connector.protocol.wire.messages import Role
+from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixCache, PrefixIndex
-from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 
 
 def engine(number: int) -> Endpoint:

@@ -58,8 +58,8 @@ from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import MalformedMessage, Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
-from kv_connector.router.engines.settings import Objectives, RouterSettings
 from kv_connector.router.front.app import DONE, create_app
+from kv_connector.router.settings import Objectives, RouterSettings
 from kv_connector.weights.trainer import router_list
 from kv_connector.weights.trainer.router_list import NoEngines, RouterList
 from kv_connector.weights.wire.links import LinkError

@@ -15,16 +15,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from stream_site import BODY, CHAT, COMPLETION, MESSAGES, REQUESTS, StreamReading, alone, answer_of, said
 
+from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
-from kv_connector.router.engines.prompt import Prompt
-from kv_connector.router.engines.settings import PolicyName, RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import create_app
 from kv_connector.router.requests import early_token
 from kv_connector.router.requests.continuation import ContinuationTail, resumed_prompt
 from kv_connector.router.requests.transcript import Budget
-from kv_connector.router.streams import continuing, resumption, turns
+from kv_connector.router.settings import PolicyName, RouterSettings
+from kv_connector.router.streams import continuing, restarts, resumption
 from kv_connector.router.streams.running import Running, Shown
 
 pytestmark = pytest.mark.anyio
@@ -348,7 +348,7 @@ async def _crowd(f: Fleet, streams: int) -> list[StreamReading]:
 
 
 async def test_streams_of_a_dead_engine_begin_anew_a_few_at_a_time() -> None:
-    streams, most = 20, turns.MOST_AT_ENGINE
+    streams, most = 20, restarts.MOST_AT_ENGINE
     async with fleet() as f:
         readings = await _crowd(f, streams)
         f.decode[0].killed.set()
@@ -368,7 +368,7 @@ async def test_streams_of_a_dead_engine_begin_anew_a_few_at_a_time() -> None:
 
 
 async def test_requests_without_a_token_are_retried_a_few_at_a_time() -> None:
-    requests, most = 20, turns.MOST_AT_ENGINE
+    requests, most = 20, restarts.MOST_AT_ENGINE
     async with fleet() as f:
         for one in f.decode:
             one.limits = (0, LENGTH)
@@ -397,7 +397,7 @@ async def test_requests_without_a_token_are_retried_a_few_at_a_time() -> None:
 
 async def test_request_behind_its_first_token_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Members, "early_tokens", lambda *_: True)
-    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)
+    monkeypatch.setattr(restarts, "MOST_AT_ENGINE", 0)
     async with fleet() as f:
         f.decode[0].limits = (0, LENGTH)
         reading = await f.begin(BODY | {"temperature": 0}, events=1)
@@ -421,7 +421,7 @@ async def test_whole_answers_wait_for_prompts_and_not_for_other_answers(
 ) -> None:
     """An answer that is not streamed begins with its end, which may take minutes, and a stream begins behind
     hidden reasoning. With log probabilities of the prompt, decode engines compute the prompts."""
-    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 1)
+    monkeypatch.setattr(restarts, "MOST_AT_ENGINE", 1)
     monkeypatch.setattr(Members, "early_tokens", lambda *_: early)
     monkeypatch.setattr(early_token, "_sure", lambda *_: False)  # the prefill engine's token has no text
     async with fleet() as f:
@@ -442,7 +442,7 @@ async def test_whole_answers_wait_for_prompts_and_not_for_other_answers(
 
 async def test_stream_that_waits_too_long_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumption, "MAX_PAUSE_S", 0.2)
-    monkeypatch.setattr(turns, "MOST_AT_ENGINE", 0)
+    monkeypatch.setattr(restarts, "MOST_AT_ENGINE", 0)
     async with fleet() as f:
         f.decode[0].dies_behind = 9
         error = await ended(StreamReading(f.client, COMPLETION, BODY))

@@ -31,10 +31,10 @@ from kv_connector.router.engines.client import LOST_SECONDS, EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members
 from kv_connector.router.engines.pool import NoEngine, Pool
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -38,11 +38,11 @@ from kv_connector.control.cluster_key import KeyFileError
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.client import AuthorityError, EngineClient, HttpError, read_authority
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.api_keys import ApiKeys, read_engine_key
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import HEADER_LIMIT, RouterServer, ServerConfig
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -26,8 +26,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kv_connector.router.engines.breaker import FAILURES, Breaker
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -20,8 +20,8 @@ from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import Objectives, PolicyName, RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import Objectives, PolicyName, RouterSettings
 
 pytestmark = pytest.mark.anyio
 

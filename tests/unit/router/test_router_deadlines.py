@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kv_connector.cli.main import app
-from kv_connector.router.engines.settings import RequestTimeouts
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.deadline import Deadline
+from kv_connector.router.settings import RequestTimeouts
 
 pytestmark = pytest.mark.anyio
 

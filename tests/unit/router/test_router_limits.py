@@ -33,14 +33,14 @@ from starlette.responses import JSONResponse, Response
 
 from kv_connector.router.engines import client as client_module
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.failure import Failure
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.limits import Limits, requests_for
 from kv_connector.router.front.server import HEADER_LIMIT, BoundedProtocol, ReadTurns, ServerConfig, _Flow
 from kv_connector.router.requests.completion import _DECIDING, Completion
 from kv_connector.router.requests.continuation import stay_reason, tokens_left
-from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.requests.responses_api import ResponsesRequest
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

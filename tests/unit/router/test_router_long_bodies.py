@@ -23,7 +23,7 @@ from kv_connector.router.bodies.parser_process import ANSWER, REQUEST, Parsed, W
 from kv_connector.router.engines.client import _Payload
 from kv_connector.router.failure import Failure
 from kv_connector.router.requests.completion import Completion
-from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.requests.responses_api import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -22,8 +22,8 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.models import longest, merged, names
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

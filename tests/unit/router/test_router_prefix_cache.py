@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_prompts import TOKENS, prompt
 
+from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.engines.prefix_cache import PrefixCache
-from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
 
 
 class Engine:

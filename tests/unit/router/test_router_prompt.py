@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_connector.router.engines.prompt import (
+from kv_connector.router.bodies.prompt import (
     ID_PREFIX_BYTES,
     PREFIX_BYTES,
     PRIOR_BYTES_PER_TOKEN,

@@ -19,10 +19,10 @@ from router_setup import PATIENCE, FedStream, answer_ok, client_of, serve_engine
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RequestTimeouts, RouterSettings
 from kv_connector.router.front.app import DONE
 from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import RouterServer
+from kv_connector.router.settings import RequestTimeouts, RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import create_app
 from kv_connector.router.observe.metrics import KEEP_SECONDS, Metrics
-from kv_connector.router.requests.responses import ResponsesRequest
+from kv_connector.router.requests.responses_api import ResponsesRequest
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -32,12 +32,12 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import RouterSettings
 from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.status import Status
 from kv_connector.router.front.status_page import Page
 from kv_connector.router.observe.first_bytes import SLICE_SECONDS, SLICES, FirstBytes
 from kv_connector.router.observe.metrics import Metrics
+from kv_connector.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.router.bodies.messages import ChatMessage, Function, ToolCall
-from kv_connector.router.engines.prompt import PREFIX_BYTES, Prompt
+from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.requests.completion import Completion
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

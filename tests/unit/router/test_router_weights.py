@@ -14,11 +14,11 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, MemberStatus, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.settings import Objectives
 from kv_connector.router.placement.balance import EvenStreams
 from kv_connector.router.placement.goodput import Goodput
 from kv_connector.router.placement.policy import FewestOutstanding, Placement, PlacementRequest, Policy
 from kv_connector.router.requests.completion import Completion
+from kv_connector.router.settings import Objectives
 from kv_connector.router.streams.continuing import Continuing
 from kv_connector.router.streams.moves import Moves
 

@@ -15,20 +15,20 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Received
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.session.identity import engine_fingerprint
+from kv_connector.protocol.session.fingerprint import engine_fingerprint
 from kv_connector.vllm.encoder import receiver as receiver_module
 from kv_connector.vllm.encoder import sender as sender_module
 from kv_connector.vllm.encoder.arena import EmbeddingArena, EmbeddingPlace
-from kv_connector.vllm.encoder.link import LinkConfig
 from kv_connector.vllm.encoder.messages import CODEC, FetchRequest, Hello, Leave, Missing, Welcome
 from kv_connector.vllm.encoder.receiver import EmbeddingReceiver, Fetch
 from kv_connector.vllm.encoder.sender import EmbeddingSender
+from kv_connector.vllm.encoder.session import SessionConfig
 from kv_connector.weights.wire.loop import Loop
 
 PATIENCE_S = 60.0
 ARENA = 1 << 20
 PRINT = engine_fingerprint("vllm 0.32", "model", "bfloat16")
-PATIENT = LinkConfig("test", PRINT, timeout=PATIENCE_S)
+PATIENT = SessionConfig("test", PRINT, timeout=PATIENCE_S)
 HURRIED = replace(PATIENT, timeout=0.2)
 LOOPBACK = Address("127.0.0.1", 0)
 
@@ -45,7 +45,7 @@ def content(key: str, nbytes: int) -> bytes:
 
 
 class Encoder:
-    def __init__(self, config: LinkConfig = PATIENT, address: Address = LOOPBACK) -> None:
+    def __init__(self, config: SessionConfig = PATIENT, address: Address = LOOPBACK) -> None:
         self.arena = EmbeddingArena("encoder", ARENA)
         self.sender = EmbeddingSender(config, self.arena)
         self.address = self.sender.start(address)
@@ -60,7 +60,7 @@ class Encoder:
 
 
 class Prefill:
-    def __init__(self, config: LinkConfig = PATIENT) -> None:
+    def __init__(self, config: SessionConfig = PATIENT) -> None:
         self.arena = EmbeddingArena("prefill", ARENA)
         self.receiver = EmbeddingReceiver(config, self.arena)
 
@@ -88,13 +88,13 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def encoder(stack: ExitStack, config: LinkConfig = PATIENT, address: Address = LOOPBACK) -> Encoder:
+def encoder(stack: ExitStack, config: SessionConfig = PATIENT, address: Address = LOOPBACK) -> Encoder:
     made = Encoder(config, address)
     stack.callback(made.sender.close)
     return made
 
 
-def prefill(stack: ExitStack, config: LinkConfig = PATIENT) -> Prefill:
+def prefill(stack: ExitStack, config: SessionConfig = PATIENT) -> Prefill:
     made = Prefill(config)
     stack.callback(made.receiver.close)
     return made
@@ -159,7 +159,7 @@ def test_session_after_the_encoder_engine_restarted(stack: ExitStack) -> None:
 class Silent(EmbeddingSender):
     """Keeps each FETCH instead of writing, and does not read LEAVE."""
 
-    def __init__(self, config: LinkConfig, arena: EmbeddingArena) -> None:
+    def __init__(self, config: SessionConfig, arena: EmbeddingArena) -> None:
         super().__init__(config, arena)
         self.kept: list[Callable[[], str | None]] = []
 

@@ -14,7 +14,7 @@ from kv_connector.protocol.actions import PrefixRequested
 from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.metadata import StepMetadata
 from kv_connector.vllm.scheduling.content import content_key_of, hash_basis
-from kv_connector.vllm.scheduling.gated_queue import GatedScheduler
+from kv_connector.vllm.scheduling.gated_scheduler import GatedScheduler
 
 __all__ = ["model"]
 

@@ -18,7 +18,7 @@ from vllm_stage import FULL, model, vllm_config
 
 from kv_connector.lab.model import make_llama
 from kv_connector.protocol.plans.plan import ALIKE
-from kv_connector.protocol.session.identity import ADVICE
+from kv_connector.protocol.session.fingerprint import ADVICE
 from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.vllm.model import model_facts
 from kv_connector.vllm.model.model_facts import kv_heads, kv_scales, rank_fingerprint

@@ -16,7 +16,7 @@ from kv_connector.protocol.requests import DecodeRequest
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.forced_token import KEY
 from kv_connector.vllm.scheduling.first_token import FirstTokenAsyncScheduler, FirstTokenScheduler
-from kv_connector.vllm.scheduling.gated_queue import GatedAsyncScheduler, GatedScheduler
+from kv_connector.vllm.scheduling.gated_scheduler import GatedAsyncScheduler, GatedScheduler
 
 __all__ = ["model"]
 

@@ -117,7 +117,7 @@ def test_hits_of_prompts_that_get_blocks_are_taken_once(reads: bool, monkeypatch
 
 
 class FreedBlocks:
-    """The part of kv_blocks.KvBlocks that a load of full attention needs."""
+    """The part of block_tables.BlockTables that a load of full attention needs."""
 
     def __init__(self) -> None:
         self.freed: list[str] = []

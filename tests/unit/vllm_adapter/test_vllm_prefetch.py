@@ -16,7 +16,7 @@ from kv_connector.agent.commands import CancelLoad, ReleaseTransfer, WithdrawPre
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.requests import DecodeRequest, PrefixRequest
 from kv_connector.vllm.scheduling.first_token import has_own_scheduler
-from kv_connector.vllm.scheduling.gated_queue import GatedAsyncScheduler, GatedScheduler
+from kv_connector.vllm.scheduling.gated_scheduler import GatedAsyncScheduler, GatedScheduler
 from kv_connector.vllm.scheduling.prefix_borrower import MOST_AT_ONCE, MOST_PREFETCHES
 
 __all__ = ["model", "stage"]
@@ -339,7 +339,7 @@ def test_prefetch_is_computed_by_another_scheduler(stage: MakeStage) -> None:
     [
         (None, None, True),
         (None, "LBHNC", False),
-        ("kv_connector.vllm.scheduling.gated_queue.GatedScheduler", None, True),
+        ("kv_connector.vllm.scheduling.gated_scheduler.GatedScheduler", None, True),
         ("kv_connector.vllm.scheduling.first_token.FirstTokenScheduler", "LBHNC", True),
         ("my.Scheduler", None, False),
         (Scheduler, None, False),

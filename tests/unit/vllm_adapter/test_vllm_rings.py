@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm_stage import BLOCK, PARAMS_OF_D, PARAMS_OF_P, Stage, model, prompt, vllm_config
 
 from kv_connector.vllm.model.model_facts import hit_tokens
-from kv_connector.vllm.scheduling.blocks import blocks_of
-from kv_connector.vllm.scheduling.kv_blocks import KvBlocks
+from kv_connector.vllm.scheduling.block_tables import BlockTables
+from kv_connector.vllm.scheduling.transferred_blocks import blocks_of
 
 __all__ = ["model"]
 
@@ -171,5 +171,5 @@ class TestRings:
 
     def test_held_prompts_count_their_ring(self, stage: MakeStage) -> None:
         side = stage("kv_producer", COMPRESSED, RING)
-        blocks = KvBlocks(side.scheduler.kv_cache_manager)
+        blocks = BlockTables(side.scheduler.kv_cache_manager)
         assert blocks_of(blocks, (BLOCK, 0), 3 * BLOCK + 1) == 4 + 1

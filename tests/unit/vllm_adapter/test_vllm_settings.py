@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, s
 from kv_connector.agent.settings import AgentSettings, SettingsError
 from kv_connector.agent.start import WorkerInfo
 from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
-from kv_connector.engine.placement import Device
+from kv_connector.engine.rank_placement import Device
 from kv_connector.protocol.pages.layout import KvLayout
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role

@@ -19,7 +19,7 @@ from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm import spans
 from kv_connector.vllm.metadata import StepMetadata
 from kv_connector.vllm.spans import TransferSpans
-from kv_connector.vllm.worker import WorkerSide
+from kv_connector.vllm.worker_side import WorkerSide
 
 __all__ = ["agent", "model"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.protocol.wire.version import identity
+from kv_connector.protocol.wire.weight_version import identity
 from kv_connector.vllm.internals import release
 from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE
 from kv_connector.vllm.weights import serving

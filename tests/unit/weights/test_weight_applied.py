@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.controller import Controller
 from kv_connector.weights.mapping.geometry import Geometry, Parameter, Write
 from kv_connector.weights.metrics import OUTCOMES, WeightMetrics

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 from weight_engines import WeightEngine, drawn
 
-from kv_connector.protocol.wire.version import MAX_NAME, identity, shown, shown_apart
+from kv_connector.protocol.wire.weight_version import MAX_NAME, identity, shown, shown_apart
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, TensorSource, WeightSource
 from kv_connector.weights.update import PushError

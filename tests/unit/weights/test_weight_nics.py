@@ -38,7 +38,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
     monkeypatch.setattr("kv_connector.weights.pusher.TransferEngine", open_engine)
     monkeypatch.setattr("kv_connector.weights.worker.receiver.TransferEngine", open_engine)
-    monkeypatch.setattr("kv_connector.engine.placement._nics", lambda *_: ("near",))
+    monkeypatch.setattr("kv_connector.engine.rank_placement._nics", lambda *_: ("near",))
     return configs
 
 

@@ -21,15 +21,15 @@ from weight_engines import DEAD_S, PATIENT, WeightEngine, WriterGate, drawn, not
 from weight_engines import main as engine_process
 from weight_trainer import FORKSERVER
 
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.seeding.seed import SeedError, seed, seed_at_start
+from kv_connector.weights.seeding.start_seeding import SeedError, seed, seed_at_start
 from kv_connector.weights.sources import TensorSource
 from kv_connector.weights.update import PushError
 from kv_connector.weights.wire.links import Links
@@ -76,7 +76,7 @@ def site() -> Iterator[Site]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterGate]:
     """A gate that holds the pushers of seeders."""
     gate = WriterGate()
-    monkeypatch.setattr("kv_connector.weights.seeding.seeder.WeightPusher", gate.pusher)
+    monkeypatch.setattr("kv_connector.weights.seeding.seeding_worker.WeightPusher", gate.pusher)
     yield gate
     gate.go.set()
 
@@ -326,7 +326,7 @@ def test_arena_is_returned_whatever_the_outcome_of_the_seed(
     pushed("v1", 1, fleet)
     said = "the version was not written within 60 s"
     if how == "deadline":
-        monkeypatch.setattr("kv_connector.weights.seeding.seeder.threading.Timer", gate.timer)
+        monkeypatch.setattr("kv_connector.weights.seeding.seeding_worker.threading.Timer", gate.timer)
     if how == "one worker cannot":
         said = "it is being seeded itself"
         monkeypatch.setattr(fleet.workers[1]._landing, "lend", lambda *_: said)
@@ -486,7 +486,7 @@ def test_start_with_a_required_seed_fails_when_no_engine_can_seed(site: Site) ->
 def test_an_engine_that_no_engine_can_seed_in_time_goes_on_with_its_own_weights(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_connector.weights.seeding.seed.SEED_S", 0.0)
+    monkeypatch.setattr("kv_connector.weights.seeding.start_seeding.SEED_S", 0.0)
     fleet, joiner = site.engine(1, streaming=True), site.engine(1)
     pushed("v1", 1, fleet)
     seed_at_start([fleet.address], joiner.address, None)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_connector.agent.settings import SettingsError
-from kv_connector.cli.exit_status import ExitStatus
+from kv_connector.cli.common.exit_status import ExitStatus
 from kv_connector.cli.main import app
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts

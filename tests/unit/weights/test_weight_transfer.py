@@ -23,7 +23,7 @@ from kv_connector.engine import ErrorCode, TransferError
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.timeouts import Timeouts
-from kv_connector.protocol.wire.version import shown
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.weights import sources
 from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher

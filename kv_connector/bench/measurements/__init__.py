@@ -1,0 +1,1 @@
+"""The measurements of `kv-connector bench`, each with its own subcommand."""
