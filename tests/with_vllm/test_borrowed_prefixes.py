@@ -15,8 +15,8 @@ from deployment import (
     DATA_HOST,
     TIMEOUTS,
     Client,
-    Hold,
     ModelDeployment,
+    StepHold,
     assert_quiescent,
     decode_params,
     engine_settings,
@@ -229,7 +229,7 @@ async def test_prompt_of_a_dead_lender_is_computed(
         )
         await started.wait()
         layers, blocks = deployment.shape.layers // 2, len(one) // BLOCK
-        hold, counted = Hold(client, lender, tmp_path), Counted(decode)
+        hold, counted = StepHold(client, lender, tmp_path), Counted(decode)
         await hold.arm_lending(layers)
         borrowing = asyncio.create_task(alone(client, decode, turn, lender))
         await hold.reached(pages=layers * blocks)
