@@ -112,9 +112,10 @@ def test_every_rollout_worker_gets_all_weights_in_several_updates(
 def test_rollout_workers_are_divided_among_trainers_first_by_number_and_by_host(adapter: Any) -> None:
     hosts = ["a", "b"]
     trainers = [
-        adapter.WorkerInfo(host, adapter.Address(host, 1), adapter.ClusterKey.generate()) for host in hosts
+        adapter.PreparedWorker(host, adapter.Address(host, 1), adapter.ClusterKey.generate())
+        for host in hosts
     ]
-    rollouts = [adapter.WorkerInfo(host) for host in ("b", "b", "a", "b")]
+    rollouts = [adapter.PreparedWorker(host) for host in ("b", "b", "a", "b")]
     actor, rollout = adapter.WriteImmCheckpointEngine.build_topology(2, 4, [*trainers, *rollouts])
     assert [sender.rank for sender in rollout["sender"]] == [1, 0, 0, 1]
     assert actor["receivers"] == [
