@@ -167,7 +167,16 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
         """Returns the free blocks that a load must leave, for prompts with blocks and for its last token.
 
         A load that is alone needs no reserve: the pool has room for the longest prompt.
+
+        A load that failed or was discarded has lost its blocks and waits anew, but vLLM counts its whole
+        prompt. An urgent load in front of it would wait for these blocks forever. So it is no longer counted.
         """
+        if self.sides:
+            self._inflight_prefills = {
+                request
+                for request in self._inflight_prefills
+                if request.status == RequestStatus.RUNNING or self._holds_kv_blocks(request)
+            }
         reserved: int = super()._inflight_prefill_reserved_blocks()
         if self.sides and self._inflight_prefills:
             reserved += len(self.kv_cache_config.kv_cache_groups)

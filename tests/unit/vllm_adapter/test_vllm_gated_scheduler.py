@@ -19,9 +19,13 @@ POLICIES = ["fcfs", "priority"]
 
 
 def gated(
-    model: Path, role: str = "kv_producer", policy: str = "fcfs", scheduler: type[Scheduler] = GatedScheduler
+    model: Path,
+    role: str = "kv_producer",
+    policy: str = "fcfs",
+    scheduler: type[Scheduler] = GatedScheduler,
+    load_failures: str = "fail",
 ) -> Stage:
-    config = vllm_config(model, role, budget=4000)
+    config = vllm_config(model, role, budget=4000, policy=load_failures)
     config.scheduler_config.policy = policy  # type: ignore[assignment]
     return Stage(config, (FULL,), POOL, scheduler)
 
@@ -278,6 +282,47 @@ def test_load_that_fails_does_not_hold_up_loads_behind_it(model: Path, report: s
     reports: dict[str, Any] = {report: ["fails"]}
     stage.step(received=list(tokens), **reports)
     for _ in range(8):
+        stage.step()
+    stage.assert_idle()
+
+
+@pytest.mark.parametrize("report", ["failed", "discarded"])
+def test_urgent_load_does_not_wait_for_loads_that_lost_their_blocks(model: Path, report: str) -> None:
+    """vLLM reserved blocks for the prompts of these loads, which waited behind the urgent load.
+
+    Found by the fuzzer.
+    """
+    stage = gated(model, "kv_consumer", "priority", load_failures="recompute")
+    others = ["a", "b", "c"]
+    for name in others:
+        add(stage, name, 12, PARAMS_OF_D)
+    stage.step(due=others)
+    stage.step()
+    assert [request.request_id for request in stage.scheduler.kv_holding_waiting] == others
+    add(stage, "urgent", 20, PARAMS_OF_D, priority=-1)
+    reports: dict[str, Any] = {report: others}
+    stage.step(received=others, due=["urgent"], **reports)
+    stage.step()
+    stage.step()
+    assert [request.request_id for request in stage.scheduler.kv_holding_waiting] == ["urgent"]
+    stage.step(received=["urgent"])
+    stage.step()
+    stage.step()
+    stage.assert_idle()
+
+
+def test_load_leaves_room_for_a_prompt_that_begins_in_the_same_step(model: Path) -> None:
+    stage = gated(model, "kv_consumer")
+    stage.scheduler.scheduler_config.long_prefill_token_threshold = 2 * BLOCK
+    add(stage, "local", 20, {})
+    add(stage, "load", 25, PARAMS_OF_D)
+    assert scheduled(stage, due=["load"]) == ["local"]
+    assert not stage.scheduler.kv_holding_waiting
+    for _ in range(10):
+        stage.step()
+    assert [request.request_id for request in stage.scheduler.kv_holding_waiting] == ["load"]
+    stage.step(received=["load"])
+    for _ in range(2):
         stage.step()
     stage.assert_idle()
 
