@@ -172,11 +172,13 @@ class GatedScheduler(Scheduler):  # type: ignore[misc]
         prompt. An urgent load in front of it would wait for these blocks forever. So it is no longer counted.
         """
         if self.sides:
-            self._inflight_prefills = {
-                request
-                for request in self._inflight_prefills
-                if request.status == RequestStatus.RUNNING or self._holds_kv_blocks(request)
-            }
+            self._inflight_prefills.difference_update(
+                [
+                    request
+                    for request in self._inflight_prefills
+                    if request.status != RequestStatus.RUNNING and not self._holds_kv_blocks(request)
+                ]
+            )
         reserved: int = super()._inflight_prefill_reserved_blocks()
         if self.sides and self._inflight_prefills:
             reserved += len(self.kv_cache_config.kv_cache_groups)
