@@ -68,6 +68,18 @@ def reported_failure(error: Mapping[str, Any], data: bytes) -> Failure:
     return Failure(code if isinstance(code, int) and 400 <= code <= 599 else 500, data)
 
 
+def refused_key(status: int, client: str | None) -> Failure | None:
+    """Returns the failure if an engine's answer refuses the router's key. None: it does not.
+
+    ``client``: name of the client whose key the router has checked. No engine gets that key. None: engines
+    get the client's key, if it has one.
+    """
+    if status != 401 or client is None:
+        return None
+    words = "an engine refuses the router's key. Set --engine-key-file to the key of the engines"
+    return failure(502, "api_error", words)
+
+
 def engine_down(side: str, engine: str, error: Exception) -> Failure:
     """Returns the failure for an engine that could not be reached, or that broke off."""
     return failure(

@@ -49,7 +49,7 @@ class BlockFp8:
         return (self._quantised or self._source).held()
 
     def agree(self, ask: Callable[[], Engines | str]) -> Agreed:
-        """Agrees as Source does. The first call queries the engines twice.
+        """Agrees as WeightSource does. The first call queries the engines twice.
 
         The first query is for the source's tensors, and the second for the quantised ones. Raises PlanError
         if the engines need what this source cannot make.

@@ -56,6 +56,8 @@ class FakeModelServer:
     """Distance of the second candidate of each token, in nats."""
     answers_ids: bool = True
     asked: list[Asked] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)
+    """Values of `authorization` with which its health and metrics were read."""
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -84,10 +86,12 @@ class FakeModelServer:
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": name, "max_model_len": 4096} for name in self.models]})
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
+        self.keys.add(request.headers.get("authorization"))
         return Response() if self.health is None else JSONResponse(self.health)
 
-    async def _metrics(self, _: Request) -> Response:
+    async def _metrics(self, request: Request) -> Response:
+        self.keys.add(request.headers.get("authorization"))
         return PlainTextResponse(generate_latest(self.registry))
 
     async def _tokenize(self, request: Request) -> Response:

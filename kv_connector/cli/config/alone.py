@@ -86,7 +86,7 @@ def check_engine(engine: ConfiguredEngine) -> tuple[CheckedEngine, list[Finding]
 
 def check_router(written: Router) -> tuple[CheckedRouter | None, list[Finding]]:
     file = options_of(written.arguments).get("config")
-    if file is not None and not Path(file).exists():
+    if file is not None and _is_elsewhere(Path(file)):
         words = f"configuration file {file} is not on this machine, so the router was not checked"
         return None, [Finding(written.where, Verdict.NOTE, words)]
     try:
@@ -142,7 +142,7 @@ def _router_files(where: str, given: Mapping[str, Any]) -> Iterator[Finding]:
     }
     for names, read in readers.items():
         files = [given[name] for name in names]
-        missing = [file for file in files if file is not None and not file.exists()]
+        missing = [file for file in files if file is not None and _is_elsewhere(file)]
         for file in missing:
             yield Finding(where, Verdict.NOTE, f"file {file} is not on this machine and was not checked")
         if missing or files[0] is None:
@@ -223,13 +223,22 @@ def _key(where: str, named: str | None) -> Iterator[Finding]:
     """Checks the key file if it is on this machine. Often the settings are checked elsewhere."""
     if named is None:
         return
-    if not Path(named).exists():
+    if _is_elsewhere(Path(named)):
         yield Finding(where, Verdict.NOTE, f"key file {named} is not on this machine and was not checked")
         return
     try:
         ClusterKey.read(Path(named))
     except KeyFileError as error:
         yield Finding(where, Verdict.FAIL, str(error))
+
+
+def _is_elsewhere(file: Path) -> bool:
+    """Returns whether the file is not on this machine. If that cannot be known, the file's reader reports the
+    reason, such as a directory that this user may not enter."""
+    try:
+        return not file.exists()
+    except OSError:
+        return False
 
 
 def _described(checked: CheckedEngine) -> str:

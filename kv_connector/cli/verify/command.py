@@ -163,7 +163,7 @@ def verify(
     wanted = RunOptions(
         target=target.url,
         reference=None if reference is None else reference.url,
-        admin=target.url if admin is None else admin.url,
+        admin=None if admin is None else admin.url,
         model=model,
         routes=tuple(dict.fromkeys(route or ())),
         load=load,
@@ -199,8 +199,8 @@ class RunOptions(msgspec.Struct, kw_only=True, frozen=True):
 
     target: str
     reference: str | None
-    admin: str
-    """URL at which the router lists its engines and has its metrics."""
+    admin: str | None
+    """URL at which the router lists its engines and has its metrics; None: that of the target."""
     model: str | None
     routes: tuple[Route, ...]
     load: int
@@ -246,7 +246,9 @@ async def _plan(wanted: RunOptions, client: EngineClient) -> VerificationPlan:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return VerifiedServer(url, client, headers, wanted.timeout)
 
-    target, admin = server(wanted.target, wanted.api_key), server(wanted.admin, wanted.api_key)
+    target = server(wanted.target, wanted.api_key)
+    # The address for operators needs no key, and has no HTTPS that would protect one.
+    admin = target if wanted.admin is None else server(wanted.admin, None)
     listed = await target.models()
     engines = transfers.ListedEngines()
     if wanted.reference is None or wanted.require_transfer:

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kv_connector.control.cluster_key import KeyFileError, read_private
-from kv_connector.router.failure import Failure, failure
-from kv_connector.router.observe.access_log import Exchange, exchange_of
+from kv_connector.router.failure import failure
+from kv_connector.router.observe.access_log import exchange_of
 
 # Paths for probes, which have no key. With keys, their answers name no engine.
 OPEN_PATHS = ("/live", "/health", "/ping")
@@ -101,14 +101,3 @@ def read_engine_key(path: Path) -> str:
     if _ENGINE_KEY.fullmatch(key) is None:
         raise KeyFileError(f"the key file {path} must hold one key of 1 to 256 printable characters")
     return key.decode("ascii")
-
-
-def refused_by_engine(status: int, exchange: Exchange) -> Failure | None:
-    """Returns the failure if an engine's answer refuses the router's key. None: it does not.
-
-    The router has checked the client's own key, and no engine gets that key.
-    """
-    if status != 401 or exchange.key is None:
-        return None
-    words = "an engine refuses the router's key. Set --engine-key-file to the key of the engines"
-    return failure(502, "api_error", words)

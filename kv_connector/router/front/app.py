@@ -27,7 +27,7 @@ from kv_connector.router.engines.client import EngineClient, EngineReply, read_a
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import MemberStatus, Side
 from kv_connector.router.failure import UNREADABLE, Failure, failure, overloaded
-from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key, refused_by_engine
+from kv_connector.router.front.api_keys import ApiKeys, KeyCheck, read_engine_key
 from kv_connector.router.front.deadline import Deadline
 from kv_connector.router.front.keep_alive import KeepAlive
 from kv_connector.router.front.limits import Limits, LimitsPlace
@@ -160,11 +160,8 @@ def create_app(settings: RouterSettings) -> RouterApp:
             async with Deadline(current.settings.timeouts, streamed=False).guard():
                 # The server leaves the body of an answer to HEAD out. vLLM has no route for HEAD.
                 method = "GET" if request.method == "HEAD" else request.method
-                waiting = dispatcher.forward(method, call, content(body))
-                reply = await _unless_left(waiting, request.receive)
-        if (refused := refused_by_engine(reply.status, exchange)) is not None:
-            raise refused
-        return reply
+                reply = dispatcher.forward(method, call, content(body))
+                return await _unless_left(reply, request.receive)
 
     async def forward(request: Request) -> Response:
         reply = await forward_any(request)
@@ -329,7 +326,7 @@ class Completions:
                 words = "request %s: the client disconnected while it sent the request to %s"
                 logger.info(words, exchange.request_id, self._path)
             except Exception as error:
-                failed = client_failure(error, exchange)
+                failed = client_failure(error, exchange.request_id)
                 status = failed.status
                 await _response(failed)(scope, receive, send)
             finally:
@@ -408,7 +405,7 @@ class _Answering:
                     else:
                         await self._send_whole(answer)
             except Exception as error:
-                return await self.fail(client_failure(error, self._exchange))
+                return await self.fail(client_failure(error, request_id))
         return answer.status
 
     async def fail(self, failed: Failure) -> int:
@@ -475,13 +472,13 @@ def _drop(chunk: bytes) -> None:
     pass
 
 
-def client_failure(error: Exception, exchange: Exchange) -> Failure:
+def client_failure(error: Exception, request_id: str) -> Failure:
     """Returns the failure that the client receives for this error."""
     if isinstance(error, Failure):
-        return refused_by_engine(error.status, exchange) or error
-    logger.error("request %s: internal error of the router", exchange.request_id, exc_info=error)
+        return error
+    logger.error("request %s: internal error of the router", request_id, exc_info=error)
     words = "internal error of the router. Its log describes the error under the request id"
-    return failure(500, "api_error", f"{words} {exchange.request_id}")
+    return failure(500, "api_error", f"{words} {request_id}")
 
 
 async def _read(request: Request, settings: RouterSettings, place: LimitsPlace) -> bytes | memoryview:

@@ -85,7 +85,9 @@ class Goodput:
         return Placement(None, decode.endpoint, NO_PREFILL, prompt=prompt, prefix=prefix)
 
     def _lenders(self, prompt: Prompt, tokens: int, engines: Sequence[Member]) -> Lenders:
-        matches = [(mask, prompt.tokens_of(size, tokens)) for mask, size in self._index.matches(prompt)]
+        # Without the last token, as in _cached(). An engine with the whole prompt would else lack a block.
+        known = self._index.matches(prompt)
+        matches = [(mask, min(tokens - 1, prompt.tokens_of(size, tokens))) for mask, size in known]
         return Lenders(matches, partial(lending, engines))
 
     def place(self, request: PlacementRequest) -> Placement:

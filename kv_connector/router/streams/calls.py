@@ -27,7 +27,7 @@ from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import EngineLost, Lease
 from kv_connector.router.engines.reasons import PATIENCE_S, Reasons
-from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure
+from kv_connector.router.failure import UNREADABLE, Failure, engine_down, failure, refused_key
 from kv_connector.router.observe.access_log import Exchange
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
@@ -122,9 +122,12 @@ class Calls:
         try:
             async with lease.alive():
                 url = endpoint.url + call.path
-                return await self._client.whole(method, url, body, endpoint.headers(call.headers))
+                reply = await self._client.whole(method, url, body, endpoint.headers(call.headers))
         except (*HttpError, EngineLost) as error:
             raise self._broken(side, endpoint, call, error) from error
+        if (refusal := refused_key(reply.status, call.exchange.key)) is not None:
+            raise self._failed_part(side, endpoint, call, refusal)
+        return reply
 
     async def prefill(self, lease: Lease, body: Content, call: Call) -> Computed:
         """Sends the prefill engine its part of the request, and returns its report."""
@@ -340,8 +343,10 @@ class Calls:
         """Returns the failure for an engine's error.
 
         Up to 499 the error is the request's fault, from 500 on the engine's. A rank that the API server does
-        not have is the operator's fault, because the router has named the rank.
+        not have is the operator's fault, because the router has named the rank. So is a key of the router
+        that the engine refuses: as it answers at once, it would get ever more requests.
         """
+        answer = refused_key(answer.status, call.exchange.key) or answer
         if no_such_rank(answer, endpoint):
             words = (
                 f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "

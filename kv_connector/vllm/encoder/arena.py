@@ -1,4 +1,4 @@
-"""EmbeddingArena: a bounded store of embeddings in host memory that the engine and the workers share.
+"""EmbeddingArena: a bounded store of embeddings in host memory. The transfer engine and the workers share it.
 
 Each embedding has one contiguous place, so that one write fills it. A place begins with a header. The worker
 that saves an embedding stores the place's stamp there once all bytes are in place.

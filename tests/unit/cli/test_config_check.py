@@ -369,6 +369,16 @@ def test_sound_files_of_a_router_are_fine(check: Check, tmp_path: Path) -> None:
     assert (missing["verdict"], "none is not on this machine" in missing["words"]) == ("note", True)
 
 
+@pytest.mark.parametrize(
+    "option", ["--config", "--key-file", "--api-key-file", "--engine-ca", "--ssl-certfile"]
+)
+def test_file_that_cannot_be_looked_for_is_reported(check: Check, option: str) -> None:
+    """A directory that the user may not enter is like a name that is too long, and root may enter any."""
+    (found,) = check(start_sh=f"{ROUTER} {option} /{'k' * 300}")
+    assert "cannot read" in found
+    assert "File name too long" in found
+
+
 # --- Several
 
 

@@ -580,15 +580,19 @@ def test_require_transfer_needs_our_routers_metrics() -> None:
     assert "kv_connector_router_local_prefills" in output
 
 
-def test_metrics_and_engines_are_read_at_the_routers_admin_address() -> None:
+def test_metrics_and_engines_are_read_at_the_routers_admin_address(tmp_path: Path) -> None:
+    """Without the key, because that address has no HTTPS."""
+    key = tmp_path / "key"
+    key.write_text("of-a-client\n")
     router, admin = Router(FakeModelServer()), FakeModelServer()
     admin.registry, router.registry = router.registry, router.registry.__class__()
     with running(router, router.engine, admin):
         router.health = {"status": "ready"}
         admin.health = {"prefill": {}, "decode": {router.engine.url: "ready"}}
         words = ("verify", router.url, *SMALL, *FEW, "--require-transfer")
-        status, output = run(*words, "--admin", admin.url)
+        status, output = run(*words, "--admin", admin.url, "--api-key-file", str(key))
         assert status == ExitStatus.SUCCESS, output
+        assert (admin.keys, router.engine.keys) == ({None}, {"Bearer of-a-client"})
         assert f"reference {router.engine.url}" in output
         status, output = run(*words)
         assert status == ExitStatus.USAGE

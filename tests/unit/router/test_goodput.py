@@ -437,3 +437,22 @@ def test_decode_engine_without_prefill_engines_may_load_what_another_one_has(rou
     assert (placement.prefill, placement.decode, placement.reason) == (None, other, "no_prefill")
     assert placement.prefix is not None
     assert placement.prefix.lender == lender
+
+
+def test_engine_with_a_whole_prompt_of_full_blocks_gets_no_proposal(router: Router) -> None:
+    """It computes the last token, so it has a block less, and so has the other engine."""
+    engines = [
+        router.join(Role.DECODE, number, load(block_tokens=64), prefixes="key", borrows=True)
+        for number in range(2)
+    ]
+    messages = [{"role": "user", "content": "x" * 4088}]
+    chat = Completion.decode(json.dumps({"model": "m", "messages": messages}).encode())
+    request = PlacementRequest(chat, "/v1/chat/completions")
+    prompt = router.policy.alone(request).prompt
+    assert prompt is not None
+    assert router.caches.sizes.tokens(prompt) % 64 == 0
+    for engine in engines:
+        workload = router.pools[Side.DECODE].workload(engine)
+        assert workload is not None
+        workload.cache.prompt_computed(prompt)
+    assert router.policy.alone(request).prefix is None

@@ -21,12 +21,14 @@ from router_setup import (
     EndingServer,
     FakeEngine,
     FedStream,
+    Handler,
     answer_ok,
     client_of,
     cluster,
     refuse,
     serve,
     serve_engine,
+    serve_engines,
     within,
 )
 from starlette.requests import Request
@@ -224,6 +226,29 @@ async def test_forwarded_request_that_engines_refuse_by_their_key_gets_502(key_f
         answer = await client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
         assert answer.status_code == 502
         assert "Set --engine-key-file" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_engine_that_refuses_the_routers_key_gets_few_requests(side: str, key_file: str) -> None:
+    """It answers at once, so it has the fewest requests in flight. Other engines get its requests."""
+    handlers: dict[str, list[Handler]] = {"prefill": [answer_ok], "decode": [answer_ok]}
+    handlers[side].append(refuse(401, "Unauthorized"))
+    tokenized: list[Request] = []
+    async with serve_engines(**handlers) as (p, d, engines):
+
+        async def unauthorized(request: Request) -> Response:
+            tokenized.append(request)
+            return JSONResponse({"error": "Unauthorized"}, 401)
+
+        wrong = (p if side == "prefill" else d)[1]
+        wrong.app.router.routes.insert(0, Route("/tokenize", unauthorized, methods=["POST"]))
+        settings = RouterSettings(**engines, dispatch="serial", api_key_file=key_file)
+        async with serve(create_app(settings)) as url, client_of(url) as client:
+            for path in ["/tokenize", "/v1/completions"] * 20:
+                answer = await client.post(path, json={"prompt": "x"}, headers=bearer(ALICE))
+                assert answer.status_code == 200, answer.text
+    # Three failures open its breaker. Trials come after 2, 6, 14 and 30 s.
+    assert 0 < len(wrong.bodies) + len(tokenized) < 10
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a\nb", "\x01", "a" * 257])
