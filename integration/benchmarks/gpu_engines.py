@@ -203,12 +203,13 @@ def cpu_seconds(server: GpuServer) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def wait_ready(servers: Sequence[GpuServer]) -> None:
+def wait_ready(servers: Sequence[GpuServer], seconds: float = START_SECONDS) -> None:
+    """Waits until all servers are healthy, for at most ``seconds``."""
     urls = {}
     for server in servers:
         assert server.process is not None
         urls[server.process] = f"{server.url}/health"
-    wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
+    wait_healthy(urls, deadline=time.monotonic() + seconds)
 
 
 def start_router(prefill: GpuServer, port: int, logs: Path) -> Process:
@@ -300,8 +301,8 @@ async def prefilled(
     return time.perf_counter() - begin, response.json()
 
 
-async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
-    """Sends a request to both engines at once, like the router, but without its hop."""
+def transfer_params(prefill: GpuServer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the kv_transfer_params of one request: for the prefill engine, and for the decode engine."""
     transfer_id = uuid.uuid4().hex
     at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     at_decode = {
@@ -311,6 +312,12 @@ async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServe
         "remote_host": HOST,
         "remote_port": prefill.control_port,
     }
+    return at_prefill, at_decode
+
+
+async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
+    """Sends a request to both engines at once, like the router, but without its hop."""
+    at_prefill, at_decode = transfer_params(prefill)
     (seconds, _), answer = await asyncio.gather(
         prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
     )

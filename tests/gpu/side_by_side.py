@@ -18,6 +18,9 @@ from gpu_engines import HOST, GpuServer, ours
 
 # Ports of a case: three API servers, and control sockets ten above them.
 _FIRST_PORT, _PORTS = 9100, 40
+# Lines of a traceback, alone or behind the head of a log line: "(EngineCore pid=1) ERROR ... [file:1] ".
+_PLACE = re.compile(r'(?:^|\] ) +(File ".+", line \d+, in .+)')
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$")
 
 
 def server(
@@ -54,10 +57,22 @@ def server(
 
 
 async def counted(client: httpx.AsyncClient, server: GpuServer, metric: str) -> float:
-    """Returns the sum of a counter of vLLM's over its series."""
+    """Returns the sum of a counter of vLLM or of the connector over its series."""
     text = (await client.get(f"{server.url}/metrics")).text
-    found = re.findall(rf"^vllm:{metric}_total(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+    line = rf"^(?:vllm:|kv_connector_){metric}_total(?:\{{[^}}]*\}})? (\S+)$"
+    found = re.findall(line, text, re.MULTILINE)
     return sum(float(value) for value in found)
+
+
+def first_error(log: Path) -> str:
+    """Returns the first error in a server's log and its place, or "" if the log has no error."""
+    place = ""
+    for line in log.read_text(errors="replace").splitlines():
+        if found := _PLACE.search(line):
+            place = found[1]
+        elif (found := _ERROR.search(line)) and "skip_tokenizer_init" not in line:  # a warning of each start
+            return f"{found[1]} ({place})"
+    return ""
 
 
 def run_cases(
@@ -91,6 +106,8 @@ def run_cases(
             print(f"{name}: {run(name, directories[name], port, plan.provider)}", flush=True)
         except Exception as error:
             print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
+            for log in sorted(work.glob(f"{name.replace(' ', '-')}-*.log")):
+                print(f"{name}: first error in {log}: {first_error(log) or 'none'}", flush=True)
             return False
         return True
 
