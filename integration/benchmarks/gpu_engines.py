@@ -32,6 +32,9 @@ REST_SECONDS = 0.15
 # An engine counts as dead after 5 s of silence. The end of a process of this machine is noticed at once.
 AT_REST_SECONDS = 8.0
 IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+# Lines of a traceback, alone or behind the head of a log line: "(EngineCore pid=1) ERROR ... [file:1] ".
+_PLACE = re.compile(r'(?:^|\] ) +(File ".+", line \d+, in .+)')
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$")
 TEST_SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 """Has a worker extension that flips a bit."""
 ENVIRONMENT = {
@@ -210,6 +213,17 @@ def wait_ready(servers: Sequence[GpuServer], seconds: float = START_SECONDS) -> 
         assert server.process is not None
         urls[server.process] = f"{server.url}/health"
     wait_healthy(urls, deadline=time.monotonic() + seconds)
+
+
+def first_error(log: Path) -> str:
+    """Returns the first error in a server's log and its place, or "" if the log has no error."""
+    place = ""
+    for line in log.read_text(errors="replace").splitlines():
+        if found := _PLACE.search(line):
+            place = found[1]
+        elif (found := _ERROR.search(line)) and "skip_tokenizer_init" not in line:  # a warning of each start
+            return f"{found[1]} ({place})"
+    return ""
 
 
 def start_router(prefill: GpuServer, port: int, logs: Path) -> Process:

@@ -14,13 +14,10 @@ from typing import Any
 import httpx
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
-from gpu_engines import HOST, GpuServer, ours
+from gpu_engines import HOST, GpuServer, first_error, ours
 
 # Ports of a case: three API servers, and control sockets ten above them.
 _FIRST_PORT, _PORTS = 9100, 40
-# Lines of a traceback, alone or behind the head of a log line: "(EngineCore pid=1) ERROR ... [file:1] ".
-_PLACE = re.compile(r'(?:^|\] ) +(File ".+", line \d+, in .+)')
-_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$")
 
 
 def server(
@@ -62,17 +59,6 @@ async def counted(client: httpx.AsyncClient, server: GpuServer, metric: str) -> 
     line = rf"^(?:vllm:|kv_connector_){metric}_total(?:\{{[^}}]*\}})? (\S+)$"
     found = re.findall(line, text, re.MULTILINE)
     return sum(float(value) for value in found)
-
-
-def first_error(log: Path) -> str:
-    """Returns the first error in a server's log and its place, or "" if the log has no error."""
-    place = ""
-    for line in log.read_text(errors="replace").splitlines():
-        if found := _PLACE.search(line):
-            place = found[1]
-        elif (found := _ERROR.search(line)) and "skip_tokenizer_init" not in line:  # a warning of each start
-            return f"{found[1]} ({place})"
-    return ""
 
 
 def run_cases(
