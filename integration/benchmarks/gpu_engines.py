@@ -32,6 +32,9 @@ REST_SECONDS = 0.15
 # An engine counts as dead after 5 s of silence. The end of a process of this machine is noticed at once.
 AT_REST_SECONDS = 8.0
 IN_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+# Lines of a traceback, alone or behind the head of a log line: "(EngineCore pid=1) ERROR ... [file:1] ".
+_PLACE = re.compile(r'(?:^|\] ) +(File ".+", line \d+, in .+)')
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$")
 TEST_SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 """Has a worker extension that flips a bit."""
 ENVIRONMENT = {
@@ -203,12 +206,24 @@ def cpu_seconds(server: GpuServer) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def wait_ready(servers: Sequence[GpuServer]) -> None:
+def wait_ready(servers: Sequence[GpuServer], seconds: float = START_SECONDS) -> None:
+    """Waits until all servers are healthy, for at most ``seconds``."""
     urls = {}
     for server in servers:
         assert server.process is not None
         urls[server.process] = f"{server.url}/health"
-    wait_healthy(urls, deadline=time.monotonic() + START_SECONDS)
+    wait_healthy(urls, deadline=time.monotonic() + seconds)
+
+
+def first_error(log: Path) -> str:
+    """Returns the first error in a server's log and its place, or "" if the log has no error."""
+    place = ""
+    for line in log.read_text(errors="replace").splitlines():
+        if found := _PLACE.search(line):
+            place = found[1]
+        elif (found := _ERROR.search(line)) and "skip_tokenizer_init" not in line:  # a warning of each start
+            return f"{found[1]} ({place})"
+    return ""
 
 
 def start_router(prefill: GpuServer, port: int, logs: Path) -> Process:
@@ -300,8 +315,8 @@ async def prefilled(
     return time.perf_counter() - begin, response.json()
 
 
-async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
-    """Sends a request to both engines at once, like the router, but without its hop."""
+def transfer_params(prefill: GpuServer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the kv_transfer_params of one request: for the prefill engine, and for the decode engine."""
     transfer_id = uuid.uuid4().hex
     at_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     at_decode = {
@@ -311,6 +326,12 @@ async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServe
         "remote_host": HOST,
         "remote_port": prefill.control_port,
     }
+    return at_prefill, at_decode
+
+
+async def direct(client: httpx.AsyncClient, prefill: GpuServer, decode: GpuServer, body: Body) -> GpuAnswer:
+    """Sends a request to both engines at once, like the router, but without its hop."""
+    at_prefill, at_decode = transfer_params(prefill)
     (seconds, _), answer = await asyncio.gather(
         prefilled(client, prefill.url, body, at_prefill), stream(client, decode.url, body, at_decode)
     )

@@ -55,6 +55,8 @@ from shapes import SHAPES
 
 from kv_connector.lab.process import Process, StartError, stop
 
+# The first request of DeepSeek-V4's shape compiles kernels.
+REQUEST_SECONDS = 120.0
 # vLLM's arguments. With async scheduling, its default, a token is returned after the next step's launch.
 MODES = {
     "graphs": [],
@@ -121,7 +123,7 @@ async def measure(
 ) -> None:
     rng = np.random.default_rng(1)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=20.0, trust_env=False, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, trust_env=False, limits=limits) as client:
         modes = Modes(client, deployment, routers)
         print(
             f"{label}: TTFT in ms and its distance from one engine's, medians of {plan.rounds}, one at a time"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Values of all shapes but one: 7 to 8 billion weights in bfloat16.
+# Values of all shapes. Those without experts have 7 to 8 billion weights in bfloat16.
 _COMMON = {
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -99,6 +99,58 @@ _GRANITE = {
     "attention_multiplier": 128**-0.5,
 }
 
+# DeepSeek-V4-Flash's attention and width, with 16 of 43 layers and 16 of 256 experts. The first two layers
+# have windows alone, the others compressed caches in turns.
+_DEEPSEEK_V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 16,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 7],
+    "index_topk": 512,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "num_nextn_predict_layers": 0,
+    "expert_dtype": "fp8",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+    },
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -116,6 +168,7 @@ SHAPES = {
     "llama": ModelShape(_LLAMA),
     "qwen3-moe": ModelShape(_QWEN3_MOE),
     "mla": ModelShape(_DEEPSEEK),
+    "deepseek-v4": ModelShape(_DEEPSEEK_V4, ["--kv-cache-dtype", "fp8"]),
     # Each request needs room for its state: 8 GiB hold 992. NixlConnector supports channels first only.
     "hybrid": ModelShape(_GRANITE, ["--max-num-seqs", "256"], {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
 }

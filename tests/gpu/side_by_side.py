@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration" / "benchmarks"))
-from gpu_engines import HOST, GpuServer, ours
+from gpu_engines import HOST, GpuServer, first_error, ours
 
 # Ports of a case: three API servers, and control sockets ten above them.
 _FIRST_PORT, _PORTS = 9100, 40
@@ -54,9 +54,10 @@ def server(
 
 
 async def counted(client: httpx.AsyncClient, server: GpuServer, metric: str) -> float:
-    """Returns the sum of a counter of vLLM's over its series."""
+    """Returns the sum of a counter of vLLM or of the connector over its series."""
     text = (await client.get(f"{server.url}/metrics")).text
-    found = re.findall(rf"^vllm:{metric}_total(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+    line = rf"^(?:vllm:|kv_connector_){metric}_total(?:\{{[^}}]*\}})? (\S+)$"
+    found = re.findall(line, text, re.MULTILINE)
     return sum(float(value) for value in found)
 
 
@@ -91,6 +92,8 @@ def run_cases(
             print(f"{name}: {run(name, directories[name], port, plan.provider)}", flush=True)
         except Exception as error:
             print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
+            for log in sorted(work.glob(f"{name.replace(' ', '-')}-*.log")):
+                print(f"{name}: first error in {log}: {first_error(log) or 'none'}", flush=True)
             return False
         return True
 

@@ -3,6 +3,9 @@
 vLLM's own dummy weights are so small that a model's tokens do not depend on its prompt. The plugin works for
 every model class, because it draws the parameters that the class has made, quantized or not. Equal names and
 shapes give equal weights in every engine.
+
+The plugin also takes the first configuration of each Triton kernel. Otherwise each engine measures all of
+them and chooses by itself, for minutes with some models. Engines that choose differently round differently.
 """
 
 import zlib
@@ -16,7 +19,11 @@ SCALE = 0.0625
 
 def register() -> None:
     """Replaces the drawing function of vLLM's dummy loader. vLLM calls this in each of its processes."""
+    from triton.runtime.autotuner import Autotuner
     from vllm.model_executor.model_loader import dummy_loader
+
+    usable = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, arguments: usable(self, arguments)[:1]
 
     names: dict[int, str] = {}
     original = dummy_loader.DummyModelLoader.load_weights
@@ -38,6 +45,10 @@ def draw_one(tensor: Any, name: str) -> None:
     import torch
 
     kind = name.rpartition(".")[2]
+    if kind == "tid2eid":  # DeepSeek-V4: the experts of each token, drawn by vLLM at the model's construction
+        tokens = torch.arange(tensor.numel()).reshape(tensor.shape)
+        _copy(tensor, tokens % (int(tensor.max()) + 1))
+        return
     if not torch.is_floating_point(tensor) or tensor.numel() == 0:
         return
     if "scale" in kind and "global" not in kind and tensor.dtype.itemsize != 2:

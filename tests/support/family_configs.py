@@ -49,7 +49,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-INDEXER = {"index_topk": 512, "index_head_dim": 128, "index_n_heads": 32}
+INDEXER = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32}
 YARN = {"rope_type": "yarn", "type": "yarn", "factor": 4, "original_max_position_embeddings": 2048}
 
 
@@ -67,6 +67,7 @@ DEEPSEEK_V4 = config(
     **EXPERTS
     | INDEXER
     | {
+        "index_topk": 512,
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "head_dim": 512,
@@ -136,7 +137,7 @@ QWEN4_EXP = config(
     indexer_n_heads=4,
     indexer_kv_heads=1,
     indexer_head_dim=128,
-    indexer_budget=512,
+    indexer_budget=2048,
     indexer_compress_ratio=4,
     output_gate_type="silu",
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},

@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_connector.protocol.pages.refused_divisions import division_problem
 from kv_connector.vllm.internals import VLLM_VERSION, release
-from kv_connector.vllm.model.kv_specs import SUPPORTED_SPECS, never_run, spec_problem
+from kv_connector.vllm.model.kv_specs import SUPPORTED_SPECS, spec_problem, unproven
 from kv_connector.vllm.model.model_facts import layer_spec
 
 logger = logging.getLogger(__name__)
@@ -45,21 +45,20 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"WriteImmConnector cannot transfer KV cache group {index} of {model}: {problem}. It "
                 f"supports {specs}; docs/models.md lists the models."
             )
-    _warn_of_untried(kv_cache_config)
+    _warn_of_unproven(kv_cache_config)
 
 
-def _warn_of_untried(kv_cache_config: Any) -> None:
+def _warn_of_unproven(kv_cache_config: Any) -> None:
     layers = [
         f"{name} ({type(spec).__name__}, tokens_per_state {getattr(spec, 'tokens_per_state', 1)})"
         for group in kv_cache_config.kv_cache_groups
         for name in group.layer_names
-        if never_run(spec := layer_spec(group, name))
+        if unproven(spec := layer_spec(group, name))
     ]
     if layers:
         logger.warning(
-            "the KV cache of %d layers, such as %s, has been transferred in unit tests alone: no engine has "
-            "run such a model with kv-connector. Compare its answers with those of one engine (kv-connector "
-            "verify) before you serve it",
+            "no run has shown right answers with the KV cache of %d layers, such as %s. Compare the model's "
+            "answers with those of one engine (kv-connector verify) before you serve it",
             len(layers),
             layers[0],
         )

@@ -53,8 +53,11 @@ def spec_problem(spec: Any) -> str | None:
     return None
 
 
-def never_run(spec: Any) -> bool:
-    """Returns whether no engine has run a model with this spec yet: unit tests alone cover its transfer."""
-    return (
-        type(spec) in (SlidingWindowMLASpec, CircularBufferSpec) or getattr(spec, "tokens_per_state", 1) > 1
-    )
+def unproven(spec: Any) -> bool:
+    """Returns whether no run has shown that answers of a model with this spec are those of one engine.
+
+    Windows of latents ran in DeepSeek-V4, whose answers to long prompts differ, with one engine alone too.
+    Caches with several tokens a state ran with latents alone (MLAAttentionSpec).
+    """
+    compressed = getattr(spec, "tokens_per_state", 1) > 1
+    return type(spec) is SlidingWindowMLASpec or (compressed and type(spec) is not MLAAttentionSpec)

@@ -614,15 +614,24 @@ def test_unknown_caches_are_refused(config: Any, group: KVCacheGroupSpec, proble
         check_configuration(config, cache)
 
 
-@pytest.mark.parametrize(("spec", "told"), [(FULL, False), (WINDOW_MLA, True)])
-def test_a_cache_that_no_engine_has_run_is_named(
-    config: Any, spec: Any, told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("spec", "warned"),
+    [
+        (FULL, False),
+        (COMPRESSED, False),
+        (RING, False),
+        (WINDOW_MLA, True),
+        (replace(FULL, tokens_per_state=4), True),
+    ],
+)
+def test_cache_without_a_right_run_is_named_at_the_start(
+    config: Any, spec: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [KVCacheGroupSpec([name(0)], spec)]
     check_configuration(config, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups))
-    lines = [one.getMessage() for one in caplog.records if "no engine has run" in one.getMessage()]
-    assert len(lines) == told
-    assert all(f"{name(0)} (SlidingWindowMLASpec" in line for line in lines)
+    lines = [one.getMessage() for one in caplog.records if "no run has shown" in one.getMessage()]
+    assert len(lines) == warned
+    assert all(f"{name(0)} ({type(spec).__name__}" in line for line in lines)
 
 
 @pytest.mark.parametrize("follows", [False, True])

@@ -8,7 +8,10 @@ from pathlib import Path
 import models
 import models_of_vllm
 import pytest
-from models_of_vllm import RUN, TESTS, Cache, vllm_rows
+from models_of_vllm import GPU_LAYERS, GPU_RUN, NAME, RUN, TESTS, Cache, vllm_rows
+
+# GPU cases ran with one release. With another one, their classes have not run.
+ON_GPUS = "supported" if NAME in GPU_RUN else "not run"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,9 @@ def test_record_of_model_classes_is_that_of_the_installed_release(rows: list[mod
 def test_tests_of_model_classes_exist() -> None:
     cases = (Path(__file__).parents[2] / "topologies" / "cases.py").read_text()
     assert {*TESTS.values(), *RUN.values()} <= {*re.findall(r'Case\("([^"]+)"', cases)}
+    families = (Path(__file__).parents[2] / "gpu" / "families.py").read_text()
+    on_gpus = [*GPU_RUN.values(), *GPU_LAYERS.values()]
+    assert {case for one in on_gpus for case in one.values()} <= {*re.findall(r'Family\("([^"]+)"', families)}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +46,8 @@ def test_tests_of_model_classes_exist() -> None:
         ("Qwen3NextForCausalLM", "supported", "MambaSpec of QwenGatedDeltaNetAttention"),
         ("DeepseekV4ForCausalLM", "not run", "SlidingWindowMLASpec"),
         ("DeepseekV4ForCausalLM", "not run", "MLAAttentionSpec with tokens_per_state"),
+        ("KimiLinearForCausalLM", ON_GPUS, "MambaSpec of KimiK3DeltaAttention"),
+        ("KimiK3ForConditionalGeneration", "not run", "MambaSpec of KimiK3DeltaAttention"),
         ("DeepseekV41ForCausalLM", "not run", "CircularBufferSpec"),
         ("WhisperForConditionalGeneration", "refused", "CrossAttentionSpec"),
     ],
