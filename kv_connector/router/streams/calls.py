@@ -81,11 +81,20 @@ class Call:
 class EngineFailure(Failure):
     """An engine did not answer a request, or answered with an error. Other engines may succeed."""
 
-    def __init__(self, failure: Failure, blamed: Mapping[Side, Endpoint], *, broke: bool = False) -> None:
-        """``broke``: the decode engine failed while it had the request, which may be the cause."""
+    def __init__(
+        self,
+        failure: Failure,
+        blamed: Mapping[Side, Endpoint],
+        *,
+        broke: bool = False,
+        unreached: bool = False,
+    ) -> None:
+        """``broke``: the decode engine failed while it had the request, which may be the cause.
+        ``unreached``: no process listens at the engine's address, so the request is not the cause."""
         super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
         self.broke = broke
+        self.unreached = unreached
 
 
 class EngineError(EngineFailure):
@@ -391,7 +400,8 @@ class Calls:
             # The request may be at fault. An engine that is gone refuses the next connection.
             self._erred(endpoint, words, begun=begun)
             broke = side is Side.DECODE
-        return EngineFailure(engine_down(side.value, str(endpoint), error), {side: endpoint}, broke=broke)
+        down = engine_down(side.value, str(endpoint), error)
+        return EngineFailure(down, {side: endpoint}, broke=broke, unreached=refused(error))
 
 
 def _takes_no_connection(error: Exception) -> bool:

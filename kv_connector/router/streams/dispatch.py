@@ -3,7 +3,6 @@ answer.
 """
 
 import functools
-import itertools
 import logging
 import time
 from collections.abc import (
@@ -52,8 +51,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A request that breaks every engine must not reach all engines.
+# A request that breaks every engine must not reach all engines. An attempt does not count if no process
+# listens at the engine's address: the request is not the cause, and each such engine is tried once.
 ATTEMPTS = 3
+_NO_RETRY = ATTEMPTS + 1
 
 MODELS_PATH = "/v1/models"
 
@@ -180,15 +181,14 @@ class Dispatcher:
         engines that failed in earlier attempts. ``first``: number of the first attempt here. ``failed``: the
         failure before it.
         """
-        avoid = {*avoided}
-        for number in itertools.count(first):
+        avoid, number = {*avoided}, first
+        while True:
             try:
                 return await attempt(avoid, number, failed)
             except EngineFailure as error:
                 avoid = self._avoid_next(error, avoid, number, call)
-                failed = error
+                number, failed = _next_number(number, error), error
                 logger.warning("request %s: retried on other engines: %s", call.request_id, error)
-        raise AssertionError
 
     @asynccontextmanager
     async def _turn(
@@ -218,7 +218,7 @@ class Dispatcher:
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
         # A request that has ended two engines may have been the cause.
-        last = attempt >= ATTEMPTS or (call.resumes and error.broke)
+        last = _next_number(attempt, error) > ATTEMPTS or (call.resumes and error.broke)
         others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if last or not (others or alone):
@@ -418,7 +418,7 @@ class Dispatcher:
                 raise failure(503, "api_error", f"the {side.value} engine {engine} has left the router")
         async with AsyncExitStack() as stack:
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)
-            answer = await self._concurrent(attempt, stack, (), ATTEMPTS)
+            answer = await self._concurrent(attempt, stack, (), _NO_RETRY)
             return stack.pop_all(), answer
 
     async def _resume(
@@ -444,7 +444,13 @@ class Dispatcher:
         logger.warning(
             "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
-        return await self._try(completion.behind_its_token(), call, avoid, number + 1, error)
+        number = _next_number(number, error)
+        return await self._try(completion.behind_its_token(), call, avoid, number, error)
+
+
+def _next_number(number: int, error: EngineFailure) -> int:
+    """Returns the number of the attempt that follows attempt ``number``, which has failed."""
+    return number if error.unreached else number + 1
 
 
 @contextmanager

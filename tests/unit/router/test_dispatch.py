@@ -13,6 +13,7 @@ from router_setup import FakeEngine, Handler, answer_ok, refuse, serve_engines, 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
@@ -35,10 +36,16 @@ REQUEST = b'{"prompt": "x"}'
 
 @contextlib.asynccontextmanager
 async def dispatching(
-    prefill: Sequence[Handler], decode: Sequence[Handler], **settings: Any
+    prefill: Sequence[Handler], decode: Sequence[Handler], *, ended: int = 0, **settings: Any
 ) -> AsyncIterator[tuple[Dispatcher, list[FakeEngine], list[FakeEngine]]]:
-    """A dispatcher, its prefill engines and its decode engines. Default dispatch here: serial."""
+    """A dispatcher, its prefill engines and its decode engines. Default dispatch here: serial.
+
+    ``ended``: further decode engines, which have ended unnoticed.
+    """
     async with serve_engines(prefill, decode) as (p, d, engines), EngineClient() as client:
+        if ended:
+            gone = [Endpoint.parse(f"http://127.0.0.1:{port}") for port in free_ports(ended)]
+            engines["decode"] = (*engines["decode"], *gone)
         # With a registration address, a side may have no engine.
         default = {"registration": Address("127.0.0.1", 0), "dispatch": "serial", "patience": 0.05}
         chosen = RouterSettings(**{**engines, **default, **settings})
@@ -67,6 +74,16 @@ async def test_request_whose_engines_fail_is_tried_a_bounded_number_of_times() -
         assert sorted(len(engine.bodies) for engine in p) == [0, 0, *[1] * ATTEMPTS]
         assert not d[0].bodies
         assert outstanding(dispatcher) == 0
+
+
+@pytest.mark.parametrize("dispatch", ["serial", "concurrent"])
+async def test_engines_that_no_longer_listen_cost_no_attempt(dispatch: str) -> None:
+    ended = ATTEMPTS + 1
+    async with dispatching([answer_ok], [answer_ok], ended=ended, dispatch=dispatch) as (dispatcher, p, d):
+        # The engines that have ended have fewer requests.
+        with dispatcher.parts.pools[Side.DECODE].lease(Endpoint.parse(d[0].url)):
+            assert json.loads(await answer(dispatcher))["choices"][0]["text"] == "ok"
+        assert len(p[0].bodies) == ended + 1
 
 
 async def test_request_that_an_engine_refuses_is_not_tried_again() -> None:
