@@ -103,12 +103,12 @@ BUGS = (
         reservation, verdict = transfer.reservation, transfer.verdict
         assert reservation is not None
         assert verdict is not None
-        transfer.verdict = Verdict(""",
+        transfer.verdict = RecordedEnd(""",
         """\
         reservation, verdict, quiesced = transfer.reservation, transfer.verdict, True
         assert reservation is not None
         assert verdict is not None
-        transfer.verdict = Verdict(""",
+        transfer.verdict = RecordedEnd(""",
         first=710,
     ),
     # A tenth of the clients leaves, and an alert reports failing transfers.

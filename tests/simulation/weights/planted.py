@@ -10,8 +10,9 @@ BUGS = (
     Bug(
         "an arena is given away before it is fenced",
         _LANDING,
-        "        if self.phase is not Phase.BEGINNING or self._opening or not begun or self._fencing:\n",
-        "        if self.phase is not Phase.BEGINNING or self._opening or not begun:\n",
+        "        if self.phase is not LandingPhase.BEGINNING or self._opening or not begun"
+        " or self._fencing:\n",
+        "        if self.phase is not LandingPhase.BEGINNING or self._opening or not begun:\n",
         first=30,
     ),
     Bug(
@@ -24,10 +25,12 @@ BUGS = (
         "a sender that is lost while its version lands voids nothing",
         _LANDING,
         """\
-        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+        if sender.run == self._run and (
+            unfinished or self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING)
+        ):
 """,
         """\
-        if sender.run == self._run and (unfinished or self.phase is Phase.BEGINNING):
+        if sender.run == self._run and (unfinished or self.phase is LandingPhase.BEGINNING):
 """,
     ),
     Bug(
@@ -65,10 +68,12 @@ BUGS = (
         "a sender that is lost between its rounds voids nothing",
         _LANDING,
         """\
-        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+        if sender.run == self._run and (
+            unfinished or self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING)
+        ):
 """,
         """\
-        if sender.run == self._run and self.phase in (Phase.BEGINNING, Phase.LANDING):
+        if sender.run == self._run and self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING):
 """,
     ),
     Bug(
@@ -89,10 +94,12 @@ BUGS = (
         "a seeding engine that leaves voids the trainer's version",
         _LANDING,
         """\
-        if sender.run == self._run and (unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING)):
+        if sender.run == self._run and (
+            unfinished or self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING)
+        ):
 """,
         """\
-        if unfinished or self.phase in (Phase.BEGINNING, Phase.LANDING):
+        if unfinished or self.phase in (LandingPhase.BEGINNING, LandingPhase.LANDING):
 """,
         first=80,
     ),
