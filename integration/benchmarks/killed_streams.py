@@ -180,24 +180,6 @@ async def measure(router: str, engines: Sequence[EngineProcess], streams: int, t
 SYSTEMS = ("kv-connector", "vllm-router and NixlConnector")
 
 
-async def until_used(router: str, engines: Sequence[EngineProcess]) -> None:
-    """Waits until kv-connector's router sends requests to each of these engines.
-
-    It finds a started engine some time after the engine answers. Streams that begin earlier all run at the
-    engine that it found first.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-        while True:
-            health = (await client.get(f"{router}/health")).json()
-            states = {**health["prefill"], **health["decode"]}
-            if all(states.get(engine.url) == "ready" for engine in engines):
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the router does not use all engines after {START_SECONDS:g} s: {states}")
-            await asyncio.sleep(0.1)
-
-
 def missing(system: str, vllm_router: str) -> str | None:
     """Returns what this system needs and does not have, or None."""
     if system == SYSTEMS[0]:
@@ -241,7 +223,8 @@ def main() -> int:
                 router, engines = cluster.start(system)
                 cluster.wait_ready(seconds=START_SECONDS)
                 if system == SYSTEMS[0]:
-                    asyncio.run(until_used(router, engines))
+                    # Streams that begin before all run at the engine that the router finds first.
+                    cluster.wait_joined(router, *engines)
                 row = asyncio.run(measure(router, engines, options.streams, options.tokens))
             print(json.dumps({"system": system, **row}), flush=True)
             if row["at_the_killed_engine"] == 0:

@@ -18,11 +18,10 @@ from deployment import SMALL
 from nursery import nursery
 from suite_numbers import positive
 
-from kv_connector.lab.cluster import LocalCluster
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.process import leave_on_signals
 from tests.faults.fault_site import Site
-from tests.soak.__main__ import LAYERS, NO_CACHE_OF_PRODUCTS, SAMPLE_SECONDS
+from tests.soak.__main__ import FEWEST_SAMPLES, LAYERS, NO_CACHE_OF_PRODUCTS, SAMPLE_SECONDS
 from tests.soak.load import Load
 from tests.soak.processes import Sample, listener, of_group
 from tests.soak.report import judged, table
@@ -35,16 +34,15 @@ async def run(directory: Path, minutes: float, rate: float) -> list[Sample]:
     model = make_llama(directory / "model", layers=LAYERS, **SMALL)
     found: list[Sample] = []
     with nursery(directory, {"OMP_NUM_THREADS": "1"}) as interpreter, Site(directory, model) as site:
-        cluster: LocalCluster = site.cluster
-        cluster.interpreter = interpreter
-        cluster.environment.update(NO_CACHE_OF_PRODUCTS)
-        engine = cluster.start_engine(NAME)
-        await asyncio.to_thread(cluster.wait_ready)
+        site.cluster.interpreter = interpreter
+        site.cluster.environment.update(NO_CACHE_OF_PRODUCTS)
+        engine = site.cluster.start_engine(NAME)
+        await asyncio.to_thread(site.cluster.wait_ready)
         server = listener(engine.port)
         assert server is not None
         async with Load(engine.url, rate) as load:
             while load.seconds < minutes * 60:
-                due = time.monotonic() + min(SAMPLE_SECONDS, minutes * 60 / 90)
+                due = time.monotonic() + min(SAMPLE_SECONDS, minutes * 60 / FEWEST_SAMPLES)
                 at, ended = round(load.seconds, 1), load.outcome.ended
                 found += [Sample(at, ended, *one) for one in of_group(NAME, server)]
                 await asyncio.sleep(due - time.monotonic())

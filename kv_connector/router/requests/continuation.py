@@ -128,7 +128,7 @@ def has_ids(path: str, completion: Completion) -> bool:
     return (
         path in PATHS
         and completion.local_reason() is None
-        and all(body.get(key) in (None, 1) for key in ("n", "best_of"))
+        and completion.one_answer()
         and not body.get("echo")
         # vLLM takes 1 and "yes", too: whether the client gets ids is not known here.
         and isinstance(body.get("return_token_ids"), bool | None)

@@ -186,8 +186,8 @@ class Dispatcher:
             try:
                 return await attempt(avoid, number, failed)
             except EngineFailure as error:
-                avoid = self._avoid_next(error, avoid, number, call)
-                number, failed = _next_number(number, error), error
+                avoid, number = self._next(error, avoid, number, call)
+                failed = error
                 logger.warning("request %s: retried on other engines: %s", call.request_id, error)
 
     @asynccontextmanager
@@ -208,23 +208,24 @@ class Dispatcher:
         async with self._restarts.turn(engine, call.model) as end:
             yield call if begins else replace(call, prompt_computed=end)
 
-    def _avoid_next(
-        self, error: EngineFailure, avoided: Collection[Endpoint], attempt: int, call: Call
-    ) -> set[Endpoint]:
-        """Returns the engines to avoid in the next attempt, after this one has failed.
+    def _next(
+        self, error: EngineFailure, avoided: Collection[Endpoint], number: int, call: Call
+    ) -> tuple[set[Endpoint], int]:
+        """Returns the engines to avoid in the next attempt, and its number, after this attempt has failed.
 
         Raises the failure if it was the last attempt, or if there are no other engines.
         """
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
         # A request that has ended two engines may have been the cause.
-        last = _next_number(attempt, error) > ATTEMPTS or (call.resumes and error.broke)
+        next_number = number if error.unreached else number + 1
+        last = next_number > ATTEMPTS or (call.resumes and error.broke)
         others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if last or not (others or alone):
             raise error
         self.parts.metrics.retries.inc()
-        return avoid
+        return avoid, next_number
 
     async def _attempt(
         self,
@@ -440,17 +441,11 @@ class Dispatcher:
 
         Raises the failure if there are no other engines.
         """
-        avoid = self._avoid_next(error, avoid, number, call)
+        avoid, number = self._next(error, avoid, number, call)
         logger.warning(
             "request %s: retried on other engines after its first token: %s", call.request_id, error
         )
-        number = _next_number(number, error)
         return await self._try(completion.behind_its_token(), call, avoid, number, error)
-
-
-def _next_number(number: int, error: EngineFailure) -> int:
-    """Returns the number of the attempt that follows attempt ``number``, which has failed."""
-    return number if error.unreached else number + 1
 
 
 @contextmanager
