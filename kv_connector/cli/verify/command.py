@@ -160,6 +160,8 @@ def verify(
         )
     if json is not None and json != STANDARD_OUTPUT and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"{json.absolute().parent} is not a folder", param_hint="--json")
+    # Read once: a file such as /dev/stdin has nothing left for a second read.
+    key = _api_key(api_key_file, "--api-key-file")
     wanted = RunOptions(
         target=target.url,
         reference=None if reference is None else reference.url,
@@ -176,8 +178,8 @@ def verify(
         keep_going=keep_going,
         timeout=timeout,
         salt=salt or secrets.token_hex(4),
-        api_key=_api_key(api_key_file, "--api-key-file"),
-        reference_key=_api_key(reference_key_file or api_key_file, "--reference-key-file"),
+        api_key=key,
+        reference_key=_api_key(reference_key_file, "--reference-key-file") or key,
     )
     to_errors = json == STANDARD_OUTPUT
     result = asyncio.run(_verify(wanted, lambda line: typer.echo(line, err=to_errors)))

@@ -454,6 +454,20 @@ def test_the_api_key_is_sent_to_both_servers(tmp_path: Path) -> None:
     assert "secret" not in output
 
 
+def test_the_api_key_may_come_from_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"secret\n")
+    os.close(writer)
+    reference = FakeModelServer()
+    try:
+        key = ("--api-key-file", f"/dev/fd/{reader}")
+        status, output = check(FakeModelServer(), reference, *key, *FEW)
+    finally:
+        os.close(reader)
+    assert status == ExitStatus.SUCCESS, output
+    assert {asked.headers["authorization"] for asked in reference.asked} == {"Bearer secret"}
+
+
 def test_the_reference_may_have_another_api_key(tmp_path: Path) -> None:
     client, engine = tmp_path / "client", tmp_path / "engine"
     client.write_text("of-a-client\n")
