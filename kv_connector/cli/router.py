@@ -406,6 +406,13 @@ def router(
     )
     requests = requests_for(raise_descriptor_limit())
     settings = settings_of(context.params, cluster_key(key_file), requests)
+    try:
+        certificate = _certificate(context.params)
+        app = create_app(settings)
+    except SpansError as error:
+        raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
+    except (AccessLogError, AuthorityError, CertificateError, KeyFileError) as error:
+        raise typer.BadParameter(str(error)) from None
     logger.info(
         "router: listens on %s://%s:%d with %s dispatch, prefill engines %s, decode engines %s%s%s",
         "http" if ssl_certfile is None else "https",
@@ -417,13 +424,6 @@ def router(
         f", encoder engines {', '.join(e.url for e in settings.encoders)}" if settings.encoders else "",
         f", and registration at {settings.registration}" if settings.registration else "",
     )
-    try:
-        certificate = _certificate(context.params)
-        app = create_app(settings)
-    except SpansError as error:
-        raise typer.BadParameter(f"--otlp-traces-endpoint: {error}") from None
-    except (AccessLogError, AuthorityError, CertificateError, KeyFileError) as error:
-        raise typer.BadParameter(str(error)) from None
     server = RouterServer(
         ServerConfig(
             app,

@@ -433,10 +433,14 @@ async def test_tls_handshake_that_does_not_end_is_given_up() -> None:
         (("--ssl-keyfile", "SERVER"), "--ssl-keyfile is the key of --ssl-certfile"),
     ],
 )
-def test_certificate_that_cannot_be_used_is_refused(options: tuple[str, ...], why: str) -> None:
+def test_certificate_that_cannot_be_used_is_refused(
+    options: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     files = {name.upper(): str(CERTIFICATES / f"{name}.pem") for name in ("authority", "server", "other")}
-    status, output = invoke(app, "router", *ENGINES, *(files.get(word, word) for word in options))
+    with caplog.at_level(logging.INFO):
+        status, output = invoke(app, "router", *ENGINES, *(files.get(word, word) for word in options))
     assert (status, "".join(why.split()) in "".join(one_line(output).split())) == (2, True), output
+    assert "listens on" not in caplog.text
 
 
 # --- The second address
