@@ -44,6 +44,11 @@ T = TypeVar("T")
 # Errors after which no packets arrive from the engine's host any more.
 _VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
+# Time in which an encoder engine has to answer, in seconds. A request waits for it, and another engine can
+# always encode the pictures. An encoder engine whose core hangs answers its health checks, so nothing else
+# ends the wait. fetch_timeout allows half of that for the embeddings.
+ENCODE_S = 20.0
+
 # Content type of vLLM's streams.
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -76,6 +81,10 @@ class Call:
     """Whether it continues a stream whose decode engine has failed."""
     prompt_computed: Callable[[], None] = _nothing_to_end
     """To be called when the prompt is computed, or when nothing will show that it is."""
+
+
+class LateError(Exception):
+    """An engine that accepts connections did not answer in time."""
 
 
 class EngineFailure(Failure):
@@ -147,20 +156,27 @@ class Calls:
         return computed
 
     async def encode(self, lease: Lease, body: Content, call: Call) -> dict[str, Any]:
-        """Sends the encoder engine the request's pictures. Returns its announcements of their embeddings."""
-        answer = await self._part(Side.ENCODER, lease, body, call, _EncoderAnswer)
+        """Sends the encoder engine the request's pictures. Returns its announcements of their embeddings.
+
+        EngineFailure if the encoder engine has no answer within ENCODE_S.
+        """
+        answer = await self._part(Side.ENCODER, lease, body, call, _EncoderAnswer, within=ENCODE_S)
         self._members.served(time.monotonic(), lease.endpoint)
         return answer.ec_transfer_params or {}
 
-    async def _part(self, side: Side, lease: Lease, body: Content, call: Call, kind: type[T]) -> T:
-        """Sends an engine its part of the request, and returns its whole answer."""
-        endpoint = lease.endpoint
+    async def _part(
+        self, side: Side, lease: Lease, body: Content, call: Call, kind: type[T], within: float | None = None
+    ) -> T:
+        """Sends an engine its part of the request, and returns its whole answer. ``within``: time limit in
+        seconds; None: no limit."""
+        endpoint, limit = lease.endpoint, asyncio.timeout(within)
         try:
-            async with lease.alive():
+            async with limit, lease.alive():
                 with self._spans.client(side, endpoint, endpoint.headers(call.headers)) as headers:
                     reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
         except (*HttpError, EngineLost) as error:
-            raise self._broken(side, endpoint, call, error) from error
+            why = LateError(f"no answer within {within:g} s") if limit.expired() else error
+            raise self._broken(side, endpoint, call, why) from error
         if reply.status >= 400:
             refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
             raise self._failed_part(side, endpoint, call, refusal)
@@ -417,6 +433,8 @@ def _what_broke(error: Exception) -> str:
             return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
             return "accepts no connection"
+        case LateError():
+            return "does not answer a request in time"
         case _ if isinstance(error, UNREADABLE):
             return "sent an unreadable answer"
         case _:
