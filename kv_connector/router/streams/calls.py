@@ -96,14 +96,15 @@ class EngineFailure(Failure):
         blamed: Mapping[Side, Endpoint],
         *,
         broke: bool = False,
-        unreached: bool = False,
+        unread: bool = False,
     ) -> None:
         """``broke``: the decode engine failed while it had the request, which may be the cause.
-        ``unreached``: no process listens at the engine's address, so the request is not the cause."""
+        ``unread``: no process listens at the engine's address, or it refuses the router's key or the rank. So
+        the request is not the cause."""
         super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
         self.broke = broke
-        self.unreached = unreached
+        self.unread = unread
 
 
 class EngineError(EngineFailure):
@@ -249,6 +250,9 @@ class Calls:
             try:
                 answer = await self._ask(lease, body, call, stack, accepted)
             except EngineError as error:
+                if error.unread:
+                    self._erred(lease.endpoint, error)
+                    raise
                 if self._members.registered(lease.endpoint):
                     await asyncio.wait({reason}, timeout=PATIENCE_S)
                 reported: Failure = error
@@ -371,8 +375,11 @@ class Calls:
         not have is the operator's fault, because the router has named the rank. So is a key of the router
         that the engine refuses: as it answers at once, it would get ever more requests.
         """
-        answer = refused_key(answer.status, call.exchange.key) or answer
+        refusal = refused_key(answer.status, call.exchange.key)
+        answer = refusal or answer
+        unread = refusal is not None
         if no_such_rank(answer, endpoint):
+            unread = True
             words = (
                 f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "
                 f"that it serves (--{side.value})"
@@ -389,7 +396,7 @@ class Calls:
         if answer.status < 500:
             return answer
         self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
-        return EngineError(answer, {side: endpoint}, broke=side is Side.DECODE)
+        return EngineError(answer, {side: endpoint}, broke=side is Side.DECODE and not unread, unread=unread)
 
     def _broken(
         self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
@@ -417,7 +424,7 @@ class Calls:
             self._erred(endpoint, words, begun=begun)
             broke = side is Side.DECODE
         down = engine_down(side.value, str(endpoint), error)
-        return EngineFailure(down, {side: endpoint}, broke=broke, unreached=refused(error))
+        return EngineFailure(down, {side: endpoint}, broke=broke, unread=refused(error))
 
 
 def _takes_no_connection(error: Exception) -> bool:

@@ -228,6 +228,18 @@ async def test_forwarded_request_that_engines_refuse_by_their_key_gets_502(key_f
         assert "Set --engine-key-file" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("dispatch", ["serial", "concurrent"])
+async def test_engines_that_refuse_the_routers_key_use_up_no_attempts(dispatch: str, key_file: str) -> None:
+    """An engine that has not read a request was not ended by it."""
+    handlers = [refuse(401, "Unauthorized"), refuse(401, "Unauthorized"), answer_ok]
+    async with serve_engines(handlers, handlers) as (_, _, engines):
+        settings = RouterSettings(**engines, dispatch=dispatch, api_key_file=key_file)  # type: ignore[arg-type]
+        async with serve(create_app(settings)) as url, client_of(url) as client:
+            for _ in range(3):
+                answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(ALICE))
+                assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_engine_that_refuses_the_routers_key_gets_few_requests(side: str, key_file: str) -> None:
     """It answers at once, so it has the fewest requests in flight. Other engines get its requests."""
