@@ -430,6 +430,7 @@ def router(
             connections=2 * requests,
             stall=settings.stall,
             tls=None if certificate is None else certificate.context,
+            refused=app.refused,
             host=host,
             port=port,
             # named: without this name and without uvloop, uvicorn would silently take a slower loop

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -62,6 +63,7 @@ from kv_connector.vllm.scheduling.step_costs import StepCosts, idle_load, step_t
 from kv_connector.vllm.scheduling.transferred_blocks import has_states
 from kv_connector.vllm.step_requests import StepRequests
 from kv_connector.vllm.worker_side import WorkerSide, current_stream
+from kv_connector.weights.settings import weight_settings
 
 if TYPE_CHECKING:
     from kv_connector.vllm.spans import TransferSpans
@@ -515,7 +517,14 @@ def _prefix_key(vllm_config: Any, kv_cache_config: Any) -> str:
     if not cache.enable_prefix_caching:
         return ""
     hashed = hashed_block_tokens(vllm_config, kv_cache_config)
-    return prefix_key(cache.prefix_caching_hash_algo, hashed)
+    return prefix_key(cache.prefix_caching_hash_algo, hashed, keeps_cache=_keeps_cache(vllm_config))
+
+
+def _keeps_cache(vllm_config: Any) -> bool:
+    """Returns whether the engine keeps its KV over an update of its weights. Raises SettingsError."""
+    if vllm_config.weight_transfer_config is None:
+        return False
+    return not weight_settings(os.environ, vllm_config.device_config.device_type).clear_cache
 
 
 def transfer_role(kv_role: str | None) -> Role:

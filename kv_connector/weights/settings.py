@@ -55,6 +55,11 @@ def weight_settings(environment: Mapping[str, str], device_type: str) -> WeightS
     """Parses ``KV_CONNECTOR_WEIGHTS``, a JSON object. Raises SettingsError."""
     given = settings_in_environment(environment, SETTINGS_VARIABLE, CONTROL_PORT)
     mode = given.pop("mode", _MODES[0])
+    if given["control_port"] == 0:
+        raise SettingsError(
+            f"{SETTINGS_VARIABLE}: control_port is 0, but trainers and the controller need known ports. "
+            f"Set the first of the ports, for example {CONTROL_PORT}."
+        )
     if mode not in _MODES:
         raise SettingsError(f"{SETTINGS_VARIABLE}: mode is {mode!r}. Valid: {', '.join(_MODES)}.")
     clear_cache = given.pop("clear_cache", True)

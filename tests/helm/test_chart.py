@@ -80,6 +80,14 @@ def render(chart: Any, values: Values) -> Objects:
     return found
 
 
+def notes_of(chart: Any, values: Values) -> str:
+    """Returns the text that `helm install` prints."""
+    files = chart.render(values, name="demo", namespace="serving")
+    (notes,) = (text for path, text in files.items() if path.endswith("NOTES.txt"))
+    assert isinstance(notes, str)
+    return notes
+
+
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each pod template with the kind and name of its object."""
     for (kind, name), thing in objects.items():
@@ -408,6 +416,33 @@ def test_router_without_an_admin_port_has_probes_at_its_first_port(chart: Any) -
     assert router["livenessProbe"]["httpGet"]["port"] == "http"
     (monitor,) = [thing for (kind, _), thing in objects.items() if kind == "PodMonitor"]
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics", "interval": "15s"}]
+
+
+@pytest.mark.parametrize("certificate", [["--ssl-certfile=/tls/crt"], ["--ssl-certfile", "/tls/crt"]])
+@pytest.mark.parametrize("admin", [0, 9000])
+def test_router_with_https_has_probes_and_notes_for_it(
+    chart: Any, certificate: list[str], admin: int
+) -> None:
+    values = with_values(("router.args", certificate), ("router.adminPort", admin))
+    objects = render(chart, values)
+    (router,) = objects["StatefulSet", "router"]["spec"]["template"]["spec"]["containers"]
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert router[probe]["httpGet"]["scheme"] == ("HTTP" if admin else "HTTPS")
+    notes = notes_of(chart, values)
+    assert "curl --insecure https://127.0.0.1:8000/v1/completions" in notes
+    assert "http://" not in notes
+    assert "Authorization" not in notes
+
+
+def test_notes_have_the_key_of_a_router_with_api_keys(chart: Any) -> None:
+    notes = notes_of(chart, with_values(("router.args", ["--api-key-file=/etc/router/clients"])))
+    command = notes[notes.index("curl") :].partition("\n\n")[0]
+    assert command.splitlines()[:2] == [
+        "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\",
+        '    -H "Authorization: Bearer $KEY" \\',
+    ]
+    assert "$KEY is a key of --api-key-file." in notes
+    assert "Authorization" not in notes_of(chart, LEAST)
 
 
 def test_routers_are_spread_over_nodes(chart: Any) -> None:

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 # The connector's own default for `control_port`.
 CONTROL_PORT = 5600
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
 # With this header, vLLM's API server gives a request to the core of that rank, else to whichever is free.
 RANK_HEADER = "x-data-parallel-rank"
 
@@ -54,7 +56,9 @@ class Endpoint:
         if at and not control:
             raise ValueError(f"{text!r}: a control address host:port must follow the @")
         host, port = _host_port(control, text) if control else (parts.hostname, CONTROL_PORT)
-        return cls(url=f"{parts.scheme}://{parts.netloc}", control_host=host, control_port=port)
+        # Names differ in case and in the default port alone, and are one engine's.
+        server = parts.netloc.lower().removesuffix(_DEFAULT_PORTS[parts.scheme])
+        return cls(url=f"{parts.scheme}://{server}", control_host=host, control_port=port)
 
 
 def _host_port(control: str, text: str) -> tuple[str, int]:

@@ -330,8 +330,8 @@ class Completions:
                 status = failed.status
                 await _response(failed)(scope, receive, send)
             finally:
-                exchange.status = status
-                self._metrics.requests.labels(self._path, str(status)).inc()
+                exchange.status = exchange.refusal or status
+                self._metrics.requests.labels(self._path, str(exchange.status)).inc()
 
     async def _serve(
         self, request: Request, exchange: Exchange, place: LimitsPlace, completion: Completion

@@ -39,6 +39,7 @@ from kv_connector.router.engines.models import longest, names
 from kv_connector.router.engines.reasons import Reasons
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
+from kv_connector.router.front.aliases import Aliases
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.streams.moves import Moves
 
@@ -63,6 +64,8 @@ _MISS_S = LOST_SECONDS / _MISSES
 # Time after which every engine has registered with a router that has started: engines try it again at least
 # once a heartbeat.
 _COMPLETE_S = 3 * HEARTBEAT_S
+# Pause between two comparisons of listed and registered URLs. An operator looks at the log later than that.
+_COMPARE_S = 10.0
 # Pause between two log lines about one engine: the engine repeats a refused registration each second.
 _REFUSED_LOG_S = 60.0
 # The time of a health check is counted in parts. A part that took longer by _STALL_S does not count: this
@@ -90,6 +93,7 @@ class Registry:
     ) -> None:
         """``address``: where engines register; None: no engine registers."""
         self._members = members
+        self._aliases = Aliases(members)
         self._reasons = reasons
         self._caches = caches
         self._moves = moves
@@ -129,6 +133,8 @@ class Registry:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
                 group.create_task(forever("the health check of engines", self._probe, _PROBE_S))
+                if self._sockets is not None:
+                    group.create_task(forever("the comparison of engines", self._compare, _COMPARE_S))
         finally:
             looks = [*self._probing.values(), *self._watching.values(), *self._learning.values()]
             for look in looks:
@@ -270,6 +276,10 @@ class Registry:
         for endpoint in self._members.to_learn(time.monotonic()):
             _once(self._learning, endpoint, self._learn)
         await asyncio.sleep(_PROBE_S)
+
+    async def _compare(self) -> None:
+        await self._aliases.look()
+        await asyncio.sleep(_COMPARE_S)
 
     async def _look(self, endpoint: Endpoint) -> None:
         try:

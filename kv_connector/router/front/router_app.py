@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -70,12 +70,26 @@ class RouterApp(Starlette):
         server = scope.get("server")
         at_admin = self._admin_port is not None and server is not None and server[1] == self._admin_port
         answer = self._of_operators if at_admin else super().__call__
-        exchange.logged = scope["path"] not in self._unlogged
+        exchange.logged = exchange.refusal is not None or scope["path"] not in self._unlogged
         with self._access_log.request(exchange, scope):
             try:
                 await answer(scope, receive, note)
             finally:
                 del scope[_SEND]  # it has the scope
+
+    def refused(self, scope: MutableMapping[str, Any], status: int, seconds: float | None) -> str:
+        """Notes that the server answers a request itself. Returns the id for the answer's headers.
+
+        ``scope``: ``client``, and ``method``, ``path`` and ``headers`` as far as they are known. ``seconds``:
+        time since the headers began; None: this application has the request, and writes its line.
+        """
+        exchange = begin_exchange(scope, _request_id(Headers(scope=scope)))
+        exchange.refusal, exchange.logged = status, True
+        if seconds is not None:
+            exchange.begun -= seconds
+            exchange.body_begins()
+            self._access_log.write(exchange, scope)
+        return exchange.request_id
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(message: Message) -> None:

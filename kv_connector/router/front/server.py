@@ -9,8 +9,10 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from kv_connector.protocol.actions import Address
-from kv_connector.router.failure import Failure, failure
+from kv_connector.router.failure import Failure, bad_request, failure
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +101,13 @@ class ServerConfig(uvicorn.Config):
         connections: int,
         stall: float,
         tls: ssl.SSLContext | None = None,
+        refused: Callable[[MutableMapping[str, Any], int, float | None], str] | None = None,
         **options: Any,
     ) -> None:
         """``connections``: open connections above which an idle connection is closed for a new one.
         ``stall``: seconds that headers and a TLS handshake may take, and that a reader may take nothing.
-        ``tls``: for HTTPS at the clients' address; None: HTTP. ``options``: uvicorn's options."""
+        ``tls``: for HTTPS at the clients' address; None: HTTP. ``refused``: called for each request that the
+        server answers itself, as RouterApp.refused(). ``options``: uvicorn's options."""
         super().__init__(
             app,
             http=BoundedProtocol if tls is None else TlsHandshake,
@@ -116,6 +120,7 @@ class ServerConfig(uvicorn.Config):
             **options,
         )
         self.tls = tls
+        self.refused = refused
         self.most_connections = connections
         self.stall = stall
         self.turns = ReadTurns()
@@ -198,7 +203,7 @@ class RouterServer(uvicorn.Server):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection of a client. Long headers get 431, slow headers 408.
+    """One connection of a client. Long headers get 431, slow headers 408, and what is not HTTP 400.
 
     The connection is closed if its reader takes nothing, or if it is idle and too many connections are open.
     """
@@ -217,6 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._produced = False  # whether the parser has produced anything from the latest data
         self._unproductive = 0  # bytes from which the parser has produced nothing yet
         self._in_headers = False
+        self._headers_began = 0.0
         self._refusal: Failure | None = None  # the answer to the headers that the parser is reading
         self._refused = False  # data that arrives is not read
         # More than one if requests are pipelined. uvicorn remembers only the latest.
@@ -265,13 +271,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers whatever the parser, or a method that it calls, does not accept."""
-        if self._refusal is not None:
-            self._refuse(self._refusal)
-        else:
-            super().send_400_response(msg)
+        self._refuse(self._refusal or bad_request("the request is not valid HTTP"))
 
     def on_message_begin(self) -> None:
         self._in_headers = True
+        self._headers_began = time.perf_counter()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -281,13 +285,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._produced = True
-        self._in_headers = False
         self._unset_headers_due()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEADER_LIMIT:
             self._refusal = _headers_too_long()
             raise ValueError("the headers are too long")  # this ends the parser
         self.config.idle.pop(self, None)
         super().on_headers_complete()
+        self._in_headers = False
         self._unfinished.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -338,13 +342,38 @@ class BoundedProtocol(HttpToolsProtocol):
         if any(cycle.response_started for cycle in self._unfinished):
             self.close()  # in the middle of another answer
             return
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(
             refusal.body
         )
+        head += self._note_refusal(refusal.status) + b"\r\n"
+        for cycle in self._unfinished:  # nothing may follow this answer
+            cycle.disconnected = True
+            cycle.waiting_for_100_continue = False
+            cycle.message_event.set()
         self.transport.write(STATUS_LINE[refusal.status] + head + refusal.body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.timeout_keep_alive_task = self._later(_LINGER_S, self.close)
+
+    def _note_refusal(self, status: int) -> bytes:
+        """Reports the refused request. Returns its id as a header."""
+        if self.config.refused is None:
+            return b""
+        scope: MutableMapping[str, Any]
+        if not self._in_headers and self._unfinished and self._unfinished[-1].more_body:
+            scope = cast(MutableMapping[str, Any], self._unfinished[-1].scope)
+            request_id = self.config.refused(scope, status, None)  # for its body
+        else:
+            scope = {"client": self.client, "method": None, "path": None, "headers": []}
+            seconds = 0.0
+            if self._in_headers:
+                scope["headers"] = self.headers
+                seconds = time.perf_counter() - self._headers_began
+                if self.url:  # the parser has a method
+                    path = self.url.partition(b"?")[0].decode("ascii", "replace")
+                    scope.update(method=self.parser.get_method().decode(), path=urllib.parse.unquote(path))
+            request_id = self.config.refused(scope, status, seconds)
+        return b"x-request-id: %s\r\n" % request_id.encode("latin-1")
 
     def close(self) -> None:
         """Closes the connection now, even if its client has not taken all that was sent."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -47,6 +47,8 @@ class Exchange:
     """Name of the client's API key; None: the router has no keys, or the request has no valid key."""
     status: int | None = None
     """Status of the answer, as the metrics count it; None: no answer has begun."""
+    refusal: int | None = None
+    """Status with which the server itself answered, for example 400 for a body that is not HTTP."""
     logged: bool = True
     """Whether the request gets a line in the access log."""
     model: str | None = None
@@ -97,8 +99,10 @@ class Exchange:
 
 
 def begin_exchange(scope: MutableMapping[str, Any], request_id: str) -> Exchange:
-    """Begins the exchange of a request. ``scope``: its ASGI scope."""
-    exchange = scope[_EXCHANGE] = Exchange(request_id)
+    """Returns the exchange of a request, which it begins unless the server has refused the request before.
+    ``scope``: its ASGI scope."""
+    exchange = scope.setdefault(_EXCHANGE, Exchange(request_id))
+    assert isinstance(exchange, Exchange)
     return exchange
 
 
@@ -129,7 +133,13 @@ class AccessLog:
     @contextmanager
     def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
         """Writes the line of a request, if it gets one, at the end of a block. ``scope``: the ASGI scope."""
-        yield
+        try:
+            yield
+        finally:
+            self.write(exchange, scope)
+
+    def write(self, exchange: Exchange, scope: Mapping[str, Any]) -> None:
+        """Writes the line of a request that ends now, if it gets one."""
 
     def close(self) -> None:
         """Writes the lines that wait, and closes the file. Blocks for at most CLOSE_S."""
@@ -147,15 +157,10 @@ class _Written(AccessLog):
         self._reported: dict[str, float] = {}
         self._writer = LineWriter(self._write)
 
-    @contextmanager
-    def request(self, exchange: Exchange, scope: Mapping[str, Any]) -> Iterator[None]:
-        arrived = datetime.now(UTC)
-        try:
-            yield
-        finally:
-            if exchange.logged and not self._writer.put(_line(exchange, scope, arrived)):
-                self._dropped()
-                self._report("a line was dropped: its reader or disk is too slow")
+    def write(self, exchange: Exchange, scope: Mapping[str, Any]) -> None:
+        if exchange.logged and not self._writer.put(_line(exchange, scope)):
+            self._dropped()
+            self._report("a line was dropped: its reader or disk is too slow")
 
     def close(self) -> None:
         if self._writer.close():
@@ -177,22 +182,28 @@ class _Written(AccessLog):
             logger.error("access log: %s%s", event, reason)
 
 
-def _line(exchange: Exchange, scope: Mapping[str, Any], arrived: datetime) -> str:
+def _line(exchange: Exchange, scope: Mapping[str, Any]) -> str:
     client = scope.get("client")
+    duration = time.perf_counter() - exchange.begun
+    arrived = datetime.now(UTC) - timedelta(seconds=duration)
     line = {
         "time": arrived.isoformat(timespec="milliseconds"),
         "request_id": exchange.request_id,
         "client": client[0] if client else None,
         "key": exchange.key,
-        "method": scope["method"][:_LONGEST_TEXT],
-        "path": scope["path"][:_LONGEST_TEXT],
-        "status": exchange.status,
-        "model": None if exchange.model is None else exchange.model[:_LONGEST_TEXT],
+        "method": _cut(scope["method"]),
+        "path": _cut(scope["path"]),
+        "status": exchange.refusal or exchange.status,
+        "model": _cut(exchange.model),
         "prefill": exchange.prefill,
         "decode": exchange.decode,
         "transfer_id": exchange.transfer_id,
         "first_byte": None if exchange.first_byte is None else round(exchange.first_byte, 6),
-        "duration": round(time.perf_counter() - exchange.begun, 6),
+        "duration": round(duration, 6),
         **exchange.usage(),
     }
     return msgspec.json.encode(line).decode()
+
+
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:_LONGEST_TEXT]

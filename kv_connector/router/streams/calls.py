@@ -44,6 +44,11 @@ T = TypeVar("T")
 # Errors after which no packets arrive from the engine's host any more.
 _VANISHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
+# Time in which an encoder engine has to answer, in seconds. A request waits for it, and another engine can
+# always encode the pictures. An encoder engine whose core hangs answers its health checks, so nothing else
+# ends the wait. fetch_timeout allows half of that for the embeddings.
+ENCODE_S = 20.0
+
 # Content type of vLLM's streams.
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -78,6 +83,10 @@ class Call:
     """To be called when the prompt is computed, or when nothing will show that it is."""
 
 
+class LateError(Exception):
+    """An engine that accepts connections did not answer in time."""
+
+
 class EngineFailure(Failure):
     """An engine did not answer a request, or answered with an error. Other engines may succeed."""
 
@@ -87,14 +96,15 @@ class EngineFailure(Failure):
         blamed: Mapping[Side, Endpoint],
         *,
         broke: bool = False,
-        unreached: bool = False,
+        unread: bool = False,
     ) -> None:
         """``broke``: the decode engine failed while it had the request, which may be the cause.
-        ``unreached``: no process listens at the engine's address, so the request is not the cause."""
+        ``unread``: no process listens at the engine's address, or it refuses the router's key or the rank. So
+        the request is not the cause."""
         super().__init__(failure.status, failure.body, failure.content_type, failure.retry_after)
         self.blamed = blamed
         self.broke = broke
-        self.unreached = unreached
+        self.unread = unread
 
 
 class EngineError(EngineFailure):
@@ -147,20 +157,27 @@ class Calls:
         return computed
 
     async def encode(self, lease: Lease, body: Content, call: Call) -> dict[str, Any]:
-        """Sends the encoder engine the request's pictures. Returns its announcements of their embeddings."""
-        answer = await self._part(Side.ENCODER, lease, body, call, _EncoderAnswer)
+        """Sends the encoder engine the request's pictures. Returns its announcements of their embeddings.
+
+        EngineFailure if the encoder engine has no answer within ENCODE_S.
+        """
+        answer = await self._part(Side.ENCODER, lease, body, call, _EncoderAnswer, within=ENCODE_S)
         self._members.served(time.monotonic(), lease.endpoint)
         return answer.ec_transfer_params or {}
 
-    async def _part(self, side: Side, lease: Lease, body: Content, call: Call, kind: type[T]) -> T:
-        """Sends an engine its part of the request, and returns its whole answer."""
-        endpoint = lease.endpoint
+    async def _part(
+        self, side: Side, lease: Lease, body: Content, call: Call, kind: type[T], within: float | None = None
+    ) -> T:
+        """Sends an engine its part of the request, and returns its whole answer. ``within``: time limit in
+        seconds; None: no limit."""
+        endpoint, limit = lease.endpoint, asyncio.timeout(within)
         try:
-            async with lease.alive():
+            async with limit, lease.alive():
                 with self._spans.client(side, endpoint, endpoint.headers(call.headers)) as headers:
                     reply = await self._client.whole("POST", endpoint.url + call.path, body, headers)
         except (*HttpError, EngineLost) as error:
-            raise self._broken(side, endpoint, call, error) from error
+            why = LateError(f"no answer within {within:g} s") if limit.expired() else error
+            raise self._broken(side, endpoint, call, why) from error
         if reply.status >= 400:
             refusal = Failure(reply.status, reply.body, reply.content_type, reply.retry_after)
             raise self._failed_part(side, endpoint, call, refusal)
@@ -233,6 +250,9 @@ class Calls:
             try:
                 answer = await self._ask(lease, body, call, stack, accepted)
             except EngineError as error:
+                if error.unread:
+                    self._erred(lease.endpoint, error)
+                    raise
                 if self._members.registered(lease.endpoint):
                     await asyncio.wait({reason}, timeout=PATIENCE_S)
                 reported: Failure = error
@@ -355,8 +375,11 @@ class Calls:
         not have is the operator's fault, because the router has named the rank. So is a key of the router
         that the engine refuses: as it answers at once, it would get ever more requests.
         """
-        answer = refused_key(answer.status, call.exchange.key) or answer
+        refusal = refused_key(answer.status, call.exchange.key)
+        answer = refusal or answer
+        unread = refusal is not None
         if no_such_rank(answer, endpoint):
+            unread = True
             words = (
                 f"{endpoint.url} has no data-parallel rank {endpoint.rank}: list the URL once for each rank "
                 f"that it serves (--{side.value})"
@@ -373,7 +396,7 @@ class Calls:
         if answer.status < 500:
             return answer
         self._incidents.note(self._members.label(endpoint), f"answers {answer.status}", str(answer))
-        return EngineError(answer, {side: endpoint}, broke=side is Side.DECODE)
+        return EngineError(answer, {side: endpoint}, broke=side is Side.DECODE and not unread, unread=unread)
 
     def _broken(
         self, side: Side, endpoint: Endpoint, call: Call, error: Exception, *, begun: bool = False
@@ -401,7 +424,7 @@ class Calls:
             self._erred(endpoint, words, begun=begun)
             broke = side is Side.DECODE
         down = engine_down(side.value, str(endpoint), error)
-        return EngineFailure(down, {side: endpoint}, broke=broke, unreached=refused(error))
+        return EngineFailure(down, {side: endpoint}, broke=broke, unread=refused(error))
 
 
 def _takes_no_connection(error: Exception) -> bool:
@@ -417,6 +440,8 @@ def _what_broke(error: Exception) -> str:
             return "lost its requests: it gives no sign of life"
         case aiohttp.ClientConnectorError() | TimeoutError():
             return "accepts no connection"
+        case LateError():
+            return "does not answer a request in time"
         case _ if isinstance(error, UNREADABLE):
             return "sent an unreadable answer"
         case _:

@@ -218,7 +218,7 @@ class Dispatcher:
         avoid = {*avoided, *error.blamed.values()}
         model = self._known(call)
         # A request that has ended two engines may have been the cause.
-        next_number = number if error.unreached else number + 1
+        next_number = number if error.unread else number + 1
         last = next_number > ATTEMPTS or (call.resumes and error.broke)
         others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)

@@ -56,16 +56,18 @@ class HashBasis:
         self._known.clear()
 
 
-def prefix_key(algorithm: str, block_tokens: int) -> str:
+def prefix_key(algorithm: str, block_tokens: int, *, keeps_cache: bool = False) -> str:
     """Returns a key by which routers find engines with equal block hashes; "": no other engine has them.
 
-    ``algorithm``, ``block_tokens``: as of hash_basis(). Unlike the basis, the key is known in every process,
-    and before the first request. The lender still compares the bases.
+    ``algorithm``, ``block_tokens``: as of hash_basis(). ``keeps_cache``: whether the engine keeps its KV over
+    an update. Its hashes contain the version from the first update on, so the key differs from the start.
+    Unlike the basis, the key is known in every process, and before the first request. The lender still
+    compares the bases.
     """
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None and algorithm.startswith("xxhash"):
         return ""
-    facts = f"{algorithm}/{block_tokens}/{seed or ''}"
+    facts = f"{algorithm}/{block_tokens}/{seed or ''}{'/kept' if keeps_cache else ''}"
     return hashlib.blake2b(facts.encode(), digest_size=BASIS_BYTES).hexdigest()
 
 

@@ -13,7 +13,8 @@ A request's prefix goes through these phases:
                        first
     ASKED     none     the lender is to answer                                HELD, OVER
     HELD      none     the lender holds the pages, for a short time           LOADING, WANTED, ASKED,
-                                                                              OVER
+                                                                              LAPSED, OVER
+    LAPSED    none     vLLM had no blocks in that time                        ASKED, OVER
     LOADING   its own  the workers load the pages                             LOADED, LEAVING, OVER
     LOADED    its own  the pages are here, and are vLLM's like a prefix hit   OVER
     LEAVING   vLLM's   the request is finished, and pages may still land      OVER
@@ -63,6 +64,9 @@ MOST_PREFETCHES = MOST_AT_ONCE // 2
 # nothing, and a single prefix may be larger.
 _LOADED_SHARE = 4
 
+# Questions for one prefix. If vLLM has no blocks for seconds, each answer holds the lender's blocks in vain.
+_MOST_QUESTIONS = 3
+
 # Questions that were withdrawn when their answer may have been in flight already.
 _REMEMBERED = 1024
 
@@ -73,6 +77,7 @@ class PrefixPhase(enum.Enum):
     WANTED = enum.auto()
     ASKED = enum.auto()
     HELD = enum.auto()
+    LAPSED = enum.auto()
     LOADING = enum.auto()
     LOADED = enum.auto()
     LEAVING = enum.auto()
@@ -82,7 +87,14 @@ class PrefixPhase(enum.Enum):
 _NEXT = {
     PrefixPhase.WANTED: {PrefixPhase.ASKED, PrefixPhase.OVER},
     PrefixPhase.ASKED: {PrefixPhase.HELD, PrefixPhase.OVER},
-    PrefixPhase.HELD: {PrefixPhase.LOADING, PrefixPhase.WANTED, PrefixPhase.ASKED, PrefixPhase.OVER},
+    PrefixPhase.HELD: {
+        PrefixPhase.LOADING,
+        PrefixPhase.WANTED,
+        PrefixPhase.ASKED,
+        PrefixPhase.LAPSED,
+        PrefixPhase.OVER,
+    },
+    PrefixPhase.LAPSED: {PrefixPhase.ASKED, PrefixPhase.OVER},
     PrefixPhase.LOADING: {PrefixPhase.LOADED, PrefixPhase.LEAVING, PrefixPhase.OVER},
     PrefixPhase.LOADED: {PrefixPhase.OVER},
     PrefixPhase.LEAVING: {PrefixPhase.OVER},
@@ -104,6 +116,8 @@ class _Prefix:
     """The end of the prefix that the lender holds."""
     local: int = 0
     """Tokens that this engine had when it asked."""
+    questions: int = 0
+    """Questions so far."""
     waits_since: float | None = None
     """Time at which too many others were requested or loaded."""
     since: float = 0.0
@@ -211,11 +225,25 @@ class PrefixBorrower:
             case PrefixPhase.HELD if prefix.tokens <= local_tokens:
                 self._release(prefix)
                 prefix.enter(PrefixPhase.OVER)
-            case PrefixPhase.HELD if self.clock() >= prefix.until or local_tokens < prefix.local:
+            case PrefixPhase.HELD if local_tokens < prefix.local:
                 # Without tokens that were in its own cache at the question, the lender holds too few pages.
                 self._release(prefix)
                 self._ask(prefix, local_tokens)
+            case PrefixPhase.HELD if self.clock() >= prefix.until:
+                self._release(prefix)
+                prefix.enter(PrefixPhase.LAPSED)
+                self._ask_with_room(prefix, local_tokens)
+            case PrefixPhase.LAPSED:
+                self._ask_with_room(prefix, local_tokens)
         return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)
+
+    def _ask_with_room(self, prefix: _Prefix, local_tokens: int) -> None:
+        """Requests the prefix again if the prompt finds blocks: vLLM begins no load without room for all of
+        it."""
+        assert self.blocks is not None
+        tokens = prefix.request.num_tokens - local_tokens
+        if sum(-(-tokens // size) for size in self._block_sizes) <= self.blocks.unused:
+            self._ask(prefix, local_tokens)
 
     def _prefetch_waits(self, prefix: _Prefix, local_tokens: int) -> bool:
         """Returns whether a prefetch must not begin its load in this step, and notes its end."""
@@ -245,7 +273,7 @@ class PrefixBorrower:
             wanted = self.costs.pays(prefix.lender, local_tokens, prefix.expected, sum(held))
         else:
             wanted = self._prefetch_fits(prefix, held)
-        if prefix.missing < multiple or not wanted:
+        if prefix.missing < multiple or not wanted or prefix.questions == _MOST_QUESTIONS:
             prefix.enter(PrefixPhase.OVER)
             return
         if self._too_many(prefix, held):
@@ -254,6 +282,7 @@ class PrefixBorrower:
         content = content_key_of(request, self._basis.of(hashed), hashed).up_to(most)
         prefix.content, prefix.transfer_id = content, uuid.uuid4().hex
         prefix.enter(PrefixPhase.ASKED)
+        prefix.questions += 1
         prefix.since = self.clock()
         self._by_transfer[prefix.transfer_id] = prefix
         if request.trace_headers:
@@ -339,10 +368,11 @@ class PrefixBorrower:
     def allocated(self, request: Request, blocks: Any, external_tokens: int) -> None:
         """Notes that vLLM has given the request blocks, and will load ``external_tokens`` tokens."""
         prefix = self._prefixes.get(request.request_id)
-        if prefix is None or prefix.phase is not PrefixPhase.HELD:
+        if prefix is None or prefix.phase not in (PrefixPhase.HELD, PrefixPhase.LAPSED):
             return
-        if external_tokens == 0:
-            self._release(prefix)
+        if external_tokens == 0 or prefix.phase is PrefixPhase.LAPSED:
+            if prefix.phase is PrefixPhase.HELD:
+                self._release(prefix)
             prefix.enter(PrefixPhase.OVER)
             return
         prefix.enter(PrefixPhase.LOADING)
@@ -496,7 +526,7 @@ class PrefixBorrower:
         """
         for prefix in self._prefixes.values():
             match prefix.phase:
-                case PrefixPhase.WANTED:
+                case PrefixPhase.WANTED | PrefixPhase.LAPSED:
                     prefix.enter(PrefixPhase.OVER)
                 case PrefixPhase.ASKED:
                     self._withdraw(prefix)

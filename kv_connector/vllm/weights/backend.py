@@ -102,11 +102,10 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Does not raise: see the module.
         """
         began = time.monotonic()
-        touched, problem = False, ""
+        problem = ""
         try:
             with self._model.new_contents() as take:
                 for contents in self._receiver.take(update_info.version):
-                    touched = True
                     take(contents)
             for connector in _connectors():
                 connector.set_weights(update_info.version)
@@ -117,7 +116,7 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except Exception as error:
             logger.exception("%s: version %s was not applied", self._name, shown(update_info.version))
             problem = f"{type(error).__name__}: {error}"
-        self._receiver.finish(problem, torn=touched)
+        self._receiver.finish(problem, torn=bool(problem) and self._model.changed)
 
     def finish_weight_update(self) -> None:
         """Does nothing: receive_weights() has done all."""

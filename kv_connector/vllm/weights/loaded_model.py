@@ -64,6 +64,8 @@ class LoadedModel:
 
         It has only layers for which that is known.
         """
+        self.changed = False
+        """Whether new_contents() has written into the model."""
 
     def refusal(self) -> str | None:
         """Returns the reason why this engine cannot take weights, and what to change. None: it can."""
@@ -172,10 +174,11 @@ class LoadedModel:
         It takes all parameters at once, or round by round, and has copied them when it returns. Use it only
         on the thread that computes, while nothing is computed.
 
-        After an error the model has old and new weights, and can compute. It is whole again once it has
-        received all parameters. RecordError: contents of a layer are missing, and none of that call was
-        taken.
+        After an error the model can compute. It has old and new weights if ``changed``, else only old ones.
+        It is whole again once it has received all parameters. RecordError: contents of a layer are missing,
+        and none of that call was taken.
         """
+        self.changed = False
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             yield self._take
             for module in self._model.modules():  # these layers keep values made from other layers' weights
@@ -187,6 +190,7 @@ class LoadedModel:
         self._make([layer for layer in layers if not self._as_loaded.get(layer.module)], contents)
         for layer in layers:
             if self._as_loaded.get(layer.module):
+                self._change()
                 _copy(layer, contents)
         self._unset -= contents.keys()
         if self._device.type != "cpu":
@@ -201,7 +205,7 @@ class LoadedModel:
             reload.layerwise.initialize_layerwise_reload(_Modules([layer.module for layer in layers]))
             for layer in layers:
                 before = _attributes(layer.module)
-                form = _load(layer, contents)
+                form = _load(layer, contents, self._change)
                 if layer.module not in self._as_loaded:
                     found = _same(before, _attributes(layer.module)) and _is_as_loaded(layer, contents, form)
                     if found is not None:
@@ -210,6 +214,9 @@ class LoadedModel:
             for layer in layers:
                 _put_back(layer.module)
             raise
+
+    def _change(self) -> None:
+        self.changed = True
 
     def _rounds(self) -> dict[str, int]:
         """Returns the round of each parameter, by the model's name.
@@ -324,10 +331,10 @@ def _copy(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> None:
             tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
 
 
-def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
+def _load(layer: _Layer, contents: Mapping[str, torch.Tensor], change: Callable[[], None]) -> _Form:
     """Loads contents in the loaders' form, and copies what vLLM makes of them into the kernels' tensors.
 
-    Returns the loaders' form.
+    Returns the loaders' form. ``change``: called before the kernels' tensors change.
     """
     module = layer.module
     info = reload.layerwise.get_layerwise_info(module)
@@ -346,6 +353,7 @@ def _load(layer: _Layer, contents: Mapping[str, torch.Tensor]) -> _Form:
                 tensor.data.copy_(content.as_strided(tensor.shape, tensor.stride()))
             elif tensor is not used[name]:
                 tensor.data.copy_(used[name])
+        change()
         reload.layerwise._layerwise_process(module, info)
     return form
 

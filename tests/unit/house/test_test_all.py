@@ -84,6 +84,12 @@ def test_a_suite_that_hangs_ends_with_all_its_processes(
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/contribute/releasing.md"])
+def test_documents_have_the_sum_of_the_durations(test_all: ModuleType, document: str) -> None:
+    hours = sum(suite.minutes for suite in test_all.SUITES) / 60
+    assert f" {hours:.1f} hours " in (SCRIPT.parents[1] / document).read_text()
+
+
 def test_every_suite_is_a_target_of_the_makefile(test_all: ModuleType) -> None:
     makefile = (SCRIPT.parents[1] / "Makefile").read_text()
     for suite in test_all.SUITES:

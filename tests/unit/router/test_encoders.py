@@ -17,6 +17,7 @@ from router_setup import (
     answer_ok,
     client_of,
     metric,
+    no_answer,
     nobody,
     refuse,
     serve,
@@ -28,9 +29,11 @@ from router_setup import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kv_connector.router.engines.breaker import FAILURES
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.front.app import create_app
 from kv_connector.router.settings import RouterSettings
+from kv_connector.router.streams import calls
 
 pytestmark = pytest.mark.anyio
 
@@ -39,12 +42,17 @@ ANNOUNCED = {"hash": {"peer_host": "10.0.0.9", "peer_port": 1, "size_bytes": 64}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 MESSAGES = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What is it?"}]}]
 BODY = {"model": "m", "messages": MESSAGES, "max_tokens": 9, "n": 2, "stream": False, "logprobs": True}
+FAILING = 'kv_connector_router_engines{side="encoder",state="failing"}'
 UNREACHABLE = 'kv_connector_router_engines{side="encoder",state="unreachable"}'
 ENCODES = 'kv_connector_router_encodes_total{outcome="%s"}'
 
 
 async def encode(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse({"choices": [], "ec_transfer_params": ANNOUNCED})
+
+
+async def hang(request: Request, body: dict[str, Any]) -> Response:
+    return await no_answer(request)
 
 
 @dataclass
@@ -110,6 +118,29 @@ async def test_pictures_go_to_another_encoder_engine_if_one_fails() -> None:
             assert await engines.chat() == 200
             assert engines.prefill.bodies[0]["ec_transfer_params"] == ANNOUNCED
             await engines.counts("encoded", 1)
+
+
+async def test_encoder_engine_that_does_not_answer_costs_a_request_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "ENCODE_S", 0.05)
+    async with site([hang]) as engines:
+        assert await engines.chat() == 200
+        assert "ec_transfer_params" not in engines.prefill.bodies[0]
+        await engines.counts("failed", 1)
+    async with site([hang]) as engines:
+        for _ in range(FAILURES):
+            assert await engines.chat() == 200
+        await until_metric(engines.client, FAILING, 1)  # its health checks have answers
+    async with site([hang, hang], require_encoder=True) as engines:
+        assert await engines.chat() == 502
+        assert not engines.prefill.bodies
+    async with site([hang, encode]) as engines:
+        for _ in range(2):  # the first choice among equal engines may be either
+            assert await engines.chat() == 200
+        assert [body["ec_transfer_params"] for body in engines.prefill.bodies] == [ANNOUNCED] * 2
+        assert engines.encoders[0].bodies
+        await engines.counts("encoded", 2)
 
 
 @pytest.mark.parametrize("broken", [refuse(500, "broken"), refuse(400, "no such picture")])

@@ -228,6 +228,18 @@ async def test_forwarded_request_that_engines_refuse_by_their_key_gets_502(key_f
         assert "Set --engine-key-file" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("dispatch", ["serial", "concurrent"])
+async def test_engines_that_refuse_the_routers_key_use_up_no_attempts(dispatch: str, key_file: str) -> None:
+    """An engine that has not read a request was not ended by it."""
+    handlers = [refuse(401, "Unauthorized"), refuse(401, "Unauthorized"), answer_ok]
+    async with serve_engines(handlers, handlers) as (_, _, engines):
+        settings = RouterSettings(**engines, dispatch=dispatch, api_key_file=key_file)  # type: ignore[arg-type]
+        async with serve(create_app(settings)) as url, client_of(url) as client:
+            for _ in range(3):
+                answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(ALICE))
+                assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_engine_that_refuses_the_routers_key_gets_few_requests(side: str, key_file: str) -> None:
     """It answers at once, so it has the fewest requests in flight. Other engines get its requests."""
@@ -360,7 +372,9 @@ async def test_router_with_a_certificate_serves_https_and_metrics_at_the_second_
         verified = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
         async with (
             shipped(settings, tls) as (url, _),
-            httpx.AsyncClient(base_url=url.replace("http:", "https:"), verify=verified) as client,
+            httpx.AsyncClient(
+                base_url=url.replace("http:", "https:"), verify=verified, timeout=PATIENCE
+            ) as client,
             client_of(url) as plain,
             client_of(f"http://{admin}") as operator,
         ):
@@ -378,7 +392,9 @@ async def test_connections_without_a_tls_handshake_are_closed_for_new_ones() -> 
     engines = (Endpoint.parse("http://127.0.0.1:1"),)
     async with (
         shipped(RouterSettings(engines, engines), tls, connections=2) as (url, server),
-        httpx.AsyncClient(base_url=url.replace("http:", "https:"), verify=verified) as client,
+        httpx.AsyncClient(
+            base_url=url.replace("http:", "https:"), verify=verified, timeout=PATIENCE
+        ) as client,
     ):
         opened = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(4)]
         for reader, _ in opened[:2]:
@@ -455,11 +471,13 @@ async def shipped(
     stall: float = 3600,
 ) -> AsyncIterator[tuple[str, RouterServer]]:
     """Runs a router as `kv-connector router` does, and yields its URL."""
+    application = create_app(settings)
     config = ServerConfig(
-        create_app(settings),
+        application,
         connections=connections,
         stall=stall,
         tls=tls,
+        refused=application.refused,
         port=0,
         timeout_graceful_shutdown=1,
     )
@@ -486,6 +504,92 @@ async def test_access_log_has_the_address_of_the_connection_and_none_that_a_clie
     ):
         await client.get("/nothing", headers={"x-forwarded-for": "10.9.9.9"})
     assert json.loads(path.read_text())["client"] == "127.0.0.1"
+
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nx-request-id: mine\r\n"
+_CHUNKED = _POST + b"transfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "method", "path"),
+    [
+        (b"GARBAGE\r\n\r\n", 400, None, None),
+        (
+            b"GET /v1/models HTTP/1.1\r\nx-request-id: mine\r\nx: 1\r\n\x00: x\r\n\r\n",
+            400,
+            "GET",
+            "/v1/models",
+        ),
+        (_POST + b"content-length: x\r\n\r\n", 400, "POST", "/v1/completions"),
+        (b"GET http://[/ HTTP/1.1\r\nx-request-id: mine\r\n\r\n", 400, "GET", "http://[/"),
+        (_CHUNKED + b"\r\nno length\r\n", 400, "POST", "/v1/completions"),
+        (_CHUNKED + b"expect: 100-continue\r\n\r\nno length\r\n", 400, "POST", "/v1/completions"),
+        (b"GET /%61?b HTTP/1.1\r\nx-request-id: mine\r\nx: 1\r\n", 408, "GET", "/a"),
+        (b"GE", 408, None, None),
+        (
+            b"GET /live HTTP/1.1\r\nx-request-id: mine\r\nx: " + b"a" * HEADER_LIMIT + b"\r\n\r\n",
+            431,
+            "GET",
+            "/live",
+        ),
+        (b"GET /live HTTP/1.1\r\nx-request-id: mine\r\nx: " + b"a" * (1 << 20), 431, "GET", "/live"),
+        (b"GET /" + b"a" * (1 << 20), 431, "GET", "/" + "a" * 255),
+        (_CHUNKED + b"\r\n0\r\nx: " + b"a" * (1 << 20), 431, "POST", "/v1/completions"),
+    ],
+    ids=[
+        "no method",
+        "header",
+        "length",
+        "target",
+        "body",
+        "continue",
+        "late",
+        "late method",
+        "complete",
+        "long",
+        "path",
+        "trailer",
+    ],
+)
+async def test_access_log_has_one_line_for_a_request_that_the_server_refuses(
+    tmp_path: Path, sent: bytes, status: int, method: str | None, path: str | None
+) -> None:
+    log, engines = tmp_path / "access.log", (Endpoint.parse("http://127.0.0.1:1"),)
+    stall = 0.05 if status == 408 else 3600
+    async with shipped(RouterSettings(engines, engines, access_log=str(log)), stall=stall) as (url, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        writer.write(sent)
+        answer = await within(reader.read())
+        writer.close()
+    (line,) = map(json.loads, log.read_text().splitlines())
+    request_id = line["request_id"]
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"\r\nx-request-id: %s\r\n" % request_id.encode()) == 1
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+    assert (line["status"], line["method"], line["path"]) == (status, method, path)
+    assert (request_id == "mine") == (b"mine" in sent)
+    assert line["client"] == "127.0.0.1"
+    assert line["duration"] >= (stall if status == 408 else 0)
+    assert (line["first_byte"] is None) == (b"chunked" in sent)  # the application has sent nothing
+
+
+async def test_refused_request_ends_the_unanswered_request_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with (
+        serve_engines([FedStream()], [FedStream()]) as ((p,), _, engines),
+        shipped(RouterSettings(**engines, access_log=str(log))) as (url, _),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        body = b'{"prompt": "x"}'
+        writer.write(_POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await within(p.arrived.wait())
+        writer.write(b"GARBAGE\r\n\r\n")
+        answer = await within(reader.read())
+        writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["method"], line["status"]) for line in found] == [(None, 400), ("POST", 499)]
 
 
 async def test_log_is_written_before_a_signal_ends_the_process(

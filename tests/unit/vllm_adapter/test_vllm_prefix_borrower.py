@@ -408,6 +408,49 @@ def test_prefix_that_the_lender_may_have_freed_is_requested_again(stage: MakeSta
     finish(engine, "alone")
 
 
+def test_engine_without_blocks_requests_a_prefix_when_the_prompt_finds_blocks(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=12)
+    now = [100.0]
+    borrower(engine).clock = lambda: now[0]
+    engine.add("r", prompt(TOKENS), PREFIX)
+    question = only(engine.step().commands, PrefixRequest)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    output, _ = engine.schedule()
+    engine.update(output, answers={question.transfer_id: LENT})
+    found: list[Command] = []
+    for _ in range(40):
+        now[0] += 0.5
+        found += engine.step().commands
+    assert found == [ReleaseTransfer(question.transfer_id, LENDER)]
+    pool.free_blocks(taken[:5])  # enough for the load, and not for the prompt
+    assert engine.step().commands == ()
+    pool.free_blocks(taken[5:])
+    again = only(engine.step().commands, PrefixRequest)
+    output, _ = engine.schedule()
+    engine.update(output, answers={again.transfer_id: LENT})
+    assert only(engine.step().commands, DecodeRequest).transfer_id == again.transfer_id
+    engine.step(received=[again.transfer_id])
+    finish(engine, "alone")
+
+
+def test_prefix_is_requested_three_times_at_most(stage: MakeStage) -> None:
+    engine = stage("kv_consumer", blocks=12)
+    now = [100.0]
+    borrower(engine).clock = lambda: now[0]
+    engine.add("r", prompt(TOKENS), PREFIX)
+    for _ in range(3):
+        question = only(engine.step().commands, PrefixRequest)
+        output, _ = engine.schedule()
+        engine.update(output, answers={question.transfer_id: LENT})
+        now[0] += 1.5
+    output, metadata = engine.schedule()
+    assert not any(isinstance(one, PrefixRequest) for one in metadata.commands)
+    assert output.num_scheduled_tokens == {"r": TOKENS}
+    engine.update(output)
+    finish(engine, "alone")
+
+
 def test_prefix_is_requested_again_when_own_tokens_are_evicted_meanwhile(stage: MakeStage) -> None:
     engine = stage("kv_consumer", blocks=12)
     engine.add("before", [*prompt(2 * BLOCK), *[9] * 10])

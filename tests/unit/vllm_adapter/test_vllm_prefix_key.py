@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import WeightTransferConfig
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_stage import BLOCK, FULL, SLIDING, MakeStage, Stage, model, stage, vllm_config
 
@@ -36,6 +37,22 @@ def test_engines_of_all_roles_and_windows_report_one_key(
     stage: MakeStage, role: str, specs: tuple[Any, ...]
 ) -> None:
     assert reported(stage(role, *specs)) == (prefix_key("sha256", BLOCK), True)
+
+
+@pytest.mark.parametrize("takes_weights", [True, False])
+def test_engine_that_keeps_its_cache_over_updates_reports_another_key(
+    model: Path, monkeypatch: pytest.MonkeyPatch, takes_weights: bool
+) -> None:
+    """From the first update on it refuses an engine that clears its cache. So routers must not pair them."""
+    keys = set()
+    for settings in ("", '{"clear_cache": true}', '{"clear_cache": false}'):
+        monkeypatch.setenv("KV_CONNECTOR_WEIGHTS", settings)
+        config = vllm_config(model, "kv_consumer")
+        if takes_weights:
+            config.weight_transfer_config = WeightTransferConfig(backend="write_imm")
+        keys.add(reported(Stage(config, [FULL]))[0])
+    assert len(keys) == 1 + takes_weights
+    assert prefix_key("sha256", BLOCK) in keys
 
 
 def test_prefill_engine_with_several_steps_in_flight_lends_and_does_not_borrow(

@@ -33,6 +33,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $routers | toJson }}
 {{- end }}
 
+{{/* "HTTPS" if the router's arguments give its first port a certificate, else "HTTP". */}}
+{{- define "kv.routerScheme" -}}
+{{- $scheme := "HTTP" }}
+{{- range .Values.router.args }}
+{{- if regexMatch "^--ssl-certfile(=|$)" . }}{{ $scheme = "HTTPS" }}{{ end }}
+{{- end }}
+{{- $scheme }}
+{{- end }}
+
 {{/* A pod's address as it stands in a URL. */}}
 {{- define "kv.podHost" -}}
 {{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") }}
