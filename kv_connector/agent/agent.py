@@ -105,6 +105,7 @@ class Agent:
                     layout=config.layout,
                     regions=descriptors,
                     advice=config.advice,
+                    checkpoint=config.checkpoint,
                 ),
                 config.timeouts,
             ),
@@ -164,11 +165,14 @@ class Agent:
         thread."""
         self._effects.transfer_over = transfer_over
 
-    def set_weights(self, version: str) -> None:
+    def set_weights(self, version: str, *, of_checkpoint: bool = False) -> None:
         """The engine computes with this version from now on. The call keeps its order with the other
-        commands: call it between two steps."""
+        commands: call it between two steps. ``of_checkpoint``: the version names the weights of the
+        checkpoint. Other versions have replaced them, so that peers compare only versions."""
 
         def command(now: float) -> Sequence[Action]:
+            if not of_checkpoint:
+                self._effects.peers.weights_replaced()
             self._effects.decode.set_weights(version)
             return self._effects.prefill.set_weights(now, version)
 

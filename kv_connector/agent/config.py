@@ -14,6 +14,7 @@ from kv_connector.engine.rank_placement import domains_of
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.messages import Fingerprint, Role
 
@@ -34,6 +35,7 @@ class AgentConfig:
     address: Address  # of the control socket; port 0 takes a free port
     fingerprint: Fingerprint
     layout: KvLayout
+    checkpoint: Checkpoint | None = None  # that the engine was started from; None: unknown
     # what to do about a difference, by the name of a pair of the fingerprint
     advice: Mapping[str, str] = field(default_factory=dict)
     providers: tuple[str, ...] = ("host", "tcp")  # in order of preference

@@ -82,6 +82,11 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """NICs for the transfers of each rank, such as `[["mlx5_0"], ["mlx5_1"]]`. For `libfabric` the names have
     the form `"efa:rdmap79s0-rdm"`. Default: the NICs nearest to the rank's GPU.
     """
+    compare_checkpoints: bool = True
+    """Whether engines that were started from different checkpoints refuse each other. Set it to false on one
+    of two engines whose checkpoints hold the same weights in different forms. Quantised checkpoints are not
+    compared with others. See docs/wrong-answers.md.
+    """
     verify_pages: bool = False
     """Whether a decode engine compares each page that it receives with the prefill engine's, by a sum. A page
     that differs fails its KV load. The prefill engine needs no setting. See docs/operate/verified-pages.md.

@@ -19,6 +19,7 @@ from kv_connector.control.registrar import Registrar
 from kv_connector.engine.rank_placement import Device, place
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Fingerprint, Role
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class WorkerInfo:
     fingerprint: Fingerprint
     advice: Mapping[str, str]
     """Advice to the operator about a differing pair of the fingerprint."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that the engine was started from. None: unknown."""
     early_tokens: bool = False
     """Same meaning as in Register, like the next fields."""
     load: WorkloadReport | None = None
@@ -133,6 +136,7 @@ def start(settings: AgentSettings, worker: WorkerInfo) -> RunningAgent:
                 worker_cpu=placement.worker_cpu,
                 fingerprint=worker.fingerprint,
                 advice=worker.advice,
+                checkpoint=worker.checkpoint,
                 layout=worker.layout,
                 timeouts=settings.agent_timeouts(),
                 verify_pages=settings.verify_pages,

@@ -32,6 +32,8 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import get_local_ip_auto
 
+from kv_connector.agent.checkpoint_reader import CONSOLIDATED, MODEL, identify
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.session.fingerprint import model_identity
 from kv_connector.protocol.wire.weight_version import MAX_NAME, identity
 from kv_connector.sglang.refusals import REFUSED_POOLS
@@ -48,6 +50,7 @@ __all__ = [
     "RankFacts",
     "UnsupportedConfiguration",
     "gather",
+    "loaded_checkpoint",
     "model_facts",
     "rank_facts",
     "weight_version",
@@ -92,6 +95,27 @@ def model_facts(server_args: Any) -> ModelFacts:
         str(config.dtype),
         int(config.get_total_num_kv_heads()),
         int(config.num_hidden_layers),
+    )
+
+
+_SAFETENSORS = {
+    "auto": MODEL,
+    "safetensors": MODEL,
+    "fastsafetensors": MODEL,
+    "instanttensor": MODEL,
+    "mistral": CONSOLIDATED,
+}
+"""Files from which SGLang's default loader reads the weights, by load format."""
+
+
+def loaded_checkpoint(server_args: Any) -> Checkpoint | None:
+    """The checkpoint that this worker has loaded. None: unknown."""
+    files = _SAFETENSORS.get(str(getattr(server_args.load_format, "value", server_args.load_format)))
+    return identify(
+        server_args.model_path,
+        [] if files is None else [files],
+        revision=server_args.revision,
+        cache=server_args.download_dir,
     )
 
 

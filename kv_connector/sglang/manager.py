@@ -33,6 +33,7 @@ from kv_connector.sglang.internals import (
     RankFacts,
     check_configuration,
     gather,
+    loaded_checkpoint,
     model_facts,
     rank_facts,
     weight_version,
@@ -127,8 +128,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         )
         rows = self.rows
         layout, memory = pool_layout(args, shape, (rows.address, rows.nbytes, rows.widths))
+        settings = read_settings(os.environ)
         running = start(
-            with_nics(read_settings(os.environ), rank.nics, rank.gpu, rank.workers),
+            with_nics(settings, rank.nics, rank.gpu, rank.workers),
             WorkerInfo(
                 engine_id=f"{role.value} {rank.url} dp{rank.data_parallel_rank}",
                 role=role,
@@ -144,6 +146,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
                 memory=memory,
                 fingerprint=engine_fingerprint(f"sglang {sglang.__version__}", model.identity, model.dtype),
                 advice=ADVICE,
+                checkpoint=loaded_checkpoint(server_args) if settings.compare_checkpoints else None,
             ),
         )
         try:
@@ -200,8 +203,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._names[version] = None
         if len(self._names) > _NAMES:
             self._names.popitem(last=False)
+        # The first version, also of --weight-version, is the name of the checkpoint's weights.
+        self.agent.set_weights(version, of_checkpoint=not self._weights)
         self._weights = version
-        self.agent.set_weights(version)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can land in the room's pages any more: P has reported it, or is fenced."""

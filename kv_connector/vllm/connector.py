@@ -37,6 +37,7 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.vllm.metadata import DescribedRank, News, StepMetadata
 from kv_connector.vllm.metrics import PromMetrics, TransferStats
+from kv_connector.vllm.model.checkpoint import loaded_checkpoint
 from kv_connector.vllm.model.configuration import UnsupportedConfiguration, check_configuration, forces_tokens
 from kv_connector.vllm.model.kv_cache import kv_layout
 from kv_connector.vllm.model.last_block import LastBlocks
@@ -255,6 +256,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             memory=memory,
             fingerprint=rank_fingerprint(self._vllm_config),
             advice=ADVICE,
+            checkpoint=loaded_checkpoint(self._vllm_config) if self._settings.compare_checkpoints else None,
             early_tokens=self._early_tokens,
             load=self._idle,
             prefixes=self._prefixes,

@@ -23,6 +23,7 @@ from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import GroupTarget, KvLayout
 from kv_connector.protocol.requests import ComputedPages, DecodeRequest, GroupPages, PrefillRequest
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.messages import Fingerprint, Role
 
@@ -168,6 +169,7 @@ class AgentStage:
         port: int = 0,
         pages: KvLayout | None = None,
         fingerprint: Fingerprint | None = None,
+        checkpoint: Checkpoint | None = None,
         timeouts: Timeouts = TIMES,
         engine: TransferEngine | None = None,
         rank: int = 0,
@@ -191,6 +193,7 @@ class AgentStage:
             stage=stage,
             address=Address(host, port),
             fingerprint=fingerprint if fingerprint is not None else pairs(),
+            checkpoint=checkpoint,
             advice=ADVICE,
             layout=shape,
             timeouts=timeouts,

@@ -504,6 +504,7 @@ def _configure(directory: Path, **more: Any) -> Path:
 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
+    "llama-retrained": partial(make_llama, seed=1),
     "mqa": partial(make_llama, kv_heads=1),
     "head80": partial(make_llama, head_dim=80),
     "head128": partial(make_llama, head_dim=128),

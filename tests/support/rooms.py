@@ -63,7 +63,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["decode", "prefill"],
     ],
     "agent": [
-        ["commands", "config", "interfaces", "layer_progress", "settings"],
+        ["checkpoint_reader", "commands", "config", "interfaces", "layer_progress", "settings"],
         ["reports"],
         ["loop"],
         ["agent"],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from cases import FP8, Side, left_out
@@ -29,6 +30,8 @@ class Stranger:
     flags: str
     prefill: str
     words: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the connector."""
 
 
 STRANGERS = {
@@ -46,6 +49,13 @@ STRANGERS = {
         FP8,
         "scaled",
         r"prefill engine has \S+ times 0\.25.*decode engine has \S+ times 0\.5",
+        {"compare_checkpoints": False},
+    ),
+    "weights": Stranger(
+        "llama-retrained",
+        "",
+        "plain",
+        r"weights: prefill engine has checkpoint \w{16}, decode engine has checkpoint \w{16}: start both ",
     ),
 }
 PREFILLS = {"plain": Stranger("llama", "", "", ""), "scaled": Stranger("fp8-scales", FP8, "", "")}
@@ -76,7 +86,7 @@ def strangers(
             return clusters[what.model].start_engine(
                 name,
                 role=role,
-                extra={"timeouts": TIMEOUTS},
+                extra={"timeouts": TIMEOUTS, **what.extra},
                 settings=engine_settings_of(Side(what.flags), what.flags.split()),
                 routers=[f"{HOST}:{ports[name]}"] if name in ports else [],
             )

@@ -11,6 +11,7 @@ from kv_connector.protocol.actions import (
     Reply,
     Source,
 )
+from kv_connector.protocol.session.checkpoint import checkpoint_mismatch, without_checkpoint
 from kv_connector.protocol.session.mismatch import SAME_RELEASE, mismatch
 from kv_connector.protocol.session.sessions import (
     Caller,
@@ -133,9 +134,14 @@ class Answering:
         if hello.protocol not in (PROTOCOL_VERSION, DEFER_PROTOCOL_VERSION) and not prefixes:
             versions = f"prefill engine has {PROTOCOL_VERSION}, decode engine has {hello.protocol}"
             return NakReason.INCOMPATIBLE, f"protocol: {versions}: {SAME_RELEASE}"
-        problem = mismatch(us.fingerprint, hello.fingerprint, us.advice)
+        fingerprint, checkpoint = without_checkpoint(hello.fingerprint)
+        problem = mismatch(us.fingerprint, fingerprint, us.advice)
         if problem is not None:
             return NakReason.INCOMPATIBLE, problem
+        # D repeats LOCATE without its checkpoint after INCOMPATIBLE.
+        problem = checkpoint_mismatch(self._sessions.checkpoint, checkpoint)
+        if problem is not None:
+            return NakReason.OTHER_WEIGHTS, problem
         return None
 
     def _nak(self, source: Source, name: str, reason: NakReason, text: str) -> list[PeersAction]:

@@ -22,6 +22,7 @@ from kv_connector.protocol.actions import (
     Source,
 )
 from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.session.checkpoint import with_checkpoint
 from kv_connector.protocol.session.sessions import (
     REMEMBERED_OLDER,
     Peer,
@@ -39,6 +40,7 @@ from kv_connector.protocol.wire.messages import (
     Directory,
     Due,
     Fail,
+    Fingerprint,
     Hello,
     HelloAck,
     HelloNak,
@@ -79,7 +81,8 @@ class Dialling:
 
     def connected(self, now: float, peer_id: PeerId, source: Source) -> list[PeersAction]:
         peer, us = self._sessions.peers[peer_id], self._sessions.identity
-        peer.hello = Locate(us.engine_id, us.role, us.rank, self._version(peer), us.fingerprint)
+        version, fingerprint = self._introduction(peer)
+        peer.hello = Locate(us.engine_id, us.role, us.rank, version, fingerprint)
         return self._introduce(now, peer, source)
 
     def dial(
@@ -105,13 +108,14 @@ class Dialling:
     def offered(self, now: float, peer_id: PeerId, source: Source, offer: bytes) -> list[PeersAction]:
         peer = self._sessions.peers[peer_id]
         us = self._sessions.identity
+        version, fingerprint = self._introduction(peer)
         peer.hello = Hello(
             engine_id=us.engine_id,
             incarnation=us.incarnation,
             role=us.role,
             rank=us.rank,
-            protocol=self._version(peer),
-            fingerprint=us.fingerprint,
+            protocol=version,
+            fingerprint=fingerprint,
             layout=us.layout,
             wants=peer.wants,
             regions=us.regions,
@@ -260,8 +264,11 @@ class Dialling:
         self._sessions.timers.clear(peer.peer)
         return peer.address, HangUp(peer.source)
 
-    def _version(self, peer: Peer) -> int:
-        if peer.prefixes:
-            return PREFIX_PROTOCOL_VERSION
+    def _introduction(self, peer: Peer) -> tuple[int, Fingerprint]:
+        """The protocol version and the fingerprint of LOCATE or HELLO."""
+        fingerprint = self._sessions.identity.fingerprint
         engine = peer.address if peer.finding else peer.of
-        return PROTOCOL_VERSION if engine in self._sessions.older else DEFER_PROTOCOL_VERSION
+        if not peer.prefixes and engine in self._sessions.older:
+            return PROTOCOL_VERSION, fingerprint  # an older engine refuses pairs that it does not know
+        version = PREFIX_PROTOCOL_VERSION if peer.prefixes else DEFER_PROTOCOL_VERSION
+        return version, with_checkpoint(fingerprint, self._sessions.checkpoint)

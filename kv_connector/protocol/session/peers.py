@@ -74,6 +74,11 @@ class PeerTable:
         """Sets the workers of this engine. From now on a D can locate them here."""
         self._sessions.ranks = tuple(ranks)
 
+    def weights_replaced(self) -> None:
+        """The engine has other weights than those of its checkpoint from now on. They have a version, which
+        RESERVE compares."""
+        self._sessions.checkpoint = None
+
     def other_workers(self) -> list[tuple[str, int]]:
         """The addresses of the other workers of this engine."""
         own = self._sessions.identity.rank

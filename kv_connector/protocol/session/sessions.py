@@ -32,6 +32,7 @@ from kv_connector.protocol.actions import (
     Source,
 )
 from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.timers import Timers
 from kv_connector.protocol.wire.messages import (
@@ -87,6 +88,8 @@ class Identity:
     regions: tuple[bytes, ...]  # TransferEngine's descriptor of each memory region
     # not sent: the operator's remedy, by a pair's name
     advice: Mapping[str, str] = field(default_factory=dict)
+    # the checkpoint that this process was started from; None: unknown
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,8 @@ class Sessions:
         """The last refusal that was logged, by peer. A refusal repeats with each request."""
         self.ranks: Ranks = ()
         """The workers of this engine."""
+        self.checkpoint = identity.checkpoint
+        """The checkpoint whose weights this engine has. None: unknown, or later weights."""
         self.timers: Timers[PeerId] = Timers()
         self.redial: Timers[Address] = Timers()
         """When to locate an engine again that requests wait for and whose session has ended."""

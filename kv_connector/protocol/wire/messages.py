@@ -15,6 +15,9 @@ session and is answered with BYE.
 A D that is short of blocks sends DEFER before RESERVE, in a session of DEFER_PROTOCOL_VERSION. P answers with
 DUE once the prompt is about to be computed.
 
+In a session of a version above PROTOCOL_VERSION, LOCATE and HELLO name the checkpoint that D was started
+from.
+
 A D that verifies pages requests their sums in RESERVE, in a session of a version above PROTOCOL_VERSION. P
 sends SUMS once all pages have arrived.
 
@@ -203,6 +206,8 @@ class NakReason(enum.Enum):
     NO_LANE = "no_lane"  # no provider leads from P to D, or the preferred one is forbidden
     DRAINING = "draining"
     PROTOCOL = "protocol"
+    # D was started from another checkpoint. Only a D whose fingerprint names its checkpoint gets this.
+    OTHER_WEIGHTS = "other_weights"
 
 
 class HelloNak(WireMessage, frozen=True, tag="hello_nak"):

@@ -13,6 +13,7 @@ from agent_setup import IMPATIENT, LIVELY, TIMES, AgentSide, AgentStage, acquain
 from protocol_setup import layout, pairs
 
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Role
 
 
@@ -198,6 +199,23 @@ def test_engine_that_does_not_fit_gets_the_reason_and_affects_no_other_engine(
     assert caplog.text.count(f"NAK from {prefill.address}") == naks
     stranger.idle()
     transfer(prefill, decode)
+
+
+def test_engines_of_different_checkpoints_work_together_once_both_take_a_version(
+    sim: AgentStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = sim.side(Role.PREFILL, checkpoint=Checkpoint("", "3f2a"))
+    decode = sim.side(Role.DECODE, checkpoint=Checkpoint("", "91bc"))
+    for side in (prefill, decode):  # as SGLang names the weights that it was started with
+        side.agent.set_weights("default", of_checkpoint=True)
+    decode.reserve(prefill.address)
+    decode.wait(received=["d-t"])
+    assert decode.failed == ["d-t"]
+    until(lambda: "other_weights: weights: prefill engine has checkpoint 3f2a, decode" in caplog.text)
+    for side in (prefill, decode):
+        side.agent.set_weights("v1")
+    decode.failed.clear()
+    transfer(prefill, decode, "u")
 
 
 def test_two_engines_of_one_role_get_the_reason_for_their_refusal(

@@ -20,6 +20,7 @@ from kv_connector.agent.start import WorkerInfo
 from kv_connector.cli.config.files import POLICIES, TRANSFER_KEYS
 from kv_connector.engine.rank_placement import Device
 from kv_connector.protocol.pages.layout import KvLayout
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.vllm.connector import WriteImmConnector, data_parallel_rank, transfer_role
 from kv_connector.vllm.internals import RELEASES, UnsupportedVllm, release_of
@@ -71,19 +72,23 @@ def test_a_token_is_forced_where_vllm_loads_the_plugin_for_it(
     assert ("is not installed" in caplog.text) is not installed
 
 
-def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compare", [True, False])
+def test_so_is_one_that_does_not_fit_the_worker(compare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     infos = []
+    checkpoint = Checkpoint("", "3f2a")
+    answers = {"kv_layout": (KvLayout((), ()), ()), "rank_fingerprint": None, "loaded_checkpoint": checkpoint}
 
     def start(settings: AgentSettings, info: WorkerInfo) -> None:
         infos.append(info)
         raise SettingsError("providers: nvlink cannot move it")
 
-    for name, answer in (("kv_layout", (KvLayout((), ()), ())), ("rank_fingerprint", None)):
+    for name, answer in answers.items():
         monkeypatch.setattr(f"kv_connector.vllm.connector.{name}", lambda *_, answer=answer: answer)
     monkeypatch.setattr("kv_connector.vllm.connector.pipeline_and_tensor_parallel_rank", lambda: (1, 1))
     monkeypatch.setattr("kv_connector.vllm.connector.start", start)
     made: WriteImmConnector = object.__new__(WriteImmConnector)
-    made._settings, made._transfer_role, made._engine_id = AgentSettings(), Role.DECODE, "engine"
+    made._settings = AgentSettings(compare_checkpoints=compare)
+    made._transfer_role, made._engine_id = Role.DECODE, "engine"
     made._early_tokens, made._idle, made._prefixes = True, None, "key"
     made._borrows = made._prefetches = True
     parallel = ParallelConfig(
@@ -99,6 +104,7 @@ def test_so_is_one_that_does_not_fit_the_worker(monkeypatch: pytest.MonkeyPatch)
     assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (3, 4, 3, 1)
     assert (info.stage, info.early_tokens) == (1, True)
     assert (info.prefixes, info.borrows, info.prefetches) == ("key", True, True)
+    assert info.checkpoint == (checkpoint if compare else None)
 
 
 @pytest.mark.parametrize(
