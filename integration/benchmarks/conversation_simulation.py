@@ -32,6 +32,7 @@ from typing import Any
 import goodput_simulation as steps
 from goodput_simulation import LANDING_S, Clock, SimulatedEngine, SimulatedRequest
 from msgspec.structs import replace
+from second_source import SECOND_HEADS, RequestTimes, SecondSource, second_cells
 
 from kv_connector.control.membership import HEARTBEAT_S
 from kv_connector.router.bodies.messages import ChatMessage
@@ -291,6 +292,7 @@ class SimulatedFleet:
         self.computed: dict[Endpoint, int] = {}
         self.generated: dict[Endpoint, int] = {}
         self.moved = self.lent = 0
+        self.second_source = SecondSource(LOAD_S)
         self._reported = -1.0
         self.firsts: list[float] = []
         self._rewritten = False
@@ -325,33 +327,42 @@ class SimulatedFleet:
         request = SimulatedRequest(len(tokens), answer, self.clock.now)
         held: dict[Endpoint, HeldBlocks] = {}
         computed, cached = False, 0
+        times = RequestTimes()
 
         def admitted() -> bool:
             nonlocal cached
             if (blocks := at_prefill.take(tokens)) is None:
                 return False
             held[p] = blocks
+            times.begins = self.clock.now
             request.computed = cached = max(blocks.hit, loaded)
             self.lent += cached - blocks.hit
             self.computed[p] += len(tokens) - cached
             return True
 
         def reserve() -> None:
+            others = {one: kept.hit(tokens) for one, kept in self.kept.items() if one not in (p, d)}
             if (blocks := at_decode.take(tokens)) is None:
                 self._short[d].append(reserve)
                 return
             held[d] = blocks
-            self.moved += len(tokens) - blocks.hit
+            times.reserved = self.clock.now
+            times.missing = len(tokens) - blocks.hit
+            third = max(others, key=others.__getitem__)
+            times.third = max(0, others[third] - blocks.hit)
+            times.lends = placement.prefix is not None and placement.prefix.lender == third
+            self.moved += times.missing
             name, counts = str(next(self._names)), (len(tokens), blocks.hit)
             self.caches.sent(name, decode)
             self.clock.after(HEARTBEAT_S / 2, lambda: self.caches.received(name, *counts))
             if computed:
-                self.clock.after(LANDING_S, landed)
+                sent()
 
         def first() -> None:
             nonlocal computed
             computed = True
             self.engines[p].leave(request)
+            times.first = self.clock.now
             self.firsts.append(self.clock.now - request.arrives)
             at_prefill.computed(held[p], tokens)
             report = Computed(tokens=len(tokens), cached=cached)
@@ -359,7 +370,11 @@ class SimulatedFleet:
             prefill.release()
             decode.counted(len(tokens))
             if d in held:
-                self.clock.after(LANDING_S, landed)
+                sent()
+
+        def sent() -> None:
+            self.second_source.add(times, cached - held[p].hit)
+            self.clock.after(LANDING_S, landed)
 
         def landed() -> None:
             at_prefill.give_back(held[p])
@@ -486,10 +501,11 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
                 statistics.quantiles(fleet.firsts, n=100)[-1] * 1e3,
                 100 * fleet.forecasts[Side.PREFILL].share,
                 100 * fleet.forecasts[Side.DECODE].share,
+                *fleet.second_source.columns(),
             )
         )
     means = [statistics.fmean(column) for column in zip(*runs, strict=True)]
-    computed, moved, lent, p, d, p50, p99, right_p, right_d = means
+    computed, moved, lent, p, d, p50, p99, right_p, right_d, *second = means
     cells = [
         f"{computed:.2f}",
         f"{moved:.1f}",
@@ -499,7 +515,7 @@ def line(name: str, shape: Workshape, plan: argparse.Namespace) -> list[str]:
         f"{p50:.1f} / {p99:.1f}",
         f"{right_p:.1f}, {right_d:.1f}",
     ]
-    return [name, *cells]
+    return [name, *cells, *second_cells(second)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -512,11 +528,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "spread D",
     ]
     head += ["first token, ms, p50 / p99", "right of predicted hits, %, P, D"]
+    head += SECOND_HEADS
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def main() -> None:
-    global BLOCK, TOKEN_CHARACTERS
+    global BLOCK, TOKEN_CHARACTERS, LOAD_S
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -546,7 +563,10 @@ def main() -> None:
     parser.add_argument("--context", type=float, help="weight of a decode engine's contexts (_CONTEXT)")
     parser.add_argument("--token-us", type=int, help="time of a prompt's token, in us (COST)")
     parser.add_argument("--step-ms", type=int, help="time of a step, in ms (DECODE_S and COST)")
+    parser.add_argument("--load-us", type=float, help="time of a token between two engines, in us (LOAD_S)")
     plan = parser.parse_args()
+    if plan.load_us is not None:
+        LOAD_S = plan.load_us * 1e-6
     BLOCK, TOKEN_CHARACTERS = plan.block, plan.characters
     if plan.step_ms is not None:
         steps.DECODE_S = plan.step_ms * 1e-3

@@ -407,14 +407,19 @@ class Client:
         self.transport = Transport(self)
         self._parser = httptools.HttpResponseParser(self)
 
-    # Callbacks of httptools.
+    # Callbacks of httptools. A client that pipelines reads both answers at once if it has stopped reading
+    # before. Only the first one is judged.
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+        if not self.complete:
+            self.headers[name.lower()] = value
 
     def on_body(self, body: bytes) -> None:
-        self.body += body
+        if not self.complete:
+            self.body += body
 
     def on_message_complete(self) -> None:
+        if self.complete:
+            return
         self.status = self._parser.get_status_code()
         if self.status != 100:
             self.complete = True

@@ -21,7 +21,7 @@ from kv_connector.router.front.server import BoundedProtocol, ReadTurns, _Flow
 from kv_connector.router.streams.request import Request
 from kv_connector.router.streams.resumption import Resumption
 from kv_connector.router.streams.running import Running
-from tests.fuzz.router import problem, report, scenario
+from tests.fuzz.router import BODY_LIMIT, Plan, Scenario, problem, report, scenario
 
 
 def test_each_client_gets_an_answer_within_the_limits_and_nothing_is_left() -> None:
@@ -41,6 +41,15 @@ def test_scenarios_are_of_all_sorts_and_run_alike_twice() -> None:
         counts.update(status for _, status in first)
     assert counts.keys() >= {None, 200, 400, 408, 413, 431, 502, 503}, counts
     assert counts[200] > 20
+
+
+def test_second_answer_of_a_pipelining_client_is_not_judged_when_it_stopped_reading() -> None:
+    """The smallest scenario of seed 155: after its pause, the client reads both answers at once."""
+    asked = Plan("pipelined", 0.0, 100, chunked=True, stops=1.0, stream=True, tokens=2000)
+    given = Scenario("concurrent", 5 * BODY_LIMIT, 8, 100, trouble=False, clients=(asked,), salt=934928766)
+    answers: list[tuple[float, int | None]] = []
+    assert problem(given, answers) is None
+    assert [status for _, status in answers] == [200]
 
 
 @contextmanager

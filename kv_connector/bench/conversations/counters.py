@@ -18,7 +18,7 @@ _MAX_BYTES = 32 << 20
 # Labels that vLLM 0.32 and 0.33 give to the sources of prompt tokens.
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _USED = "vllm:prompt_tokens", "vllm:request_success", "vllm:generation_tokens", "kv_connector_"
-_PREDICTIONS = re.compile(r"predicted|actual|borrowed")
+_PREDICTIONS = re.compile(r"predicted|actual|confirmed|borrowed")
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """{(name, labels): value}"""

@@ -120,6 +120,7 @@ class Lease:
         self._computed = False
         self._released = False
         self._owing = 0  # number of `owing` blocks
+        self._unpin: Callable[[], None] | None = None
         member.outstanding += 1
         member.context += context
         member.breaker.taken()
@@ -174,6 +175,20 @@ class Lease:
         self._leave_queue()
         self.workload.changed()
 
+    def pin(self) -> None:
+        """Notes that the engine uses the blocks of what it has of the prompt, until the lease is released.
+
+        A further call notes that the engine has more of the prompt by then.
+        """
+        if self.prompt is not None and not self._released:
+            self._end_pin()
+            self._unpin = self.workload.cache.pin(self.prompt)
+
+    def _end_pin(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+        self._unpin = None
+
     def counted(self, tokens: int) -> None:
         """Corrects the forecast of the tokens that the request costs the engine."""
         if self.context and not self._released:
@@ -202,6 +217,7 @@ class Lease:
     def release(self) -> None:
         """Ends the lease. To be called once."""
         self._leave_queue()
+        self._end_pin()
         if not self._computed:
             self._set_charge(0)
         self._released = True

@@ -15,7 +15,8 @@ _LARGEST_ROOM = 1 << 24
 
 # Prefixes of all engines together. Each takes 190 bytes of the router's memory (integration/benchmarks/
 # router_decision.py, 64 engines, 2026-11-29), so the index takes 100 MB at most. 64 engines of _USUAL_ROOM
-# have 100,000 at 1 KiB each, and 400,000 if clients send token ids, whose prefixes end every 256 bytes.
+# have 100,000 at 1 KiB each, and 400,000 if clients send token ids, whose prefixes end every 256 bytes. A
+# pinned prefix takes 56 bytes more, for its tuple.
 MOST_PREFIXES = 1 << 19
 
 # Tokens are not spread evenly over a prompt's bytes, and engines count their hits in blocks. So an engine had
@@ -98,6 +99,7 @@ class PrefixIndex:
         The largest caches lose their oldest prefixes, and never more bytes than the new prefixes have. If
         that is not enough, the longest new ones go: an engine's own cache drops no more for them either. A
         cache with at most its part of the prefixes, as many as each of all caches may have, loses nothing.
+        Pinned prefixes are not dropped.
         """
         part = self._most // len(self._caches)
         while (over := self._entries - self._most) > 0:
@@ -106,14 +108,18 @@ class PrefixIndex:
                 del new[-over:]
             else:
                 largest = max(self._caches.values(), key=len)
-                nbytes -= largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
+                freed = largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
+                if not freed and not new:
+                    break
+                nbytes = nbytes - freed if freed else 0
 
 
 class PrefixCache:
     """The prefixes that one engine has in its prefix cache.
 
     With a prefix the engine has the shorter prefixes too: they are never older. The engine is assumed to have
-    what it has computed or received, and to drop what it has not used for longest, as vLLM does. Its answers
+    what it has computed or received, and to drop what it has not used for longest, as vLLM does. It drops no
+    prefix of a running request, whose blocks are in use: such prefixes are pinned. Its answers
     correct how much it keeps. Part of its room is taken by what this router does not know, such as running
     requests and the prompts of other routers. An engine that keeps nothing is soon expected to keep nothing.
     """
@@ -126,33 +132,40 @@ class PrefixCache:
         """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
         self._loading = 0  # tokens of its room that prompts take which it is about to receive
-        # {prefix: its bytes behind the prefix before}, the least recently used first.
+        # {prefix: its bytes behind the prefix before}, the least recently used first. Without pinned ones.
         self._held: OrderedDict[int, int] = OrderedDict()
-        self._bytes = 0  # of all prefixes
+        self._pinned: dict[int, tuple[int, int]] = {}  # {prefix: its bytes, and the requests that pin it}
+        self._clears = 0  # a pin ends with the cache's contents
+        self._bytes = 0  # of all prefixes, pinned ones included
         self._taken = 0  # bytes of its room that are taken by what this router does not know
         self._bytes_per_token = PRIOR_BYTES_PER_TOKEN
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._pinned)
+
+    def __contains__(self, prefix: int) -> bool:
+        return prefix in self._held or prefix in self._pinned
 
     def join(self, index: PrefixIndex, bit: int) -> None:
         """Makes the index reflect this cache. For PrefixIndex.add()."""
         self.index, self.bit = index, bit
-        index.took(bit, self._held)
+        index.took(bit, [*self._held, *self._pinned])
         self._moved()
 
     def leave(self) -> None:
         """Takes this cache out of its index. For PrefixIndex.remove()."""
         if self.index is not None:
-            self.index.dropped(self.bit, self._held)
+            self.index.dropped(self.bit, [*self._held, *self._pinned])
         self.index, self.bit = None, 0
         self._moved()
 
     def clear(self) -> None:
         """Forgets all prefixes: the engine has dropped them."""
         if self.index is not None:
-            self.index.dropped(self.bit, self._held)
+            self.index.dropped(self.bit, [*self._held, *self._pinned])
         self._held.clear()
+        self._pinned.clear()
+        self._clears += 1
         self._bytes = 0
 
     def cached(self, prompt: Prompt) -> int:
@@ -191,11 +204,13 @@ class PrefixCache:
         self._weigh(prompt, tokens)
 
     def drop_oldest(self, count: int, nbytes: int) -> int:
-        """Forgets the least recently used prefixes: at most so many, and no more once they had ``nbytes``.
-        Returns the bytes that they had."""
+        """Forgets the least recently used prefixes that are not pinned, and returns the bytes that they had.
+
+        Forgets at most so many, and no more once they had ``nbytes``.
+        """
         before = self._bytes
         gone: list[int] = []
-        while len(gone) < count and before - self._bytes < nbytes:
+        while self._held and len(gone) < count and before - self._bytes < nbytes:
             prefix, size = self._held.popitem(last=False)
             self._bytes -= size
             gone.append(prefix)
@@ -204,7 +219,7 @@ class PrefixCache:
         return before - self._bytes
 
     def drop(self, prefixes: Iterable[int]) -> None:
-        """Forgets these prefixes, as far as they are held."""
+        """Forgets these prefixes, as far as they are held and not pinned."""
         gone = [prefix for prefix in prefixes if prefix in self._held]
         self._bytes -= sum(map(self._held.pop, gone))
         if self.index is not None:
@@ -212,7 +227,7 @@ class PrefixCache:
 
     def _leading(self, prefixes: Sequence[int]) -> int:
         """Returns how many of these prefixes the engine has."""
-        return bisect_left(prefixes, True, key=lambda prefix: prefix not in self._held)
+        return bisect_left(prefixes, True, key=lambda prefix: prefix not in self)
 
     def _use(self, prompt: Prompt) -> None:
         """Makes the prefixes the most recently used, the first one last."""
@@ -226,10 +241,34 @@ class PrefixCache:
         self._bytes += last - prompt.bytes_of(before)
         if new and self.index is not None:
             self.index.took(self.bit, new)
-        deque(map(held.move_to_end, reversed(prefixes)), maxlen=0)
+        deque(map(held.move_to_end, filter(held.__contains__, reversed(prefixes))), maxlen=0)
         self._shrink()
         if self.index is not None:
             self.index.make_room(self, list(new), last - prompt.bytes_of(before))
+
+    def pin(self, prompt: Prompt) -> Callable[[], None]:
+        """Notes that a request uses the blocks of what is held of its prompt.
+
+        Returns a function that ends that, to be called once. The prefixes are then the most recently used.
+        """
+        prefixes = prompt.prefixes[: self._leading(prompt.prefixes)]
+        for prefix in prefixes:
+            size, pins = self._pinned.get(prefix) or (self._held.pop(prefix), 0)
+            self._pinned[prefix] = size, pins + 1
+        clears = self._clears
+
+        def unpin() -> None:
+            if clears != self._clears:
+                return
+            for prefix in reversed(prefixes):  # the first one last, as in _use()
+                size, pins = self._pinned.pop(prefix)
+                if pins > 1:
+                    self._pinned[prefix] = size, pins - 1
+                else:
+                    self._held[prefix] = size
+            self._shrink()
+
+        return unpin
 
     def load(self, tokens: int) -> None:
         """Notes that the engine takes blocks for so many tokens, which a prefill engine sends. Negative: the

@@ -88,6 +88,13 @@ class Metrics:
             ["side"],
             registry=self.registry,
         )
+        self._confirmed_hits = Counter(
+            "kv_connector_router_confirmed_hit_tokens",
+            "Predicted prompt tokens that the engine had in its prefix cache, by side. Hits beyond the "
+            "prediction of a prompt are not counted.",
+            ["side"],
+            registry=self.registry,
+        )
         self._proposals = Counter(
             "kv_connector_router_prefix_proposals",
             "Proposals to load a prefix from another engine, by result. borrowed: loaded. computed: not "
@@ -223,6 +230,7 @@ class Metrics:
         """Counts the prefix-cache hits of a prompt, in tokens."""
         self._predicted_hits.labels(side.value).inc(predicted)
         self._actual_hits.labels(side.value).inc(actual)
+        self._confirmed_hits.labels(side.value).inc(min(predicted, actual))
 
     def engines_are(self, engines: Iterable[EngineInfo]) -> None:
         """Sets the series of single engines. Engines that are gone have no series any more."""

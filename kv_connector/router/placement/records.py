@@ -81,7 +81,9 @@ class CacheRecords:
         """Takes a decode engine's report on a prompt of so many tokens. ``cached``: those that were in its
         own prefix cache. Ignores prompts of other routers, and a second report."""
         if transfer_id in self._awaited:
-            self._reported(Side.DECODE, self._no_longer_awaited(transfer_id), tokens, cached)
+            lease = self._no_longer_awaited(transfer_id)
+            self._reported(Side.DECODE, lease, tokens, cached)
+            lease.pin()  # the engine has taken blocks for the prompt
 
     def _no_longer_awaited(self, transfer_id: str) -> Lease:
         lease = self._awaited.pop(transfer_id)
@@ -106,6 +108,7 @@ class CacheRecords:
         if lease.prompt is not None:
             # The engine's room is known in tokens. It reports nothing that shows how many bytes these are.
             _has(lease.workload, lease.prompt, lease.context)
+            lease.pin()
 
     def answered(self, lease: Lease, said: Said, placement: Placement, *, moved: Lease | None) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.

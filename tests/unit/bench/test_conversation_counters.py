@@ -82,11 +82,13 @@ def test_predictions_are_the_routers_counters_of_predicted_and_actual_hits() -> 
     text = (
         'kv_connector_router_predicted_hit_tokens_total{{side="prefill"}} {0}\n'
         'kv_connector_router_hit_tokens_total{{kind="actual"}} {1}\n'
+        'kv_connector_router_confirmed_hit_tokens_total{{side="prefill"}} {0}\n'
         'kv_connector_router_requests_total{{status="200"}} {1}\n'
         "kv_connector_router_actual_hits 3\n"
     )
     found = predictions(MetricsSource("http://r", ""), page(text.format(5, 10)), page(text.format(105, 100)))
     assert [(one.name, one.labels, one.tokens) for one in found] == [
+        ("kv_connector_router_confirmed_hit_tokens_total", {"side": "prefill"}, 100.0),
         ("kv_connector_router_hit_tokens_total", {"kind": "actual"}, 90.0),
         ("kv_connector_router_predicted_hit_tokens_total", {"side": "prefill"}, 100.0),
     ]

@@ -19,6 +19,7 @@ from conversation_simulation import (
     spread,
 )
 from msgspec.structs import replace as changed
+from second_source import RequestTimes, SecondSource
 
 from kv_connector.router.engines.members import TEXT_SIDES
 
@@ -113,3 +114,30 @@ def test_conversation_has_the_tokens_of_its_messages() -> None:
     one = Conversation(1, Random(1))
     one.say("user", 10)
     assert len(one.tokens()) == 10 + 4 + 3
+
+
+def test_second_source_saves_nothing_if_one_nic_carries_all_pages_anyway() -> None:
+    """The prefill engine computes 400 of 32,400 tokens in 23 ms. A token moves in 4 us."""
+    missing, third, load = 32_400, 32_000, 32_000 * 4e-6
+
+    def gain(begins: float, lent: int) -> float:
+        found = SecondSource(4e-6)
+        request = RequestTimes(0.0, begins, begins + 0.023, missing, third, lends=lent > 0)
+        found.add(request, lent)
+        assert (found.missing, found.third) == (missing, third)
+        assert found.waits == [pytest.approx(missing * 4e-6 - 0.023)]
+        return found.gains[0]
+
+    assert gain(begins=0.0, lent=0) == 0  # the decode engine's NIC receives all pages
+    assert gain(begins=load, lent=third) == pytest.approx(400 * 4e-6)  # the lender's NIC sends them twice
+    assert gain(begins=load, lent=0) == pytest.approx(missing * 4e-6 - 0.023)  # two lenders
+    assert gain(begins=0.5, lent=0) == pytest.approx(missing * 4e-6 - 0.023)  # a queue
+
+
+def test_second_source_counts_what_third_engines_have() -> None:
+    fleet, _ = served("fewest_outstanding")
+    found = fleet.second_source
+    assert found.missing == fleet.moved
+    assert 0 < found.third < found.missing
+    assert len(found.gains) == len(found.waits) == len(fleet.firsts)
+    assert all(0 <= gain <= wait for gain, wait in zip(found.gains, found.waits, strict=True))

@@ -471,6 +471,51 @@ def test_report_of_a_decode_engine_that_lost_prefixes_makes_its_cache_smaller() 
     assert mostly_cached(fleet, "d0", texts) == [False, True, True, True]
 
 
+def test_decode_engine_drops_no_prefix_of_a_running_stream() -> None:
+    fleet = Fleet(1, 1)
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 6000))  # three prompts
+    texts = [f"{number} {LONG}" for number in range(4)]
+    running = fleet.begin(user(texts[0]))
+    fleet.caches.began(running.decode, running.placement)
+    for text in texts[1:]:
+        fleet.begin(user(text)).answer()
+    assert mostly_cached(fleet, "d0", texts) == [True, False, True, True]
+    running.decode.release()
+    for text in texts[1:]:
+        fleet.begin(user(text)).answer()
+    assert mostly_cached(fleet, "d0", texts) == [False, True, True, True]
+
+
+def test_decode_engine_that_has_taken_blocks_drops_no_prefix_that_it_found() -> None:
+    fleet = Fleet(1, 1)
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 6000))  # three prompts
+    texts = [f"{number} {LONG}" for number in range(4)]
+    fleet.begin(user(texts[0])).answer()
+    waiting = fleet.begin(user(texts[0]))
+    fleet.caches.sent("t", waiting.decode)
+    fleet.caches.received("t", 1930, 1920)
+    for text in texts[1:]:
+        fleet.begin(user(text)).answer()
+    assert mostly_cached(fleet, "d0", texts) == [True, False, True, True]
+    waiting.refuse()
+    for text in texts[1:]:
+        fleet.begin(user(text)).answer()
+    assert mostly_cached(fleet, "d0", texts) == [False, True, True, True]
+
+
+def test_report_after_the_end_of_its_request_pins_nothing() -> None:
+    fleet = Fleet(1, 1)
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 6000))  # three prompts
+    texts = [f"{number} {LONG}" for number in range(4)]
+    ended = fleet.begin(user(texts[0]))
+    fleet.caches.sent("t", ended.decode)
+    ended.answer()
+    fleet.caches.received("t", 1930, 0)
+    for text in texts[1:]:
+        fleet.begin(user(text)).answer()
+    assert mostly_cached(fleet, "d0", texts) == [False, True, True, True]
+
+
 def test_reports_that_are_awaited_for_too_long_are_forgotten(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

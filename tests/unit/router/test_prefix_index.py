@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
 steps = st.lists(
     st.tuples(
         st.integers(0, 4),
-        st.sampled_from(["sent", "sent", "hit", "missed", "clear", "leave"]),
+        st.sampled_from(["sent", "sent", "hit", "missed", "pin", "pin", "unpin", "clear", "leave"]),
         prompts,
         st.integers(0, 12),
     ),
@@ -54,6 +54,7 @@ def test_index_finds_what_each_cache_holds(
     done: list[tuple[int, str, Prompt, int]], probe: Prompt, most: int
 ) -> None:
     index, caches = fleet(5, most)
+    pins: list[list[Callable[[], None]]] = [[] for _ in caches]
     for number, what, one, room in done:
         cache = caches[number]
         match what:
@@ -62,14 +63,26 @@ def test_index_finds_what_each_cache_holds(
             case "hit" | "missed":
                 tokens = len(one.prefixes) * TOKENS
                 cache.corrected(one, tokens if what == "hit" else 0, tokens, one.size)
+            case "pin":
+                pins[number].append(cache.pin(one))
+            case "unpin":
+                if pins[number]:
+                    pins[number].pop(room % len(pins[number]))()
             case "clear":
                 cache.clear()
             case _:
                 index.remove(cache)
+                for unpin in pins[number]:
+                    unpin()
+                pins[number].clear()
+                assert len(cache) == 0
                 cache = caches[number] = PrefixCache()
                 index.add(cache)
         assert len(index) == sum(map(len, caches)) <= most
         assert found(index, caches, probe) == [one.cached(probe) for one in caches]
+        for each in caches:
+            held = [prefix for prefix in probe.prefixes if prefix in each]
+            assert held == list(probe.prefixes[: len(held)]), "a prefix is held without those before it"
     mask, nbytes = next(iter(index.matches(probe)), (0, 0))
     longest = max(one.cached(probe) for one in caches)
     assert nbytes == longest
@@ -118,6 +131,29 @@ def test_index_that_is_full_shrinks_the_largest_cache() -> None:
     large.prompt_computed(prompt(range(20)))
     assert (len(large), len(small)) == (8, 2)
     assert large.cached(prompt(range(20))) == 8 * PREFIX_BYTES, "the beginning stays"
+
+
+def test_index_that_is_full_of_pinned_prefixes_takes_no_new_ones() -> None:
+    _, (large, small) = fleet(2, most=10)
+    large.prompt_computed(prompt(range(10)))
+    unpin = large.pin(prompt(range(10)))
+    small.prompt_computed(prompt("ab"))
+    assert (len(large), len(small)) == (10, 0)
+    unpin()
+    small.prompt_computed(prompt("ab"))
+    assert (len(large), len(small)) == (8, 2)
+
+
+def test_cache_that_joins_a_full_index_with_pinned_prefixes_keeps_them() -> None:
+    index, (first,) = fleet(1, most=4)
+    first.prompt_computed(prompt("abcd"))
+    first.pin(prompt("abcd"))
+    second = PrefixCache()
+    second.prompt_computed(prompt("wxyz"))
+    second.pin(prompt("wxyz"))
+    index.add(second)
+    first.prompt_computed(prompt("e"))
+    assert (len(first), len(second)) == (4, 4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20), st.integers(4, 30))

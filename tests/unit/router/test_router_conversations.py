@@ -145,6 +145,7 @@ async def test_router_counts_predicted_and_actual_hits_of_both_sides() -> None:
         assert await metric(s.client, f"kv_connector_router_predicted{side}") == 999, (
             "not the last token, and nothing of the first"
         )
+        assert await metric(s.client, f"kv_connector_router_confirmed{side}") == 640, "of the second one"
         assert await metric(s.client, 'kv_connector_router_actual_hit_tokens_total{side="decode"}') == 0
 
 

@@ -1,6 +1,7 @@
 """The router's forecast of the prefixes that each engine has cached."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -238,6 +239,49 @@ def test_prompts_that_an_engine_receives_take_room_before_they_have_arrived() ->
     for one in pieces[11:]:
         cache.prompt_computed(one, 10 * TOKENS)
     assert held() == list(range(10, 20))
+
+
+def test_prefixes_of_running_requests_stay_and_then_are_the_most_recently_used() -> None:
+    cache = PrefixCache()
+    pieces = [prompt([number]) for number in range(20)]
+
+    def compute(numbers: Iterable[int]) -> list[int]:
+        for number in numbers:
+            cache.prompt_computed(pieces[number], 4 * TOKENS)
+        return [number for number, one in enumerate(pieces) if cache.cached(one)]
+
+    compute(range(4))
+    unpins = [cache.pin(pieces[0]), cache.pin(pieces[0]), cache.pin(pieces[1])]
+    assert compute(range(4, 9)) == [0, 1, 7, 8]
+    unpins[0]()
+    assert compute([9]) == [0, 1, 8, 9]
+    unpins[1]()
+    assert compute([10]) == [0, 1, 9, 10]
+    assert compute([11, 12, 13]) == [1, 11, 12, 13]
+
+
+def test_pins_take_room_from_all_other_prefixes() -> None:
+    cache = PrefixCache()
+    cache.prompt_computed(prompt("abcd"), 4 * TOKENS)
+    unpin = cache.pin(prompt("abcd"))
+    cache.prompt_computed(prompt("x"), 4 * TOKENS)
+    assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("abcd", "x")] == [4, 0]
+    unpin()
+    cache.prompt_computed(prompt("x"), 4 * TOKENS)
+    assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("abcd", "x")] == [3, 1]
+
+
+def test_pin_ends_with_the_contents_of_the_cache() -> None:
+    cache = PrefixCache()
+    cache.prompt_computed(prompt("ab"))
+    unpin = cache.pin(prompt("ab"))
+    cache.clear()
+    assert cache.cached(prompt("ab")) == len(cache) == 0
+    cache.prompt_computed(prompt("ab"), 2 * TOKENS)
+    cache.pin(prompt("ab"))
+    unpin()
+    cache.prompt_computed(prompt("x"), 2 * TOKENS)
+    assert cache.cached(prompt("ab")) == 2 * PREFIX_BYTES
 
 
 def test_engine_without_a_reported_capacity_gets_the_default_capacity() -> None:
