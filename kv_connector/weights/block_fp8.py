@@ -15,7 +15,7 @@ import torch
 
 from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
 from kv_connector.weights.mapping.plan import Box, PlanError, TensorShard
-from kv_connector.weights.sources import Agreed, Engines, Held, TensorSource, agree
+from kv_connector.weights.sources import Agreed, Engines, Held, ShardSource, agree
 
 # The block size of all block-fp8 checkpoints for which vLLM has GPU kernels (DeepSeek V3, Qwen3-*-FP8).
 BLOCK = 128
@@ -35,7 +35,7 @@ class BlockFp8:
     Quantising a matrix takes up to 9 more bytes for each of its elements meanwhile.
     """
 
-    def __init__(self, source: TensorSource, *, ue8m0: bool = False) -> None:
+    def __init__(self, source: ShardSource, *, ue8m0: bool = False) -> None:
         """``ue8m0``: scales are powers of two, as in checkpoints with ``"scale_fmt": "ue8m0"``."""
         self.rank, self.device = source.rank, source.device
         self._source = source
@@ -99,7 +99,7 @@ class _Quantised:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: ShardSource,
         wanted: Collection[int],
         held: Sequence[Sequence[TensorShard]],
         ue8m0: bool,
@@ -155,7 +155,8 @@ class _Quantised:
             # The comparison uses integers. Non-negative floats have the same order as integers, and NaN is
             # the largest. Libraries for collectives promise nothing about NaN.
             everybody = torch.zeros(self._shared, dtype=torch.int32, device=self._amax.device)
-            everybody[self._theirs] = self._amax[self._ours].view(torch.int32)
+            # Two boxes of this rank may share a block, as Megatron's fused keys of two small heads do.
+            everybody.scatter_reduce_(0, self._theirs, self._amax[self._ours].view(torch.int32), "amax")
             self._source.maximum(everybody)
             self._amax[self._ours] = everybody[self._theirs].view(torch.float32)
         for part, amax in zip(self._parts, of_parts, strict=True):

@@ -1,7 +1,7 @@
 """Sources: the boxes of the checkpoint's tensors that a sender's rank holds, as its parallelism shards them.
 
 Nothing is gathered, also of a module under FSDP2 or HSDP: each rank sends the rows that it has. So does each
-worker of an engine that seeds another one.
+worker of an engine that seeds another one, and each rank of Megatron (``megatron``).
 """
 
 from __future__ import annotations
@@ -108,26 +108,24 @@ def agree(
     return Agreed(run, engines, cast("list[list[TensorShard]]", held))
 
 
-class TensorSource:
-    """Named tensors or DTensors: a module's parameters, or any others with the checkpoint's names."""
+class ShardSource:
+    """Parts of a checkpoint's tensors in this rank's memory, and the group of all ranks of a trainer."""
 
     def __init__(
         self,
-        named: Iterable[tuple[str, torch.Tensor]],
+        tensors: Sequence[Tensor],
+        held: Sequence[Held],
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        """``group``: all ranks of the trainer. Default: the group of torch.distributed, if it is
-        initialised."""
-        self._named = list(named)
+        """``tensors``: the whole checkpoint, in the same order on all ranks. ``held``: this rank's parts.
+
+        ``group``: all ranks of the trainer. Default: the group of torch.distributed, if it is initialised.
+        """
+        self._tensors, self._held = tuple(tensors), list(held)
         self._group = group
         self._distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank(group) if self._distributed else 0
-        self._tensors = tuple(
-            Tensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
-            for name, value in self._named
-        )
-        self._held = [_held(number, name, value) for number, (name, value) in enumerate(self._named)]
-        here = [held.local() for held in self._held]
+        here = [one.local() for one in held]
         self.device = here[0].device if here else torch.device("cpu")
 
     def tensors(self) -> Sequence[Tensor]:
@@ -149,11 +147,39 @@ class TensorSource:
 
     def exchange(self, value: object) -> list[object]:
         """Returns the values of all ranks, by rank. A collective: all ranks call it."""
-        if not self._distributed:
-            return [value]
-        values: list[object] = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+        return exchange(value, self._group) if self._distributed else [value]
+
+
+def exchange(value: object, group: torch.distributed.ProcessGroup | None) -> list[object]:
+    """Returns the values of all ranks, by rank. A collective if torch.distributed is initialised."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[object] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+class TensorSource(ShardSource):
+    """Named tensors or DTensors: a module's parameters, or any others with the checkpoint's names."""
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, torch.Tensor]],
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """``group``: all ranks of the trainer. Default: the group of torch.distributed, if it is
+        initialised."""
+        all_named = list(named)
+        super().__init__(
+            tuple(Tensor(name, dtype_name(value), tuple(value.shape)) for name, value in all_named),
+            [_held(number, name, value) for number, (name, value) in enumerate(all_named)],
+            group,
+        )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Returns the dtype as a checkpoint's tensor has it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def module_source(
@@ -185,7 +211,7 @@ class _ModuleSource(TensorSource):
         group: torch.distributed.ProcessGroup | None,
         rename: Callable[[str], str],
     ) -> None:
-        self._module, self._buffers = module, dict(_persistent_buffers(module))
+        self._module, self._buffers = module, dict(persistent_buffers(module))
         named = chain(module.named_parameters(), self._buffers.items())
         super().__init__(((rename(name), value) for name, value in named), group)
 
@@ -198,7 +224,7 @@ class _ModuleSource(TensorSource):
                 )
 
 
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
@@ -211,17 +237,17 @@ def _held(number: int, name: str, value: torch.Tensor) -> Held:
 
     if not isinstance(value, DTensor):
         box = Box((0,) * value.dim(), tuple(value.shape))
-        return Held(TensorShard(number, box), lambda: _with_memory(name, value.detach()))
+        return Held(TensorShard(number, box), lambda: with_memory(name, value.detach()))
     if any(isinstance(placement, Partial) for placement in value.placements):
         raise SourceError(f"{name} is a partial sum over ranks ({value.placements}): reduce it first")
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
     # This runs for each tensor of each version. to_local() would make a view, in 4 us, or in 20 us for
     # autograd.
-    return Held(TensorShard(number, box), lambda: _with_memory(name, value._local_tensor.detach()))
+    return Held(TensorShard(number, box), lambda: with_memory(name, value._local_tensor.detach()))
 
 
-def _with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
+def with_memory(name: str, local: torch.Tensor) -> torch.Tensor:
     """Returns the tensor. Raises SourceError if its storage was freed: a read would end the process."""
     if not local.data_ptr() and local.numel():
         raise SourceError(

@@ -74,7 +74,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["mapping", "metrics", "settings"],
         ["memory", "wire"],
         ["controller", "sources", "tensor_stream", "update"],
-        ["block_fp8", "trainer", "verify"],
+        ["block_fp8", "megatron", "trainer", "verify"],
         ["pusher"],
         ["seeding"],
         ["worker"],

@@ -27,7 +27,7 @@ from kv_connector.vllm.internals import (
 from kv_connector.vllm.plugin import WEIGHTS
 from kv_connector.weights.block_fp8 import BlockFp8
 from kv_connector.weights.pusher import WeightPusher
-from kv_connector.weights.sources import TensorSource, module_source
+from kv_connector.weights.sources import ShardSource, module_source
 from kv_connector.weights.trainer.writer import STAGING_BYTES
 from kv_connector.weights.update import PushError
 
@@ -65,7 +65,7 @@ class WriteImmTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     init_info_cls = WriteImmTrainerInitInfo
 
-    def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: TensorSource | BlockFp8) -> None:
+    def __init__(self, info: WriteImmTrainerInitInfo, client: Any, source: ShardSource | BlockFp8) -> None:
         super().__init__(client=client, is_sender=info.is_sender)
         self._timeout = info.timeout
         self._driver = ThreadPoolExecutor(1, "kvc-weights-client")
@@ -94,12 +94,12 @@ class WriteImmTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def trainer_init(cls, init_info: WriteImmTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Makes the engine. A collective of all ranks.
 
-        ``source``: vLLM's ModuleSource, of which nothing is gathered, or a TensorSource or BlockFp8. Raises
+        ``source``: vLLM's ModuleSource, of which nothing is gathered, or a ShardSource or BlockFp8. Raises
         PushError, and TypeError for any other source.
         """
         if isinstance(source, ModuleSource):
             source = BlockFp8(module_source(source._module))
-        if not isinstance(source, TensorSource | BlockFp8):
+        if not isinstance(source, ShardSource | BlockFp8):
             raise TypeError(
                 f"write_imm sends shards as they lie in memory, but {type(source).__name__} gives whole "
                 "tensors only. Pass a ModuleSource, or kv_connector.weights.sources.TensorSource of the "

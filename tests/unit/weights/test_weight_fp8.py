@@ -76,6 +76,23 @@ class Rank(TensorSource):
         values.copy_(torch.stack(everybody).amax(0))  # type: ignore[arg-type]
 
 
+class RankOfBoxes(Rank):
+    """A rank with several boxes of a matrix, as Megatron's fused matrices have."""
+
+    def __init__(self, whole: torch.Tensor, boxes: Sequence[Box]) -> None:
+        super().__init__(Meeting(1), 0, whole, boxes[0])
+        self.parts = [torch.zeros(box.extent) for box in boxes]
+        matrix = [
+            Held(TensorShard(0, box), lambda part=part: part)  # type: ignore[misc]
+            for box, part in zip(boxes, self.parts, strict=True)
+        ]
+        self._held[:1] = matrix
+
+    def step(self, whole: torch.Tensor) -> None:
+        for part, held in zip(self.parts, self._held, strict=False):
+            part.copy_(part_of(whole, held.shard.box))
+
+
 def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))]
 
@@ -164,6 +181,18 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     inner = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
     return list(zip([0, *inner], [*inner, size], strict=True))
+
+
+def test_block_of_several_boxes_of_one_rank_has_the_largest_value_of_all() -> None:
+    """Each of the two boxes has the largest value of one of the blocks that they share."""
+    whole = torch.full((200, 256), 0.5)
+    whole[3, 3], whole[100, 200] = 40.0, 50.0
+    boxes = rows(64, 136, columns=256)
+    trainer = Trainer(whole, boxes[:1])
+    trainer.ranks = [RankOfBoxes(whole, boxes)]
+    trainer.sources = [BlockFp8(rank) for rank in trainer.ranks]
+    trainer.all(lambda source: source.agree(asks(source, "float8_e4m3fn")))
+    assert vllms(whole, trainer.sends(whole))
 
 
 @given(data=st.data())
