@@ -47,7 +47,7 @@ def test_defaults() -> None:
         ),
         ('{"seed_from": ["10.0.0.5"]}', f"{SETTINGS_VARIABLE}: seed_from: '10.0.0.5' must be host:port"),
         ('{"seed_from": [5800]}', f"{SETTINGS_VARIABLE}: seed_from: '5800' must be host:port"),
-        ('{"control_port": 0}', f"{SETTINGS_VARIABLE}: control_port is 0."),
+        ('{"control_port": 0}', f"{SETTINGS_VARIABLE}: control_port is 0, but"),
         ('{"control_port": "x"}', f"{SETTINGS_VARIABLE}: Expected `int`"),
         ('{"providers": ["host"]}', f"{SETTINGS_VARIABLE}: providers: host cannot move"),
     ],
