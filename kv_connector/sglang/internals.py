@@ -23,36 +23,62 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
 from sglang.srt.runtime_context import (
     get_device,
     get_disagg,
+    get_exec,
+    get_lora,
+    get_memory,
+    get_model,
     get_observability,
     get_parallel,
     get_serving,
+    get_spec,
 )
+from sglang.srt.utils import MultiprocessingSerializer, use_intel_amx_backend
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kv_connector.agent.checkpoint_reader import CONSOLIDATED, MODEL, identify
 from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.session.fingerprint import model_identity
-from kv_connector.protocol.wire.weight_version import MAX_NAME, identity
+from kv_connector.protocol.wire.weight_version import MAX_NAME, identity, shown
+from kv_connector.sglang.plugin import BACKEND, LOADER
 from kv_connector.sglang.refusals import REFUSED_POOLS
 
 __all__ = [
+    "LOADER",
+    "BeginWeightUpdateReqInput",
     "CommonKVBootstrapServer",
     "CommonKVManager",
     "CommonKVReceiver",
     "CommonKVSender",
+    "ContinueGenerationReqInput",
     "DisaggregationMode",
+    "EndWeightUpdateReqInput",
     "KVArgs",
     "KVPoll",
     "ModelFacts",
+    "MultiprocessingSerializer",
+    "PauseGenerationReqInput",
     "RankFacts",
     "UnsupportedConfiguration",
+    "UpdateWeightVersionReqInput",
+    "UpdateWeightsFromTensorReqInput",
     "gather",
     "loaded_checkpoint",
     "model_facts",
+    "own_host",
     "rank_facts",
+    "tensor_rank",
+    "tensor_ranks",
     "weight_version",
 ]
 
@@ -168,7 +194,7 @@ def rank_facts(args: Any) -> RankFacts:
         stages=parallel.pp_size,
         data_parallel_rank=parallel.attn_dp_rank if parallel.attn_dp_size > 1 else (args.system_dp_rank or 0),
         alone=parallel.tp_size == parallel.pp_size == 1,
-        host=get_local_ip_auto(),
+        host=own_host(),
         url=f"{serving.host}:{serving.port}",
         device="cpu" if device.device == "cpu" else "cuda",
         gpu=int(args.gpu_id),
@@ -178,13 +204,15 @@ def rank_facts(args: Any) -> RankFacts:
     )
 
 
-def weight_version() -> str:
+def weight_version(pushed: str = "") -> str:
     """The name of the weights that this worker computes with: that of ``--weight-version``, or of the last
-    update.
+    update. ``pushed``: identity of the last version that a trainer pushed, which it is if it has its name.
 
     A name that is too long for control messages is cut, and gets a tag of the whole name.
     """
     version = str(get_serving().weight_version)
+    if pushed and shown(pushed) == version:
+        return pushed
     return version if len(version) <= MAX_NAME else identity(version[:MAX_NAME], version)
 
 
@@ -216,6 +244,81 @@ def check_configuration(args: Any) -> None:
             f"write_imm does not serve {pool} (compression ratios {ratios}): {REFUSED_POOLS[pool]}. Take "
             "another transfer backend for this model, or vLLM."
         )
+
+
+def check_weight_options() -> None:
+    """Raises UnsupportedConfiguration if only one of the two options for weight updates is given."""
+    loads = LOADER in (get_model().custom_weight_loader or ())
+    controls = BACKEND in (get_serving().warmups or "").split(",")
+    if loads and controls:
+        return
+    given, lacking = f"--custom-weight-loader {LOADER}", f"--warmups {BACKEND}"
+    if controls:
+        given, lacking = lacking, given
+    raise UnsupportedConfiguration(f"An engine that takes weights needs {lacking} beside {given}. Add it.")
+
+
+def check_takes_weights(model: Any, quantization: str | None) -> None:
+    """Raises UnsupportedConfiguration if this engine cannot take weights. The message says what to change."""
+    check_weight_options()
+    parallel, execution, memory, serving = get_parallel(), get_exec(), get_memory(), get_serving()
+    derives = [type(module).__name__ for module in model.modules() if hasattr(module, "post_load_weights")]
+    refused = {
+        f"quantization ({quantization})": quantization is not None,
+        "--enable-lora": bool(get_lora().enable_lora),
+        "--enable-memory-saver": execution.features.enable_memory_saver,
+        "--enable-eplb": execution.moe.enable_eplb,
+        "--cpu-offload-gb": execution.offload.cpu_offload_gb > 0,
+        "--offload-group-size": execution.offload.offload_group_size > 0,
+        "--weight-cache-mode": get_model().weight_cache_mode != "off",
+        "--speculative-algorithm": get_spec().speculative_algorithm is not None,
+        "--dp-size": parallel.dp_size > 1,
+        "--pp-size": parallel.pp_size > 1,
+        "--nnodes": parallel.nnodes > 1,
+        "context parallelism of attention": parallel.attn_cp_size > 1,
+        # KV of earlier weights would stay there: flush_cache does not reach it.
+        "--hicache-storage-backend": memory.hicache_storage_backend is not None,
+        "--enable-unified-cache-external-linker": memory.enable_unified_cache_external_linker,
+        "--enable-lmcache": memory.enable_lmcache,
+        "--enable-flexkv": memory.enable_flexkv,
+        "weights that are packed for AMX": any(map(use_intel_amx_backend, model.modules())),
+        # SGLang runs no warmup of plugins then, and so no controller.
+        "--tokenizer-worker-num": serving.tokenizer_worker_num > 1,
+        "gRPC in place of HTTP": serving.grpc_mode or serving.smg_grpc_mode,
+        # They compute values from weights, which an update would leave stale.
+        f"post_load_weights() of {', '.join(dict.fromkeys(derives))}": bool(derives),
+    }
+    if wrong := [name for name, given in refused.items() if given]:
+        raise UnsupportedConfiguration(
+            f"this engine cannot take weights: kv-connector does not update engines with {', '.join(wrong)}. "
+            "Start it without, or without the options for weight updates."
+        )
+
+
+def own_host() -> str:
+    """The address of this machine, as SGLang finds it."""
+    return str(get_local_ip_auto())
+
+
+def tensor_rank() -> int:
+    return int(get_parallel().tp_rank)
+
+
+def tensor_ranks() -> int:
+    return int(get_parallel().tp_size)
+
+
+def is_disaggregated() -> bool:
+    """Whether this server prefills for others, or decodes after others."""
+    return str(get_disagg().disaggregation_mode) in ("prefill", "decode")
+
+
+def device_type() -> str:
+    return str(get_device().device)
+
+
+def has_dummy_weights() -> bool:
+    return str(get_model().load_format) == "dummy"
 
 
 def gather(value: Any) -> list[Any]:

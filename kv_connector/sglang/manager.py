@@ -186,15 +186,17 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         assert self._running is not None
         self._running.sleep()
 
-    def note_weights(self) -> None:
+    def note_weights(self, pushed: str = "") -> None:
         """Passes on the weight version with which SGLang's scheduler computes from its next step on.
 
-        A prefill engine refuses pages to a decode engine of another version.
+        ``pushed``: identity of the last version that a trainer pushed to this engine. A prefill engine
+        refuses pages to a decode engine of another version.
         """
         # Each call makes a prefill engine's agent forget the computed pages of unfinished prompts.
-        if (version := weight_version()) == self._weights:
+        if (version := weight_version(pushed)) == self._weights:
             return
-        if version in self._names:
+        # The identity of a pushed version differs with its contents.
+        if version in self._names and version != pushed:
             logger.warning(
                 "write_imm: weight version %s was used before. Engines cannot tell its two updates apart. "
                 "Give each update a new name, such as RUN-STEP.",

@@ -11,6 +11,9 @@ import importlib
 from typing import Any
 
 BACKEND = "write_imm"
+"""Name of the transfer backend, and of the warmup that starts the controller of weights."""
+LOADER = "kv_connector.sglang.weights.loader.take"
+"""Value of ``--custom-weight-loader`` of an engine that takes weights."""
 
 # The adapter's classes, by the values of SGLang's KVClassType.
 _CLASSES = {
@@ -25,6 +28,7 @@ def register() -> None:
     """Makes ``--disaggregation-transfer-backend write_imm`` known to SGLang. Idempotent."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.entrypoints.warmup import warmup
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if BACKEND in TransferBackend._value2member_map_:
@@ -37,6 +41,8 @@ def register() -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _note_weights, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", _start_weights, HookType.AFTER)
+    warmup(BACKEND)(_serve_weights)
 
 
 def _add_member(enumeration: Any, value: str) -> None:
@@ -79,7 +85,21 @@ def _note_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update
     with a version, and for ``/update_weight_version``."""
     if (manager := _manager(scheduler)) is not None:
-        manager.note_weights()
+        worker = getattr(scheduler, "kv_connector_weights", None)
+        manager.note_weights("" if worker is None else worker.served)
+
+
+def _start_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs after Scheduler.__init__(), once the model is loaded."""
+    from sglang.srt.runtime_context import get_model
+
+    if LOADER in (get_model().custom_weight_loader or ()):
+        importlib.import_module("kv_connector.sglang.weights.worker").start_worker(scheduler)
+
+
+async def _serve_weights(disaggregation_mode: str, tokenizer_manager: Any) -> None:
+    """The warmup ``write_imm``: SGLang's server runs it before it listens for requests."""
+    await importlib.import_module("kv_connector.sglang.weights.serving").serve_weights(tokenizer_manager)
 
 
 def _manager(scheduler: Any) -> Any:

@@ -16,6 +16,8 @@ from kv_connector.agent.settings import (
     parse_settings,
     settings_in_environment,
 )
+from kv_connector.weights.settings import SETTINGS_VARIABLE as WEIGHTS_VARIABLE
+from kv_connector.weights.settings import WeightSettings, weight_settings
 
 
 def read_settings(environment: Mapping[str, str]) -> AgentSettings:
@@ -25,6 +27,18 @@ def read_settings(environment: Mapping[str, str]) -> AgentSettings:
         return parse_settings(given)
     except SettingsError as error:
         raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
+
+
+def read_weight_settings(environment: Mapping[str, str], device_type: str) -> WeightSettings:
+    """The settings in ``KV_CONNECTOR_WEIGHTS``. Raises SettingsError."""
+    given = weight_settings(environment, device_type)
+    if given.streaming:
+        raise SettingsError(f"{WEIGHTS_VARIABLE}: SGLang's engines have no mode streaming. Use shadow.")
+    if not given.clear_cache:
+        raise SettingsError(
+            f"{WEIGHTS_VARIABLE}: SGLang's engines keep no KV over an update. Leave clear_cache out."
+        )
+    return given
 
 
 def with_nics(settings: AgentSettings, ib_device: str | None, gpu: int, ranks: int) -> AgentSettings:

@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "weights": {"protocol", "engine", "control", "agent"},
     "moe": {"_native"},
     "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
-    "sglang": {"protocol", "engine", "control", "agent"},
+    "sglang": {"protocol", "engine", "control", "agent", "weights"},
     "ray": {"vllm"},
     "verl": {"protocol", "control", "weights"},
     "router": {"protocol", "control"},
@@ -77,7 +77,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["block_fp8", "megatron", "trainer", "verify"],
         ["pusher"],
         ["seeding"],
-        ["worker"],
+        ["launch", "worker"],
     ],
     "vllm": [
         ["dialects", "forced_token", "internals", "release_0_32", "release_0_33", "spans", "step_requests"],

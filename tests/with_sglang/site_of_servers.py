@@ -8,14 +8,16 @@ import json
 import random
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.sglang_cluster import HOST, ServerSettings, SglangCluster, SglangServer
 from kv_connector.lab.sse import Events
+from kv_connector.sglang.plugin import BACKEND, LOADER
 
 SECONDS = 120.0
 """Time limit of an answer on a busy machine."""
@@ -39,6 +41,23 @@ class Pair:
     """Settings of P."""
     prefill: SglangServer
     decode: SglangServer
+    takes: Sequence[str] = ()
+    """Addresses where P and D take weights, if they do."""
+
+
+# A server that gets no CPU time on a busy machine must not count as dead. A killed trainer closes its
+# sockets.
+PATIENT = {"suspect": 15.0, "dead": 30.0}
+
+
+def taking_weights(settings: ServerSettings) -> tuple[ServerSettings, str]:
+    """Returns the settings of a server that takes weights, and the address where it does."""
+    (port,) = free_ports(1)
+    given = {"control_host": HOST, "control_port": port, "providers": ["host", "tcp"], "timeouts": PATIENT}
+    options = ("--custom-weight-loader", LOADER, "--warmups", BACKEND)
+    environment = {**settings.environment, "KV_CONNECTOR_WEIGHTS": json.dumps(given)}
+    taking = replace(settings, arguments=(*settings.arguments, *options), environment=environment)
+    return taking, f"{HOST}:{port}"
 
 
 @dataclass

@@ -80,14 +80,18 @@ def test_sglangs_queue_and_scheduler_are_hooked() -> None:
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "assert hasattr(queue.__init__, '__wrapped__')\n"
         "assert 'sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__' in HookRegistry._patched\n"
-        "for name in ('on_idle', 'record_weight_version_change'):\n"
+        "for name in ('__init__', 'on_idle', 'record_weight_version_change'):\n"
         "    assert f'sglang.srt.managers.scheduler.Scheduler.{name}' in HookRegistry._patched\n"
+        "from sglang.srt.entrypoints.warmup import _warmup_registry\n"
+        "assert 'write_imm' in _warmup_registry\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def scheduler_of(backend: str, rested: list[object], **queues: object) -> SimpleNamespace:
-    manager = SimpleNamespace(rest=rested.append, note_weights=lambda: rested.append("weights"))
+    manager = SimpleNamespace(
+        rest=rested.append, note_weights=lambda pushed: rested.append(f"weights {pushed}".strip())
+    )
     queue = SimpleNamespace(kv_manager=manager)
     found = dict.fromkeys(("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"))
     found |= dict.fromkeys(queues, queue)
@@ -116,3 +120,22 @@ def test_a_new_weight_version_of_our_schedulers_is_noted() -> None:
     plugin._note_weights(None, scheduler_of("mooncake", noted, disagg_decode_prealloc_queue=True), "v1")
     plugin._note_weights(None, scheduler_of("write_imm", noted), "v1")
     assert noted == ["weights"]
+    takes_weights = scheduler_of("write_imm", noted, disagg_decode_prealloc_queue=True)
+    takes_weights.kv_connector_weights = SimpleNamespace(served="v1#00000000")
+    plugin._note_weights(None, takes_weights, "v1")
+    assert noted == ["weights", "weights v1#00000000"]
+
+
+def test_scheduler_takes_weights_only_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    from kv_connector.sglang.weights import worker
+
+    started: list[object] = []
+    monkeypatch.setattr(worker, "start_worker", started.append)
+    loaders: list[list[str] | None] = [None, [], ["another.loader"], ["another.loader", plugin.LOADER]]
+    for loader in loaders:
+        model = SimpleNamespace(custom_weight_loader=loader)
+        monkeypatch.setattr(runtime_context, "get_model", lambda model=model: model)
+        plugin._start_weights(None, f"with {loader}")
+    assert started == [f"with {loaders[-1]}"]

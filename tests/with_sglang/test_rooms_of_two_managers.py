@@ -14,6 +14,7 @@ from pool_pair import LAYERS, PAGE_SIZE, PATIENCE, Pair, pages, pair, until
 from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.wire.messages import Role
+from kv_connector.protocol.wire.weight_version import identity
 from kv_connector.sglang import bell, internals
 from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import (
@@ -419,7 +420,7 @@ def test_earlier_reservation_of_decode_is_known_in_the_first_poll(two: Pair) -> 
 def test_kv_of_other_weights_is_refused(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """P began the prompt before its weight update, and D has not updated yet."""
     versions = iter(("v1", "v1", "v1"))
-    monkeypatch.setattr(manager_module, "weight_version", lambda: next(versions))
+    monkeypatch.setattr(manager_module, "weight_version", lambda pushed: next(versions))
     two.prefill.manager.note_weights()
     sender, receiver = two.send_room(80), two.receive_room(80)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
@@ -444,7 +445,7 @@ def test_a_weight_version_whose_name_returns_is_warned_of(
     """A restarted trainer counts from 1 again. SGLang knows only the name of a version."""
     manager = two.decode.manager
     for version in ("run-1", "run-2", "run-2", "run-1", "run-3"):
-        monkeypatch.setattr(manager_module, "weight_version", lambda version=version: version)
+        monkeypatch.setattr(manager_module, "weight_version", lambda pushed, version=version: version)
         with caplog.at_level("WARNING"):
             manager.note_weights()
     warned = [record.getMessage() for record in caplog.records if "used before" in record.getMessage()]
@@ -463,6 +464,33 @@ def test_weight_versions_of_long_names_are_distinguished(two: Pair, monkeypatch:
     send_suffix(two, 84)
     serving.weight_version = "v" * 200 + "2"
     assert internals.weight_version() != one
+    monkeypatch.undo()
+    for half in (two.decode, two.prefill):
+        half.manager.note_weights()
+
+
+def test_pushed_versions_of_one_name_are_distinguished(
+    two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their identities differ by the contents. The first version returns with the same contents."""
+    monkeypatch.setattr(internals, "get_serving", lambda: SimpleNamespace(weight_version="7"))
+    one, other = identity("7", "one"), identity("7", "other")
+    two.prefill.manager.note_weights(one)
+    two.decode.manager.note_weights(other)
+    receiver, sender = two.receive_room(85), two.send_room(85)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    with pytest.raises(Exception, match=f"prefill engine has {one}, decode engine has {other}"):
+        receiver.failure_exception()
+    until(lambda: sender.poll() == KVPoll.Failed)
+    receiver.clear(), sender.clear()
+    with caplog.at_level("WARNING"):
+        two.decode.manager.note_weights(one)
+        two.decode.manager.note_weights(other)
+        two.decode.manager.note_weights(one)
+    assert "used before" not in caplog.text
+    send_suffix(two, 86)
+    assert internals.weight_version(identity("8", "one")) == "7", "an update of SGLang's own came after it"
     monkeypatch.undo()
     for half in (two.decode, two.prefill):
         half.manager.note_weights()

@@ -12,6 +12,7 @@ import torch
 
 from kv_connector.vllm.weights import backend
 from kv_connector.vllm.weights.loaded_model import LoadedModel
+from kv_connector.weights.worker import start_receiver
 
 
 class Runner(torch.nn.Module):
@@ -96,7 +97,7 @@ def test_engine_warns_at_start_of_a_draft_model_that_keeps_its_weights(
         def set_workers(self, workers: object) -> None: ...
 
     gather: Callable[[Any], list[Any]] = lambda address: [address]  # noqa: E731
-    monkeypatch.setattr(backend, "WeightReceiver", Receiver)
+    monkeypatch.setattr(start_receiver, "WeightReceiver", Receiver)
     monkeypatch.setattr(backend, "gather_from_workers", gather)
     monkeypatch.setattr(backend, "adopt_vllm_logging", lambda: None)
     with caplog.at_level(logging.WARNING, "kv_connector"):

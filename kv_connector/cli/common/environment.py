@@ -10,7 +10,7 @@ VARIABLES = {
         "`--key-file`, and for trainers without `WeightPusher(key_file=...)`."
     ),
     SETTINGS_VARIABLE: "Settings of SGLang servers, as a JSON object.",
-    WEIGHTS_VARIABLE: "Settings for weights of vLLM engines, as a JSON object.",
+    WEIGHTS_VARIABLE: "Settings for weights of vLLM and SGLang engines, as a JSON object.",
     "KV_CONNECTOR_MOE": (
         "`1`: vLLM engines with data and expert parallelism send tokens to their experts, and sums back, "
         "over kv-connector (docs/moe.md)."

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kv_connector.protocol.actions import Address
-from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.vllm.connector import WriteImmConnector
 from kv_connector.vllm.internals import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, gather_from_workers, worker_connectors
 from kv_connector.vllm.weights.loaded_model import LoadedModel
-from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
-from kv_connector.weights.worker.receiver import NotLanded, ReceiverConfig, WeightReceiver
+from kv_connector.weights.settings import weight_settings
+from kv_connector.weights.worker.applying import apply_version
+from kv_connector.weights.worker.start_receiver import WorkerPlace, start_receiver
 
 logger = logging.getLogger("kv_connector")
 
@@ -53,35 +52,18 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._model = LoadedModel(model, vllm_config, device)
         if (refusal := self._model.refusal()) is not None:
             raise ValueError(f"this engine cannot take weights: {refusal}")
-        given = weight_settings(os.environ, device.type)
-        settings = given.agent
-        key = settings.key()
-        host = settings.host(default_host(), key)
         parallel = vllm_config.parallel_config
-        # The first port is the controller's.
-        index, rank = parallel.data_parallel_index, parallel.rank
-        port = settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=rank + 1)
-        self._name = f"weights/{index * parallel.world_size + rank}"
-        self._receiver = WeightReceiver(
-            ReceiverConfig(
-                self._name,
-                Address(host, port),
-                settings.providers,
-                settings.data_host or host,
-                key,
-                device,
-                settings.agent_timeouts(),
-                given.streaming,
-                given.nics_of(rank, parallel.world_size),
-            ),
+        place = WorkerPlace(parallel.rank, parallel.world_size, default_host(), parallel.data_parallel_index)
+        self._name = place.name
+        self._receiver = start_receiver(
+            weight_settings(os.environ, device.type),
+            place,
+            device,
             self._model.record,
+            gather_from_workers,
             self._torn,
             self._controlled,
         )
-        address = self._receiver.start()
-        workers = gather_from_workers((address.host, address.port))
-        self._receiver.set_workers([Address(*worker) for worker in workers])
-        logger.info("%s: listens on %s (%s)", self._name, address, SETTINGS_VARIABLE)
         if (method := self._model.drafter()) is not None:
             logger.warning(
                 "%s: updates do not change the draft model (%s), which keeps its weights. Fewer of its "
@@ -101,28 +83,17 @@ class WriteImmWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         Does not raise: see the module.
         """
-        began = time.monotonic()
-        problem = ""
-        try:
-            with self._model.new_contents() as take:
-                for contents in self._receiver.take(update_info.version):
-                    take(contents)
-            for connector in _connectors():
-                connector.set_weights(update_info.version)
-            took = (time.monotonic() - began) * 1e3
-            logger.info("%s: applied version %s, in %.0f ms", self._name, shown(update_info.version), took)
-        except NotLanded as error:
-            problem = str(error)
-        except Exception as error:
-            logger.exception("%s: version %s was not applied", self._name, shown(update_info.version))
-            problem = f"{type(error).__name__}: {error}"
-        self._receiver.finish(problem, torn=bool(problem) and self._model.changed)
+        apply_version(self._receiver, self._name, update_info.version, self._model, self._applied)
 
     def finish_weight_update(self) -> None:
         """Does nothing: receive_weights() has done all."""
 
     def shutdown(self) -> None:
         self._receiver.close()
+
+    def _applied(self, version: str) -> None:
+        for connector in _connectors():
+            connector.set_weights(version)
 
     def _torn(self, reason: str) -> None:
         for connector in _connectors():

@@ -9,8 +9,6 @@ the loaders' form are taken from memory.
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from kv_connector.vllm.internals import (
 )
 from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
 from kv_connector.weights.mapping.recorder import RecordError, record
+from kv_connector.weights.mapping.shadow import ABSENT, loadable, loaded_names, shadows_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class LoadedModel:
         self._unset = frozenset[str]()
         """Parameters with random values, which no version has filled."""
         if vllm_config.load_config.load_format == "dummy":
-            self._unset = frozenset(_loadable(self._shadow))
+            self._unset = frozenset(loadable(self._shadow))
         self._as_loaded: dict[torch.nn.Module, bool] = {}
         """Whether a layer's kernels take the loaders' form as it is.
 
@@ -124,27 +123,19 @@ class LoadedModel:
         Tensors that are still to be quantised are recorded without their scales. The sender sees from the
         answer which tensors these are.
         """
-        loadable = _loadable(self._shadow)
-        geometry = record(self._shadow.load_weights, loadable, tensors)
-        loaded: Counter[str] = Counter()
-        for write in geometry.writes:
-            loaded[geometry.parameters[write.parameter].name] += write.elements
-        for constant in geometry.constants:
-            loaded[geometry.parameters[constant.parameter].name] += math.prod(constant.extent)
-        for name, elements in loaded.items():
-            wanted = reload.utils.get_tensor_load_numel(loadable[name])
-            if elements < wanted:
-                raise RecordError(f"{_ABSENT}: {wanted - elements:,} of {wanted:,} elements of {name}")
+        targets = loadable(self._shadow)
+        geometry = record(self._shadow.load_weights, targets, tensors)
+        loaded = loaded_names(geometry, lambda name: int(reload.utils.get_tensor_load_numel(targets[name])))
         quantised = to_be_quantised(tensors, geometry)
         scaled = (
             geometry.parameters[one.parameter].name for one in geometry.writes if one.tensor in quantised
         )
-        coming = loaded.keys() | {f"{name}{_SCALES}" for name in scaled}
-        for name in loadable:
+        coming = loaded | {f"{name}{_SCALES}" for name in scaled}
+        for name in targets:
             scales = f"{name}{_SCALES}"
-            if scales in loadable and (name in coming) != (scales in coming):
+            if scales in targets and (name in coming) != (scales in coming):
                 lost, there = (scales, name) if name in coming else (name, scales)
-                raise RecordError(f"{_ABSENT}: {lost}, beside {there}")
+                raise RecordError(f"{ABSENT}: {lost}, beside {there}")
         self._written(coming)
         kept = tuple(
             name
@@ -154,7 +145,7 @@ class LoadedModel:
         if kept:
             more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
             logger.warning(
-                "weights: parameters %s keep their values: %s%s", _ABSENT, ", ".join(kept[:_NAMED]), more
+                "weights: parameters %s keep their values: %s%s", ABSENT, ", ".join(kept[:_NAMED]), more
             )
         rounds = self._rounds()
         return msgspec.structs.replace(
@@ -247,12 +238,11 @@ class LoadedModel:
                     f"{_full_names(layer, own)}: attention's own parameters have not been tested"
                 )
             if lost := layer.remade - own:
-                raise RecordError(f"{_ABSENT}: {_full_names(layer, lost)}, beside {_full_names(layer, own)}")
+                raise RecordError(f"{ABSENT}: {_full_names(layer, lost)}, beside {_full_names(layer, own)}")
             found.append(layer)
         return found
 
 
-_ABSENT = "not in the checkpoint"
 _SCALES = "_scale_inv"  # suffix of the scales of a parameter's blocks
 # Scales of an attention layer's KV cache and query (BaseKVCacheMethod), for any name of the layer. Few
 # checkpoints have them, and vLLM uses 1.0 otherwise.
@@ -386,61 +376,32 @@ def _packed_again(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _shadow(model: torch.nn.Module) -> tuple[torch.nn.Module, list[_Layer]]:
-    """Returns a copy of the model's modules as before loading, without data, and the model's own layers.
-
-    Changes by loaders to the copy do not reach the model.
-    """
-    modules = list(model.modules())
-    shadows: dict[int, torch.nn.Module] = {}
-    for module in modules:
-        shadows[id(module)] = object.__new__(type(module))
-    shared: dict[int, torch.Tensor] = {}
-    remade: dict[int, frozenset[str]] = {}
-    for module in modules:
-        parameters, buffers = _before_loading(module)
-        used = module._parameters | module._buffers
-        remade[id(module)] = frozenset(
-            name for name, tensor in (parameters | buffers).items() if not _is_like(tensor, used.get(name))
-        )
-        attributes = {name: _of_shadow(value, shadows) for name, value in vars(module).items()}
-        attributes["_modules"] = {
-            name: None if child is None else shadows[id(child)] for name, child in module._modules.items()
-        }
-        # Parameters that are None are attributes, too. A parameter that two layers share is shared here as
-        # well.
-        attributes["_parameters"] = _absent(module._parameters) | {
-            name: shared.setdefault(id(used.get(name, tensor)), _without_data(tensor, module, shadows))
-            for name, tensor in parameters.items()
-        }
-        attributes["_buffers"] = _absent(module._buffers) | {
-            name: _without_data(tensor, module, shadows) for name, tensor in buffers.items()
-        }
-        vars(shadows[id(module)]).update(attributes)
-    shadow = shadows[id(model)]
-    names = {id(tensor): name for name, tensor in _loadable(shadow).items()}
+    """Returns a copy of the model's modules as before loading, without data, and the model's own layers."""
+    shadows = shadows_of(model, _before_loading, _without_data)
+    shadow = shadows[model]
+    names = {id(tensor): name for name, tensor in loadable(shadow).items()}
     layers = [
         _Layer(
             module,
             {
                 own: names[id(tensor)]
-                for own, tensor in reload.utils.get_layer_tensors(shadows[id(module)]).items()
+                for own, tensor in reload.utils.get_layer_tensors(shadows[module]).items()
                 if id(tensor) in names
             },
-            remade[id(module)],
+            _remade(module),
         )
-        for module in modules
+        for module in shadows
     ]
     return shadow, layers
 
 
-def _loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the model's parameters and the buffers that checkpoints may have, shared ones once."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}".lstrip(".")] = buffer
-    return found
+def _remade(module: torch.nn.Module) -> frozenset[str]:
+    """Returns the names of the tensors that vLLM has changed in form or dropped."""
+    parameters, buffers = _before_loading(module)
+    used = module._parameters | module._buffers
+    return frozenset(
+        name for name, tensor in (parameters | buffers).items() if not _is_like(tensor, used.get(name))
+    )
 
 
 def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -454,17 +415,11 @@ def _before_loading(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
     )
 
 
-def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
-    return {name: None for name, tensor in tensors.items() if tensor is None}
-
-
 def _is_like(tensor: torch.Tensor, used: torch.Tensor | None) -> bool:
     return used is not None and (used.shape, used.dtype) == (tensor.shape, tensor.dtype)
 
 
-def _without_data(
-    tensor: torch.Tensor, module: torch.nn.Module, shadows: Mapping[int, torch.nn.Module]
-) -> torch.Tensor:
+def _without_data(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """Returns a tensor without data, with the attributes that vLLM has set on it.
 
     Its loader is often a method of the layer.
@@ -472,14 +427,5 @@ def _without_data(
     made: torch.Tensor = reload.meta.to_meta_tensor(tensor)
     for name, value in vars(made).items():
         if isinstance(value, MethodType) and value.__self__ is reload.sanitize.layer_ref_sentinel:
-            value = MethodType(value.__func__, module)
-        vars(made)[name] = _of_shadow(value, shadows)
+            vars(made)[name] = MethodType(value.__func__, module)
     return made
-
-
-def _of_shadow(value: Any, shadows: Mapping[int, torch.nn.Module]) -> Any:
-    if isinstance(value, MethodType) and id(value.__self__) in shadows:
-        return MethodType(value.__func__, shadows[id(value.__self__)])
-    if type(value) in (list, tuple):
-        return type(value)(shadows.get(id(one), one) for one in value)
-    return shadows.get(id(value), value)

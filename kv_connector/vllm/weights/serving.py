@@ -27,16 +27,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import zmq
-
-from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.vllm.internals import WeightTransferUpdateRequest
 from kv_connector.vllm.plugin import CONNECTOR, KEEP_CACHE, WEIGHTS
 from kv_connector.vllm.process import adopt_vllm_logging, default_host, pause_keeping_requests
 from kv_connector.weights.controller import Controller, PausableEngine, VersionOutcome
-from kv_connector.weights.metrics import WeightMetrics
-from kv_connector.weights.seeding.start_seeding import seed_at_start
+from kv_connector.weights.launch import launch_controller
 from kv_connector.weights.settings import SETTINGS_VARIABLE, weight_settings
 
 
@@ -72,9 +68,6 @@ async def start_controller(
     """
     adopt_vllm_logging()
     given = weight_settings(os.environ, config.device_config.device_type)
-    settings = given.agent
-    key = settings.key()
-    host = settings.host(default_host(), key)
     parallel = config.parallel_config
     if parallel.data_parallel_size_local != parallel.data_parallel_size:
         raise ValueError(
@@ -85,28 +78,15 @@ async def start_controller(
         )
     if not given.clear_cache:
         _check_connector(config.kv_transfer_config)
-    firsts = [
-        Address(host, settings.port(data_parallel_index=index, ranks=parallel.world_size, rank=1))
-        for index in range(parallel.data_parallel_size)
-    ]
-    controller = Controller(engine, firsts, key, WeightMetrics(), settings.agent_timeouts(), ended)
-    address = Address(host, settings.control_port)
-    try:
-        await controller.start(address)
-        if given.seed_from:
-            # The engine gets no requests before this ends: its tokens are the fleet's from the first one on.
-            dummy = config.load_config.load_format == "dummy"
-            await asyncio.to_thread(seed_at_start, given.seed_from, address, key, required=dummy)
-    except zmq.ZMQError as error:
-        controller.close()
-        raise ValueError(
-            f"the weights controller cannot listen on {address}: {error}. Set control_port in "
-            f"{SETTINGS_VARIABLE} to a free port"
-        ) from error
-    except BaseException:
-        controller.close()
-        raise
-    return controller
+    return await launch_controller(
+        engine,
+        given,
+        default_host(),
+        ranks=parallel.world_size,
+        replicas=parallel.data_parallel_size,
+        dummy=config.load_config.load_format == "dummy",
+        ended=ended,
+    )
 
 
 def _check(config: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.agent.settings import SETTINGS_VARIABLE, SettingsError
-from kv_connector.sglang.settings import read_settings, with_nics
+from kv_connector.sglang.settings import read_settings, read_weight_settings, with_nics
+from kv_connector.weights.settings import SETTINGS_VARIABLE as WEIGHTS_VARIABLE
 
 
 def test_without_a_word_ports_are_free_ones() -> None:
@@ -29,6 +30,24 @@ def test_unusable_setting_is_refused_with_its_variable(text: str, words: str) ->
     with pytest.raises(SettingsError, match=words) as refused:
         read_settings({SETTINGS_VARIABLE: text})
     assert SETTINGS_VARIABLE in str(refused.value)
+
+
+def test_weight_settings_are_those_of_vllm_in_mode_shadow() -> None:
+    given = read_weight_settings({WEIGHTS_VARIABLE: '{"control_port": 5900, "mode": "shadow"}'}, "cpu")
+    assert (given.agent.control_port, given.streaming, given.clear_cache) == (5900, False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"mode": "streaming"}', "no mode streaming. Use shadow"),
+        ('{"clear_cache": false}', "keep no KV over an update"),
+    ],
+)
+def test_weight_setting_of_vllm_alone_is_refused(text: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as refused:
+        read_weight_settings({WEIGHTS_VARIABLE: text}, "cpu")
+    assert WEIGHTS_VARIABLE in str(refused.value)
 
 
 def test_nics_option_of_sglang_applies_unless_the_setting_is_given() -> None:

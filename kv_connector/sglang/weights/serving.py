@@ -1,0 +1,114 @@
+"""The controller of an engine that takes weights, in SGLang's server process.
+
+SGLang runs it as a warmup (``--warmups``), before the server listens for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+
+from kv_connector.protocol.wire.weight_version import shown
+from kv_connector.sglang import internals
+from kv_connector.sglang.settings import read_weight_settings
+from kv_connector.weights.launch import launch_controller
+
+logger = logging.getLogger("kv_connector")
+
+# SGLang says that compiling a grammar takes up to 20 s. A request that waits for it keeps the cache in use.
+# Requests of prefill and decode engines have this time to end.
+_IDLE_S = 60.0
+_RETRY_S = 0.1
+
+
+async def serve_weights(manager: Any) -> None:
+    """Starts the controller, for SGLang's TokenizerManager.
+
+    Returns when trainers can connect and, with ``seed_from``, the engine is seeded. Raises ValueError if the
+    server was not started for this, or its settings are wrong, and TimeoutError if no worker answers.
+    """
+    internals.check_weight_options()
+    ranks = internals.tensor_ranks()
+    given = read_weight_settings(os.environ, internals.device_type())
+    manager.auto_create_handle_loop()
+    # The manager lives as long as its process, and so does the controller.
+    manager.kv_connector_weights = await launch_controller(
+        PausableServer(manager, ranks, disaggregated=internals.is_disaggregated()),
+        given,
+        internals.own_host(),
+        ranks=ranks,
+        dummy=internals.has_dummy_weights(),
+    )
+
+
+class PausableServer:
+    """SGLang's TokenizerManager, with the operations that the controller needs."""
+
+    def __init__(self, manager: Any, ranks: int, *, disaggregated: bool) -> None:
+        """``disaggregated``: the server is a prefill or a decode server."""
+        self._manager = manager
+        self._ranks = ranks
+        self._disaggregated = disaggregated
+
+    async def pause(self) -> None:
+        """Pauses the schedulers, and drops all KV.
+
+        SGLang computes the running requests of an engine that prefills and decodes by itself anew after the
+        pause. A prefill or decode engine ends its running requests first. Raises RuntimeError if the cache
+        stays in use.
+        """
+        deadline = time.monotonic() + _IDLE_S
+        while True:
+            if self._disaggregated:
+                await self._drain(deadline - time.monotonic())
+            await self._manager.pause_generation(internals.PauseGenerationReqInput(mode="retract"))
+            if (flushed := await self._manager.flush_cache()).success:
+                return
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"SGLang's cache was in use for {_IDLE_S:g} s ({flushed.message})")
+            await self.resume()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _drain(self, seconds: float) -> None:
+        """Holds new requests in this process until the running ones are over, for ``seconds`` at most.
+
+        Paused schedulers do not move their transfers on, so they would never be idle.
+        """
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        await self._manager.flush_cache(timeout_s=max(seconds, 0.0))
+
+    async def update(self, version: str) -> None:
+        begun, reason = await self._manager.begin_weight_update(
+            internals.BeginWeightUpdateReqInput(selector="target")
+        )
+        if not begun:
+            logger.error("weights: SGLang began no update: %s", reason)
+            return
+        named = internals.MultiprocessingSerializer.serialize([(version, torch.empty(0))])
+        updated, reason = await self._manager.update_weights_from_tensor(
+            internals.UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[named] * self._ranks,
+                load_format=internals.LOADER,
+                flush_cache=False,  # pause() has emptied it
+                selector="target",
+            )
+        )
+        if not updated:
+            logger.error("weights: SGLang did not call its workers' loader: %s", reason)
+        ended, reason = await self._manager.end_weight_update(internals.EndWeightUpdateReqInput())
+        if not ended:
+            raise RuntimeError(f"SGLang did not end the update: {reason}")
+
+    async def label(self, version: str) -> None:
+        await self._manager.update_weight_version(
+            internals.UpdateWeightVersionReqInput(new_version=shown(version), abort_all_requests=False)
+        )
+
+    async def resume(self) -> None:
+        await self._manager.continue_generation(internals.ContinueGenerationReqInput())

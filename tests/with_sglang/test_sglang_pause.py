@@ -1,0 +1,137 @@
+"""The controller's operations on SGLang's server process, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_connector.protocol.wire.weight_version import identity
+from kv_connector.sglang import internals
+from kv_connector.sglang.plugin import LOADER
+from kv_connector.sglang.weights import serving
+from kv_connector.sglang.weights.loader import take
+from kv_connector.sglang.weights.serving import PausableServer
+
+pytestmark = pytest.mark.anyio
+VERSION = identity("step-1", "contents")
+
+
+@dataclass
+class Manager:
+    """A stand-in for SGLang's TokenizerManager.
+
+    ``busy``: flushes that find the cache in use. ``begun``, ``updated``, ``ended``: the results of an update.
+    """
+
+    busy: int = 0
+    begun: bool = True
+    updated: bool = True
+    ended: bool = True
+    is_pause: bool = False
+    is_pause_cond: asyncio.Condition = field(default_factory=asyncio.Condition)
+    calls: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
+
+    async def pause_generation(self, asked: Any) -> None:
+        self.calls.append(f"pause {asked.mode}")
+
+    async def continue_generation(self, asked: Any) -> None:
+        self.is_pause = False
+        self.calls.append("resume")
+
+    async def flush_cache(self, timeout_s: float | None = None) -> Any:
+        self.busy -= 1
+        self.calls.append("flush" if timeout_s is None else f"drain {self.is_pause}")
+        if timeout_s is not None:
+            assert 0 < timeout_s <= serving._IDLE_S
+        return SimpleNamespace(success=self.busy < 0, message="requests are queued")
+
+    async def begin_weight_update(self, asked: Any) -> tuple[bool, str]:
+        self.calls.append(f"begin {asked.selector}")
+        return self.begun, "an update is open"
+
+    async def update_weights_from_tensor(self, asked: Any) -> tuple[bool, str]:
+        """Calls the loader of each rank, as SGLang does."""
+        self.calls.append(f"update {asked.selector}")
+        assert (asked.load_format, asked.flush_cache, asked.abort_all_requests) == (LOADER, False, False)
+        model = SimpleNamespace(kv_connector_weights=SimpleNamespace(apply=self.applied.append))
+        for payload in asked.serialized_named_tensors:
+            take(model, internals.MultiprocessingSerializer.deserialize(payload))  # type: ignore[arg-type]
+        return self.updated, "a derived cache"
+
+    async def end_weight_update(self, asked: Any) -> tuple[bool, str]:
+        self.calls.append("end")
+        return self.ended, "no update is open"
+
+    async def update_weight_version(self, asked: Any) -> None:
+        self.calls.append(f"label {asked.new_version} {asked.abort_all_requests}")
+
+
+async def test_pause_drops_all_kv() -> None:
+    manager = Manager()
+    await PausableServer(manager, 1, disaggregated=False).pause()
+    assert manager.calls == ["pause retract", "flush"]
+
+
+async def test_pause_waits_until_the_cache_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that SGLang prepares, such as its grammar, is ready only if the schedulers run."""
+    monkeypatch.setattr(serving, "_RETRY_S", 0.0)
+    manager = Manager(busy=2)
+    await PausableServer(manager, 1, disaggregated=False).pause()
+    assert manager.calls == ["pause retract", "flush", "resume"] * 2 + ["pause retract", "flush"]
+
+
+async def test_pause_of_a_prefill_or_decode_engine_ends_its_requests_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New ones are held. A request that has passed the gate before it closed is seen by the last flush."""
+    monkeypatch.setattr(serving, "_RETRY_S", 0.0)
+    manager = Manager(busy=2)
+    await PausableServer(manager, 1, disaggregated=True).pause()
+    once = ["drain True", "pause retract", "flush"]
+    assert manager.calls == [*once, "resume", *once]
+
+
+async def test_pause_fails_if_the_cache_stays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_IDLE_S", 0.0)
+    with pytest.raises(RuntimeError, match=r"SGLang's cache was in use for 0 s \(requests are queued\)"):
+        await PausableServer(Manager(busy=100), 1, disaggregated=False).pause()
+
+
+async def test_update_calls_the_loader_of_each_rank_with_the_version() -> None:
+    manager = Manager()
+    await PausableServer(manager, 2, disaggregated=False).update(VERSION)
+    assert manager.applied == [VERSION, VERSION]
+    assert manager.calls == ["begin target", "update target", "end"]
+
+
+async def test_version_is_reported_by_its_name_and_aborts_no_request() -> None:
+    manager = Manager()
+    await PausableServer(manager, 1, disaggregated=False).label(VERSION)
+    assert manager.calls == ["label step-1 False"]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "calls", "logged"),
+    [
+        ({"begun": False}, ["begin target"], "SGLang began no update: an update is open"),
+        ({"updated": False}, ["begin target", "update target", "end"], "call its workers' loader: a derived"),
+    ],
+)
+async def test_refused_update_is_left_to_the_workers_states(
+    refuses: dict[str, bool], calls: list[str], logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception would leave the engine paused."""
+    manager = Manager(**refuses)  # type: ignore[arg-type]
+    await PausableServer(manager, 1, disaggregated=False).update(VERSION)
+    assert manager.calls == calls
+    assert logged in caplog.text
+
+
+async def test_update_that_does_not_end_leaves_the_engine_paused() -> None:
+    with pytest.raises(RuntimeError, match="SGLang did not end the update: no update is open"):
+        await PausableServer(Manager(ended=False), 1, disaggregated=False).update(VERSION)
