@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from site_of_servers import Client, Pair, at_rest, body, metrics, prompts, taking_weights
+from site_of_servers import Client, body, metrics, prompts, taking_weights
 from weight_trainer import FORKSERVER, main_until_killed
 
 from kv_connector.lab.model import make_llama
@@ -116,25 +115,6 @@ async def test_trainer_that_is_killed_leaves_the_old_version(site: Site, client:
     expected = await client.all(site.one.url, ASKED)
     await push(site.second, "after", site.takes)
     assert await client.all(site.server.url, ASKED) == expected
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("pair", ["page1"], indirect=True)
-async def test_prefill_and_decode_pair_only_with_one_version(pair: Pair, site: Site, client: Client) -> None:
-    await push(site.first, "both", site.takes)
-    other, expected = await client.all(site.server.url, ASKED), await client.all(site.one.url, ASKED)
-    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == expected
-    await at_rest(pair.prefill, pair.decode)
-    prefill, decode = pair.takes
-    await push(site.first, "both", prefill)
-    with pytest.raises(httpx.HTTPStatusError):
-        await client.both(pair.prefill, pair.decode, ASKED[0])
-    await push(site.first, "both", decode)
-    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == other
-    for takes in pair.takes:
-        await push(site.second, "back", takes)
-    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == expected
-    await at_rest(pair.prefill, pair.decode)
 
 
 @asynccontextmanager
