@@ -181,8 +181,9 @@ class Lease:
         A further call notes that the engine has more of the prompt by then.
         """
         if self.prompt is not None and not self._released:
-            self._end_pin()
-            self._unpin = self.workload.cache.pin(self.prompt)
+            before, self._unpin = self._unpin, self.workload.cache.pin(self.prompt)
+            if before is not None:
+                before()  # not earlier: it drops what is not pinned and has no room
 
     def _end_pin(self) -> None:
         if self._unpin is not None:

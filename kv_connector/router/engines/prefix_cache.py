@@ -103,15 +103,15 @@ class PrefixIndex:
         """
         part = self._most // len(self._caches)
         while (over := self._entries - self._most) > 0:
-            if new and nbytes <= 0:
+            spare = [one for one in self._caches.values() if len(one) > part and one.can_drop]
+            if new and (nbytes <= 0 or not spare):
                 cache.drop(new[-over:])
                 del new[-over:]
+            elif spare:
+                largest = max(spare, key=len)
+                nbytes -= largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
             else:
-                largest = max(self._caches.values(), key=len)
-                freed = largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
-                if not freed and not new:
-                    break
-                nbytes = nbytes - freed if freed else 0
+                break
 
 
 class PrefixCache:
@@ -145,6 +145,11 @@ class PrefixCache:
 
     def __contains__(self, prefix: int) -> bool:
         return prefix in self._held or prefix in self._pinned
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether it has a prefix that is not pinned."""
+        return bool(self._held)
 
     def join(self, index: PrefixIndex, bit: int) -> None:
         """Makes the index reflect this cache. For PrefixIndex.add()."""
@@ -233,18 +238,22 @@ class PrefixCache:
         """Makes the prefixes the most recently used, the first one last."""
         prefixes, held = prompt.prefixes, self._held
         before = self._leading(prefixes)
-        new, last = prefixes[before:], prompt.bytes_of(before)
-        for number, prefix in enumerate(new, before + 1):
+        new: list[int] = []
+        taken, last = 0, prompt.bytes_of(before)
+        for number, prefix in enumerate(prefixes[before:], before + 1):
             end = prompt.bytes_of(number)
-            held[prefix] = end - last
+            if prefix not in self:  # a hidden prefix may be held behind another one
+                held[prefix] = end - last
+                taken += end - last
+                new.append(prefix)
             last = end
-        self._bytes += last - prompt.bytes_of(before)
+        self._bytes += taken
         if new and self.index is not None:
             self.index.took(self.bit, new)
         deque(map(held.move_to_end, filter(held.__contains__, reversed(prefixes))), maxlen=0)
         self._shrink()
         if self.index is not None:
-            self.index.make_room(self, list(new), last - prompt.bytes_of(before))
+            self.index.make_room(self, new, taken)
 
     def pin(self, prompt: Prompt) -> Callable[[], None]:
         """Notes that a request uses the blocks of what is held of its prompt.

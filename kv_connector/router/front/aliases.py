@@ -47,6 +47,12 @@ class Aliases:
         at = {one: url for url in registered for one in self._known.get(url, ())}
         pairs = {(url, at[one]) for url in listed for one in self._known.get(url, ()) if one in at}
         for url, other in sorted(pairs - self._reported):
+            # A name may have another address by now.
+            now = {one: await _listeners(one) for one in (url, other)}
+            self._known.update(now)
+            if not now[url] & now[other]:
+                pairs.remove((url, other))
+                continue
             words = "an engine is listed as %s and registers as %s, so it counts as two: list %s instead"
             logger.warning(words, url, other, other)
         self._reported = pairs
@@ -56,10 +62,10 @@ async def _listeners(url: str) -> frozenset[Listener]:
     """Returns the addresses to which the router connects for this URL."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    port = parts.port or _PORTS[parts.scheme]
     try:
+        port = parts.port or _PORTS[parts.scheme]
         found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no such port, or no such name
         return frozenset()
     hosts = {(family, str(address[0])) for family, _, _, _, address in found}
     return frozenset((_THIS_HOST if _is_here(*one) else one[1], port) for one in hosts)
@@ -67,9 +73,9 @@ async def _listeners(url: str) -> frozenset[Listener]:
 
 def _is_here(family: int, host: str) -> bool:
     """Returns whether the address belongs to an interface of this host."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

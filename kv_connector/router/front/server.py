@@ -350,6 +350,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False
             cycle.message_event.set()
+        self.flow.resume_reading()  # a request that had not read its body no longer does it
         self.transport.write(STATUS_LINE[refusal.status] + head + refusal.body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -361,8 +362,12 @@ class BoundedProtocol(HttpToolsProtocol):
             return b""
         scope: MutableMapping[str, Any]
         if not self._in_headers and self._unfinished and self._unfinished[-1].more_body:
-            scope = cast(MutableMapping[str, Any], self._unfinished[-1].scope)
-            request_id = self.config.refused(scope, status, None)  # for its body
+            refused = self._unfinished[-1]  # for its body
+            scope = cast(MutableMapping[str, Any], refused.scope)
+            # The application never gets a request that waits behind another one.
+            waits = any(cycle is refused for cycle, _ in self.pipeline)
+            since_headers = time.perf_counter() - self._headers_began
+            request_id = self.config.refused(scope, status, since_headers if waits else None)
         else:
             scope = {"client": self.client, "method": None, "path": None, "headers": []}
             seconds = 0.0

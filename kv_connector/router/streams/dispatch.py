@@ -51,9 +51,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A request that breaks every engine must not reach all engines. An attempt does not count if no process
-# listens at the engine's address: the request is not the cause, and each such engine is tried once.
+# A request that breaks every engine must not reach all engines. An attempt at an engine that has not read the
+# request does not count: the request is not the cause. No process listens there, or it refuses the router's
+# key.
 ATTEMPTS = 3
+# Such a failure takes no computation. After a key was changed wrongly, all engines may fail so, and each of
+# them costs a request of the other side and several log lines.
+MOST_ENGINES = 8
 _NO_RETRY = ATTEMPTS + 1
 
 MODELS_PATH = "/v1/models"
@@ -219,7 +223,7 @@ class Dispatcher:
         model = self._known(call)
         # A request that has ended two engines may have been the cause.
         next_number = number if error.unread else number + 1
-        last = next_number > ATTEMPTS or (call.resumes and error.broke)
+        last = next_number > ATTEMPTS or len(avoid) > MOST_ENGINES or (call.resumes and error.broke)
         others = any(self.parts.pools[side].usable(avoid, model) for side in error.blamed)
         alone = [*error.blamed] == [Side.PREFILL] and self._no_prefill(model)
         if last or not (others or alone):

@@ -91,6 +91,27 @@ async def test_name_without_an_address_is_resolved_at_the_next_look(
     assert "is listed as" in caplog.text
 
 
+async def test_name_that_has_another_address_by_now_is_not_reported(
+    names: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = members("http://engine-0:8000", "http://10.0.0.2:8000")
+    aliases = Aliases(other)
+    await aliases.look()
+    names["engine-0"] = ["10.0.0.3"]
+    other.register(0.0, Register("e", "1", Role.DECODE, "http://10.0.0.1:8000", "10.0.0.1", 5600))
+    await aliases.look()
+    assert "is listed as" not in caplog.text
+
+
+async def test_url_that_cannot_be_resolved_leaves_the_others(
+    names: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    known = members("http://engine-0:8000", "http://10.0.0.1:8000")
+    known.register(0.0, Register("e", "1", Role.DECODE, "http://10.0.0.1:99999", "10.0.0.1", 5601))
+    await Aliases(known).look()
+    assert "is listed as http://engine-0:8000" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("listed", "registered"),
     [("http://H:8000", "http://h:8000"), ("http://h:80", "http://h"), ("https://h:443", "https://h")],

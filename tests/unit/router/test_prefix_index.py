@@ -144,6 +144,26 @@ def test_index_that_is_full_of_pinned_prefixes_takes_no_new_ones() -> None:
     assert (len(large), len(small)) == (8, 2)
 
 
+def test_index_with_a_pinned_largest_cache_shrinks_another_one() -> None:
+    _, (pinned, old, new) = fleet(3, most=9)
+    pinned.prompt_computed(prompt(range(5)))
+    pinned.pin(prompt(range(5)))
+    old.prompt_computed(prompt("abcd"))
+    new.prompt_computed(prompt("xy"))
+    assert [len(one) for one in (pinned, old, new)] == [5, 3, 1]
+
+
+def test_prefix_that_is_hidden_behind_two_beginnings_counts_once() -> None:
+    index, (cache,) = fleet(1, most=5)
+    whole = prompt("abcd")
+    for beginning in ("abc", "ab"):
+        cache.prompt_computed(whole.hidden_behind(prompt(beginning)))
+    assert len(cache) == 5
+    assert cache.drop_oldest(5, 1 << 30) == 5 * PREFIX_BYTES
+    cache.prompt_computed(prompt("vwxyz"), 5 * TOKENS)
+    assert found(index, [cache], prompt("vwxyz")) == [5 * PREFIX_BYTES]
+
+
 def test_cache_that_joins_a_full_index_with_pinned_prefixes_keeps_them() -> None:
     index, (first,) = fleet(1, most=4)
     first.prompt_computed(prompt("abcd"))

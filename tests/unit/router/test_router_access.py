@@ -45,6 +45,7 @@ from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.certificate import Certificate
 from kv_connector.router.front.server import HEADER_LIMIT, RouterServer, ServerConfig
 from kv_connector.router.settings import RouterSettings
+from kv_connector.router.streams.dispatch import MOST_ENGINES
 
 pytestmark = pytest.mark.anyio
 
@@ -238,6 +239,17 @@ async def test_engines_that_refuse_the_routers_key_use_up_no_attempts(dispatch: 
             for _ in range(3):
                 answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(ALICE))
                 assert answer.status_code == 200, answer.text
+
+
+async def test_request_goes_to_a_bounded_number_of_engines_that_refuse_the_routers_key(key_file: str) -> None:
+    refusing = [refuse(401, "Unauthorized")] * (MOST_ENGINES + 3)
+    async with serve_engines([answer_ok], refusing) as (_, d, engines):
+        settings = RouterSettings(**engines, dispatch="serial", api_key_file=key_file)  # type: ignore[arg-type]
+        async with serve(create_app(settings)) as url, client_of(url) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(ALICE))
+            assert answer.status_code == 502
+        prompts = [sum(body["prompt"] == "x" for body in engine.bodies) for engine in d]
+        assert sorted(prompts) == [0, 0, *[1] * (MOST_ENGINES + 1)]
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -590,6 +602,26 @@ async def test_refused_request_ends_the_unanswered_request_before_it(tmp_path: P
     assert answer.count(b"HTTP/1.1 ") == 1
     found = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["method"], line["status"]) for line in found] == [(None, 400), ("POST", 499)]
+
+
+async def test_access_log_has_a_line_for_a_refused_request_that_waits_behind_another(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with (
+        serve_engines([FedStream()], [FedStream()]) as ((p,), _, engines),
+        shipped(RouterSettings(**engines, access_log=str(log))) as (url, _),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        body = b'{"prompt": "x"}'
+        first = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        writer.write(first)
+        await within(p.arrived.wait())
+        writer.write(_CHUNKED + b"\r\n1\r\n{\r\n")
+        writer.write(b"no length\r\n")
+        answer = await within(reader.read())
+        writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["request_id"] == "mine", line["status"]) for line in found] == [(True, 400), (False, 499)]
 
 
 async def test_log_is_written_before_a_signal_ends_the_process(

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from router_prompts import TOKENS, prompt
 
 from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
+from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.pool import Pool
 from kv_connector.router.engines.prefix_cache import PrefixCache
 
 
@@ -269,6 +271,19 @@ def test_pins_take_room_from_all_other_prefixes() -> None:
     unpin()
     cache.prompt_computed(prompt("x"), 4 * TOKENS)
     assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("abcd", "x")] == [3, 1]
+
+
+def test_a_second_pin_of_a_request_comes_before_the_end_of_the_first() -> None:
+    endpoint = Endpoint.parse("http://d:1")
+    pool = Pool([endpoint])
+    with pool.lease(endpoint, prompt=prompt("ab")) as lease:
+        cache = lease.workload.cache
+        cache.prompt_computed(prompt("ab"), 2 * TOKENS)
+        lease.pin()
+        cache.load(2 * TOKENS)  # no room is left
+        lease.pin()
+        assert cache.cached(prompt("ab")) == 2 * PREFIX_BYTES
+    assert cache.cached(prompt("ab")) == 0
 
 
 def test_pin_ends_with_the_contents_of_the_cache() -> None:

@@ -19,8 +19,9 @@ from router_setup import PATIENCE, FedStream, answer_ok, client_of, serve_engine
 
 from kv_connector.cli.main import app
 from kv_connector.router.engines.endpoint import Endpoint
-from kv_connector.router.front.app import DONE
+from kv_connector.router.front.app import DONE, create_app
 from kv_connector.router.front.certificate import Certificate
+from kv_connector.router.front.router_app import RouterApp
 from kv_connector.router.front.server import RouterServer
 from kv_connector.router.settings import RequestTimeouts, RouterSettings
 
@@ -160,8 +161,13 @@ def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
     option: str, most: int, tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[RouterSettings] = []
+
+    def create(settings: RouterSettings) -> RouterApp:
+        made.append(settings)
+        return create_app(settings)
+
     monkeypatch.setattr("kv_connector.cli.router.raise_descriptor_limit", lambda: 65_535)
-    monkeypatch.setattr("kv_connector.router.front.app.create_app", made.append)
+    monkeypatch.setattr("kv_connector.router.front.app.create_app", create)
     assert router(tmp_path / "router.yaml", f"{ENGINES}{option}\n")[0] == 0
     assert made[0].requests == most
     assert started[0].config.most_connections == 2 * 16_351
@@ -173,11 +179,12 @@ def test_most_requests_are_those_of_the_option_if_the_descriptors_suffice(
 def test_sighup_before_the_server_runs_is_a_reload(
     tmp_path: Path, started: list[RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create_app(settings: RouterSettings) -> None:
+    def create(settings: RouterSettings) -> RouterApp:
         assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
         os.kill(os.getpid(), signal.SIGHUP)
+        return create_app(settings)
 
-    monkeypatch.setattr("kv_connector.router.front.app.create_app", create_app)
+    monkeypatch.setattr("kv_connector.router.front.app.create_app", create)
     assert router(tmp_path / "router.yaml", ENGINES)[0] == 0
     assert started[0]._reload_due.is_set()
 

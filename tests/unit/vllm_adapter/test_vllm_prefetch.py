@@ -161,6 +161,22 @@ def test_next_turn_before_the_answer_of_the_lender_is_not_held_up(model: Path) -
     assert end(engine) == 0
 
 
+def test_prefetch_whose_pages_are_no_longer_held_ends(model: Path) -> None:
+    engine = engine_with_prompt(model)
+    now = [100.0]
+    engine.side._borrower.clock = lambda: now[0]
+    engine.add("ahead", prompt(TOKENS), ahead())
+    asked = question(engine)
+    output, _ = engine.schedule()
+    engine.update(output, answers={asked.transfer_id: LENT})
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    now[0] += 1.5
+    assert engine.step().commands == (ReleaseTransfer(asked.transfer_id, LENDER),)
+    pool.free_blocks(taken)
+    assert end(engine) == 0
+
+
 def test_refused_prefetch_ends_without_computing(model: Path) -> None:
     engine = engine_with_prompt(model)
     engine.add("ahead", prompt(TOKENS), ahead())
