@@ -178,6 +178,16 @@ class Agent:
 
         self._thread.submit(command)
 
+    def forget_checkpoint(self) -> None:
+        """The engine computes with other weights than its checkpoint's, which have no version. Peers do not
+        compare its checkpoint from now on."""
+
+        def command(now: float) -> Sequence[Action]:
+            self._effects.peers.weights_replaced()
+            return ()
+
+        self._thread.submit(command)
+
     # --- Decode
 
     def report_failures(self, load_failed: Callable[[str, str], None]) -> None:

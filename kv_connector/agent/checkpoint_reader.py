@@ -10,13 +10,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import queue
 import re
 import stat
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +58,7 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _T = TypeVar("_T")
+_V = TypeVar("_V")
 
 
 class UnknownCheckpoint(ValueError):
@@ -105,23 +110,22 @@ def identify(
 
 def read_checkpoint(directory: Path, files: Sequence[tuple[str, str]] = (MODEL,)) -> Checkpoint:
     """The identity of the checkpoint in this directory. Raises UnknownCheckpoint or OSError. BLOCKS."""
-    reading = _Reading(time.monotonic() + _MOST_SECONDS)
-    with ThreadPoolExecutor(_THREADS, "checkpoint") as pool:
-        try:
-            paths = _files(directory, files)
-            headers = pool.map(reading.header, paths)
-            tensors = sorted(chain.from_iterable(headers), key=lambda one: (one.path, one.first))
-            if not tensors:
-                raise UnknownCheckpoint(f"{directory} has no tensors")
-            chosen = _chosen(tensors)
-            sampled = [one for one in tensors if one.name in chosen]
-            starts = range(0, len(sampled), _TENSORS_OF_A_TASK)
-            tasks = [sampled[start : start + _TENSORS_OF_A_TASK] for start in starts]
-            samples = chain.from_iterable(pool.map(reading.samples, tasks))
-            digests = dict(zip(sampled, samples, strict=True))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    deadline = time.monotonic() + _MOST_SECONDS
+    reading, threads = _Reading(deadline), _Threads(deadline)
+    try:
+        (paths,) = threads.map(lambda _: _files(directory, files), [None])
+        headers = threads.map(reading.header, paths)
+        tensors = sorted(chain.from_iterable(headers), key=lambda one: (one.path, one.first))
+        if not tensors:
+            raise UnknownCheckpoint(f"{directory} has no tensors")
+        chosen = _chosen(tensors)
+        sampled = [one for one in tensors if one.name in chosen]
+        starts = range(0, len(sampled), _TENSORS_OF_A_TASK)
+        tasks = [sampled[start : start + _TENSORS_OF_A_TASK] for start in starts]
+        samples = chain.from_iterable(threads.map(reading.samples, tasks))
+        digests = dict(zip(sampled, samples, strict=True))
+    finally:
+        threads.stop()
     facts = sorted(
         msgspec.json.encode((one.name, one.dtype, one.shape, digests.get(one, b""))) for one in tensors
     )
@@ -185,13 +189,16 @@ class _File:
         # Without O_NONBLOCK, open() waits for the writer of a FIFO.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._path = path
-        found = os.fstat(self._descriptor)
-        self.nbytes = found.st_size
-        if not stat.S_ISREG(found.st_mode):
+        try:
+            found = os.fstat(self._descriptor)
+            self.nbytes = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                raise UnknownCheckpoint(f"{path} is no regular file")
+            # Otherwise the kernel reads 128 KiB around each sample.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        except BaseException:
             os.close(self._descriptor)
-            raise UnknownCheckpoint(f"{path} is no regular file")
-        # Otherwise the kernel reads 128 KiB around each sample.
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            raise
 
     def __enter__(self) -> _File:
         return self
@@ -212,6 +219,54 @@ class _File:
         if len(found := self.read(nbytes, offset)) != nbytes:
             raise UnknownCheckpoint(f"{self._path} ends within its tensors")
         return found
+
+
+class _Threads:
+    """Threads for reads, until a deadline.
+
+    A read of a network file system can be stuck for ever. The process would wait for the threads of a
+    ThreadPoolExecutor when it exits, but not for these.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        for number in range(_THREADS):
+            threading.Thread(target=self._work, name=f"checkpoint-{number}", daemon=True).start()
+
+    def map(self, function: Callable[[_V], _T], values: Iterable[_V]) -> list[_T]:
+        """The results, in the order of the values. Raises UnknownCheckpoint after the deadline. BLOCKS."""
+        futures: list[Future[_T]] = []
+        for value in values:
+            futures.append(future := Future())
+            self._tasks.put(partial(_run, future, function, value))
+        try:
+            return [future.result(max(self._deadline - time.monotonic(), 0.0)) for future in futures]
+        except TimeoutError:
+            raise _too_slow() from None
+
+    def stop(self) -> None:
+        """Drops the tasks that have not begun. Threads end after their current task."""
+        with suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        for _ in range(_THREADS):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+def _run(future: Future[_T], function: Callable[[_V], _T], value: _V) -> None:
+    try:
+        future.set_result(function(value))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _too_slow() -> UnknownCheckpoint:
+    return UnknownCheckpoint(f"reading it takes more than {_MOST_SECONDS:g} s")
 
 
 class _Reading:
@@ -259,7 +314,7 @@ class _Reading:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise UnknownCheckpoint(f"reading it takes more than {_MOST_SECONDS:g} s")
+            raise _too_slow()
 
 
 def _places(nbytes: int) -> list[tuple[int, int]]:

@@ -134,14 +134,19 @@ _SAFETENSORS = {
 """Files from which SGLang's default loader reads the weights, by load format."""
 
 
-def loaded_checkpoint(server_args: Any) -> Checkpoint | None:
-    """The checkpoint that this worker has loaded. None: unknown."""
-    files = _SAFETENSORS.get(str(getattr(server_args.load_format, "value", server_args.load_format)))
+def loaded_checkpoint() -> Checkpoint | None:
+    """The checkpoint that this worker has loaded. None: unknown, as for models of ModelScope, which has its
+    own cache."""
+    if envs.SGLANG_USE_MODELSCOPE.get():
+        return None
+    # SGLang has chosen the load format, which need not be that of the options.
+    model = get_model()
+    files = _SAFETENSORS.get(str(getattr(model.load_format, "value", model.load_format)))
     return identify(
-        server_args.model_path,
+        model.model_path,
         [] if files is None else [files],
-        revision=server_args.revision,
-        cache=server_args.download_dir,
+        revision=model.revision,
+        cache=model.download_dir,
     )
 
 
@@ -263,6 +268,7 @@ def check_takes_weights(model: Any, quantization: str | None) -> None:
     check_weight_options()
     parallel, execution, memory, serving = get_parallel(), get_exec(), get_memory(), get_serving()
     derives = [type(module).__name__ for module in model.modules() if hasattr(module, "post_load_weights")]
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
     refused = {
         f"quantization ({quantization})": quantization is not None,
         "--enable-lora": bool(get_lora().enable_lora),
@@ -281,6 +287,10 @@ def check_takes_weights(model: Any, quantization: str | None) -> None:
         "--enable-unified-cache-external-linker": memory.enable_unified_cache_external_linker,
         "--enable-lmcache": memory.enable_lmcache,
         "--enable-flexkv": memory.enable_flexkv,
+        # SGLang has permuted the experts' weights in place.
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=1": any(
+            getattr(method, "w13_swiglu_interleaved", False) for method in methods
+        ),
         "weights that are packed for AMX": any(map(use_intel_amx_backend, model.modules())),
         # SGLang runs no warmup of plugins then, and so no controller.
         "--tokenizer-worker-num": serving.tokenizer_worker_num > 1,

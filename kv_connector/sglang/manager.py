@@ -146,7 +146,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
                 memory=memory,
                 fingerprint=engine_fingerprint(f"sglang {sglang.__version__}", model.identity, model.dtype),
                 advice=ADVICE,
-                checkpoint=loaded_checkpoint(server_args) if settings.compare_checkpoints else None,
+                checkpoint=loaded_checkpoint() if settings.compare_checkpoints else None,
             ),
         )
         try:

@@ -28,7 +28,6 @@ def register() -> None:
     """Makes ``--disaggregation-transfer-backend write_imm`` known to SGLang. Idempotent."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.disaggregation.utils import TransferBackend
-    from sglang.srt.entrypoints.warmup import warmup
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if BACKEND in TransferBackend._value2member_map_:
@@ -42,6 +41,10 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _note_weights, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", _start_weights, HookType.AFTER)
+    try:
+        from sglang.srt.entrypoints.warmup import warmup
+    except ImportError:  # another release, which serves without weight updates
+        return
     warmup(BACKEND)(_serve_weights)
 
 
@@ -81,19 +84,25 @@ def _rest(result: None, scheduler: Any) -> None:
         manager.rest(scheduler.recv_from_tokenizer)
 
 
-def _note_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update
-    with a version, and for ``/update_weight_version``."""
+def _note_weights(result: None, scheduler: Any, new_version: str | None) -> None:
+    """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update,
+    and for ``/update_weight_version``. ``new_version``: None after an update without a version."""
     if (manager := _manager(scheduler)) is not None:
+        if new_version is None:
+            manager.agent.forget_checkpoint()
         worker = getattr(scheduler, "kv_connector_weights", None)
         manager.note_weights("" if worker is None else worker.served)
 
 
 def _start_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Runs after Scheduler.__init__(), once the model is loaded."""
-    from sglang.srt.runtime_context import get_model
+    try:
+        from sglang.srt.runtime_context import get_model
 
-    if LOADER in (get_model().custom_weight_loader or ()):
+        takes_weights = LOADER in (get_model().custom_weight_loader or ())
+    except (ImportError, AttributeError):  # another release, which serves without weight updates
+        return
+    if takes_weights:
         importlib.import_module("kv_connector.sglang.weights.worker").start_worker(scheduler)
 
 

@@ -163,6 +163,9 @@ class Controller:
             if not problem:
                 problem = await self._label(version)
                 torn = bool(problem)
+            elif any(state.served != self._served for state in states):
+                # All workers have an earlier version, which the engine could not report.
+                torn = True
             self._torn = torn
         finally:
             self._taking = ""
@@ -178,7 +181,6 @@ class Controller:
         An engine that computes with this version and reports another one must not go on. Other engines would
         take its KV as computed with their own version.
         """
-        self._served = version
         try:
             await self._engine.label(version)
         except Exception as error:
@@ -187,6 +189,7 @@ class Controller:
                 f"all workers have version {shown(version)}, but the engine cannot report it "
                 f"({type(error).__name__}: {error}): push a version again"
             )
+        self._served = version
         return ""
 
     async def _update(self, version: str) -> tuple[str, list[State]]:

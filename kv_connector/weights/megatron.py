@@ -83,7 +83,7 @@ def _parts(
 ) -> Iterator[tuple[Region, str, torch.Tensor]]:
     """Yields what this rank holds, with the name and the tensor of its parameter."""
     for chunk in chunks:
-        _check_settings(chunk)
+        _check_settings(chunk, tied=checkpoint.tied)
         for name, value in chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if type(value.detach()) is not torch.Tensor:
                 raise SourceError(
@@ -108,8 +108,11 @@ def _layer_number(chunk: torch.nn.Module, name: str) -> int:
     return number - 1
 
 
-def _check_settings(chunk: torch.nn.Module) -> None:
-    """Raises SourceError if the chunk's weights are not those of a checkpoint, though their shapes may be."""
+def _check_settings(chunk: torch.nn.Module, *, tied: bool) -> None:
+    """Raises SourceError if the chunk's weights are not those of a checkpoint, though their shapes may be.
+
+    ``tied``: the output layer of the checkpoint is its embedding.
+    """
     for part in chunk.modules():
         for setting in _OTHER_VALUES:
             if getattr(getattr(part, "config", None), setting, False):
@@ -117,6 +120,12 @@ def _check_settings(chunk: torch.nn.Module) -> None:
                     f"the model has {setting}, so its weights have other values or another order than a "
                     "checkpoint's. Gather them by Megatron-Bridge"
                 )
+        shared = getattr(part, "share_embeddings_and_output_weights", tied)
+        if bool(shared) != tied:
+            raise SourceError(
+                f"the model has share_embeddings_and_output_weights {shared}, and the config has "
+                f"tie_word_embeddings {tied}. Give both the same value"
+            )
 
 
 def _check_once(parts: Sequence[tuple[Region, str, torch.Tensor]]) -> None:

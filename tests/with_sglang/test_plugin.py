@@ -90,7 +90,9 @@ def test_sglangs_queue_and_scheduler_are_hooked() -> None:
 
 def scheduler_of(backend: str, rested: list[object], **queues: object) -> SimpleNamespace:
     manager = SimpleNamespace(
-        rest=rested.append, note_weights=lambda pushed: rested.append(f"weights {pushed}".strip())
+        rest=rested.append,
+        note_weights=lambda pushed: rested.append(f"weights {pushed}".strip()),
+        agent=SimpleNamespace(forget_checkpoint=lambda: rested.append("unnamed")),
     )
     queue = SimpleNamespace(kv_manager=manager)
     found = dict.fromkeys(("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"))
@@ -124,6 +126,29 @@ def test_a_new_weight_version_of_our_schedulers_is_noted() -> None:
     takes_weights.kv_connector_weights = SimpleNamespace(served="v1#00000000")
     plugin._note_weights(None, takes_weights, "v1")
     assert noted == ["weights", "weights v1#00000000"]
+
+
+def test_an_update_without_a_version_drops_the_identity_of_the_checkpoint() -> None:
+    noted: list[object] = []
+    ours = scheduler_of("write_imm", noted, disagg_decode_prealloc_queue=True)
+    plugin._note_weights(None, ours, new_version=None)
+    plugin._note_weights(None, scheduler_of("write_imm", noted), new_version=None)
+    assert noted == ["unnamed", "weights"]
+
+
+@pytest.mark.parametrize("lacking", ["module", "function", "option"])
+def test_scheduler_of_a_release_without_the_option_starts(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import runtime_context
+
+    if lacking == "module":
+        monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
+    elif lacking == "function":
+        monkeypatch.delattr(runtime_context, "get_model")
+    else:
+        monkeypatch.setattr(runtime_context, "get_model", SimpleNamespace)
+    plugin._start_weights(None, "a scheduler")
 
 
 def test_scheduler_takes_weights_only_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ class Manager:
         self.is_pause = False
         self.calls.append("resume")
 
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self.calls.append(f"abort {rid}{abort_all}")
+
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.busy -= 1
         self.calls.append("flush" if timeout_s is None else f"drain {self.is_pause}")
@@ -94,6 +97,27 @@ async def test_pause_of_a_prefill_or_decode_engine_ends_its_requests_first(
     await PausableServer(manager, 1, disaggregated=True).pause()
     once = ["drain True", "pause retract", "flush"]
     assert manager.calls == [*once, "resume", *once]
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+async def test_pause_of_a_paused_engine_never_resumes_it(
+    disaggregated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers may have two versions. After resume(), it is like a new one."""
+    monkeypatch.setattr(serving, "_RETRY_S", 0.0)
+    manager = Manager()
+    server = PausableServer(manager, 1, disaggregated=disaggregated)
+    await server.pause()
+    manager.busy = 1
+    manager.calls.clear()
+    await server.pause()
+    assert manager.calls == ["pause retract", "flush", "abort True", "pause retract", "flush"]
+    await server.resume()
+    manager.busy = 2 if disaggregated else 1
+    manager.calls.clear()
+    await server.pause()
+    assert "resume" in manager.calls
+    assert "abort True" not in manager.calls
 
 
 async def test_pause_fails_if_the_cache_stays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

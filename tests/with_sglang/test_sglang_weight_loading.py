@@ -254,6 +254,8 @@ def refusal_of_engine(path: Path, setting: str) -> str:
     model = loaded(path, 0, 1)
     if setting == "packed":
         next(model.children()).use_intel_amx_backend = True  # type: ignore[assignment]
+    if setting == "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=1":
+        next(model.children()).quant_method = SimpleNamespace(w13_swiglu_interleaved=True)  # type: ignore[assignment]
     with settings.get(setting, ExitStack)():
         try:
             check_takes_weights(model, "fp8" if setting == "quantization (fp8)" else None)
@@ -331,6 +333,7 @@ def test_model_that_derives_weights_is_refused(process: ProcessPoolExecutor, tmp
         "--nnodes",
         "--tokenizer-worker-num",
         "gRPC in place of HTTP",
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=1",
     ],
 )
 def test_engine_with_an_untested_setting_is_refused(

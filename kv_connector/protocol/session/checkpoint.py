@@ -54,5 +54,6 @@ def checkpoint_mismatch(prefill: Checkpoint | None, decode: Checkpoint | None) -
         return None
     return (
         f"{_NAME}: prefill engine has checkpoint {prefill.digest}, decode engine has checkpoint "
-        f"{decode.digest}: start both engines from the same checkpoint"
+        f"{decode.digest}: start both engines from the same checkpoint, or set compare_checkpoints to false "
+        "on one of them"
     )

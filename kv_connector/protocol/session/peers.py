@@ -75,8 +75,8 @@ class PeerTable:
         self._sessions.ranks = tuple(ranks)
 
     def weights_replaced(self) -> None:
-        """The engine has other weights than those of its checkpoint from now on. They have a version, which
-        RESERVE compares."""
+        """The engine has other weights than those of its checkpoint from now on. RESERVE compares
+        their version, if they have one."""
         self._sessions.checkpoint = None
 
     def other_workers(self) -> list[tuple[str, int]]:

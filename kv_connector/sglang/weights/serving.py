@@ -54,24 +54,30 @@ class PausableServer:
         self._manager = manager
         self._ranks = ranks
         self._disaggregated = disaggregated
+        self._paused = False
+        """pause() has succeeded. A torn engine is paused once more, for the next version."""
 
     async def pause(self) -> None:
         """Pauses the schedulers, and drops all KV.
 
         SGLang computes the running requests of an engine that prefills and decodes by itself anew after the
         pause. A prefill or decode engine ends its running requests first. Raises RuntimeError if the cache
-        stays in use.
+        stays in use. An engine that is paused already is not resumed in between: late requests are aborted.
         """
         deadline = time.monotonic() + _IDLE_S
         while True:
-            if self._disaggregated:
+            if self._disaggregated and not self._paused:
                 await self._drain(deadline - time.monotonic())
             await self._manager.pause_generation(internals.PauseGenerationReqInput(mode="retract"))
             if (flushed := await self._manager.flush_cache()).success:
+                self._paused = True
                 return
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"SGLang's cache was in use for {_IDLE_S:g} s ({flushed.message})")
-            await self.resume()
+            if self._paused:
+                self._manager.abort_request(abort_all=True)
+            else:
+                await self.resume()
             await asyncio.sleep(_RETRY_S)
 
     async def _drain(self, seconds: float) -> None:
@@ -112,3 +118,4 @@ class PausableServer:
 
     async def resume(self) -> None:
         await self._manager.continue_generation(internals.ContinueGenerationReqInput())
+        self._paused = False

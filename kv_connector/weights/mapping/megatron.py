@@ -117,7 +117,7 @@ class MegatronCheckpoint:
         self._experts = 0
         if self._family.experts:
             self._experts = self._count("num_local_experts" if self._mixtral else "num_experts")
-        self._tied = bool(config.get("tie_word_embeddings", False))
+        self.tied = bool(config.get("tie_word_embeddings", False))
         self.shapes: Mapping[str, Index] = self._all_shapes()
         """Shapes of all tensors, by name, in the same order on all ranks."""
 
@@ -149,7 +149,7 @@ class MegatronCheckpoint:
         for layer in range(self._layers):
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._of_layer(layer)}
         shapes["model.norm.weight"] = (hidden,)
-        if not self._tied:
+        if not self.tied:
             shapes["lm_head.weight"] = vocabulary
         return shapes
 
@@ -211,7 +211,7 @@ class MegatronCheckpoint:
                 return self._vocabulary(name, "model.embed_tokens.weight", shape, ranks)
             if name == "output_layer.weight":
                 # The last pipeline rank of tied weights has a copy of the embeddings.
-                tensor = "model.embed_tokens.weight" if self._tied else "lm_head.weight"
+                tensor = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
                 return self._vocabulary(name, tensor, shape, ranks)
             if name == "decoder.final_layernorm.weight":
                 return self._rows(name, [("model.norm.weight", 0, self._hidden)])

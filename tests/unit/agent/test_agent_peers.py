@@ -218,6 +218,14 @@ def test_engines_of_different_checkpoints_work_together_once_both_take_a_version
     transfer(prefill, decode, "u")
 
 
+def test_engine_that_forgets_its_checkpoint_works_with_one_of_another(sim: AgentStage) -> None:
+    """Its weights were updated without a version."""
+    prefill = sim.side(Role.PREFILL, checkpoint=Checkpoint("", "3f2a"))
+    decode = sim.side(Role.DECODE, checkpoint=Checkpoint("", "91bc"))
+    prefill.agent.forget_checkpoint()
+    transfer(prefill, decode)
+
+
 def test_two_engines_of_one_role_get_the_reason_for_their_refusal(
     sim: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,45 @@ def test_reading_is_limited(
     with pytest.raises(UnknownCheckpoint) as found:
         read_checkpoint(tmp_path)
     assert words in str(found.value)
+
+
+def test_read_that_is_stuck_leaves_the_identity_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is a daemon, so that the process can exit."""
+    write(tmp_path, weights(), files=2)
+    freed, stuck = threading.Event(), list[threading.Thread]()
+
+    def pread(*_: object) -> bytes:
+        stuck.append(threading.current_thread())
+        freed.wait()
+        return b""
+
+    monkeypatch.setattr(checkpoint_reader, "_MOST_SECONDS", 0.2)
+    monkeypatch.setattr(os, "pread", pread)
+    try:
+        with pytest.raises(UnknownCheckpoint, match=r"takes more than 0\.2 s"):
+            read_checkpoint(tmp_path)
+        assert all(thread.daemon for thread in stuck)
+    finally:
+        freed.set()
+    for thread in stuck:
+        thread.join()
+
+
+def test_file_is_closed_if_the_kernel_refuses_its_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, weights())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def refused(*_: object) -> None:
+        raise OSError("no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    with pytest.raises(OSError, match="no advice"):
+        read_checkpoint(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_long_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ BASE, TUNED = Checkpoint("", "3f2a"), Checkpoint("", "91bc")
 QUANTISED, TUNED_QUANTISED = Checkpoint("F8_E4M3", "77d0"), Checkpoint("F8_E4M3", "02ee")
 REFUSAL = (
     "weights: prefill engine has checkpoint 3f2a, decode engine has checkpoint 91bc: "
-    "start both engines from the same checkpoint"
+    "start both engines from the same checkpoint, or set compare_checkpoints to false on one of them"
 )
 
 

@@ -96,6 +96,11 @@ def test_weights_that_another_backend_replaces_are_unknown(
     assert (loaded_checkpoint(config) is not None) is known
 
 
+def test_checkpoint_of_modelscope_is_unknown(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert loaded_checkpoint(config) is None
+
+
 def test_name_of_the_hub_is_read_with_its_revision_and_cache(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

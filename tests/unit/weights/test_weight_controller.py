@@ -220,6 +220,27 @@ async def test_engine_that_cannot_report_its_version_stays_paused(site: Site) ->
     assert "resume" not in site.engine.calls
 
 
+async def test_engine_without_a_reported_version_stays_paused_if_a_push_fails(
+    site: Site,
+) -> None:
+    site.engine.label_problem = "no route"
+    assert (await site.controller.apply("v1")).torn
+    site.engine.label_problem = ""
+    for worker in site.workers:
+        worker.landed = "v2"
+
+    def all_fail(version: str) -> None:
+        for worker in site.workers:
+            worker.serve(version, "no room")
+
+    site.engine.update_workers = all_fail
+    assert (await site.controller.apply("v2")).torn
+    assert "resume" not in site.engine.calls
+    site.engine.update_workers = site.all_take
+    assert not (await site.controller.apply("v2")).torn
+    assert site.engine.calls[-2:] == ["label v2", "resume"]
+
+
 async def test_trainer_gets_the_outcome_and_the_first_worker_whether_the_engine_is_torn(site: Site) -> None:
     assert isinstance(await asyncio.to_thread(site.push), Applied)
     assert [site.workers[0].next() for _ in range(2)] == [Release(), Torn("")]

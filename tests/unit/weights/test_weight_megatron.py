@@ -322,6 +322,19 @@ def test_megatron_source_refuses_what_the_config_does_not_explain(
         megatron_source(model, config, MegatronRanks())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_megatron_source_refuses_an_output_layer_that_is_tied_on_one_side(tied: bool) -> None:
+    config = {**LLAMA, "tie_word_embeddings": tied}
+    model = one_rank(config)
+    model.share_embeddings_and_output_weights = not tied  # type: ignore[assignment]
+    with pytest.raises(
+        SourceError, match=f"weights {not tied}, and the config has tie_word_embeddings {tied}"
+    ):
+        megatron_source(model, config, MegatronRanks())
+    model.share_embeddings_and_output_weights = tied  # type: ignore[assignment]
+    megatron_source(model, config, MegatronRanks())
+
+
 def test_megatron_source_refuses_a_chunk_that_is_given_twice() -> None:
     model = one_rank()
     with pytest.raises(SourceError, match=r"of one rank are the same part of .*Pass each chunk once"):
