@@ -238,7 +238,8 @@ class _Threads:
         """The results, in the order of the values. Raises UnknownCheckpoint after the deadline. BLOCKS."""
         futures: list[Future[_T]] = []
         for value in values:
-            futures.append(future := Future())
+            future: Future[_T] = Future()
+            futures.append(future)
             self._tasks.put(partial(_run, future, function, value))
         try:
             return [future.result(max(self._deadline - time.monotonic(), 0.0)) for future in futures]
