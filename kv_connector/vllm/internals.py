@@ -43,6 +43,7 @@ def release_of(version: str) -> str:
 # From the package, not from its metadata: the CPU wheel's distribution has another name.
 release: Any = importlib.import_module(f"{__package__}.{release_of(vllm.__version__)}")
 
+from vllm import envs  # noqa: E402
 from vllm.config import get_current_vllm_config, set_current_vllm_config  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.distributed.kv_events import AllBlocksCleared  # noqa: E402
@@ -162,6 +163,7 @@ __all__ = [
     "block_hashing",
     "current_platform",
     "engine_core_module",
+    "envs",
     "exchange_module",
     "generate_scheduler_kv_cache_config",
     "get_current_vllm_config",

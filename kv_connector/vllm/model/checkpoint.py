@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm import envs
-
 from kv_connector.agent.checkpoint_reader import CONSOLIDATED, MODEL, identify
 from kv_connector.protocol.session.checkpoint import Checkpoint
+from kv_connector.vllm.internals import envs
 
 _SAFETENSORS = {
     "auto": (CONSOLIDATED, MODEL),
