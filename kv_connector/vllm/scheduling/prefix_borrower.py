@@ -231,10 +231,11 @@ class PrefixBorrower:
                 self._ask(prefix, local_tokens)
             case PrefixPhase.HELD if self.clock() >= prefix.until:
                 self._release(prefix)
-                # A prefetch waits for no other request: it ends.
-                prefix.enter(PrefixPhase.LAPSED if prefix.prefetch is None else PrefixPhase.OVER)
-                if prefix.prefetch is None:
-                    self._ask_with_room(prefix, local_tokens)
+                if prefix.prefetch is not None:
+                    prefix.enter(PrefixPhase.OVER)  # a prefetch waits for no other request
+                    return False
+                prefix.enter(PrefixPhase.LAPSED)
+                self._ask_with_room(prefix, local_tokens)
             case PrefixPhase.LAPSED:
                 self._ask_with_room(prefix, local_tokens)
         return prefix.phase in (PrefixPhase.WANTED, PrefixPhase.ASKED)
