@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from kv_connector.weights.mapping.coverage import some_of
 from kv_connector.weights.mapping.geometry import Tensor
 from kv_connector.weights.mapping.megatron import MegatronCheckpoint, MegatronError, MegatronRanks, Region
 from kv_connector.weights.mapping.plan import Box, TensorShard
@@ -29,7 +30,6 @@ _WRAPPED = re.compile(r"(?:module\.)*")
 _LAYER = re.compile(r"decoder\.layers\.\d+")
 # Settings of a TransformerConfig with which weights have other values, or another order, than a checkpoint.
 _OTHER_VALUES = ("layernorm_zero_centered_gamma", "rotary_interleaved", "moe_mlp_glu_interleave_size")
-_NAMED = 3  # names that an error lists
 
 
 def megatron_source(
@@ -62,9 +62,8 @@ def megatron_source(
     dtypes = _agreed_dtypes(cast("list[tuple[str, dict[str, str]]]", exchange((problem, dtypes), group)))
     assert checkpoint is not None
     if missing := [name for name in checkpoint.shapes if name not in dtypes]:
-        more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
         raise SourceError(
-            f"no rank holds {', '.join(missing[:_NAMED])}{more}. Pass all chunks of the model of each rank, "
+            f"no rank holds {some_of(missing)}. Pass all chunks of the model of each rank, "
             "and the config of this model"
         )
     numbers = {name: number for number, name in enumerate(checkpoint.shapes)}

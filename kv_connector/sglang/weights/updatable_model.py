@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kv_connector.weights.mapping.coverage import some_of
 from kv_connector.weights.mapping.geometry import Geometry, Tensor
 from kv_connector.weights.mapping.recorder import RecordError, record
 from kv_connector.weights.mapping.shadow import ABSENT, Tensors, loadable, loaded_names, shadows_of
@@ -41,8 +42,7 @@ class UpdatableModel:
         # parameter without a copy is refused.
         lacking = [name for name, _ in self._shadow.named_parameters() if name not in loaded]
         if lacking:
-            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-            raise RecordError(f"{ABSENT}: {', '.join(lacking[:_NAMED])}{more}")
+            raise RecordError(f"{ABSENT}: {some_of(lacking, _NAMED)}")
         return geometry
 
     @contextmanager

@@ -24,6 +24,7 @@ from kv_connector.vllm.internals import (
     reload,
     set_current_vllm_config,
 )
+from kv_connector.weights.mapping.coverage import some_of
 from kv_connector.weights.mapping.geometry import Geometry, Tensor, to_be_quantised
 from kv_connector.weights.mapping.recorder import RecordError, record
 from kv_connector.weights.mapping.shadow import ABSENT, loadable, loaded_names, shadows_of
@@ -143,10 +144,7 @@ class LoadedModel:
             if name not in coming and not name.endswith(_OPTIONAL)
         )
         if kept:
-            more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
-            logger.warning(
-                "weights: parameters %s keep their values: %s%s", ABSENT, ", ".join(kept[:_NAMED]), more
-            )
+            logger.warning("weights: parameters %s keep their values: %s", ABSENT, some_of(kept, _NAMED))
         rounds = self._rounds()
         return msgspec.structs.replace(
             geometry,

@@ -82,22 +82,23 @@ def left_out(
         if not is_named(tensor.name, partial)
     ]
     if lost:
-        return f"{engine} would not load all of {_some(lost)}: push its own model's tensors. {_NAME_THEM}"
+        return f"{engine} would not load all of {some_of(lost)}: push its own model's tensors. {_NAME_THEM}"
     unset = sorted({name for worker in workers for name in worker.unset})
     if unset:
         return (
-            f"{engine} was started with dummy weights, and no tensor fills its {_some(unset)}: push these "
+            f"{engine} was started with dummy weights, and no tensor fills its {some_of(unset)}: push these "
             "parameters, too, or start the engine from its checkpoint"
         )
     kept = {name for worker in workers for name in worker.kept if not is_named(name, partial)}
     if kept and not keeps:
-        return f"{engine} would keep the old {_some(sorted(kept))}: push them, too. {_NAME_THEM}"
+        return f"{engine} would keep the old {some_of(sorted(kept))}: push them, too. {_NAME_THEM}"
     return ""
 
 
 _NAME_THEM = "If this is intended, name them in partial (--partial)"
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+def some_of(names: Sequence[str], most: int = _NAMED) -> str:
+    """Returns the first ``most`` of these names, and how many there are beyond them."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
