@@ -98,7 +98,7 @@ comma := ,
 
 test-verbs: setup ## the verbs lane in a VM with software RDMA NICs (as root; the first run compiles the VM's kernel)
 	$(call native_build,native,)
-	@integration/soft_roce/vm --timeout 900 -- integration/soft_roce/tests build/native/kvc_tests $(CURDIR)/$(PYTHON_ENV)/python
+	@integration/soft_roce/vm --timeout 3600 -- integration/soft_roce/tests build/native/kvc_tests $(CURDIR)/$(PYTHON_ENV)/python
 
 bench-verbs: | system ## the verbs lane beside perftest, in the same VM
 	$(call native_build,native,)
