@@ -307,7 +307,9 @@ async def test_clients_that_leave_are_no_failures(
         line
         for log, offset in zip(logs, logged, strict=True)
         for line in log.read_bytes()[offset:].decode(errors="replace").splitlines()
-        # Nobody listens at the second router's address unless a test does.
-        if re.search(r"\b(WARNING|ERROR)\b", line) and f"no connection to {deployment.listener}" not in line
+        # Nobody listens at the second router's address unless a test does. SLOW is about speed.
+        if re.search(r"\b(WARNING|ERROR)\b", line)
+        and f"no connection to {deployment.listener}" not in line
+        and "SLOW: transfer" not in line
     ]
     assert not lines, "\n".join(lines)
