@@ -83,9 +83,9 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the form `"efa:rdmap79s0-rdm"`. Default: the NICs nearest to the rank's GPU.
     """
     compare_checkpoints: bool = True
-    """Whether engines that were started from different checkpoints refuse each other. Set it to false on one
-    of two engines whose checkpoints hold the same weights in different forms. Quantised checkpoints are not
-    compared with others. See docs/wrong-answers.md.
+    """Whether engines that were started from different checkpoints refuse each other, and routers do not pair
+    them. Set it to false on one of two engines whose checkpoints hold the same weights in different forms.
+    Quantised checkpoints are not compared with others. See docs/wrong-answers.md.
     """
     verify_pages: bool = False
     """Whether a decode engine compares each page that it receives with the prefill engine's, by a sum. A page

@@ -82,11 +82,17 @@ class RunningAgent:
         if self.registrar is not None:
             self.registrar.set_asleep(False)
 
-    def set_weights(self, version: str) -> None:
+    def set_weights(self, version: str, *, of_checkpoint: bool = False) -> None:
         """Does the same as Agent.set_weights(), and reports the version to the routers."""
-        self.agent.set_weights(version)
+        self.agent.set_weights(version, of_checkpoint=of_checkpoint)
         if self.registrar is not None:
-            self.registrar.set_weights(version)
+            self.registrar.set_weights(version, of_checkpoint=of_checkpoint)
+
+    def forget_checkpoint(self) -> None:
+        """Does the same as Agent.forget_checkpoint(), and reports it to the routers."""
+        self.agent.forget_checkpoint()
+        if self.registrar is not None:
+            self.registrar.forget_checkpoint()
 
     def close(self) -> None:
         """Ends the sessions with the routers, then those with the peers. BLOCKS as Agent.close(). A second
@@ -178,6 +184,7 @@ def _register(
         prefixes=worker.prefixes,
         borrows=worker.borrows,
         prefetches=worker.prefetches,
+        checkpoint=worker.checkpoint,
     )
     announcer = _announcer(settings, registration) if settings.announce else None
     return Registrar(registration, settings.router_addresses(), key, activity, announcer)

@@ -13,6 +13,7 @@ import msgspec
 
 from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.sockets import Codec, MessageSockets, codec_of
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Host, Id, Natural, Port, Role, Text, Version, WireMessage
 
 # Seconds between two REGISTERs of an engine. A router calls an engine silent after three of them.
@@ -108,6 +109,8 @@ class Register(WireMessage, frozen=True, tag="register"):
     borrows: bool = False  # it loads the prefixes that a router proposes (prefix_from)
     prefetches: bool = False  # it loads them for later requests, too, and computes nothing for that
     controller: ControllerAddress | None = None  # takes its weights. None: no controller has started
+    checkpoint: Checkpoint | None = None
+    """The checkpoint whose weights it serves. None: unknown, or later weights."""
 
 
 class Leave(WireMessage, frozen=True, tag="leave"):

@@ -88,6 +88,7 @@ class Registrar:
         self._closing = False
         self._asleep = False
         self._weights, self._torn = registration.weights, registration.torn
+        self._checkpoint = registration.checkpoint
         self._load, self._controller = registration.load, registration.controller
         self._failures: deque[LoadFailed] = deque(maxlen=_FAILURES)
         self._hits: deque[tuple[str, tuple[int, int]]] = deque(maxlen=_HITS)
@@ -99,10 +100,18 @@ class Registrar:
         self._asleep = asleep
         self._notify()
 
-    def set_weights(self, version: str) -> None:
+    def set_weights(self, version: str, *, of_checkpoint: bool = False) -> None:
         """Reports to the routers, at once and from now on, that the engine serves this version. Any thread
-        may call it."""
+        may call it. ``of_checkpoint``: as of Agent.set_weights()."""
+        if not of_checkpoint:
+            self._checkpoint = None
         self._weights = version
+        self._notify()
+
+    def forget_checkpoint(self) -> None:
+        """Reports to the routers, at once and from now on, no checkpoint: the engine serves other weights,
+        which have no version. Any thread may call it."""
+        self._checkpoint = None
         self._notify()
 
     def set_torn(self, reason: str) -> None:
@@ -182,6 +191,7 @@ class Registrar:
             activity=self._activity(),
             load=self._load,
             weights=self._weights,
+            checkpoint=self._checkpoint,
             torn=self._torn,
             controller=self._controller,
         )

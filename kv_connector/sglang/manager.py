@@ -206,8 +206,14 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         if len(self._names) > _NAMES:
             self._names.popitem(last=False)
         # The first version, also of --weight-version, is the name of the checkpoint's weights.
-        self.agent.set_weights(version, of_checkpoint=not self._weights)
+        assert self._running is not None
+        self._running.set_weights(version, of_checkpoint=not self._weights)
         self._weights = version
+
+    def forget_checkpoint(self) -> None:
+        """SGLang's scheduler computes with other weights from its next step on, which have no version."""
+        assert self._running is not None
+        self._running.forget_checkpoint()
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can land in the room's pages any more: P has reported it, or is fenced."""

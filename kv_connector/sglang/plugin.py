@@ -89,7 +89,7 @@ def _note_weights(result: None, scheduler: Any, new_version: str | None) -> None
     and for ``/update_weight_version``. ``new_version``: None after an update without a version."""
     if (manager := _manager(scheduler)) is not None:
         if new_version is None:
-            manager.agent.forget_checkpoint()
+            manager.forget_checkpoint()
         worker = getattr(scheduler, "kv_connector_weights", None)
         manager.note_weights("" if worker is None else worker.served)
 

@@ -39,6 +39,7 @@ from kv_connector.protocol.pages.geometry import (
 )
 from kv_connector.protocol.pages.layout import GroupLayout, KvLayout, LayerLayout
 from kv_connector.protocol.prefill.prefill_machine import PrefillMachine
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.session.mismatch import mismatch
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire import messages
@@ -128,6 +129,9 @@ def membership_messages() -> list[MembershipMessage]:
         Register("p", "1", Role.PREFILL, "http://h:1", "h", 1, activity=Activity({"tcp": 2}, 3, 1 << 40)),
         Register(
             "p", "1", Role.PREFILL, "http://h:1", "h", 1, prefixes="0" * 32, borrows=True, prefetches=True
+        ),
+        Register(
+            "p", "1", Role.PREFILL, "http://h:1", "h", 1, checkpoint=Checkpoint("F8_E4M3", "0011223344556677")
         ),
         Leave("p", "1"),
         Drain("http://10.0.0.1:8100"),

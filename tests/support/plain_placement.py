@@ -23,7 +23,7 @@ from kv_connector.router.placement.cache_aware import (
     _TIMES,
 )
 from kv_connector.router.placement.lender import Lenders, Prefix, lending
-from kv_connector.router.placement.policy import PlacementRequest, choices, forecast_tokens, shared_weights
+from kv_connector.router.placement.policy import PlacementRequest, choices, forecast_tokens
 from kv_connector.router.placement.session_engines import SessionEngines
 
 Choice = tuple[Endpoint | None, Endpoint, Prefix | None]
@@ -44,14 +44,15 @@ class PlainPlacement:
 
     def place(self, request: PlacementRequest) -> Choice:
         prefills, decodes = choices(self._pools, request)
-        shared = shared_weights(prefills, decodes)
+        receivers = [one for one in decodes if any(one.weights.fits(other.weights) for other in prefills)]
         lenders = self._look(request, decodes, (*prefills, *decodes))
-        if not shared:
+        if not receivers:
             return self._local(request, decodes, lenders)
-        decode = self._decode([one for one in decodes if one.weights in shared])
-        prefill, prefix = self._prefill([one for one in prefills if one.weights == decode.weights], lenders)
+        decode = self._decode(receivers)
+        senders = [one for one in prefills if one.weights.fits(decode.weights)]
+        prefill, prefix = self._prefill(senders, lenders)
         if decode.endpoint == prefill.endpoint:
-            others = [one for one in decodes if one.weights == prefill.weights and one is not decode]
+            others = [one for one in decodes if one.weights.fits(prefill.weights) and one is not decode]
             if not others:
                 return self._local(request, [decode], lenders)
             decode = self._decode(others)

@@ -92,7 +92,7 @@ def scheduler_of(backend: str, rested: list[object], **queues: object) -> Simple
     manager = SimpleNamespace(
         rest=rested.append,
         note_weights=lambda pushed: rested.append(f"weights {pushed}".strip()),
-        agent=SimpleNamespace(forget_checkpoint=lambda: rested.append("unnamed")),
+        forget_checkpoint=lambda: rested.append("unnamed"),
     )
     queue = SimpleNamespace(kv_manager=manager)
     found = dict.fromkeys(("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"))

@@ -1,4 +1,4 @@
-"""The identity of the checkpoint that an engine was started from, as two engines compare it.
+"""The identity of the checkpoint that an engine was started from, as two engines and routers compare it.
 
 Fingerprints contain it as one more pair. The pair is missing if the identity is unknown, and once an engine
 has taken other weights, which have a version. An unknown identity fits each other one.
@@ -6,27 +6,51 @@ has taken other weights, which have a version. An unknown identity fits each oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from kv_connector.protocol.wire.messages import Fingerprint, Pair
 
 _NAME = "weights"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The identity of a checkpoint, which depends neither on its place nor on its division into files."""
 
-    storage: str
+    storage: Annotated[str, msgspec.Meta(max_length=256)]
     """Element types other than floating-point ones of 16 bits and more. Empty: the weights are not
     quantised."""
-    digest: str
+    digest: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     """Digest of the tensors' names, types, shapes and sampled bytes."""
 
     def differs(self, other: Checkpoint) -> bool:
         """Whether these are the weights of two models. A quantised checkpoint and its origin have no bytes in
         common, so they are not compared."""
         return self.storage == other.storage and self.digest != other.digest
+
+
+class Weights(NamedTuple):
+    """The weights that an engine serves, as routers compare them.
+
+    ``fits`` is no equivalence: an unknown checkpoint fits two that differ. So compare each pair of engines.
+    """
+
+    version: str = ""
+    """Weight version, as in messages.Version."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint whose weights these are. None: unknown, or later weights."""
+
+    def fits(self, other: Weights) -> bool:
+        """Whether an engine of these weights may use pages that ``other`` has computed."""
+        if self.version != other.version:
+            return False
+        one, another = self.checkpoint, other.checkpoint
+        return one is None or another is None or not one.differs(another)
+
+
+UNREPORTED = Weights()
+"""The weights of an engine that reports neither a version nor a checkpoint."""
 
 
 def with_checkpoint(fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> Fingerprint:

@@ -7,12 +7,14 @@ written anew before the next look, after a change of its engine. A request chang
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from kv_connector.protocol.session.checkpoint import Weights
 
 if TYPE_CHECKING:
     from kv_connector.router.engines.pool import Member
@@ -101,6 +103,12 @@ class Columns:
             self._stale.discard(row)
 
 
+def fitting_weights(weights: Iterable[Weights], others: Collection[Weights]) -> set[Weights]:
+    """Returns the weights that fit some of the others."""
+    # Most are among the others, and need no loop.
+    return {one for one in weights if one in others or any(map(one.fits, others))}
+
+
 def flags_of(mask: int) -> Flags:
     """Returns the bits of a mask, from the lowest on, and zeros."""
     raw = mask.to_bytes(mask.bit_length() // 8 + 1, "little")  # the last flag is zero
@@ -131,8 +139,8 @@ class Rows:
         return self._columns.member(self._rows[at])
 
     @cached_property
-    def weights(self) -> frozenset[str]:
-        """Weight versions of these engines, as of the choice."""
+    def weights(self) -> frozenset[Weights]:
+        """Weights of these engines, as of the choice."""
         return frozenset(member.weights for member in self)
 
     def column(self, name: int) -> Vector:
@@ -140,11 +148,12 @@ class Rows:
         numbers: Vector = self._columns.values()[name][self._index]
         return numbers
 
-    def serving(self, weights: Collection[str]) -> Rows:
-        """Returns the engines that serve one of these versions."""
-        if self.weights.issubset(weights):
+    def fitting(self, weights: Collection[Weights]) -> Rows:
+        """Returns the engines whose weights fit some of these."""
+        fit = fitting_weights(self.weights, weights)
+        if len(fit) == len(self.weights):
             return self
-        return self.where(np.array([member.weights in weights for member in self]))
+        return self.where(np.array([member.weights in fit for member in self], np.bool_))
 
     def holding(self, flags: Flags) -> Flags:
         """Returns, for each engine, whether its bit is set. ``flags``: flags_of() a mask of the index."""

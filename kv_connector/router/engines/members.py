@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kv_connector.control.membership import Activity, Leave, Register
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.session.checkpoint import UNREPORTED, Weights
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.endpoint import Endpoint
@@ -103,7 +104,7 @@ class _Engine:
     emptied: bool = False  # its drain moves its streams to other engines
     asleep: bool = False
     torn: bool = False
-    weights: str = ""
+    weights: Weights = UNREPORTED
     models: frozenset[str] | None = None  # None: unknown
     learn_at: float = 0.0  # when to request the models next
     silent: bool = False
@@ -144,8 +145,8 @@ class EngineInfo:
     activity: Activity | None
     pushing: float
     """Bytes per second that its first worker has pushed in the last seconds."""
-    weights: str
-    """Weight version that it serves; empty: the weights that it was started with."""
+    weights: Weights
+    """The weights that it serves."""
     models: frozenset[str] | None
     """Models that its API server lists; None: unknown."""
     use: CacheUse
@@ -287,12 +288,12 @@ class Members:
             engine.pushing *= max(0.0, 1 - elapsed / _PUSHING_S)
             engine.pushing += pushed / max(_PUSHING_S, elapsed)
         engine.seen, engine.activity = now, message.activity
-        if message.asleep or engine.weights != message.weights:
+        weights = Weights(message.weights, message.checkpoint)
+        if message.asleep or engine.weights != weights:
             # Sleep unmaps the KV cache. With other weights the engine has dropped its KV.
             engine.workload.cache.clear()
-        engine.early_tokens, engine.weights = message.early_tokens, message.weights
-        engine.prefixes, engine.borrows = message.prefixes, message.borrows
-        engine.prefetches = message.prefetches
+        engine.weights, engine.early_tokens, engine.prefixes = weights, message.early_tokens, message.prefixes
+        engine.borrows, engine.prefetches = message.borrows, message.prefetches
         engine.workload.hear(message.load)
         # A REGISTER that was sent before the engine knew of its drain does not end the drain.
         draining = message.draining or (engine.draining and not engine.reports_drain)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from kv_connector.protocol.session.checkpoint import UNREPORTED, Weights
 from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import Breaker
@@ -44,8 +45,8 @@ class Member:
     usable: bool
     reserve: bool = False
     """Whether it takes requests only if no regular engine does."""
-    weights: str = ""
-    """Weight version that it serves; empty: the weights that it was started with."""
+    weights: Weights = UNREPORTED
+    """The weights that it serves."""
     models: frozenset[str] | None = None
     """Models that it lists; None: unknown."""
     prefixes: str = ""
@@ -69,7 +70,7 @@ class Member:
     owes: int = 0
     """Requests that it has answered, and whose pages are still to be fetched from it."""
     lost: bool = False
-    chosen_by: tuple[bool, bool, str, frozenset[str] | None] | None = None
+    chosen_by: tuple[bool, bool, Weights, frozenset[str] | None] | None = None
     """The properties by which requests chose it, as of the latest set_usable()."""
     waits: set[Callable[[], None]] = field(default_factory=set)
     """Functions that end what waits for the engine, to be called when it is lost."""
@@ -318,9 +319,9 @@ class Pool:
         """Returns the engine; None: the pool does not have it."""
         return self._members.get(endpoint)
 
-    def weights(self, endpoint: Endpoint) -> str:
-        """Returns the weight version that the engine serves."""
-        return self._members[endpoint].weights if endpoint in self._members else ""
+    def weights(self, endpoint: Endpoint) -> Weights:
+        """Returns the weights that the engine serves."""
+        return self._members[endpoint].weights if endpoint in self._members else UNREPORTED
 
     def set_usable(
         self,
@@ -330,7 +331,7 @@ class Pool:
         breaker: Breaker | None = None,
         *,
         reserve: bool = False,
-        weights: str = "",
+        weights: Weights = UNREPORTED,
         models: frozenset[str] | None = None,
         prefixes: str = "",
         borrows: bool = False,
@@ -339,8 +340,8 @@ class Pool:
         """Sets whether the engine takes new requests; its running requests continue.
 
         A new engine is added, with its workload and its breaker. ``reserve``: use it only if no regular
-        engine is usable. ``weights``: its version. ``models``: the models that it lists. ``prefixes``,
-        ``borrows``, ``prefetches``: as of Member.
+        engine is usable. ``weights``, ``prefixes``, ``borrows``, ``prefetches``: as of Member. ``models``:
+        the models that it lists.
         """
         member = self._members.get(endpoint)
         before = None if member is None else member.chosen_by
@@ -376,16 +377,16 @@ class Pool:
             self._members[endpoint].end_waits()
 
     def choices(
-        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+        self, avoid: Collection[Endpoint] = (), weights: Weights | None = None, model: str | None = None
     ) -> list[Member]:
         """Returns the engines that take requests; NoEngine if there is none.
 
         Engines of ``avoid`` are left out if others remain, then failing engines, then engines in reserve.
-        ``weights``, ``model``: only engines that serve this version, this model.
+        ``weights``, ``model``: only engines whose weights fit these, that serve this model.
         """
         usable = self._usable(model)
         if weights is not None:
-            usable = [member for member in usable if member.weights == weights]
+            usable = [member for member in usable if member.weights.fits(weights)]
         if not usable:
             raise NoEngine(self, model)
         if avoid:
@@ -407,7 +408,7 @@ class Pool:
         return found
 
     def fewest(
-        self, avoid: Collection[Endpoint] = (), weights: str | None = None, model: str | None = None
+        self, avoid: Collection[Endpoint] = (), weights: Weights | None = None, model: str | None = None
     ) -> Endpoint:
         """Returns, of the ``choices``, the engine with the fewest outstanding requests; equals take turns."""
         return least(self.choices(avoid, weights, model)).endpoint
@@ -417,11 +418,11 @@ class Pool:
     ) -> Endpoint:
         """Returns a partner for an engine of the other side, or of this side.
 
-        It is the engine with the fewest requests among those that serve the same weight version, or among all
-        if no engine serves it.
+        It is the engine with the fewest requests among those whose weights fit, or among all if no engine's
+        do.
         """
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
-        return least([one for one in choices if one.weights == weights] or choices).endpoint
+        return least([one for one in choices if one.weights.fits(weights)] or choices).endpoint
 
     def acquire(
         self,

@@ -40,6 +40,7 @@ from kv_connector.router.engines.reasons import Reasons
 from kv_connector.router.failure import Failure
 from kv_connector.router.forever import forever
 from kv_connector.router.front.aliases import Aliases
+from kv_connector.router.front.unlike_checkpoints import UnlikeCheckpoints
 from kv_connector.router.placement.records import CacheRecords
 from kv_connector.router.streams.moves import Moves
 
@@ -64,7 +65,7 @@ _MISS_S = LOST_SECONDS / _MISSES
 # Time after which every engine has registered with a router that has started: engines try it again at least
 # once a heartbeat.
 _COMPLETE_S = 3 * HEARTBEAT_S
-# Pause between two comparisons of listed and registered URLs. An operator looks at the log later than that.
+# Pause between two comparisons of URLs and of checkpoints. An operator looks at the log later than that.
 _COMPARE_S = 10.0
 # Pause between two log lines about one engine: the engine repeats a refused registration each second.
 _REFUSED_LOG_S = 60.0
@@ -93,7 +94,7 @@ class Registry:
     ) -> None:
         """``address``: where engines register; None: no engine registers."""
         self._members = members
-        self._aliases = Aliases(members)
+        self._aliases, self._unlike = Aliases(members), UnlikeCheckpoints(members)
         self._reasons = reasons
         self._caches = caches
         self._moves = moves
@@ -278,6 +279,7 @@ class Registry:
         await asyncio.sleep(_PROBE_S)
 
     async def _compare(self) -> None:
+        self._unlike.look()
         await self._aliases.look()
         await asyncio.sleep(_COMPARE_S)
 

@@ -49,6 +49,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Use of the prefix cache; absent until the engine has reported hits."""
     weights: str = ""
     """Weight version that the engine serves; only with --status-details."""
+    checkpoint: str = ""
+    """Digest of the checkpoint whose weights the engine serves; only with --status-details, and if it is
+    known."""
     models: tuple[str, ...] | None = None
     """Models that the engine lists; only with --status-details, and if they are known."""
     address: str | None = None
@@ -142,7 +145,7 @@ class Status:
         )
 
     def _engine(self, engine: EngineInfo) -> EngineStatus:
-        activity = engine.activity
+        activity, checkpoint = engine.activity, engine.weights.checkpoint
         return EngineStatus(
             name=engine.label,
             roles=tuple(side.value for side in engine.sides),
@@ -153,7 +156,8 @@ class Status:
             transfers=None if activity is None else activity.transfers,
             pushing=None if activity is None else round(engine.pushing),
             cache=self._cache(engine.use),
-            weights=shown(engine.weights) if self._details else "",
+            weights=shown(engine.weights.version) if self._details else "",
+            checkpoint=checkpoint.digest if self._details and checkpoint is not None else "",
             models=tuple(sorted(engine.models)) if self._details and engine.models is not None else None,
             address=str(engine.endpoint) if self._details else None,
         )

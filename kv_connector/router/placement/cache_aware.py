@@ -98,17 +98,17 @@ class CacheAware:
         avoid, model = request.avoid, request.model
         prefills = self._pools[Side.PREFILL].rows(avoid, model)
         decodes = self._pools[Side.DECODE].rows(avoid, model)
-        # An engine cannot use pages that were computed with another version.
-        shared = prefills.weights & decodes.weights
+        # An engine cannot use pages that were computed with other weights.
+        receivers = decodes.fitting(prefills.weights)
         wanted = self._look(request, decodes)
         sides = prefills, decodes
-        if not shared:
+        if not len(receivers):
             return self._local(wanted, decodes, sides, "other_weights")
-        decode = self._decode(wanted, decodes.serving(shared))
+        decode = self._decode(wanted, receivers)
         lenders = Lenders(wanted.matches, partial(_lending, sides))
-        prefill, prefix = self._prefill(wanted, prefills.serving({decode.weights}), lenders)
+        prefill, prefix = self._prefill(wanted, prefills.fitting({decode.weights}), lenders)
         if decode.endpoint == prefill.endpoint:
-            alike = decodes.serving({prefill.weights})
+            alike = decodes.fitting({prefill.weights})
             others = alike.where(np.array([one is not decode for one in alike]))
             if not len(others):
                 return self._local(wanted, alike, sides, "one_engine")

@@ -33,8 +33,8 @@ from kv_connector.router.placement.policy import (
     Placement,
     PlacementRequest,
     choices,
+    fitting,
     forecast_tokens,
-    shared_weights,
     split,
 )
 from kv_connector.router.settings import Objectives
@@ -96,10 +96,9 @@ class Goodput:
         if prompt.pictures:
             return replace(split(self._pools, request, "pictures"), prompt=prompt)
         prefills, decodes = choices(self._pools, request)
-        shared = shared_weights(prefills, decodes)
-        if not shared:
+        prefills = fitting(prefills, decodes)
+        if not prefills:
             return replace(split(self._pools, request, ""), prompt=prompt)
-        prefills = [one for one in prefills if one.weights in shared]
         typical = next((one.workload.cost for one in prefills if one.workload.cost), None)
         if typical is None:
             return replace(split(self._pools, request, "unmeasured"), prompt=prompt)

@@ -55,7 +55,7 @@ class Lenders:
             for one in self._lending(number):
                 if one.endpoint == borrower.endpoint:
                     continue
-                if one.prefixes != borrower.prefixes or one.weights != borrower.weights:
+                if one.prefixes != borrower.prefixes or not one.weights.fits(borrower.weights):
                     continue
                 held = one.workload.hit(tokens)
                 if held - own >= least_lead(borrower, one):

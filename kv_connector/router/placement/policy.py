@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kv_connector.router.bodies.prompt import Prompt, TokenSizes
 from kv_connector.router.engines.backlog import Work
+from kv_connector.router.engines.columns import fitting_weights
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Member, Pool, least
@@ -88,22 +89,22 @@ class FewestOutstanding:
 
 
 def split(pools: Mapping[Side, Pool], request: PlacementRequest, reason: str) -> Placement:
-    """Chooses a prefill and a decode engine of the same weight version by the fewest requests.
+    """Chooses a prefill and a decode engine whose weights fit by the fewest requests.
 
-    The decode engine computes the prompt if the only engine has both roles, or if no two engines share a
-    version.
+    The decode engine computes the prompt if the only engine has both roles, or if no two engines' weights
+    fit.
     """
     prefills, decodes = choices(pools, request)
-    shared = shared_weights(prefills, decodes)
-    if not shared:
+    receivers = fitting(decodes, prefills)
+    if not receivers:
         return Placement(None, least(decodes).endpoint, "other_weights")
-    # If several versions are possible, the decode engines' streams decide: streams last longer than prompts.
-    weights = least([one for one in decodes if one.weights in shared]).weights
-    prefill = pools[Side.PREFILL].fewest(request.avoid, weights, request.model)
-    decode = pools[Side.DECODE].fewest({*request.avoid, prefill}, weights, request.model)
-    if decode == prefill:
+    # If several weights are possible, the decode engines' streams decide: streams last longer than prompts.
+    prefill = least(fitting(prefills, [least(receivers)]))
+    # An engine of both roles does not send pages to itself.
+    decode = pools[Side.DECODE].fewest({*request.avoid, prefill.endpoint}, prefill.weights, request.model)
+    if decode == prefill.endpoint:
         return Placement(None, decode, "one_engine")
-    return Placement(prefill, decode, reason)
+    return Placement(prefill.endpoint, decode, reason)
 
 
 def without_prefill(pools: Mapping[Side, Pool], request: PlacementRequest) -> Placement:
@@ -129,9 +130,11 @@ def forecast_tokens(sizes: TokenSizes, prompt: Prompt, engines: Iterable[Member]
     return longest
 
 
-def shared_weights(prefills: Iterable[Member], decodes: Iterable[Member]) -> set[str]:
-    """Returns the weight versions that both a prefill and a decode engine serve.
+def fitting(engines: Iterable[Member], others: Iterable[Member]) -> list[Member]:
+    """Returns the engines whose weights fit those of some of the others.
 
-    An engine cannot use pages that were computed with another version.
+    An engine cannot use pages that were computed with other weights.
     """
-    return {one.weights for one in prefills} & {one.weights for one in decodes}
+    found = list(engines)
+    fit = fitting_weights({one.weights for one in found}, {one.weights for one in others})
+    return [one for one in found if one.weights in fit]

@@ -359,7 +359,7 @@ class Dispatcher:
         assert prefill is not None
 
         def choose() -> Endpoint:
-            alike = pool.weights(chosen) == prefills.weights(prefill)
+            alike = pool.weights(chosen).fits(prefills.weights(prefill))
             if placement.decode_cached and alike and chosen not in avoid and pool.takes(chosen):
                 return chosen
             return pool.partner(prefills, prefill, avoid, self._known(call))
@@ -417,11 +417,19 @@ class Dispatcher:
     async def _pair(
         self, completion: Completion, call: Call, prefill: Endpoint, decode: Endpoint
     ) -> tuple[AsyncExitStack, Answer]:
-        """Does the same as _try(), with these two engines only, whether they take requests or not."""
+        """Does the same as _try(), with these two engines only, whether they take requests or not.
+
+        An engine cannot use pages that were computed with other weights. It computes the prompt itself.
+        """
+        prefills, decodes = self.parts.pools[Side.PREFILL], self.parts.pools[Side.DECODE]
         for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
             if not self.parts.pools[side].has(engine):
                 raise failure(503, "api_error", f"the {side.value} engine {engine} has left the router")
         async with AsyncExitStack() as stack:
+            if not decodes.weights(decode).fits(prefills.weights(prefill)):
+                lease = stack.enter_context(decodes.lease(decode))
+                answer = await self._local(completion, call, "other_weights", lease, stack)
+                return stack.pop_all(), answer
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)
             answer = await self._concurrent(attempt, stack, (), _NO_RETRY)
             return stack.pop_all(), answer

@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Members, Side
-from kv_connector.router.engines.pool import NoEngine, Pool
+from kv_connector.router.engines.pool import Member, NoEngine, Pool
 from kv_connector.router.forever import forever
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.placement.balance import Balance
@@ -45,8 +46,8 @@ _REBALANCE_INTERVAL_S = 1.0
 _MAX_ATTEMPTS = 3
 
 Pair = Callable[[Completion, Call, Endpoint, Endpoint], Awaitable[tuple[AsyncExitStack, Answer]]]
-"""Sends a request to two engines, to the first one for the prompt's pages. Waits until the second one's
-answer begins.
+"""Sends a request to two engines, to the first one for the prompt's pages if the second one can use them.
+Waits until the second one's answer begins.
 """
 
 
@@ -126,12 +127,9 @@ class Moves:
             else:
                 request.to = None  # it has sent no event since the last check
         with contextlib.suppress(NoEngine):
-            alike: dict[tuple[str, frozenset[str] | None], dict[Endpoint, int]] = {}
-            for member in self._pools[Side.DECODE].choices():
-                if (engine := member.endpoint) not in busy:
-                    group = alike.setdefault((member.weights, member.models), {})
-                    group[engine] = len(at.get(engine, ()))
-            for streams in alike.values():
+            members = [one for one in self._pools[Side.DECODE].choices() if one.endpoint not in busy]
+            for group in _alike(members):
+                streams = {one.endpoint: len(at.get(one.endpoint, ())) for one in group}
                 for most, fewest in balance.pairs(streams):
                     # The youngest stream has the fewest pages, as a rule.
                     may = (one for one in reversed(at[most]) if self._stay_reason(one) is None)
@@ -247,3 +245,21 @@ class Moves:
             len(reasons),
             f" ({stay})" if stay else "",
         )
+
+
+def _alike(members: Iterable[Member]) -> list[list[Member]]:
+    """Returns groups of engines. Streams may move between any two engines of a group."""
+    found: defaultdict[object, list[Member]] = defaultdict(list)
+    for member in members:
+        found[member.weights.version, member.models].append(member)
+    groups = []
+    for group in found.values():
+        if all(one.fits(other) for one, other in combinations({one.weights for one in group}, 2)):
+            groups.append(group)
+            continue
+        # An unknown checkpoint fits two that differ, so it would join them.
+        apart: defaultdict[object, list[Member]] = defaultdict(list)
+        for member in group:
+            apart[member.weights].append(member)
+        groups += apart.values()
+    return groups

@@ -119,7 +119,7 @@ class Prefetches:
             and lender.takes
             and borrower.prefetches
             and borrower.prefixes == lender.prefixes != ""
-            and borrower.weights == lender.weights
+            and borrower.weights.fits(lender.weights)
         )
 
     def _start(self, prefetch: _Prefetch) -> None:

@@ -20,6 +20,7 @@ from kv_connector.control.cluster_key import ClusterKey
 from kv_connector.control.membership import Activity, Leave, MembershipSockets, Register, WorkloadReport
 from kv_connector.engine.rank_placement import CoreClaim, Device, RankPlacement
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Role
 
 PAGES = layout()
@@ -227,6 +228,31 @@ def test_routers_receive_rank_0_its_sleep_and_its_end(starts: Starts, router: Ro
     router.hears(lambda message: isinstance(message, Register) and not message.asleep)
     running.close()
     router.hears(lambda message: isinstance(message, Leave))
+
+
+def test_routers_receive_the_checkpoint_until_other_weights_replace_it(
+    starts: Starts, router: Router
+) -> None:
+    def hears(weights: str, checkpoint: Checkpoint | None) -> None:
+        router.heard.clear()
+        expected = weights, checkpoint
+        router.hears(lambda told: isinstance(told, Register) and (told.weights, told.checkpoint) == expected)
+
+    base = Checkpoint("", "3f2a")
+    running = starts(registered(router.address), checkpoint=base)
+    hears("", base)
+    running.set_weights("default", of_checkpoint=True)
+    hears("default", base)
+    running.forget_checkpoint()
+    hears("default", None)
+
+
+def test_routers_receive_no_checkpoint_beside_a_pushed_version(starts: Starts, router: Router) -> None:
+    running = starts(registered(router.address), checkpoint=Checkpoint("", "3f2a"))
+    router.hears(lambda told: isinstance(told, Register) and told.checkpoint is not None)
+    running.set_weights("v1")
+    told = router.hears(lambda told: isinstance(told, Register) and told.weights == "v1")
+    assert told.checkpoint is None
 
 
 def test_no_other_rank_registers(starts: Starts, router: Router) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from checkpoints import BASE, TUNED
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import WorkloadReport
+from kv_connector.protocol.session.checkpoint import Weights
 from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.backlog import Work
@@ -357,14 +359,34 @@ def test_retry_avoids_the_engines_that_failed(fleet: Fleet) -> None:
 
 def test_engines_of_a_placement_serve_the_same_weights() -> None:
     fleet = Fleet(1, 1)
-    fleet.join(Side.PREFILL, 1, weights="v2")
-    fleet.join(Side.DECODE, 1, weights="v2")
+    fleet.join(Side.PREFILL, 1, weights=Weights("v2"))
+    fleet.join(Side.DECODE, 1, weights=Weights("v2"))
     seen = {names(fleet.serve(user(f"{number} {LONG}"))) for number in range(8)}
     assert seen == {("p0", "d0"), ("p1", "d1")}
     alone = Fleet(1, 0)
-    alone.join(Side.DECODE, 1, weights="v2")
+    alone.join(Side.DECODE, 1, weights=Weights("v2"))
     placement = alone.place(user(LONG))
     assert (names(placement), placement.reason) == (("-", "d1"), "other_weights")
+
+
+def test_engines_of_a_placement_have_checkpoints_that_do_not_differ() -> None:
+    fleet = Fleet(0, 0)
+    for number, checkpoint in enumerate((BASE, TUNED)):
+        for side in TEXT_SIDES:
+            fleet.join(side, number, weights=Weights("", checkpoint))
+    seen = {names(fleet.serve(user(f"{number} {LONG}"))) for number in range(8)}
+    assert seen == {("p0", "d0"), ("p1", "d1")}
+    fleet.join(Side.DECODE, 2)
+    seen = {names(fleet.serve(user(f"again {number} {LONG}"))) for number in range(24)}
+    assert seen == {("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d2")}, "an unknown one fits all"
+
+
+def test_engine_of_both_roles_with_another_checkpoint_computes_its_prompts() -> None:
+    fleet = Fleet(0, 0)
+    fleet.join(Side.PREFILL, 0, weights=Weights("", BASE))
+    fleet.join(Side.DECODE, 0, weights=Weights("", TUNED))
+    placement = fleet.place(user(LONG))
+    assert (names(placement), placement.reason) == (("-", "d0"), "other_weights")
 
 
 def test_engine_of_both_roles_never_prefills_for_itself() -> None:
@@ -926,7 +948,7 @@ def test_decode_engine_alone_loads_the_prefix_of_a_busier_engine(context: int, l
 def test_decode_engine_alone_loads_nothing_of_other_weights() -> None:
     fleet = lending(1, 2)
     (prefill,) = fleet.pools[Side.PREFILL].endpoints
-    fleet.pools[Side.PREFILL].set_usable(prefill, True, weights="2", prefixes="key", borrows=True)
+    fleet.pools[Side.PREFILL].set_usable(prefill, True, weights=Weights("2"), prefixes="key", borrows=True)
     first = fleet.begin(user(LONG))
     assert first.placement.reason == "other_weights"
     prompt = first.placement.prompt

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from checkpoints import BASE, TUNED
 from router_setup import FakeEngine, Handler, answer_ok, refuse, serve_engines, within
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
+from kv_connector.protocol.session.checkpoint import Checkpoint, Weights
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -22,6 +24,7 @@ from kv_connector.router.engines.members import Side
 from kv_connector.router.failure import Failure
 from kv_connector.router.observe.metrics import Metrics
 from kv_connector.router.observe.spans import Spans
+from kv_connector.router.placement.policy import Placement
 from kv_connector.router.requests.completion import Completion
 from kv_connector.router.settings import RouterSettings
 from kv_connector.router.streams.calls import Call
@@ -147,3 +150,51 @@ async def test_forwarded_request_goes_to_another_decode_engine_if_one_fails() ->
             reply = await dispatcher.forward("GET", Call(MODELS_PATH, HEADERS, "r"), b"")
             bodies.add(json.loads(reply.body)["engine"])
         assert bodies == {engine.url for engine in d}
+
+
+# --- Checkpoints
+
+
+def serve_checkpoints(pools: Any, checkpoints: dict[Endpoint, Checkpoint]) -> None:
+    for pool in pools.values():
+        for endpoint in pool.endpoints:
+            pool.set_usable(endpoint, True, weights=Weights("", checkpoints[endpoint]))
+
+
+@pytest.mark.parametrize("dispatch", ["serial", "concurrent"])
+async def test_request_reaches_no_two_engines_of_different_checkpoints(dispatch: str) -> None:
+    async with dispatching([answer_ok] * 2, [answer_ok] * 2, dispatch=dispatch) as (dispatcher, p, d):
+        pools = dispatcher.parts.pools
+        half = {
+            endpoint: checkpoint
+            for side in (Side.PREFILL, Side.DECODE)
+            for endpoint, checkpoint in zip(pools[side].endpoints, (BASE, TUNED), strict=True)
+        }
+        serve_checkpoints(pools, half)
+        for _ in range(6):
+            counts = [len(engine.bodies) for engine in (*p, *d)]
+            await answer(dispatcher)
+            served = [len(engine.bodies) - count for engine, count in zip((*p, *d), counts, strict=True)]
+            assert served in ([1, 0, 1, 0], [0, 1, 0, 1])
+
+
+async def test_decode_engine_with_a_cached_prompt_and_another_checkpoint_is_not_used() -> None:
+    async with (
+        dispatching([answer_ok], [answer_ok] * 2) as (dispatcher, _, __),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        pools = dispatcher.parts.pools
+        (prefill,), (other, like) = pools[Side.PREFILL].endpoints, pools[Side.DECODE].endpoints
+        serve_checkpoints(pools, {prefill: BASE, other: TUNED, like: BASE})
+        placement = Placement(prefill, other, "cached", decode_cached=900)
+        lease = await dispatcher._lease_partner(stack, placement, CALL, ())
+        assert lease.endpoint == like
+
+
+async def test_request_is_placed_by_checkpoint_while_the_router_retries() -> None:
+    async with dispatching([answer_ok] * 2, [answer_ok] * 2) as (dispatcher, _, __):
+        pools = dispatcher.parts.pools
+        (p1, p2), (d1, d2) = pools[Side.PREFILL].endpoints, pools[Side.DECODE].endpoints
+        serve_checkpoints(pools, {p1: BASE, p2: TUNED, d1: BASE, d2: TUNED})
+        placement = await dispatcher._place(Completion.decode(REQUEST), CALL, (d1,))
+        assert (placement.prefill, placement.decode) == (p2, d2)

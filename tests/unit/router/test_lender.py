@@ -9,8 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from checkpoints import BASE
+from checkpoints import TUNED as OTHER
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
+from kv_connector.protocol.session.checkpoint import Weights
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.bodies.prompt import Prompt
 from kv_connector.router.engines.endpoint import Endpoint
@@ -25,6 +28,7 @@ from kv_connector.router.requests.answers import Computed
 from kv_connector.router.requests.completion import Completion
 
 # 25 us a token, and 20 ms a step: a question costs 400 tokens.
+TUNED = Weights("", OTHER)
 LOAD = WorkloadReport(
     8192, 8192, 1 << 20, decode_ns=20_000_000, prompt=PromptCost(step_ns=0, token_ns=25_000, pair_ps=0)
 )
@@ -33,7 +37,7 @@ LOAD = WorkloadReport(
 class Fleet:
     def __init__(self) -> None:
         self.index = PrefixIndex()
-        self.prefill = self.engine("p", borrows=True)
+        self.prefill = self.engine("p", borrows=True, weights=Weights("", BASE))
 
     def engine(self, name: str, *, outstanding: int = 0, **facts: Any) -> Member:
         facts = {"prefixes": "key", **facts}
@@ -77,7 +81,9 @@ def test_lender_of_equals_is_the_engine_with_the_fewest_requests(fleet: Fleet) -
         assert found == Prefix(idle.endpoint, 4000)
 
 
-@pytest.mark.parametrize("facts", [{"prefixes": ""}, {"prefixes": "other"}, {"weights": "2"}])
+@pytest.mark.parametrize(
+    "facts", [{"prefixes": ""}, {"prefixes": "other"}, {"weights": Weights("2")}, {"weights": TUNED}]
+)
 def test_lender_has_equal_hashes_and_weights(fleet: Fleet, facts: dict[str, Any]) -> None:
     """An engine of an older release reports no key."""
     assert fleet.propose((5000, fleet.engine("d0", **facts))) is None

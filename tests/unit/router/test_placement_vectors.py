@@ -7,9 +7,11 @@ from collections import Counter
 from random import Random
 
 import pytest
+from checkpoints import BASE, QUANTISED, TUNED
 from plain_placement import PlainPlacement
 
 from kv_connector.control.membership import PromptCost, WorkloadReport
+from kv_connector.protocol.session.checkpoint import Weights
 from kv_connector.router.bodies.messages import ChatMessage
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
@@ -27,6 +29,13 @@ from kv_connector.router.requests.transcript import Said
 
 CHAT = "/v1/chat/completions"
 ENGINES = 9
+WEIGHTS = [
+    *[Weights()] * 4,
+    *[Weights("", BASE)] * 3,
+    Weights("", TUNED),
+    Weights("", QUANTISED),
+    *[Weights("v2")] * 2,
+]
 SYSTEM = {"role": "system", "content": "Answer in few words. " * 150}
 
 
@@ -55,7 +64,7 @@ class Chaos:
             sides = rng.choice([(Side.PREFILL,), (Side.DECODE,), (Side.PREFILL,), (Side.DECODE,), TEXT_SIDES])
             self.engines[endpoint] = sides, Workload(lambda: self.now), Breaker()
         sides, workload, breaker = self.engines[endpoint]
-        usable, weights = rng.random() < 0.9, rng.choice(["", "", "", "v2"])
+        usable, weights = rng.random() < 0.9, rng.choice(WEIGHTS)
         models = rng.choice([None, frozenset({"m"}), frozenset({"m", "n"}), frozenset({"n"})])
         prefixes, borrows = rng.choice(["same", "same", "", "else"]), rng.random() < 0.8
         for side in sides:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from checkpoints import BASE, QUANTISED, TUNED
 from router_prompts import prompt
 from router_setup import within
 
 from kv_connector.control.membership import WorkloadReport
+from kv_connector.protocol.session.checkpoint import Weights
 from kv_connector.router.bodies.prompt import PREFIX_BYTES
 from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import FAILURES, Breaker
@@ -55,10 +57,10 @@ def test_failing_engine_is_used_last() -> None:
 
 def test_engines_are_chosen_by_model_and_weight_version() -> None:
     pool = Pool()
-    pool.set_usable(A, True, weights="1", models=frozenset({"base"}))
-    pool.set_usable(B, True, weights="2", models=frozenset({"base", "adapter"}))
+    pool.set_usable(A, True, weights=Weights("1"), models=frozenset({"base"}))
+    pool.set_usable(B, True, weights=Weights("2"), models=frozenset({"base", "adapter"}))
     assert pool.fewest(model="adapter") == B
-    assert pool.fewest(weights="1") == A
+    assert pool.fewest(weights=Weights("1")) == A
     assert pool.known("adapter") == "adapter"
     assert pool.known("another") is None
     assert pool.models() == {"base", "adapter"}
@@ -67,15 +69,31 @@ def test_engines_are_chosen_by_model_and_weight_version() -> None:
     assert none.value.model == "another"
 
 
+def test_weights_fit_those_of_one_version_whose_checkpoints_do_not_differ() -> None:
+    base = Weights("", BASE)
+    assert base.fits(Weights("", BASE))
+    assert not base.fits(Weights("", TUNED))
+    assert not base.fits(Weights("1", BASE))
+    for other in (Weights(), Weights("", QUANTISED)):
+        assert base.fits(other)
+        assert other.fits(base)
+    pool = Pool()
+    pool.set_usable(A, True, weights=base)
+    pool.set_usable(B, True, weights=Weights("", TUNED))
+    assert pool.fewest(weights=Weights("", TUNED)) == B
+    pool.set_usable(B, True)
+    assert {one.endpoint for one in pool.choices(weights=base)} == {A, B}
+
+
 def test_partner_serves_the_same_weight_version_if_an_engine_does() -> None:
     prefill, decode = Pool(), Pool()
-    prefill.set_usable(A, True, weights="2")
-    decode.set_usable(B, True, weights="1")
-    decode.set_usable(C, True, weights="2")
+    prefill.set_usable(A, True, weights=Weights("2"))
+    decode.set_usable(B, True, weights=Weights("1"))
+    decode.set_usable(C, True, weights=Weights("2"))
     assert decode.partner(prefill, A, ()) == C
     with decode.lease(C), decode.lease(C):
         assert decode.partner(prefill, A, ()) == C, "whatever it has in hand"
-    decode.set_usable(C, False, weights="2")
+    decode.set_usable(C, False, weights=Weights("2"))
     assert decode.partner(prefill, A, ()) == B
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from checkpoints import BASE, TUNED
 from fake_vllm import LENGTH, FakeVllm, ids_of
 from router_setup import PATIENCE, client_of, serve, within
 from starlette.requests import Request
@@ -337,6 +338,7 @@ Facts = dict[str, Any]
         ({"prefetches": False}, {}),
         ({"prefixes": ""}, {"prefixes": ""}),
         ({"prefixes": "other"}, {}),
+        ({"checkpoint": BASE}, {"checkpoint": TUNED}),
     ],
 )
 async def test_engines_that_exchange_no_prefixes_get_no_prefetch(p_facts: Facts, d_facts: Facts) -> None:

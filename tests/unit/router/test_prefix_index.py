@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from checkpoints import BASE
 from hypothesis import given
 from hypothesis import strategies as st
 from router_prompts import TOKENS, prompt
@@ -251,10 +253,10 @@ class Fleet:
         for one in listed:
             self.members.answered(one)
 
-    def register(self, incarnation: str = "1", *, weights: str = "", asleep: bool = False) -> Endpoint:
+    def register(self, incarnation: str = "1", **facts: Any) -> Endpoint:
         address = ("http://h:8000", "h", 5600)
         return self.members.register(
-            0.0, Register("d", incarnation, Role.DECODE, *address, asleep=asleep, weights=weights)
+            0.0, Register("d", incarnation, Role.DECODE, *address, **{"checkpoint": BASE, **facts})
         )
 
     def send(self, endpoint: Endpoint) -> None:
@@ -276,11 +278,11 @@ def test_index_drops_an_engine_that_restarts_at_its_address() -> None:
     assert len(fleet.members.index) == 0
 
 
-@pytest.mark.parametrize("news", [{"weights": "v2"}, {"asleep": True}])
-def test_index_drops_the_prefixes_of_an_engine_with_other_weights_or_asleep(news: dict[str, bool]) -> None:
+@pytest.mark.parametrize("news", [{"weights": "v2"}, {"checkpoint": None}, {"asleep": True}])
+def test_index_drops_the_prefixes_of_an_engine_with_other_weights_or_asleep(news: dict[str, Any]) -> None:
     fleet = Fleet()
     fleet.send(fleet.register())
-    fleet.register(**news)  # type: ignore[arg-type]
+    fleet.register(**news)
     assert not fleet.has()
 
 

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from checkpoints import BASE, QUANTISED, TUNED
 
 from kv_connector.control.membership import PromptCost, Register, WorkloadReport
+from kv_connector.protocol.session.checkpoint import Checkpoint
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -41,10 +43,21 @@ class Router:
         if objectives:
             self.policy = Goodput(Objectives(0.4, 0.1), self.pools, self.members.index)
 
-    def says(self, name: str, weights: str = "", torn: str = "") -> Endpoint:
+    def says(
+        self, name: str, weights: str = "", torn: str = "", checkpoint: Checkpoint | None = None
+    ) -> Endpoint:
         role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
         message = Register(
-            name, "1", role, f"http://{name}:8000", name, 5600, load=LOAD, weights=weights, torn=torn
+            name,
+            "1",
+            role,
+            f"http://{name}:8000",
+            name,
+            5600,
+            load=LOAD,
+            weights=weights,
+            torn=torn,
+            checkpoint=checkpoint,
         )
         endpoint = self.members.register(0.0, message)
         for joining in self.members.to_probe():
@@ -116,6 +129,47 @@ def test_engines_that_are_updated_one_by_one_pair_with_their_like(router: Router
     assert {one for pair in router.pairs(50) for one in pair} == {"p1", "p2", "d1", "d2"}
 
 
+def test_engines_that_are_replaced_one_by_one_pair_with_their_checkpoint(router: Router) -> None:
+    for name in ("p1", "p2", "d1", "d2"):
+        router.says(name, checkpoint=BASE)
+    router.says("p1", checkpoint=TUNED)
+    assert router.pairs() == {("p2", "d1"), ("p2", "d2")}
+    router.says("d1", checkpoint=TUNED)
+    assert router.pairs() == {("p1", "d1"), ("p2", "d2")}
+    router.says("p2", checkpoint=TUNED)
+    assert {d for _, d in router.pairs()} == {"d1"}, "no prefill engine has the other's checkpoint"
+    router.says("d2", checkpoint=TUNED)
+    assert {one for pair in router.pairs(50) for one in pair} == {"p1", "p2", "d1", "d2"}
+
+
+def test_decode_engine_computes_prompts_when_its_checkpoint_is_no_prefill_engines(router: Router) -> None:
+    router.says("p1", checkpoint=BASE)
+    router.says("d1", checkpoint=TUNED)
+    assert router.pairs() == {("-", "d1")}
+    assert router.place().reason == "other_weights"
+
+
+@pytest.mark.parametrize("checkpoint", [None, QUANTISED])
+def test_engine_whose_checkpoint_is_not_compared_pairs_with_all(
+    router: Router, checkpoint: Checkpoint | None
+) -> None:
+    router.says("p1", checkpoint=checkpoint)
+    router.says("d1", checkpoint=BASE)
+    router.says("d2", checkpoint=TUNED)
+    assert router.pairs() == {("p1", "d1"), ("p1", "d2")}
+    router.says("p2", checkpoint=BASE)
+    later = router.pairs(60)
+    assert ("p2", "d1") in later
+    assert later <= {("p1", "d1"), ("p1", "d2"), ("p2", "d1")}
+
+
+def test_engine_that_no_longer_serves_its_checkpoint_pairs_by_version(router: Router) -> None:
+    router.says("p1", "v1")
+    router.says("d1", "v1", checkpoint=TUNED)
+    router.says("d2", checkpoint=TUNED)
+    assert router.pairs() == {("p1", "d1")}
+
+
 def test_decode_engines_compute_prompts_when_no_two_engines_share_a_version(router: Router) -> None:
     router.says("p1", "v1")
     router.says("d1", "v2")
@@ -167,6 +221,14 @@ def test_later_chosen_decode_engine_has_the_weights_of_prefill() -> None:
     assert decodes.partner(router.pools[Side.PREFILL], prefill, (like,)) in (one, other)
     assert decodes.partner(decodes, one, ()) == other
     assert decodes.partner(decodes, like, ()) in (one, other), "it computes anew what was said"
+    router = Router()
+    prefill, one, like = (
+        router.says(name, checkpoint=it) for name, it in (("p1", BASE), ("d1", TUNED), ("d2", BASE))
+    )
+    decodes = router.pools[Side.DECODE]
+    decodes.acquire(like)
+    assert decodes.partner(router.pools[Side.PREFILL], prefill, ()) == like
+    assert decodes.partner(router.pools[Side.PREFILL], prefill, (like,)) == one
 
 
 def test_streams_are_evened_out_among_engines_of_the_same_weights() -> None:
@@ -194,3 +256,13 @@ def test_streams_are_evened_out_among_engines_of_the_same_weights() -> None:
     router.says("b3", "v2")
     assert evened(*[busy] * 5) == [None] * 5
     assert evened(*[other] * 5) == [None] * 4 + [like]
+    router.says("b1", checkpoint=BASE)
+    router.says("b2", checkpoint=TUNED)
+    router.says("b3", checkpoint=BASE)
+    assert evened(*[busy] * 5) == [None] * 4 + [like]
+    router.says("b3", checkpoint=TUNED)
+    assert evened(*[busy] * 5) == [None] * 5
+    router.says("b3")
+    assert evened(*[busy] * 5) == [None] * 5, "it would join two that differ"
+    router.says("b2", "v2")
+    assert evened(*[busy] * 5) == [None] * 4 + [like], "an unknown checkpoint fits"
