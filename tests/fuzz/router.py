@@ -1,10 +1,10 @@
 """A fuzzer of the router's limits: the memory that it holds for its clients, and the time that they wait.
 
 A scenario is a few clients and engines. Clients send bodies of any size, broken or without an end, and may
-leave at any moment. Engines are slow, fail, go away, or die in the middle of a stream. The whole router runs
-in virtual time, from the bytes of a connection to its requests to engines. Each client must get an answer
-that fits its request, and of a stream each token once. No limit may be exceeded, and nothing may be left at
-the end.
+leave at any moment. Engines are slow, fail, go away, or die in the middle of a stream. Half of them may have
+another checkpoint. The whole router runs in virtual time, from the bytes of a connection to its requests to
+engines. Each client must get an answer that fits its request, and of a stream each token once. No limit may
+be exceeded, and nothing may be left at the end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from aiohttp.client_reqrep import ConnectionKey
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 
+from kv_connector.protocol.session.checkpoint import Checkpoint, Weights
 from kv_connector.router.bodies.body_parser import BodyParser
 from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.bodies.parser_process import Parsed, WantedParts, parsed
@@ -97,6 +98,8 @@ class Scenario:
     """Whether engines may fail."""
     clients: tuple[Plan, ...]
     salt: int
+    replaced: bool = False
+    """Whether half of the engines of each side have another checkpoint."""
 
 
 def scenario(seed: int) -> Scenario:
@@ -110,6 +113,7 @@ def scenario(seed: int) -> Scenario:
         trouble=rng.random() < 0.5,
         clients=tuple(_plan(rng, burst) for _ in range(rng.randrange(1, 16))),
         salt=rng.randrange(1 << 30),
+        replaced=rng.random() < 0.3,
     )
 
 
@@ -200,6 +204,8 @@ class Engines:
         self.open: Counter[str] = Counter()
         """Open requests by their id."""
         self.down: set[str] = set()
+        self.pairs: set[tuple[str, str]] = set()
+        """The prefill and decode engines that a request has had together, by their hosts."""
 
     async def __aenter__(self) -> Engines:
         return self
@@ -225,11 +231,11 @@ class Engines:
         name = "" if headers is None or disowns else headers.get("x-request-id", "")
         self.open[name] += 1
         try:
-            yield await self._answer(path, body, name)
+            yield await self._answer(host, path, body, name)
         finally:
             self.open[name] -= 1
 
-    async def _answer(self, path: str, body: Any, name: str) -> Response:
+    async def _answer(self, host: str, path: str, body: Any, name: str) -> Response:
         if path in ("health", "v1/models"):
             return Response(self, 200, [b'{"data": [{"id": "m"}]}'])
         sent = bytearray()
@@ -245,6 +251,8 @@ class Engines:
                 raise Wrong(f"{name} continues behind other tokens than those of its stream")
         elif path != "tokenize" and prompt != expected_prompt(name, len(prompt)):
             raise Wrong(f"an engine got another prompt than {name} sent")
+        if (params := asked.get("kv_transfer_params") or {}).get("do_remote_prefill"):
+            self.pairs.add((params["remote_host"], host.removesuffix(":80")))
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.5, 30.0]))
         if self.chance(0.1):
             raise aiohttp.ServerDisconnectedError
@@ -255,7 +263,8 @@ class Engines:
             if self.chance(0.5):
                 del events[self.rng.randrange(len(events)) :]
             return Response(self, 200, events, "text/event-stream")
-        return Response(self, 200, [json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()])
+        params = PARAMS | {"remote_host": host.removesuffix(":80")}
+        return Response(self, 200, [json.dumps({"choices": [], "kv_transfer_params": params}).encode()])
 
     async def whole(self, method: str, url: str, body: Any = None, headers: Any = None) -> EngineReply:
         async with self.stream(method, url, body, headers) as response:
@@ -596,7 +605,7 @@ class World:
             raise Wrong(f"{len(self.config.idle)} connections are idle")
 
     async def run(self) -> None:
-        prefill = (f"http://p{number}:80@10.0.0.1:{number + 1}" for number in range(2))
+        prefill = (f"http://p{number}:80@p{number}:1" for number in range(2))
         app = create_app(
             RouterSettings(
                 prefill=tuple(map(Endpoint.parse, prefill)),
@@ -614,6 +623,8 @@ class World:
         self.config.load()
         self.state = ServerState()
         async with app.router.lifespan_context(app):
+            if self.given.replaced:
+                self._replace_half()
             for number, plan in enumerate(self.given.clients):
                 self.clients.append(Client(self, f"client{number}.", plan))
             async with asyncio.timeout(10 * LONGEST_WAIT_S):
@@ -626,8 +637,21 @@ class World:
             await asyncio.sleep(10.0)  # for notifications that engines still receive
             self._at_the_end()
 
+    def _replace_half(self) -> None:
+        """Gives the engines of each side two checkpoints, as registrations do."""
+        members = self.dispatchers[0].parts.members
+        for engine in members._engines.values():
+            engine.weights = Weights(
+                "", Checkpoint("", "new" if engine.endpoint.url.endswith("1") else "old")
+            )
+            members._publish(engine)
+
     def _at_the_end(self) -> None:
         (room,), (dispatcher,) = self.rooms, self.dispatchers
+        if self.given.replaced and (
+            unlike := [pair for pair in self.engines.pairs if pair[0][1] != pair[1][1]]
+        ):
+            raise Wrong(f"engines of different checkpoints are paired: {unlike}")
         members = [one for pool in dispatcher.parts.pools.values() for one in pool._members.values()]
         left = {
             "bytes": room._bytes,

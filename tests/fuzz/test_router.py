@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kv_connector.protocol.session.checkpoint import Weights
 from kv_connector.router import failure
 from kv_connector.router.bodies.fields import Pieces
 from kv_connector.router.engines.pool import Lease
@@ -111,6 +112,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a refusal does not say when to come again": (failure, "_RETRY_AFTER_S", None),
     "a long body's bytes are changed": (Pieces, "slices", _without_the_last),
     "a stream continues a token too early": (Resumption, "_place", _too_early),
+    "the router ignores checkpoints": (Weights, "fits", lambda self, other: self.version == other.version),
     "a stream continues where text is held back": (Running, "_look_back", lambda self, events: None),
 }
 

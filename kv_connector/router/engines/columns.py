@@ -123,6 +123,7 @@ class Rows:
         self._rows = rows
         # A slice is a view. To copy 500 numbers takes 1.5 us for each column.
         self._index: slice | Numbers = slice(0, len(rows)) if columns.is_whole(rows) else rows
+        self._fitting: dict[frozenset[Weights], Rows] = {}
 
     @classmethod
     def of(cls, columns: Columns, members: Sequence[Member]) -> Rows:
@@ -150,10 +151,14 @@ class Rows:
 
     def fitting(self, weights: Collection[Weights]) -> Rows:
         """Returns the engines whose weights fit some of these."""
-        fit = fitting_weights(self.weights, weights)
+        fit = frozenset(fitting_weights(self.weights, weights))
         if len(fit) == len(self.weights):
             return self
-        return self.where(np.array([member.weights in fit for member in self], np.bool_))
+        # While a fleet's weights are replaced, each decision needs it. The pool keeps these rows.
+        if (found := self._fitting.get(fit)) is None:
+            chosen = np.array([member.weights in fit for member in self], np.bool_)
+            found = self._fitting[fit] = self.where(chosen)
+        return found
 
     def holding(self, flags: Flags) -> Flags:
         """Returns, for each engine, whether its bit is set. ``flags``: flags_of() a mask of the index."""

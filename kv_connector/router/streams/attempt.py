@@ -99,6 +99,10 @@ class Components:
             patience=settings.patience,
         )
 
+    def fits(self, prefill: Endpoint, decode: Endpoint) -> bool:
+        """Returns whether the decode engine can use the prefill engine's pages, by the weights of both."""
+        return self.pools[Side.DECODE].weights(decode).fits(self.pools[Side.PREFILL].weights(prefill))
+
 
 @dataclass(frozen=True)
 class Attempt:

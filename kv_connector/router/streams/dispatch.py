@@ -268,7 +268,8 @@ class Dispatcher:
         attempt = Attempt(completion, call, placement, placement.prefill)
         if self._settings.dispatch == "serial" or unknown_rank:
             partner = functools.partial(self._lease_partner, stack, placement, call, avoid)
-            return await answer_serially(self.parts, attempt, stack, partner)
+            alone = functools.partial(self._local, completion, call, "other_weights", stack=stack)
+            return await answer_serially(self.parts, attempt, stack, partner, alone)
         return await self._concurrent(attempt, stack, avoid, number)
 
     async def _encoded(self, completion: Completion, call: Call) -> Completion:
@@ -359,8 +360,8 @@ class Dispatcher:
         assert prefill is not None
 
         def choose() -> Endpoint:
-            alike = pool.weights(chosen).fits(prefills.weights(prefill))
-            if placement.decode_cached and alike and chosen not in avoid and pool.takes(chosen):
+            fits = self.parts.fits(prefill, chosen)
+            if placement.decode_cached and fits and chosen not in avoid and pool.takes(chosen):
                 return chosen
             return pool.partner(prefills, prefill, avoid, self._known(call))
 
@@ -421,13 +422,12 @@ class Dispatcher:
 
         An engine cannot use pages that were computed with other weights. It computes the prompt itself.
         """
-        prefills, decodes = self.parts.pools[Side.PREFILL], self.parts.pools[Side.DECODE]
         for side, engine in ((Side.PREFILL, prefill), (Side.DECODE, decode)):
             if not self.parts.pools[side].has(engine):
                 raise failure(503, "api_error", f"the {side.value} engine {engine} has left the router")
         async with AsyncExitStack() as stack:
-            if not decodes.weights(decode).fits(prefills.weights(prefill)):
-                lease = stack.enter_context(decodes.lease(decode))
+            if not self.parts.fits(prefill, decode):
+                lease = stack.enter_context(self.parts.pools[Side.DECODE].lease(decode))
                 answer = await self._local(completion, call, "other_weights", lease, stack)
                 return stack.pop_all(), answer
             attempt = Attempt(completion, call, Placement(prefill, decode, "moved"), prefill)

@@ -47,7 +47,9 @@ class PrefillHolds:
         try:
             async with asyncio.timeout(self._patience):
                 pool = self._pools[Side.DECODE]
-                with pool.lease(pool.fewest(model=pool.known(call.model))) as lease:
+                # An engine of another checkpoint has no session with the prefill engine.
+                chosen = pool.partner(self._pools[Side.PREFILL], prefill, (), pool.known(call.model))
+                with pool.lease(chosen) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))
         except (*HttpError, NoEngine, Failure) as error:

@@ -15,11 +15,12 @@ async def answer_serially(
     attempt: Attempt,
     stack: AsyncExitStack,
     lease_partner: Callable[[], Awaitable[Lease]],
+    alone: Callable[[Lease], Awaitable[Answer]],
 ) -> Answer:
     """Waits until the decode engine's answer begins; Failure if there is none.
 
     ``stack`` ends the answer. ``lease_partner`` leases a decode engine that loads what the prefill engine has
-    computed.
+    computed. ``alone`` requests the answer of a decode engine whose weights do not fit.
     """
     completion, call, transfer_id = attempt.completion, attempt.call, attempt.transfer_id
     parts.spans.name_transfer(transfer_id)
@@ -42,6 +43,10 @@ async def answer_serially(
         decode = await lease_partner()
         if computed.tokens is not None:
             decode.counted(computed.tokens)
+        if not parts.fits(prefill.endpoint, decode.endpoint):
+            # The decode engines that fit have failed, or are draining, since the placement.
+            parts.holds.release(transfer_id, prefill.endpoint, call)
+            return await alone(decode)
         parts.caches.sent(transfer_id, decode)
         ids = attempt.begin_decode(parts, decode)
         body = completion.decode_body(params, ids=ids)

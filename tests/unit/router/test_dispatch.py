@@ -191,6 +191,34 @@ async def test_decode_engine_with_a_cached_prompt_and_another_checkpoint_is_not_
         assert lease.endpoint == like
 
 
+async def test_decode_engine_of_another_checkpoint_computes_the_prompt_when_no_other_is_left() -> None:
+    async def drain_like(request: Request, body: dict[str, Any]) -> Response:
+        dispatcher.parts.pools[Side.DECODE].set_usable(like, False, weights=Weights("", BASE))
+        return await answer_ok(request, body)
+
+    async with dispatching([drain_like], [answer_ok] * 2) as (dispatcher, p, d):
+        pools = dispatcher.parts.pools
+        (prefill,), (like, other) = pools[Side.PREFILL].endpoints, pools[Side.DECODE].endpoints
+        serve_checkpoints(pools, {prefill: BASE, like: BASE, other: TUNED})
+        assert json.loads(await answer(dispatcher))["choices"][0]["text"] == "ok"
+        await dispatcher.close()
+        assert len(p[0].bodies) == 1
+        (body, *_), disowned = d[1].bodies, [one for one in d[1].bodies if "nobody" in str(one.get("model"))]
+        assert not body.get("kv_transfer_params")
+        assert disowned, "the prefill engine need not hold the prompt"
+        assert outstanding(dispatcher) == 0
+
+
+async def test_prefill_engine_is_notified_by_a_decode_engine_of_its_checkpoint() -> None:
+    async with dispatching([answer_ok], [answer_ok] * 2) as (dispatcher, _, d):
+        pools = dispatcher.parts.pools
+        (prefill,), (other, like) = pools[Side.PREFILL].endpoints, pools[Side.DECODE].endpoints
+        serve_checkpoints(pools, {prefill: BASE, other: TUNED, like: BASE})
+        for _ in range(2):
+            await dispatcher.parts.holds.release_hold("transfer", prefill, CALL)
+        assert [len(engine.bodies) for engine in d] == [0, 2]
+
+
 async def test_request_is_placed_by_checkpoint_while_the_router_retries() -> None:
     async with dispatching([answer_ok] * 2, [answer_ok] * 2) as (dispatcher, _, __):
         pools = dispatcher.parts.pools
