@@ -381,7 +381,7 @@ def test_engines_of_a_placement_have_checkpoints_that_do_not_differ() -> None:
     assert seen == {("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d2")}, "an unknown one fits all"
 
 
-def test_engine_of_both_roles_with_another_checkpoint_computes_its_prompts() -> None:
+def test_decode_engine_of_another_checkpoint_computes_its_prompts() -> None:
     fleet = Fleet(0, 0)
     fleet.join(Side.PREFILL, 0, weights=Weights("", BASE))
     fleet.join(Side.DECODE, 0, weights=Weights("", TUNED))
