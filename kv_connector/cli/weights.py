@@ -109,6 +109,14 @@ def push(
     data_host: DataHost = "127.0.0.1",
     partial: Partial = None,
     nic: Nics = None,
+    in_turn: Annotated[
+        bool,
+        typer.Option(
+            "--in-turn",
+            help="Engines switch one after another, in the order of --engine. For servers of SGLang, name "
+            "prefill servers first.",
+        ),
+    ] = False,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Total time limit, in seconds.")
     ] = 600.0,
@@ -122,8 +130,10 @@ def push(
     """
     version = version or checkpoint.resolve().name
     _check_engines(engine, router)
+    if in_turn and router is not None:
+        raise typer.BadParameter("--in-turn needs --engine, once for each engine, in place of --router")
     with _pusher(
-        checkpoint, engine or (), key_file, provider, data_host, partial, nic, timeout, router
+        checkpoint, engine or (), key_file, provider, data_host, partial, nic, timeout, router, in_turn
     ) as pusher:
         from kv_connector.weights.update import PushError
 
@@ -439,6 +449,7 @@ def _pusher(
     nics: list[str] | None,
     timeout: float | None = None,
     router: Address | None = None,
+    in_turn: bool = False,
 ) -> Iterator[WeightPusher]:
     """Yields a connected pusher. Errors end the command with status 2. ``timeout``: limit for all of it."""
     source = _source(checkpoint)
@@ -458,6 +469,7 @@ def _pusher(
             partial=partial or (),
             begin_timeout=timeout,
             nics=nics or (),
+            in_turn=in_turn,
         )
     except (TransferError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -112,6 +112,7 @@ class WeightPusher:
         begin_timeout: float | None = None,
         seeds: bool = False,
         nics: Sequence[str] = (),
+        in_turn: bool = False,
     ) -> None:
         """``engines``: addresses of the controllers, ``host:port``. ``router``: in their place, the address
         at which a router takes registrations. Each version goes to the engines that the router lists then.
@@ -134,14 +135,20 @@ class WeightPusher:
         ``seeds``: this pusher belongs to an engine that seeds another one. A trainer may join beside it, and
         the seeded engine keeps parameters that it was not sent, as this engine did.
 
+        ``in_turn``: an engine applies a version only when those before it in ``engines`` have applied it or
+        failed. Prefill and decode servers of SGLang need this order, with the prefill servers first.
+
         Raises KeyFileError, ValueError if an argument is invalid or an address is given twice, and
         TransferError if a lane does not open.
         """
         _check(providers, nics, staging_bytes, begin_timeout, timeouts)
         if bool(engines) == bool(router):
             raise ValueError('give either engines (["10.0.0.5:5800"]) or router ("10.0.0.9:8500")')
+        if in_turn and (router or apply is not None):
+            raise ValueError("in_turn needs engines. Leave it out with router or apply.")
         key = key or find_key(key_file)
         self._source = source
+        self._in_turn = in_turn
         self._timeouts = timeouts or Timeouts()
         self._begin_timeout = self._timeouts.orphan if begin_timeout is None else begin_timeout
         self._content, self._pushes = "", 0
@@ -162,7 +169,7 @@ class WeightPusher:
         self._link_watch = LinkWatch(self._engine)
         self._writer = Writer(self._engine, source, staging_bytes)
         self._news = VersionNews(
-            source.rank, self._engines, self._writer, key, self._timeouts, self._name, apply
+            source.rank, self._engines, self._writer, key, self._timeouts, self._name, apply, in_turn
         )
         self._links = self._news.links
         self._joining = Joining(
@@ -311,7 +318,15 @@ class WeightPusher:
                 [send for send in sends if send.round == round]
                 for round in range(geometries[worker.number].rounds)
             ]
+        self._check_turns()
         return misfits
+
+    def _check_turns(self) -> None:
+        """Raises PlanError if an engine cannot hold a version until its turn."""
+        streaming = [str(worker.address) for worker in workers_of(self._engines) if len(worker.rounds) > 1]
+        if self._in_turn and streaming:
+            self._plan = None
+            raise PlanError(f"in_turn needs engines in mode shadow: {', '.join(streaming)} is in streaming")
 
     def _disconnect(self, engine: TargetEngine, reason: str) -> None:
         """Ends the sessions with an engine. It keeps the version that it serves."""
@@ -426,6 +441,7 @@ class WeightPusher:
         self._news.begin(update)
         self._writer.start()
         awaited = self._begin(named, update)
+        self._news.request_applying()  # engines that could not begin have had their turn
         self._writer.deregister_freed()  # while the workers begin
         self._write_all(awaited)
         self._writer.finish()

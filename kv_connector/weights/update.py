@@ -57,6 +57,10 @@ class Update:
         for futures in [self._done["landed"], self._done[stage]]:
             _resolve(futures[engine], None)
 
+    def ended(self, engine: str) -> bool:
+        """Returns whether the engine has applied the version, or failed."""
+        return self._done["applied"][engine].done()
+
     def failed(self, engine: str, reason: str) -> None:
         for futures in self._done.values():
             _resolve(futures[engine], LinkError(reason))

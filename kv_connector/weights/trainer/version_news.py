@@ -33,13 +33,15 @@ class VersionNews:
         timeouts: Timeouts,
         name: str,
         apply: Callable[[str], None] | None,
+        in_turn: bool,
     ) -> None:
-        """Opens the links. ``apply``: the argument of WeightPusher."""
+        """Opens the links. ``apply``, ``in_turn``: the arguments of WeightPusher."""
         self._rank = rank
         self._engines = engines
         self._writer = writer
         self._name = name
         self._apply = apply
+        self._in_turn = in_turn
         self._update: Update | None = None
         self._carriers: set[Link] = set()
         """Links over which the last version was begun. The loss of an earlier link does not concern it."""
@@ -47,6 +49,8 @@ class VersionNews:
         self._asking = threading.Lock()
         self._ready: set[int] = set()
         self._applied: set[int] = set()
+        self._landed: dict[str, str] = {}
+        """The version's identity, by engine that has all of it and was not requested to apply it yet."""
         self.begun: queue.SimpleQueue[WorkerNews] = queue.SimpleQueue()
         """The news that push() waits for."""
         self.links = Links(key, timeouts, self.heard, self.lost)
@@ -54,7 +58,7 @@ class VersionNews:
     def begin(self, update: Update | None) -> None:
         """Follows this version from now on. None: it follows none."""
         self._ready, self._applied, self.begun = set(), set(), queue.SimpleQueue()
-        self._carriers = set()
+        self._carriers, self._landed = set(), {}
         self._update = update
 
     def carry(self, link: Link) -> None:
@@ -77,6 +81,7 @@ class VersionNews:
                 update.failed(name, news.reason)
             elif any(worker.link is link for worker in engine.workers):
                 self._from_worker(update, engine, link, news)
+        self.request_applying()
 
     def _from_worker(self, update: Update, engine: TargetEngine, link: Link, news: News) -> None:
         name = str(engine.address)
@@ -102,8 +107,24 @@ class VersionNews:
             update.reached(name, "landed")
         if self._apply is not None:
             self._apply_once()
-        elif self._rank == 0 and engine.link is not None:
-            self.links.tell(engine.link, Apply(update.identity))
+        elif self._rank == 0:
+            self._landed[name] = update.identity
+
+    def request_applying(self) -> None:
+        """Requests the engines that have the whole version to apply it. Any thread may call it.
+
+        If engines take turns, an engine waits until those before it have applied the version or failed.
+        """
+        update = self._update
+        if update is None or not self._landed:
+            return
+        for engine in list(self._engines):  # push() may replace them meanwhile
+            name = str(engine.address)
+            version = self._landed.pop(name, None)
+            if version is not None and engine.link is not None:
+                self.links.tell(engine.link, Apply(version))
+            if self._in_turn and not update.ended(name):
+                return
 
     def _apply_once(self) -> None:
         """Applies the version once all remaining workers are ready. Any thread may call it.
@@ -136,3 +157,4 @@ class VersionNews:
                 self._writer.fence(worker.peer)
                 self.begun.put((worker, link, None))
         self._apply_once()
+        self.request_applying()
