@@ -51,6 +51,10 @@ class VersionNews:
         self._applied: set[int] = set()
         self._landed: dict[str, str] = {}
         """The version's identity, by engine that has all of it and was not requested to apply it yet."""
+        self._requested: set[str] = set()
+        """Engines that were requested to apply the version."""
+        self._answered: set[str] = set()
+        """Those of which the controller has said whether they applied it."""
         self.begun: queue.SimpleQueue[WorkerNews] = queue.SimpleQueue()
         """The news that push() waits for."""
         self.links = Links(key, timeouts, self.heard, self.lost)
@@ -59,6 +63,7 @@ class VersionNews:
         """Follows this version from now on. None: it follows none."""
         self._ready, self._applied, self.begun = set(), set(), queue.SimpleQueue()
         self._carriers, self._landed = set(), {}
+        self._requested, self._answered = set(), set()
         self._update = update
 
     def carry(self, link: Link) -> None:
@@ -77,8 +82,11 @@ class VersionNews:
             if link is engine.link and isinstance(news, Applied):
                 update.pause_seconds[name] = news.pause_seconds
                 update.reached(name, "applied")
+                self._answered.add(name)
             elif link is engine.link and isinstance(news, NotApplied):
                 update.failed(name, news.reason)
+                self._fail_later(update, name)
+                self._answered.add(name)
             elif any(worker.link is link for worker in engine.workers):
                 self._from_worker(update, engine, link, news)
         self.request_applying()
@@ -113,7 +121,7 @@ class VersionNews:
     def request_applying(self) -> None:
         """Requests the engines that have the whole version to apply it. Any thread may call it.
 
-        If engines take turns, an engine waits until those before it have applied the version or failed.
+        If engines take turns, an engine waits until those before it have applied the version or are gone.
         """
         update = self._update
         if update is None or not self._landed:
@@ -121,10 +129,30 @@ class VersionNews:
         for engine in list(self._engines):  # push() may replace them meanwhile
             name = str(engine.address)
             version = self._landed.pop(name, None)
-            if version is not None and engine.link is not None:
+            # An engine that was lost while it waited keeps its version, as the trainer says.
+            waited_in_vain = self._in_turn and update.ended(name)
+            if version is not None and engine.link is not None and not waited_in_vain:
+                self._requested.add(name)
                 self.links.tell(engine.link, Apply(version))
-            if self._in_turn and not update.ended(name):
+            if self._in_turn and not self._had_turn(update, engine):
                 return
+
+    def _had_turn(self, update: Update, engine: TargetEngine) -> bool:
+        """Returns whether the engine will not begin to apply the version, and does not do so now. The loss of
+        a worker's link fails the update, but the engine goes on."""
+        name = str(engine.address)
+        if name not in self._requested:
+            return update.ended(name)
+        return name in self._answered or engine.link is None or bool(engine.link.over)
+
+    def _fail_later(self, update: Update, engine: str) -> None:
+        """If engines take turns: those after an engine that keeps its version keep theirs. A pair of engines
+        needs one version."""
+        names = [str(one.address) for one in self._engines]
+        for later in names[names.index(engine) + 1 :] if self._in_turn else ():
+            if later not in self._requested:
+                self._landed.pop(later, None)
+                update.failed(later, f"not requested to apply it: {engine}, which is before it, has not")
 
     def _apply_once(self) -> None:
         """Applies the version once all remaining workers are ready. Any thread may call it.

@@ -33,47 +33,81 @@ def pusher(engines: list[WeightEngine]) -> WeightPusher:
     return WeightPusher(TensorSource(drawn(1)), [str(engine.address) for engine in engines], in_turn=True)
 
 
+class Pauses:
+    """The order in which two engines pause. The first one does so when it may go on."""
+
+    def __init__(self, engines: list[WeightEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        first, second = (engine.model.pause for engine in engines)
+
+        async def slowly() -> None:
+            self.begun.set()
+            await asyncio.to_thread(self.go_on.wait, PATIENCE_S)
+            self.order.append("first")
+            await first()
+
+        async def pause() -> None:
+            self.order.append("second")
+            await second()
+
+        monkeypatch.setattr(engines[0].model, "pause", slowly)
+        monkeypatch.setattr(engines[1].model, "pause", pause)
+
+
 def test_engine_applies_a_version_when_the_earlier_ones_have(
     two: list[WeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = two
-    order: list[str] = []
-    go_on = threading.Event()
-    pause, label = first.model.pause, second.model.label
-
-    async def slowly() -> None:
-        await asyncio.to_thread(go_on.wait, PATIENCE_S)
-        order.append("first")
-        await pause()
-
-    async def labelled(version: str) -> None:
-        order.append("second")
-        await label(version)
-
-    monkeypatch.setattr(first.model, "pause", slowly)
-    monkeypatch.setattr(second.model, "label", labelled)
+    pauses = Pauses(two, monkeypatch)
     with pusher(two) as trainer:
         trainer.connect()
         for version in ("v1", "v2"):
-            go_on.clear(), order.clear()
+            pauses.begun.clear(), pauses.go_on.clear(), pauses.order.clear()
             update = trainer.push(version)
             update.wait("landed", PATIENCE_S)
-            assert not second.state().landing, "it applies nothing yet"
-            go_on.set()
+            assert pauses.begun.wait(PATIENCE_S)
+            # An Apply that was sent with the first engine's one arrives before this question.
+            assert two[1].state().served != version
+            pauses.go_on.set()
             update.wait("applied", PATIENCE_S)
-            assert order == ["first", "second"]
+            assert pauses.order == ["first", "second"]
     assert all(engine.model.serves(1) for engine in two)
 
 
-def test_engine_that_fails_has_had_its_turn(two: list[WeightEngine]) -> None:
+def test_engine_after_one_that_keeps_its_version_keeps_its_own(two: list[WeightEngine]) -> None:
     first, second = two
-    first.model.no_pause = "the cache is in use"
     with pusher(two) as trainer:
         trainer.connect()
+        first.model.no_pause = "the cache is in use"
         with pytest.raises(PushError, match="the cache is in use") as failed:
             trainer.push("v1").wait("applied", PATIENCE_S)
-        assert str(second.address) not in str(failed.value)
-    assert second.served == ["v1"]
+        assert f"{second.address}: not requested to apply it: {first.address}, which" in str(failed.value)
+        assert not {"v1"} & {*first.served, *second.served}
+        first.model.no_pause = ""
+        trainer.push("v2").wait("applied", PATIENCE_S)
+    assert first.served[-1] == second.served[-1] == "v2"
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["applying", "waiting"])
+def test_lost_worker_does_not_change_the_order(
+    two: list[WeightEngine], monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """The engine that applies the version goes on, and the one that waits for its turn does not begin."""
+    pauses = Pauses(two, monkeypatch)
+    with pusher(two) as trainer:
+        trainer.connect()
+        update = trainer.push("v1")
+        update.wait("landed", PATIENCE_S)
+        assert pauses.begun.wait(PATIENCE_S)
+        link = trainer._engines[lost].workers[0].link
+        assert link is not None
+        trainer._news.lost(link, "cut by the test")
+        two[1].state()  # an Apply that was sent now arrives before this question
+        pauses.go_on.set()
+        with pytest.raises(PushError, match="cut by the test"):
+            update.wait("applied", PATIENCE_S)
+        update._done["applied"][str(two[1 - lost].address)].result(PATIENCE_S)
+    assert pauses.order == (["first", "second"] if lost == 0 else ["first"])
 
 
 def test_engine_that_is_gone_has_had_its_turn() -> None:
@@ -112,7 +146,8 @@ def test_command_takes_turns(two: list[WeightEngine], tmp_path: Path) -> None:
     engines = [word for engine in two for word in ("--engine", str(engine.address))]
     done = CliRunner().invoke(app, ["weights", "push", str(tmp_path), "--in-turn", *engines])
     assert done.exit_code == 1, done.output
-    assert second.served == [tmp_path.name]
+    assert "which is before it, has not" in done.output
+    assert second.served[-1:] != [tmp_path.name]
     done = CliRunner().invoke(
         app, ["weights", "push", str(tmp_path), "--in-turn", "--router", "127.0.0.1:8500"]
     )
