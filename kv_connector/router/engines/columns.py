@@ -33,6 +33,8 @@ BIT = 13  # place of the engine's bit in the masks of the index
 _COLUMNS = 14
 
 _NO_BIT = 1 << 30
+# Sets of weights of which Rows keeps the fitting engines. The replacement of a checkpoint needs two or three.
+_MOST_FITTING = 64
 
 
 class Columns:
@@ -151,13 +153,16 @@ class Rows:
 
     def fitting(self, weights: Collection[Weights]) -> Rows:
         """Returns the engines whose weights fit some of these."""
-        fit = frozenset(fitting_weights(self.weights, weights))
-        if len(fit) == len(self.weights):
+        if self.weights.issubset(weights):
             return self
         # While a fleet's weights are replaced, each decision needs it. The pool keeps these rows.
-        if (found := self._fitting.get(fit)) is None:
+        key = frozenset(weights)
+        if (found := self._fitting.get(key)) is None:
+            fit = fitting_weights(self.weights, key)
             chosen = np.array([member.weights in fit for member in self], np.bool_)
-            found = self._fitting[fit] = self.where(chosen)
+            if len(self._fitting) >= _MOST_FITTING:
+                self._fitting.clear()
+            found = self._fitting[key] = self.where(chosen)
         return found
 
     def holding(self, flags: Flags) -> Flags:

@@ -424,6 +424,19 @@ class Pool:
         choices, weights = self.choices({*avoid, engine}, model=model), other.weights(engine)
         return least([one for one in choices if one.weights.fits(weights)] or choices).endpoint
 
+    def peer(self, other: Pool, engine: Endpoint, model: str | None = None) -> Endpoint:
+        """Returns an engine that may have a session with an engine of the other side; NoEngine if none has.
+
+        One that takes no requests, such as one that is drained, is better than none. An engine whose weights
+        do not fit has no session.
+        """
+        weights = other.weights(engine)
+        fit = [member for member in self._members.values() if member.weights.fits(weights)]
+        if not fit:
+            raise NoEngine(self, model)
+        usable = set(map(id, self._usable(model)))
+        return least([member for member in fit if id(member) in usable] or fit).endpoint
+
     def acquire(
         self,
         endpoint: Endpoint,

@@ -47,8 +47,7 @@ class PrefillHolds:
         try:
             async with asyncio.timeout(self._patience):
                 pool = self._pools[Side.DECODE]
-                # An engine of another checkpoint has no session with the prefill engine.
-                chosen = pool.partner(self._pools[Side.PREFILL], prefill, (), pool.known(call.model))
+                chosen = pool.peer(self._pools[Side.PREFILL], prefill, pool.known(call.model))
                 with pool.lease(chosen) as lease:
                     url, body = lease.endpoint.url + DISOWNED_PATH, disowned_body(transfer_id, prefill)
                     await self._client.whole("POST", url, body, lease.endpoint.headers(call.headers))

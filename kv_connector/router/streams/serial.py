@@ -43,14 +43,16 @@ async def answer_serially(
         decode = await lease_partner()
         if computed.tokens is not None:
             decode.counted(computed.tokens)
-        if not parts.fits(prefill.endpoint, decode.endpoint):
-            # The decode engines that fit have failed, or are draining, since the placement.
-            parts.holds.release(transfer_id, prefill.endpoint, call)
-            return await alone(decode)
-        parts.caches.sent(transfer_id, decode)
-        ids = attempt.begin_decode(parts, decode)
-        body = completion.decode_body(params, ids=ids)
-        answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
-        parts.caches.began(decode, placement)
+        fits = parts.fits(prefill.endpoint, decode.endpoint)
+        if fits:
+            parts.caches.sent(transfer_id, decode)
+            ids = attempt.begin_decode(parts, decode)
+            body = completion.decode_body(params, ids=ids)
+            answer = await parts.calls.load(transfer_id, prefill.endpoint, decode, body, call, stack)
+            parts.caches.began(decode, placement)
+    if not fits:
+        # The decode engines that fit have failed, or are draining, since the placement.
+        parts.holds.release(transfer_id, prefill.endpoint, call)
+        return await alone(decode)
     call.running.cached = computed.cached
     return answer

@@ -54,7 +54,7 @@ class VersionNews:
         self._requested: set[str] = set()
         """Engines that were requested to apply the version."""
         self._answered: set[str] = set()
-        """Those of which the controller has said whether they applied it."""
+        """Engines whose controller has said whether it applied the version."""
         self.begun: queue.SimpleQueue[WorkerNews] = queue.SimpleQueue()
         """The news that push() waits for."""
         self.links = Links(key, timeouts, self.heard, self.lost)

@@ -86,14 +86,24 @@ def test_router_logs_once_that_a_model_has_two_checkpoints(caplog: pytest.LogCap
         assert not caplog.records
 
 
-def test_router_logs_two_checkpoints_of_engines_whose_models_are_unknown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_router_compares_no_engines_whose_models_are_unknown(caplog: pytest.LogCaptureFixture) -> None:
     fleet = CheckpointFleet()
     fleet.register("p1", BASE, None)
     fleet.register("d1", TUNED, None)
     fleet.unlike.look()
-    assert "model (unknown)" in caplog.text
+    assert not caplog.records, "they may serve two models"
+
+
+def test_model_and_its_adapters_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, models = CheckpointFleet(), frozenset(f"m{n:03}" for n in range(20)) | {"m999" + "x" * 500}
+    fleet.register("p1", BASE, models)
+    fleet.register("d1", TUNED, models)
+    fleet.unlike.look()
+    (record,) = caplog.records
+    assert "model m000, m001, m002, m003, m004, m005, m006, m007 and 13 more is served" in record.getMessage()
+    fleet.register("d2", TUNED, models | {"n"})
+    fleet.unlike.look()
+    assert len(caplog.records) == 1, "only once"
 
 
 @pytest.mark.parametrize("details", [True, False])
