@@ -323,6 +323,13 @@ def is_disaggregated() -> bool:
     return str(get_disagg().disaggregation_mode) in ("prefill", "decode")
 
 
+def recomputes_retracted() -> bool:
+    """Whether a prefill server computes this decode server's retracted requests again. SGLang requests that
+    over HTTP without a key, and the servers of a deployment have the same key."""
+    serving = get_serving()
+    return not (serving.api_key or serving.ssl_certfile)
+
+
 def device_type() -> str:
     return str(get_device().device)
 

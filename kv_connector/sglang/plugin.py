@@ -41,6 +41,10 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _note_weights, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", _start_weights, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.pause_generation", _pause, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.ingest_requests", _turn, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.continue_generation", _resume, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.abort_request", _abort, HookType.AROUND)
     try:
         from sglang.srt.entrypoints.warmup import warmup
     except ImportError:  # another release, which serves without weight updates
@@ -104,6 +108,43 @@ def _start_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
         return
     if takes_weights:
         importlib.import_module("kv_connector.sglang.weights.worker").start_worker(scheduler)
+
+
+def _pause(original: Any, scheduler: Any, asked: Any) -> None:
+    """Replaces Scheduler.pause_generation()."""
+    settling = _settling(scheduler)
+    if settling is not None and asked.rid is not None:
+        settling.pause(lambda: original(scheduler, asked))
+    else:
+        original(scheduler, asked)
+
+
+def _turn(result: Any, scheduler: Any, stop_at_pause: bool = False) -> None:
+    """Runs after Scheduler.ingest_requests(), which SGLang calls at the start of each turn. With
+    ``stop_at_pause`` a batch is being computed."""
+    settling = _settling(scheduler)
+    if settling is not None and not stop_at_pause:
+        settling.turn()
+
+
+def _resume(scheduler: Any, asked: Any) -> None:
+    """Runs before Scheduler.continue_generation()."""
+    if (settling := _settling(scheduler)) is not None:
+        settling.resume()
+
+
+def _abort(original: Any, scheduler: Any, asked: Any) -> None:
+    """Replaces Scheduler.abort_request()."""
+    if (settling := _settling(scheduler)) is not None:
+        with settling.shown():
+            original(scheduler, asked)
+    else:
+        original(scheduler, asked)
+
+
+def _settling(scheduler: Any) -> Any:
+    """The Settling of this scheduler. None: it takes no pushed weights, or prefills and decodes by itself."""
+    return getattr(scheduler, "kv_connector_settling", None)
 
 
 async def _serve_weights(disaggregation_mode: str, tokenizer_manager: Any) -> None:

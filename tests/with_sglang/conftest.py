@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from site_of_servers import ARGUMENTS, Client, Pair
+from site_of_servers import ARGUMENTS, Client, Pair, taking_weights
 
 from kv_connector.lab.model import make_llama
 from kv_connector.lab.sglang_cluster import ServerSettings, SglangCluster, SglangServer
@@ -44,9 +44,15 @@ def one(cluster: SglangCluster) -> SglangServer:
 
 @pytest.fixture(scope="session", params=["page1", "page16"])
 def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: SglangServer) -> Iterator[Pair]:
-    """A P and a D. page16: with prompts in chunks, and with a prefix cache at D too."""
-    settings = decode_settings = SETTINGS
-    if request.param == "page16":
+    """A P and a D. page1: they take weights. page16: with prompts in chunks, and with a prefix cache at D
+    too."""
+    takes: list[str] = []
+    if request.param == "page1":
+        (settings, prefill_takes), (decode_settings, decode_takes) = (
+            taking_weights(SETTINGS) for _ in range(2)
+        )
+        takes = [prefill_takes, decode_takes]
+    else:
         settings = replace(SETTINGS, page_size=16, chunked_prefill_size=128)
         more = (*settings.arguments, "--disaggregation-decode-enable-radix-cache")
         decode_settings = replace(settings, arguments=more)
@@ -55,6 +61,7 @@ def pair(request: pytest.FixtureRequest, cluster: SglangCluster, one: SglangServ
         settings,
         cluster.start_server(f"{request.param}-prefill", role="prefill", settings=settings),
         cluster.start_server(f"{request.param}-decode", role="decode", settings=decode_settings),
+        takes,
     )
     cluster.wait_ready(one, pair.prefill, pair.decode)
     yield pair

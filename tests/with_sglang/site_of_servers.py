@@ -41,6 +41,8 @@ class Pair:
     """Settings of P."""
     prefill: SglangServer
     decode: SglangServer
+    takes: Sequence[str] = ()
+    """Addresses where P and D take weights, if they do."""
 
 
 # A server that gets no CPU time on a busy machine must not count as dead. A killed trainer closes its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from kv_connector.sglang.plugin import LOADER
 from kv_connector.sglang.weights import serving
 from kv_connector.sglang.weights.loader import take
 from kv_connector.sglang.weights.serving import PausableServer
+from kv_connector.sglang.weights.settling import RID
 
 pytestmark = pytest.mark.anyio
 VERSION = identity("step-1", "contents")
@@ -31,16 +31,14 @@ class Manager:
     begun: bool = True
     updated: bool = True
     ended: bool = True
-    is_pause: bool = False
-    is_pause_cond: asyncio.Condition = field(default_factory=asyncio.Condition)
     calls: list[str] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)
 
     async def pause_generation(self, asked: Any) -> None:
-        self.calls.append(f"pause {asked.mode}")
+        delayed = " delayed" * (asked.rid == RID)
+        self.calls.append(f"pause {asked.mode}{delayed}")
 
     async def continue_generation(self, asked: Any) -> None:
-        self.is_pause = False
         self.calls.append("resume")
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
@@ -48,7 +46,7 @@ class Manager:
 
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.busy -= 1
-        self.calls.append("flush" if timeout_s is None else f"drain {self.is_pause}")
+        self.calls.append("flush" if timeout_s is None else "flush later")
         if timeout_s is not None:
             assert 0 < timeout_s <= serving._IDLE_S
         return SimpleNamespace(success=self.busy < 0, message="requests are queued")
@@ -88,14 +86,13 @@ async def test_pause_waits_until_the_cache_is_free(monkeypatch: pytest.MonkeyPat
     assert manager.calls == ["pause retract", "flush", "resume"] * 2 + ["pause retract", "flush"]
 
 
-async def test_pause_of_a_prefill_or_decode_engine_ends_its_requests_first(
+async def test_pause_of_a_prefill_or_decode_engine_waits_for_its_transfers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """New ones are held. A request that has passed the gate before it closed is seen by the last flush."""
     monkeypatch.setattr(serving, "_RETRY_S", 0.0)
-    manager = Manager(busy=2)
+    manager = Manager(busy=1)
     await PausableServer(manager, 1, disaggregated=True).pause()
-    once = ["drain True", "pause retract", "flush"]
+    once = ["pause retract delayed", "flush later"]
     assert manager.calls == [*once, "resume", *once]
 
 
@@ -113,7 +110,7 @@ async def test_pause_of_a_paused_engine_never_resumes_it(
     await server.pause()
     assert manager.calls == ["pause retract", "flush", "abort True", "pause retract", "flush"]
     await server.resume()
-    manager.busy = 2 if disaggregated else 1
+    manager.busy = 1
     manager.calls.clear()
     await server.pause()
     assert "resume" in manager.calls
@@ -159,3 +156,14 @@ async def test_refused_update_is_left_to_the_workers_states(
 async def test_update_that_does_not_end_leaves_the_engine_paused() -> None:
     with pytest.raises(RuntimeError, match="SGLang did not end the update: no update is open"):
         await PausableServer(Manager(ended=False), 1, disaggregated=False).update(VERSION)
+
+
+@pytest.mark.parametrize(
+    ("given", "recomputes"), [({}, True), ({"api_key": "key"}, False), ({"ssl_certfile": "file"}, False)]
+)
+async def test_retracted_requests_are_computed_again_over_plain_http(
+    given: dict[str, str], recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = SimpleNamespace(**{"api_key": None, "ssl_certfile": None} | given)
+    monkeypatch.setattr(internals, "get_serving", lambda: serving)
+    assert internals.recomputes_retracted() is recomputes

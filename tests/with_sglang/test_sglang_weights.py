@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from site_of_servers import Client, body, metrics, prompts, taking_weights
+from site_of_servers import Client, Pair, at_rest, body, metrics, prompts, taking_weights
 from weight_trainer import FORKSERVER, main_until_killed
 
 from kv_connector.lab.model import make_llama
-from kv_connector.lab.sglang_cluster import SglangCluster, SglangServer
+from kv_connector.lab.sglang_cluster import HOST, SglangCluster, SglangServer
 from kv_connector.lab.sse import Events
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.wire.weight_version import shown
@@ -65,9 +66,12 @@ def site(
     cluster.stop(server)
 
 
-async def push(checkpoint: Path, version: str, takes: str) -> None:
+async def push(checkpoint: Path, version: str, *takes: str) -> None:
+    """Pushes to these servers, which take turns."""
+
     def push() -> None:
-        with WeightPusher(CheckpointSource(checkpoint), [takes], providers=("host", "tcp")) as pusher:
+        lanes = ("host", "tcp")
+        with WeightPusher(CheckpointSource(checkpoint), takes, providers=lanes, in_turn=True) as pusher:
             pusher.connect()
             pusher.push(version).wait("applied", PATIENCE_S)
 
@@ -117,10 +121,56 @@ async def test_trainer_that_is_killed_leaves_the_old_version(site: Site, client:
     assert await client.all(site.server.url, ASKED) == expected
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("pair", ["page1"], indirect=True)
+async def test_prefill_and_decode_pair_only_with_one_version(pair: Pair, site: Site, client: Client) -> None:
+    await push(site.first, "both", site.takes)
+    other, expected = await client.all(site.server.url, ASKED), await client.all(site.one.url, ASKED)
+    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == expected
+    await at_rest(pair.prefill, pair.decode)
+    prefill, decode = pair.takes
+    await push(site.first, "both", prefill)
+    with pytest.RaisesGroup(httpx.HTTPStatusError):
+        await client.both(pair.prefill, pair.decode, ASKED[0])
+    await push(site.first, "both", decode)
+    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == other
+    await push(site.second, "back", *pair.takes)
+    assert await client.all_of_both(pair.prefill, pair.decode, ASKED, at_once=4) == expected
+    await at_rest(pair.prefill, pair.decode)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pair", ["page1"], indirect=True)
+async def test_stream_of_a_pair_goes_on_with_the_new_weights(pair: Pair, site: Site, client: Client) -> None:
+    await push(site.second, "before", *pair.takes)
+    await push(site.first, "after", site.takes)
+    asked = [1, 2, 3]
+    room = {"bootstrap_host": HOST, "bootstrap_port": pair.prefill.bootstrap_port, "bootstrap_room": 21}
+    half = body(asked, 1, **room)
+    prefilled = asyncio.create_task(client.http.post(f"{pair.prefill.url}/generate", json=half))
+    async with stream(client, pair.decode, **room) as answers:
+        assert (await anext(answers))["meta_info"]["weight_version"] == "before"
+        await push(site.first, "after", *pair.takes)
+        tokens: list[int] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await anext(answers))["meta_info"]["weight_version"] != "after":
+                pass
+            begin = len(answer["output_ids"])
+            while len(tokens := answer["output_ids"]) < begin + 16:
+                answer = await anext(answers)
+    await prefilled
+    # From here on the tokens are those of a server with the new weights.
+    expected = await client.generate(site.server.url, [*asked, *tokens[:begin]])
+    assert tokens[begin : begin + 16] == expected
+    await at_rest(pair.prefill, pair.decode)
+
+
 @asynccontextmanager
-async def stream(client: Client, server: SglangServer) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+async def stream(
+    client: Client, server: SglangServer, **more: Any
+) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
     """Yields the events of a request that does not end by itself. SGLang aborts it at the end."""
-    events, asked = Events(), body([1, 2, 3], ENDLESS, stream=True)
+    events, asked = Events(), body([1, 2, 3], ENDLESS, stream=True, **more)
     async with client.http.stream("POST", f"{server.url}/generate", json=asked) as answer:
         answer.raise_for_status()
         yield (json.loads(event) async for chunk in answer.aiter_bytes() for event in events.feed(chunk))

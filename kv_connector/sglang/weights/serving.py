@@ -16,12 +16,13 @@ import torch
 from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.sglang import internals
 from kv_connector.sglang.settings import read_weight_settings
+from kv_connector.sglang.weights.settling import RID
 from kv_connector.weights.launch import launch_controller
 
 logger = logging.getLogger("kv_connector")
 
 # SGLang says that compiling a grammar takes up to 20 s. A request that waits for it keeps the cache in use.
-# Requests of prefill and decode engines have this time to end.
+# Transfers of prefill and decode engines have this time to end.
 _IDLE_S = 60.0
 _RETRY_S = 0.1
 
@@ -60,16 +61,19 @@ class PausableServer:
     async def pause(self) -> None:
         """Pauses the schedulers, and drops all KV.
 
-        SGLang computes the running requests of an engine that prefills and decodes by itself anew after the
-        pause. A prefill or decode engine ends its running requests first. Raises RuntimeError if the cache
-        stays in use. An engine that is paused already is not resumed in between: late requests are aborted.
+        SGLang computes the running requests of a decode engine, or of an engine that prefills and decodes by
+        itself, anew after the pause. Prefill and decode engines end their transfers first, see Settling.
+        Raises RuntimeError if the cache stays in use. An engine that is paused already is not resumed in
+        between: late requests are aborted.
         """
         deadline = time.monotonic() + _IDLE_S
         while True:
-            if self._disaggregated and not self._paused:
-                await self._drain(deadline - time.monotonic())
-            await self._manager.pause_generation(internals.PauseGenerationReqInput(mode="retract"))
-            if (flushed := await self._manager.flush_cache()).success:
+            settles = self._disaggregated and not self._paused
+            asked = internals.PauseGenerationReqInput(mode="retract", rid=RID if settles else None)
+            await self._manager.pause_generation(asked)
+            # Without a limit SGLang answers at once.
+            limit = max(deadline - time.monotonic(), 0.0) if settles else None
+            if (flushed := await self._manager.flush_cache(limit)).success:
                 self._paused = True
                 return
             if time.monotonic() >= deadline:
@@ -79,15 +83,6 @@ class PausableServer:
             else:
                 await self.resume()
             await asyncio.sleep(_RETRY_S)
-
-    async def _drain(self, seconds: float) -> None:
-        """Holds new requests in this process until the running ones are over, for ``seconds`` at most.
-
-        Paused schedulers do not move their transfers on, so they would never be idle.
-        """
-        async with self._manager.is_pause_cond:
-            self._manager.is_pause = True
-        await self._manager.flush_cache(timeout_s=max(seconds, 0.0))
 
     async def update(self, version: str) -> None:
         begun, reason = await self._manager.begin_weight_update(

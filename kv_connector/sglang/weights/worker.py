@@ -8,8 +8,17 @@ from typing import Any
 
 import torch
 
-from kv_connector.sglang.internals import check_takes_weights, gather, own_host, tensor_rank, tensor_ranks
+from kv_connector.sglang.internals import (
+    check_takes_weights,
+    gather,
+    is_disaggregated,
+    own_host,
+    recomputes_retracted,
+    tensor_rank,
+    tensor_ranks,
+)
 from kv_connector.sglang.settings import read_weight_settings
+from kv_connector.sglang.weights.settling import Settling
 from kv_connector.sglang.weights.updatable_model import UpdatableModel
 from kv_connector.weights.worker.applying import apply_version
 from kv_connector.weights.worker.start_receiver import WorkerPlace, start_receiver
@@ -52,6 +61,8 @@ def start_worker(scheduler: Any) -> None:
     atexit.register(worker.close)
     for owner in (scheduler, runner.model):
         setattr(owner, _ATTRIBUTE, worker)
+    if is_disaggregated():
+        scheduler.kv_connector_settling = Settling(scheduler, recomputes=recomputes_retracted())
 
 
 def worker_of(owner: Any) -> WeightWorker:
