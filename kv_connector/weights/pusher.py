@@ -135,9 +135,8 @@ class WeightPusher:
         ``seeds``: this pusher belongs to an engine that seeds another one. A trainer may join beside it, and
         the seeded engine keeps parameters that it was not sent, as this engine did.
 
-        ``in_turn``: an engine applies a version only when those before it in ``engines`` have applied it or
-        are gone. If one does not apply it, those after it do not either. Prefill and decode servers of SGLang
-        need this order, with the prefill servers first.
+        ``in_turn``: an engine applies a version once those before it have, or are gone. If one does not apply
+        it, those after it do not either. SGLang's servers need this, with the prefill servers first.
 
         Raises KeyFileError, ValueError if an argument is invalid or an address is given twice, and
         TransferError if a lane does not open.

@@ -398,6 +398,8 @@ async def test_interrupt_prints_the_turns_that_ended(tmp_path: Path) -> None:
             *(sys.executable, "-m", "kv_connector.cli.main", "bench", "conversations", *SMALL),
             *("--url", speaker.engine.url, "--at-once", "1", "--json", str(file)),
             stdout=asyncio.subprocess.PIPE,
+            # A shell's jobs in the background ignore SIGINT, and so would this process.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             await asyncio.wait_for(speaker.hanging.wait(), 60)
