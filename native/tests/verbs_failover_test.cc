@@ -35,7 +35,7 @@ TEST(VerbsFailover, ALinkTakenDownInMidTransferLosesNothing) {
   fill_random(pair.sender.data(), kPages * kPage, 1);
   const auto [counters, immediate] = pair.counter(kRounds * kPages);
   const TransferId transfer = must(pair.sender.engine->open_transfer(pair.to_receiver));
-  const auto write = [&](size_t first, size_t end) {
+  const auto write = [&, immediate = immediate](size_t first, size_t end) {
     for (size_t round = first; round < end; ++round) {
       must(pair.sender.engine->write_pages(transfer, all_pages(pair, round, immediate)));
     }
