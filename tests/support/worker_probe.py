@@ -66,12 +66,13 @@ class WorkerProbe:
         return {"group": os.getpgid(0)}
 
     def probe_break_weights(self, problem: str) -> None:
-        """Makes this worker reject every version, for this reason. An empty reason ends that."""
+        """Makes this worker reject every version, for this reason, once its model has it. An empty reason
+        ends that."""
         receiver = self.weight_transfer_engine._receiver  # type: ignore[attr-defined]
         vars(receiver).pop("finish", None)
         if problem:
             finish = receiver.finish
-            receiver.finish = lambda _, **more: finish(problem, **more)
+            receiver.finish = lambda _, **more: finish(problem, torn=True)
 
     def probe_hold(self, layer_calls: str, directory: str, prompts: str = "0") -> None:
         """Stops the forward pass in its `layer_calls`-th layer from now, after that layer was signalled.
