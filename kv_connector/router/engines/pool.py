@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_connector.protocol.session.checkpoint import UNREPORTED, Weights
@@ -431,11 +431,12 @@ class Pool:
         do not fit has no session.
         """
         weights = other.weights(engine)
-        fit = [member for member in self._members.values() if member.weights.fits(weights)]
+        with suppress(NoEngine):
+            return self.fewest(weights=weights, model=model)
+        fit = [one for one in self._serving(model) if one.weights.fits(weights)]
         if not fit:
             raise NoEngine(self, model)
-        usable = set(map(id, self._usable(model)))
-        return least([member for member in fit if id(member) in usable] or fit).endpoint
+        return least(fit).endpoint
 
     def acquire(
         self,
@@ -491,8 +492,11 @@ class Pool:
             changed()
 
     def _usable(self, model: str | None) -> list[Member]:
-        usable = [member for member in self._members.values() if member.usable]
-        return usable if model is None else [member for member in usable if member.serves(model)]
+        return [member for member in self._serving(model) if member.usable]
+
+    def _serving(self, model: str | None) -> Iterable[Member]:
+        members = self._members.values()
+        return members if model is None else [member for member in members if member.serves(model)]
 
 
 def _expire(scope: asyncio.Timeout) -> None:

@@ -34,8 +34,9 @@ class UnlikeCheckpoints:
         found = defaultdict(lambda: defaultdict(Counter))
         for engine in self._members.engines(time.monotonic()):
             version, checkpoint = engine.weights
-            for model in (checkpoint and engine.models) or ():
-                assert checkpoint is not None
+            if checkpoint is None:
+                continue
+            for model in engine.models or ():
                 found[model, (version, checkpoint.storage)][checkpoint.digest].update(engine.sides)
         unlike = {served: digests for served, digests in found.items() if len(digests) > 1}
         # A model and its adapters are one line.
