@@ -14,6 +14,8 @@ BACKEND = "write_imm"
 """Name of the transfer backend, and of the warmup that starts the controller of weights."""
 LOADER = "kv_connector.sglang.weights.loader.take"
 """Value of ``--custom-weight-loader`` of an engine that takes weights."""
+RID = "kv-connector-weights"
+"""The request id by which a scheduler recognises a pause for pushed weights. It may be delayed."""
 
 # The adapter's classes, by the values of SGLang's KVClassType.
 _CLASSES = {
@@ -113,7 +115,7 @@ def _start_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
 def _pause(original: Any, scheduler: Any, asked: Any) -> None:
     """Replaces Scheduler.pause_generation()."""
     settling = _settling(scheduler)
-    if settling is not None and asked.rid is not None:
+    if settling is not None and asked.rid == RID:
         settling.pause(lambda: original(scheduler, asked))
     else:
         original(scheduler, asked)

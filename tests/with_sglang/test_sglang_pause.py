@@ -10,11 +10,10 @@ import pytest
 
 from kv_connector.protocol.wire.weight_version import identity
 from kv_connector.sglang import internals
-from kv_connector.sglang.plugin import LOADER
+from kv_connector.sglang.plugin import LOADER, RID
 from kv_connector.sglang.weights import serving
 from kv_connector.sglang.weights.loader import take
 from kv_connector.sglang.weights.serving import PausableServer
-from kv_connector.sglang.weights.settling import RID
 
 pytestmark = pytest.mark.anyio
 VERSION = identity("step-1", "contents")

@@ -15,8 +15,8 @@ import torch
 
 from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.sglang import internals
+from kv_connector.sglang.plugin import RID
 from kv_connector.sglang.settings import read_weight_settings
-from kv_connector.sglang.weights.settling import RID
 from kv_connector.weights.launch import launch_controller
 
 logger = logging.getLogger("kv_connector")

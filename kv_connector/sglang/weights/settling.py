@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-RID = "kv-connector-weights"
-"""The request id by which the scheduler recognises a pause that may be delayed."""
-
 
 class Settling:
     """Belongs to one scheduler, on whose thread SGLang calls it. All ranks decide alike, in the same turn."""

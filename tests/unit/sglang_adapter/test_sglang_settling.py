@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kv_connector.sglang import plugin
-from kv_connector.sglang.weights.settling import RID, Settling
+from kv_connector.sglang.weights.settling import Settling
 
-OURS = SimpleNamespace(rid=RID)
+OURS = SimpleNamespace(rid=plugin.RID)
 
 
 def request(name: str, *, pages: bool = False, images: object = None, embeds: object = None) -> Any:
@@ -178,6 +178,7 @@ def test_paused_server_is_paused_again_at_once() -> None:
     ("scheduler", "asked"),
     [
         (Scheduler(decodes=True), SimpleNamespace(rid=None)),
+        (Scheduler(decodes=True), SimpleNamespace(rid="an operator's")),
         (Scheduler(decodes=True, takes_weights=False), OURS),
     ],
 )
