@@ -157,7 +157,7 @@ class MessageSockets(Generic[_M]):
         dealer = self._dealers.pop(source, None)
         if dealer is not None:
             self._poller.unregister(dealer)
-            dealer.close(linger=_LINGER_MS)
+            dealer.close()
 
     def send(self, source: Source, message: _M) -> bool:
         """Sends a message. Returns False if the connection is gone or its queue is full. Nothing was sent
@@ -225,7 +225,7 @@ class MessageSockets(Generic[_M]):
         for source in list(self._dealers):
             self.hang_up(source)
         if self._router is not None:
-            self._router.close(linger=_LINGER_MS)
+            self._router.close()
             self._router = None
         if self._gate is not None:
             self._gate.close()
@@ -245,6 +245,9 @@ class MessageSockets(Generic[_M]):
             (zmq.HEARTBEAT_TIMEOUT, _VANISHED_MS),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS),
+            # Before bind(): a listener's connections keep the linger that the socket has then. Without a
+            # limit, a peer that leaves during close() with messages unsent to it makes close() endless.
+            (zmq.LINGER, _LINGER_MS),
         ):
             socket.setsockopt(option, value)
         if self._gate is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -229,6 +230,29 @@ def test_closing_frees_the_port(make: Callable[[], ControlPlane]) -> None:
     address = plane.bind(LOCAL)
     plane.close()
     assert make().bind(address) == address
+
+
+def test_close_ends_while_peers_leave() -> None:
+    """Messages to each of them are unsent."""
+
+    def send_and_close(plane: ControlPlane, sources: list[Source]) -> None:
+        for source in sources * 5:
+            plane.send(source, Ping(2))
+        plane.close()
+
+    for _ in range(60):  # without a finite linger about one in twelve never ended
+        plane, peers = ControlPlane(), ControlPlane()
+        address = plane.bind(LOCAL)
+        for _ in range(40):
+            peers.send(peers.dial(address), Ping(1))
+        sources = [received.source for received in receive(plane, 40)]
+        leaving = threading.Thread(target=peers.close, daemon=True)
+        closing = threading.Thread(target=send_and_close, args=(plane, sources), daemon=True)
+        for thread in (leaving, closing):
+            thread.start()
+        for thread in (leaving, closing):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_nothing_of_a_stranger_is_logged_at_length(
