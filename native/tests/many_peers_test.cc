@@ -171,11 +171,12 @@ TEST_P(ManyPeers, ThatComeAndGoDisturbNoWriteOfTheOthers) {
   std::atomic<bool> stop{false};
   uint64_t written = 0;
   std::thread writer([&] {
-    for (; !stop; ++written) {
+    do {  // on a busy machine all peers may be gone before this thread begins
       const TransferId one = must(pair.sender.engine->write_one(
           pair.to_receiver, pair.sender.region, 0, pair.receiver_region, kPage, kPage, counter.immediates[0]));
       EXPECT_EQ(ended(*pair.sender.engine, one).kind, EventKind::kTransferDone) << "write " << written;
-    }
+      ++written;
+    } while (!stop);
   });
   std::thread registrar([&] {
     const SharedMemory memory = must(SharedMemory::create("kvc-test", kPage * 64));
@@ -196,7 +197,6 @@ TEST_P(ManyPeers, ThatComeAndGoDisturbNoWriteOfTheOthers) {
   writer.join();
   registrar.join();
   await([&] { return must(server.engine->counter_values(counter.id))[0] == written; }, "every count");
-  EXPECT_GT(written, 0U);
   EXPECT_EQ(std::memcmp(server.data() + kPage, pair.sender.data(), kPage), 0);
   await([&] { return server.engine->stats().peers == 1; }, "the peers to be gone");
   const EngineStats stats = server.engine->stats();

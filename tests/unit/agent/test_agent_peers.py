@@ -214,6 +214,7 @@ def test_engines_of_different_checkpoints_work_together_once_both_take_a_version
     until(lambda: "other_weights: weights: prefill engine has checkpoint 3f2a, decode" in caplog.text)
     for side in (prefill, decode):
         side.agent.set_weights("v1")
+        side.idle()  # a busy machine would take a peer's message first
     decode.failed.clear()
     transfer(prefill, decode, "u")
 
@@ -223,6 +224,7 @@ def test_engine_that_forgets_its_checkpoint_works_with_one_of_another(sim: Agent
     prefill = sim.side(Role.PREFILL, checkpoint=Checkpoint("", "3f2a"))
     decode = sim.side(Role.DECODE, checkpoint=Checkpoint("", "91bc"))
     prefill.agent.forget_checkpoint()
+    prefill.idle()  # a busy machine would take a peer's message first
     transfer(prefill, decode)
 
 
