@@ -100,7 +100,7 @@ def identify(
     try:
         if not files:
             raise UnknownCheckpoint("the load format is not safetensors")
-        checkpoint = read_checkpoint(_directory(model, revision, cache), files)
+        checkpoint = _read(lambda: _directory(model, revision, cache), files)
     except (UnknownCheckpoint, OSError) as error:
         logger.info("weights: the checkpoint of %s is not compared with other engines': %s", model, error)
         return None
@@ -110,10 +110,18 @@ def identify(
 
 def read_checkpoint(directory: Path, files: Sequence[tuple[str, str]] = (MODEL,)) -> Checkpoint:
     """The identity of the checkpoint in this directory. Raises UnknownCheckpoint or OSError. BLOCKS."""
+    return _read(lambda: directory, files)
+
+
+def _read(find: Callable[[], Path], files: Sequence[tuple[str, str]]) -> Checkpoint:
+    def found(_: None) -> tuple[Path, list[Path]]:
+        directory = find()
+        return directory, _files(directory, files)
+
     deadline = time.monotonic() + _MOST_SECONDS
     reading, threads = _Reading(deadline), _Threads(deadline)
     try:
-        (paths,) = threads.map(lambda _: _files(directory, files), [None])
+        ((directory, paths),) = threads.map(found, [None])
         headers = threads.map(reading.header, paths)
         tensors = sorted(chain.from_iterable(headers), key=lambda one: (one.path, one.first))
         if not tensors:

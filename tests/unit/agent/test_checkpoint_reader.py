@@ -276,6 +276,28 @@ def test_read_that_is_stuck_leaves_the_identity_unknown(
         thread.join()
 
 
+def test_file_system_that_answers_nothing_leaves_the_identity_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    freed, stuck = threading.Event(), list[threading.Thread]()
+
+    def is_dir(_: Path) -> bool:
+        stuck.append(threading.current_thread())
+        return freed.wait()
+
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_reader, "_MOST_SECONDS", 0.2)
+        patch.setattr(Path, "is_dir", is_dir)
+        try:
+            assert identify(str(tmp_path), (MODEL,)) is None
+        finally:
+            freed.set()
+        for thread in stuck:
+            thread.join()
+    assert "takes more than 0.2 s" in caplog.text
+
+
 def test_file_is_closed_if_the_kernel_refuses_its_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
