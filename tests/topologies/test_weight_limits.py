@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cases import EAGLE, Side
 from site_of_case import Models, engine_settings_of
 
 from kv_connector.lab.cluster import EngineProcess, LocalCluster
+from kv_connector.lab.free_ports import free_ports
 from kv_connector.lab.process import StartError
 from kv_connector.weights.settings import SETTINGS_VARIABLE
 
@@ -24,7 +26,7 @@ def start(cluster: LocalCluster, interpreter: tuple[str, ...], path: str, *words
     environment = {
         **settings.environment,
         "PYTHONPATH": f"{settings.environment['PYTHONPATH']}:{path}",
-        SETTINGS_VARIABLE: '{"control_host": "127.0.0.1", "control_port": 0}',
+        SETTINGS_VARIABLE: json.dumps({"control_host": "127.0.0.1", "control_port": free_ports(1)[0]}),
     }
     return cluster.start_engine("engine", settings=replace(settings, environment=environment))
 
