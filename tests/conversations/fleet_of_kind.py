@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from deployment import (
+    BLOCK,
     SMALL,
     TIMEOUTS,
     Client,
@@ -59,7 +60,12 @@ def _uncached(*arguments: str, **more: Any) -> dict[str, Any]:
 
 KINDS: Mapping[str, Kind] = {
     "llama": Kind(_llama, _counted(prefill_settings(blocks=100)), _counted(engine_settings(blocks=80))),
-    "gemma3": Kind(_gemma3, _counted(prefill_settings(blocks=150)), _counted(engine_settings(blocks=130))),
+    # By default vLLM keeps the windows of prompts alone in its prefix cache, so no answer could be lent.
+    "gemma3": Kind(
+        _gemma3,
+        _counted(prefill_settings(blocks=150)),
+        _counted(engine_settings("--prefix-cache-retention-interval", str(BLOCK), blocks=130)),
+    ),
     # The kernel computes whole prompts only.
     "mla": Kind(
         make_deepseek_v2,
