@@ -47,6 +47,13 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
   const auto found = sets_.find(id);
   if (found == sets_.end()) return no_such_set("expect", id);
   Set& set = found->second;
+  if (!set.mirrored.empty()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 {},
+                 {},
+                 "expect",
+                 "counter set " + std::to_string(id) + " is mirrored: poll its words instead of setting targets"};
+  }
   if (set.remaining > 0) {
     return Error{ErrorCode::kInvalidArgument,
                  {},
@@ -82,6 +89,47 @@ Result<std::optional<CounterSets::Fired>> CounterSets::expect(CounterSetId id, c
   }
   if (set.remaining > 0) return std::optional<Fired>{};
   return std::optional<Fired>{set.fire(id)};
+}
+
+Status CounterSets::mirror(CounterSetId id, std::vector<std::shared_ptr<CompletionWord>> words, ControlQueue& control) {
+  const auto refuse = [](std::string message) {
+    return Error{ErrorCode::kInvalidArgument, {}, {}, "mirror_counters", std::move(message)};
+  };
+  const std::lock_guard lock(mutex_);
+  const auto found = sets_.find(id);
+  if (found == sets_.end()) return no_such_set("mirror_counters", id);
+  Set& set = found->second;
+  const std::string name = "counter set " + std::to_string(id);
+  if (!set.mirrored.empty()) return refuse(name + " is mirrored already: release it and allocate another one");
+  if (set.remaining > 0) return refuse(name + " has not reached its targets: mirror a set before you set targets");
+  if (words.size() != set.immediates.size()) {
+    return refuse(std::to_string(words.size()) + " words for " + std::to_string(set.immediates.size()) +
+                  " counters: give one word for each counter");
+  }
+  if (std::find(words.begin(), words.end(), nullptr) != words.end()) {
+    return refuse("a word is missing: give one word for each counter");
+  }
+  set.acted_on = true;
+  for (std::shared_ptr<CompletionWord>& word : words) set.mirror.emplace_back(control, std::move(word));
+  set.mirrored.assign(set.mirror.size(), std::nullopt);
+  Status stored = store_counts(set);
+  if (!stored) set.mirror.clear();
+  return stored;
+}
+
+// A counter's target is always the next count. add() reports it by the same exchange of the target as for expect(), so a
+// counter without a mirror costs nothing more.
+Status CounterSets::store_counts(Set& set) {
+  for (size_t i = 0; i < set.mirror.size(); ++i) {
+    for (;;) {
+      const uint64_t count = value(set.immediates[i]);
+      if (set.mirrored[i] == count) break;
+      if (Status stored = set.mirror[i]->store(count); !stored) return stored;
+      set.mirrored[i] = count;
+      if (!table_.expect(set.immediates[i], count + 1)) break;  // otherwise it has risen meanwhile
+    }
+  }
+  return {};
 }
 
 Result<std::vector<uint64_t>> CounterSets::values(CounterSetId id) const {
@@ -138,8 +186,16 @@ std::optional<CounterSets::Fired> CounterSets::reached(CounterSetId id) {
   const std::lock_guard lock(mutex_);
   const auto found = sets_.find(id);
   // The set was released after the count: no thread waits for it any more.
-  if (found == sets_.end() || --found->second.remaining > 0) return std::nullopt;
-  return found->second.fire(id);
+  if (found == sets_.end()) return std::nullopt;
+  Set& set = found->second;
+  if (set.mirrored.empty()) {
+    if (--set.remaining > 0) return std::nullopt;
+    return set.fire(id);
+  }
+  const Status stored = store_counts(set);
+  if (stored) return std::nullopt;
+  set.mirror.clear();
+  return Fired{.id = id, .callback = {}, .word = {}, .value = 0, .error = stored.error()};
 }
 
 }  // namespace kvc

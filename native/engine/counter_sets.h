@@ -27,6 +27,7 @@ class CounterSets {
     EventCallback callback;
     ControlOwned<CompletionWord> word;  // null: no word
     uint64_t value = 0;                 // the new value of `word`
+    std::optional<Error> error{};       // why the set's mirror has ended
   };
 
   // Allocates a set of `n` counters. `raisers`: the peers whose immediates count. Empty: all connected peers.
@@ -35,6 +36,10 @@ class CounterSets {
   // `word` ends. It must outlive the sets, or clear().
   Result<std::optional<Fired>> expect(CounterSetId id, const std::vector<uint64_t>& targets, EventCallback callback,
                                       std::shared_ptr<CompletionWord> word, uint64_t value, ControlQueue& control);
+  // Stores the present counts into `words`, one for each counter, and each new count from now on. `control` as in
+  // expect(). Stores happen under the lock of this object, so each word receives rising values, and none after
+  // release() or clear().
+  Status mirror(CounterSetId id, std::vector<std::shared_ptr<CompletionWord>> words, ControlQueue& control);
   Result<std::vector<uint64_t>> values(CounterSetId id) const;
   // Returns the set's immediates, for a reader of the counts. From now on acted_on() is true for all of them.
   Result<std::vector<uint32_t>> read(CounterSetId id);
@@ -55,7 +60,7 @@ class CounterSets {
   // target is in reached(), so that this call returns in two registers.
   ImmCounterTable::Added add(uint32_t immediate, PeerId peer) noexcept { return table_.add(immediate, peer); }
   // To call after add() reported that a counter of this set reached its target. Returns the set if this was its last
-  // counter.
+  // counter. A mirrored set is returned only if its mirror has failed.
   std::optional<Fired> reached(CounterSetId id);
 
   uint32_t allocated() const noexcept { return table_.allocated(); }
@@ -69,12 +74,17 @@ class CounterSets {
     ControlOwned<CompletionWord> word;  // kept until the next expect() or the end of the set
     uint64_t value = 0;
     bool acted_on = false;
+    std::vector<ControlOwned<CompletionWord>> mirror;  // by counter; empty: not mirrored, or the mirror has failed
+    std::vector<std::optional<uint64_t>> mirrored;     // by counter: the value of its word; empty: never mirrored
 
     Fired fire(CounterSetId id) {
       acted_on = true;
       return {id, std::move(callback), word, value};
     }
   };
+
+  // Stores the counts that have risen since the last call. The next add() to any of the counters is reported.
+  Status store_counts(Set& set);
 
   ImmCounterTable table_;
   mutable std::mutex mutex_;

@@ -38,7 +38,7 @@ void Endings::end(Transfer& transfer) {
 }
 
 void Endings::tell(CounterSets::Fired& set) {
-  Event event{.kind = EventKind::kCountersReached, .id = set.id};
+  Event event{.kind = EventKind::kCountersReached, .id = set.id, .error = std::move(set.error)};
   if (set.word) {
     if (Status stored = set.word->store(set.value); !stored) event.error = stored.error();
   }

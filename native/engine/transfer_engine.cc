@@ -245,6 +245,10 @@ Status TransferEngine::expect(CounterSetId set, const std::vector<uint64_t>& tar
   return {};
 }
 
+Status TransferEngine::mirror_counters(CounterSetId set, std::vector<std::shared_ptr<CompletionWord>> words) {
+  return impl_->counters.mirror(set, std::move(words), impl_->control);
+}
+
 Result<std::vector<uint64_t>> TransferEngine::counter_values(CounterSetId set) { return impl_->counters.values(set); }
 
 Result<CounterReader> TransferEngine::counter_reader(CounterSetId set) {

@@ -428,6 +428,16 @@ class TransferEngine {
   // stored on a stream, and may change a little later. If the store fails, the event carries the error.
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
+  // Mirrors a set for pollers that make no call of this object, such as kernels of a replayed CUDA graph. Each new count
+  // of counter i is stored into words[i]. The words have the present counts when the call
+  // returns. Later counts are stored on the thread that counts them, without another thread between. The transfer
+  // engine shares the words. It stores nothing more once release_counters() or close() has returned, and the words may
+  // then be reused.
+  //
+  // As with a reader, pages may be used because of any count. A mirrored set takes no targets. kInvalidArgument: the set
+  // is mirrored already, has targets that it has not reached, or another number of counters. If a store fails, the
+  // mirror ends, and a kCountersReached event of the set carries the error.
+  Status mirror_counters(CounterSetId set, std::vector<std::shared_ptr<CompletionWord>> words);
   // Returns a reader. Its holder may use pages below the target. If a link breaks, the set is treated as if it had
   // reached a target.
   Result<CounterReader> counter_reader(CounterSetId set);
