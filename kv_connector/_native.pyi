@@ -113,6 +113,52 @@ MOE_MAX_TOP_K: int
 MOE_COLUMN_ALIGNMENT: int
 
 @final
+class MoeFarRanks:
+    """The lanes of a rank to ranks of other nodes (native/moe/far_ranks.h), for one MoeGroup.
+
+    Of two ranks the lower one calls offer(), the higher one accept(), the lower one complete(), the higher
+    one meet(), each with the bytes of the call before. Then both call begin(). These calls block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        domains: list[_DomainTuple],
+        rank: int,
+        ranks: int,
+        far: list[int],
+        slots: int,
+        max_tokens: int,
+        row_bytes: int,
+        hidden: int,
+    ) -> None:
+        """`far`: the ranks of other nodes. `row_bytes`: most bytes of one token's columns together."""
+
+    def offer(self, rank: int) -> bytes: ...
+    def accept(self, rank: int, offer: bytes) -> bytes: ...
+    def complete(self, rank: int, accepted: bytes) -> bytes: ...
+    def meet(self, rank: int, completed: bytes) -> None: ...
+    def begin(self) -> None: ...
+    def departures(self) -> list[tuple[int, bool, str]]:
+        """Far ranks that have ended, or left (True), since the last call, with the reason."""
+
+    def departure_fd(self) -> int: ...
+    def send(self, rank: int, message: bytes) -> None: ...
+    def receive(self) -> list[tuple[int, bytes]]: ...
+    def message_fd(self) -> int: ...
+    def failure(self, rank: int) -> str:
+        """Why steps fail because of this rank, or ""."""
+
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Submitted scatters, received immediates, pages written again, links up now, and lost links."""
+
+    def leave(self, timeout: float) -> None:
+        """Leaves all far ranks in good order. Blocks. No launch may follow."""
+
+    def close(self) -> None:
+        """Ends this object's share. With the last share the transfer engine closes, which blocks."""
+
+@final
 class MoeGroup:
     """A rank's part in the expert exchange (native/moe/group.h); kv_connector.moe.Group is its typed face.
 
@@ -149,6 +195,9 @@ class MoeGroup:
 
     def attach(self, rank: int, descriptor: int) -> None:
         """Maps another rank's segment; the descriptor stays the caller's."""
+
+    def join(self, far: MoeFarRanks) -> None:
+        """Reaches the ranks of other nodes by `far`, of which the group keeps a share until close()."""
 
     def place(self, owners: Sequence[int]) -> None:
         """The rank of each expert; empty: every row to every rank. Not while a launch is in flight."""

@@ -1,5 +1,6 @@
-// Dispatch and combine on a CPU: the state machine of cuda/moe_kernels.cuh, over memory that all ranks map. Groups
-// without a GPU run it, and so does the stand-in for the CUDA driver, in place of the kernels.
+// Dispatch and combine on a CPU: the state machine of cuda/moe_kernels.cuh, over memory that all ranks of a node map.
+// Groups without a GPU run it, and so does the stand-in for the CUDA driver, in place of the kernels. The segments of
+// ranks on other nodes are null in a launch: their rows and results come by a FarSlot.
 //
 // Both functions return when the launch has ended. They block while they wait for other ranks, at most for the launch's
 // timeout. Any thread may call them, with one launch of a slot at a time.
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "cuda/moe_launch.h"
+#include "moe/far_slot.h"
 
 namespace kvc::moe::cpu_exchange {
 
@@ -34,7 +36,8 @@ void record_fault(const Launch& launch, Fault fault, uint32_t rank) {
 }
 
 // The time of a wait, as far as it counts against each rank. While a rank waits itself, its time does not count, because
-// it is late for another reason. Each waiting rank therefore changes its flag in every segment.
+// it is late for another reason. Each waiting rank therefore changes its flag in every segment. A far rank has no such
+// flag here. A rank sends its packets to all far ranks at once, so only a rank that has not sent is late to them.
 template <typename Launch>
 class Patience {
  public:
@@ -57,7 +60,7 @@ class Patience {
     next_ = now + std::chrono::nanoseconds(kWaitingNs);
     const auto value = static_cast<uint32_t>(now.time_since_epoch().count() >> 10);  // differs from the one before
     for (uint32_t rank = 0; rank < launch_.ranks; ++rank) {
-      if (rank != launch_.rank) flag(rank, launch_.rank).store(value);
+      if (rank != launch_.rank && launch_.segments[rank] != nullptr) flag(rank, launch_.rank).store(value);
     }
   }
   uint64_t waited() const noexcept { return waited_; }
@@ -149,11 +152,32 @@ bool wait_for_fences(const Launch& launch) {
   }
 }
 
+// Passes a lost far rank on to this launch and all later ones.
+template <typename Launch>
+void note_lost(const Launch& launch, const FarSlot& far) {
+  uint32_t none = 0;
+  if (const uint32_t lost = far.lost(); lost != 0) word(launch.host->lost).compare_exchange_strong(none, lost);
+}
+
+// Waits for the memory of an earlier packet. Returns false if it gave up.
+template <typename Launch>
+bool wait_to_send(const Launch& launch, const FarSlot& far, Fault timeout) {
+  Patience patience(launch);
+  while (!far.can_send(launch)) {
+    patience.poll();
+    note_lost(launch, far);
+    if (gives_up(launch, far.ranks(), patience.late(far.ranks()), timeout)) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
 // Returns false if it gave up waiting. A group that survives goes on without ranks that are dead or late.
 template <typename Launch>
-bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout) {
+bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout, FarSlot* far = nullptr) {
   Patience patience(launch);
   for (;;) {
+    if (far != nullptr) far->receive(launch);
     const uint32_t masked = word(launch.control->masked).load();
     uint32_t missing = 0;
     for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
@@ -164,6 +188,7 @@ bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault 
     if (missing == 0) return true;
     patience.poll();
     const uint32_t late = patience.late(missing);
+    if (far != nullptr) note_lost(launch, *far);
     if (is_evicted(launch)) return false;
     if (launch.survive != 0 && word(launch.host->lost).load() == 0) {
       uint32_t gone = missing & gone_ranks(launch);
@@ -182,7 +207,7 @@ template <typename Launch>
 void raise_flags(const Launch& launch, uint64_t flags, uint32_t epoch) {
   const uint32_t masked = word(launch.control->masked).load();
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
-    if ((masked >> rank & 1U) != 0) continue;
+    if ((masked >> rank & 1U) != 0 || launch.segments[rank] == nullptr) continue;
     flag_of(launch.segments[rank], flags, launch.rank).store(epoch, std::memory_order_release);
   }
 }
@@ -219,13 +244,21 @@ inline uint32_t ranks_of(const DispatchLaunch& launch, uint32_t token) noexcept 
   return mask;
 }
 
-inline void dispatch(const DispatchLaunch& launch) {
+// `far`: the ranks whose segments are null; null: all segments are mapped.
+inline void dispatch(const DispatchLaunch& launch, FarSlot* far = nullptr) {
   if (word(launch.control->faulted).load() != 0 || is_evicted(launch)) return;
   if ((launch.phases & kSend) != 0) {
     if (!wait_for_fences(launch)) return;
-    const uint32_t all = ((1U << launch.ranks) - 1) & ~word(launch.control->masked).load();
+    if (far != nullptr && !wait_to_send(launch, *far, Fault::kDispatchTimeout)) return;
+    uint32_t all = ((1U << launch.ranks) - 1) & ~word(launch.control->masked).load();
+    for (uint32_t token = 0; token < launch.tokens; ++token) launch.masks[token] = ranks_of(launch, token) & all;
+    ++launch.control->epoch;
+    if (far != nullptr) {
+      far->send(launch);  // first, because a lane takes longer than the copies
+      all &= ~far->ranks();
+    }
     for (uint32_t token = 0; token < launch.tokens; ++token) {
-      const uint32_t mask = launch.masks[token] = ranks_of(launch, token) & all;
+      const uint32_t mask = launch.masks[token] & all;
       for (uint32_t i = 0; i < launch.column_count; ++i) {
         const Column& column = launch.columns[i];
         const uint64_t row = uint64_t{token} * column.row_bytes;
@@ -235,10 +268,10 @@ inline void dispatch(const DispatchLaunch& launch) {
         }
       }
     }
-    raise_flags(launch, launch.arrived, ++launch.control->epoch);
+    raise_flags(launch, launch.arrived, launch.control->epoch);
   }
   if ((launch.phases & kReceive) != 0 &&
-      wait_for_flags(launch, launch.arrived, launch.control->epoch, Fault::kDispatchTimeout)) {
+      wait_for_flags(launch, launch.arrived, launch.control->epoch, Fault::kDispatchTimeout, far)) {
     blank_masked(launch);
   }
 }
@@ -251,26 +284,39 @@ inline uint16_t to_bf16(float value) noexcept {
   return static_cast<uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
-inline void combine(const CombineLaunch& launch) {
+inline void combine(const CombineLaunch& launch, FarSlot* far = nullptr) {
   if (word(launch.control->faulted).load() != 0 || is_evicted(launch)) return;
   const uint32_t epoch = launch.control->epoch;
-  if ((launch.phases & kSend) != 0) raise_flags(launch, launch.ready, epoch);
+  if ((launch.phases & kSend) != 0) {
+    if (far != nullptr) {
+      if (!wait_to_send(launch, *far, Fault::kCombineTimeout)) return;
+      far->send(launch);
+    }
+    raise_flags(launch, launch.ready, epoch);
+  }
   if ((launch.phases & kReceive) == 0) return;
-  if (!wait_for_flags(launch, launch.ready, epoch, Fault::kCombineTimeout)) return;
+  if (!wait_for_flags(launch, launch.ready, epoch, Fault::kCombineTimeout, far)) return;
   const uint32_t columns = launch.vectors * 8;
+  const uint64_t row_bytes = uint64_t{columns} * sizeof(uint16_t);
   const uint32_t masked = word(launch.control->masked).load();
+  std::array<const unsigned char*, kMaxRanks> results{};  // where each rank's next result is
+  for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+    results[rank] = launch.segments[rank] != nullptr ? launch.segments[rank] + launch.rows : far->results(rank);
+  }
   for (uint32_t token = 0; token < launch.tokens; ++token) {
     const uint32_t mask = launch.masks[token] & ~masked;
-    const uint64_t row = uint64_t{token} * columns * sizeof(uint16_t);
-    auto* out = reinterpret_cast<uint16_t*>(launch.out + row);
+    auto* out = reinterpret_cast<uint16_t*>(launch.out + token * row_bytes);
     for (uint32_t i = 0; i < columns; ++i) {
       float sum = 0;
       for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
-        const auto* part = reinterpret_cast<const uint16_t*>(launch.segments[rank] + launch.rows + row);
-        sum += (mask >> rank & 1U) != 0 ? from_bf16(part[i]) : 0.0F;
+        if ((mask >> rank & 1U) == 0) continue;
+        sum += from_bf16(reinterpret_cast<const uint16_t*>(results[rank])[i]);
       }
       if (launch.accumulate != 0) sum += from_bf16(out[i]);
       out[i] = to_bf16(sum);
+    }
+    for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
+      if (launch.segments[rank] != nullptr || (mask >> rank & 1U) != 0) results[rank] += row_bytes;
     }
   }
   // A rank that goes on without this rank may have overwritten its results meanwhile. It has set the flag before.

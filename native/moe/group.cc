@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "moe/cpu_exchange.h"
+#include "moe/far_ranks.h"
 
 namespace kvc::moe {
 
@@ -18,8 +19,6 @@ constexpr int kHopper = 9;               // compute capability that supports pro
 constexpr int kSerialization = 6;        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kDependentGraphs = 12030;  // first driver that captures such launches into graphs
 constexpr uint64_t kLastClose = 2'000'000'000;
-constexpr uint64_t kLongest = 1'000'000'000'000'000;  // ns; added to any clock's time, it does not overflow
-constexpr uint32_t kMaxRowBytes = 1U << 24;           // a kernel's threads count the bytes of a row in 32 bits
 constexpr uint32_t kThreadsPerProcessor = 1024;
 constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the second loads
 
@@ -48,7 +47,7 @@ Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeo
     return Error{ErrorCode::kResources, "cuda", {}, "moe_close", error.what()};
   }
   std::unique_lock lock(state->mutex);
-  const std::chrono::nanoseconds timeout(std::min(timeout_ns, kLongest));
+  const std::chrono::nanoseconds timeout(std::min(timeout_ns, kLongestNs));
   if (!state->changed.wait_for(lock, timeout, [&] { return state->done; })) {
     return Error{ErrorCode::kTimeout,
                  "cuda",
@@ -91,7 +90,11 @@ struct Group::Memory {
   HostWords words_on_host{};
   uint32_t experts_per_rank = 0;
   bool has_owners = false;
+  FarRanks* far = nullptr;  // ranks of other nodes; null: none
 
+  bool reaches(uint32_t rank) const noexcept {
+    return segments[rank] != nullptr || (far != nullptr && (far->config().far >> rank & 1U) != 0);
+  }
   HostWords* words() noexcept { return context ? static_cast<HostWords*>(pinned.data()) : &words_on_host; }
   HostWords* words_for_kernels() noexcept {
     return context ? reinterpret_cast<HostWords*>(pinned.device()) : &words_on_host;
@@ -108,38 +111,6 @@ struct Local {
 Local local_of(const GroupConfig& config) {
   const uint64_t slot = (sizeof(Control) + uint64_t{config.max_tokens} * sizeof(uint32_t) + 127) / 128 * 128;
   return {slot, slot * config.slots + config.experts};
-}
-
-Status check(const GroupConfig& config) {
-  const auto refuse = [](std::string message) { return invalid("moe_group", std::move(message)); };
-  if (config.ranks == 0 || config.ranks > kMaxRanks) {
-    return refuse(std::to_string(config.ranks) + " ranks: 1 to " + std::to_string(kMaxRanks) + " are supported");
-  }
-  if (config.rank >= config.ranks) {
-    return refuse("rank " + std::to_string(config.rank) + " of " + std::to_string(config.ranks) +
-                  ": ranks are counted from 0");
-  }
-  if (config.slots == 0 || config.slots > kMaxSlots) {
-    return refuse(std::to_string(config.slots) + " slots: 1 or 2 are supported");
-  }
-  if (config.max_tokens == 0 || config.dispatch_bytes == 0 || config.combine_bytes == 0) {
-    return refuse("max_tokens, dispatch_bytes and combine_bytes must not be 0");
-  }
-  constexpr uint64_t kMost = 1ULL << 40;
-  if (config.dispatch_bytes > kMost || config.combine_bytes > kMost) {
-    return refuse("dispatch_bytes and combine_bytes must not exceed 1 TiB");
-  }
-  // Rows are numbered in 32 bits, and the rank of an expert fits into a byte.
-  if (config.max_tokens > 1U << 24 || config.experts > 1U << 16) {
-    return refuse("max_tokens must not exceed 2^24, and experts must not exceed 2^16");
-  }
-  if (config.timeout_ns == 0 || config.timeout_ns > kLongest) {
-    return refuse("the timeout must be above 0 and at most 11 days");
-  }
-  if (config.device < -1) {
-    return refuse("device " + std::to_string(config.device) + ": give the ordinal of a GPU, or -1 for host memory");
-  }
-  return {};
 }
 
 }  // namespace
@@ -276,12 +247,35 @@ Status Group::attach(uint32_t rank, int descriptor) {
   if (use.memory() == nullptr) return closed("moe_attach");
   Memory& memory = *use.memory();
   if (!use.alone()) return invalid("moe_attach", "another call of this group is running: wait for its end");
-  if (rank >= config_.ranks || memory.segments[rank]) {
+  if (rank >= config_.ranks || memory.reaches(rank)) {
     return invalid("moe_attach", "rank " + std::to_string(rank) + " is not in the group, or is attached already");
   }
   Result<std::unique_ptr<Segment>> segment = Segment::map(memory.context, descriptor, segment_bytes());
   if (!segment) return segment.error();
   memory.segments[rank] = std::move(segment.value());
+  return {};
+}
+
+Status Group::join(FarRanks& far) {
+  const auto refuse = [](std::string message) { return invalid("moe_join", std::move(message)); };
+  const Use use(*this);
+  if (use.memory() == nullptr) return closed("moe_join");
+  Memory& memory = *use.memory();
+  const FarConfig& other = far.config();
+  if (memory.context || config_.survive) {
+    return refuse("ranks of other nodes need a group on host memory that does not survive a rank's end");
+  }
+  if (other.rank != config_.rank || other.ranks != config_.ranks || other.slots != config_.slots ||
+      other.max_tokens != config_.max_tokens) {
+    return refuse("the lanes were prepared for another rank, or for other sizes than the group");
+  }
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) {
+    if (memory.segments[rank] && (other.far >> rank & 1U) != 0) {
+      return refuse("rank " + std::to_string(rank) + " is attached: it cannot be on another node, too");
+    }
+  }
+  if (memory.far != nullptr) return refuse("the group has lanes already");
+  memory.far = &far;
   return {};
 }
 
@@ -345,7 +339,7 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
       return invalid(name, std::to_string(sizes[rank]) + " tokens of rank " + std::to_string(rank) +
                                ": the group was created for at most " + std::to_string(config_.max_tokens));
     }
-    if (!use.memory()->segments[rank]) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
+    if (!use.memory()->reaches(rank)) return invalid(name, "rank " + std::to_string(rank) + " is not attached");
     if (rank < config_.rank) before += sizes[rank];
     all += sizes[rank];
   }
@@ -356,7 +350,9 @@ Result<std::pair<uint64_t, uint64_t>> Group::rows(const Use& use, std::string_vi
 template <typename Launch>
 Launch Group::launch_of(Memory& memory, uint32_t slot, uint32_t tokens, uint32_t phases) const {
   Launch launch{};
-  for (uint32_t rank = 0; rank < config_.ranks; ++rank) launch.segments[rank] = memory.segments[rank]->base();
+  for (uint32_t rank = 0; rank < config_.ranks; ++rank) {
+    launch.segments[rank] = memory.segments[rank] ? memory.segments[rank]->base() : nullptr;
+  }
   const cuda::DevicePointer control = memory.local + slot * local_of(config_).slot_bytes;
   launch.masks = reinterpret_cast<uint32_t*>(control + sizeof(Control));
   launch.control = reinterpret_cast<Control*>(control);
@@ -436,7 +432,10 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   launch.experts = config_.experts;
   launch.experts_per_rank = memory.experts_per_rank;
   if (!memory.context) {
-    cpu_exchange::dispatch(launch);
+    if (memory.far != nullptr) {
+      if (Status fits = memory.far->check(launch); !fits) return fits;
+    }
+    cpu_exchange::dispatch(launch, memory.far != nullptr ? &memory.far->slot(slot) : nullptr);
     return {};
   }
   if ((phases & kSend) == 0) return this->launch(memory, memory.kernels.dispatch, stream, 1, 32, &launch);
@@ -478,7 +477,10 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   launch.vectors = hidden / 8;
   launch.accumulate = accumulate ? 1 : 0;
   if (!memory.context) {
-    cpu_exchange::combine(launch);
+    if (memory.far != nullptr) {
+      if (Status fits = memory.far->check(launch); !fits) return fits;
+    }
+    cpu_exchange::combine(launch, memory.far != nullptr ? &memory.far->slot(slot) : nullptr);
     return {};
   }
   // One vector per thread as long as all blocks are resident at once, otherwise two vectors of every rank. In a group
@@ -556,7 +558,7 @@ std::optional<std::pair<Fault, uint32_t>> Group::fault() const {
 }
 
 Status Group::close(uint64_t timeout_ns) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(std::min(timeout_ns, kLongest));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(std::min(timeout_ns, kLongestNs));
   std::unique_lock lock(mutex_);
   if (!memory_) return {};
   closing_ = true;

@@ -1,6 +1,9 @@
 // Group: one rank's part in the expert exchange of a mixture-of-experts layer. Dispatch sends each token's row to the
 // ranks that own one of its experts. Combine returns the sum of their results.
 //
+// Ranks of one node map each other's segments. Ranks of other nodes exchange packets over lanes (FarRanks), which only
+// groups on host memory can do.
+//
 // On every rank, the row of token t of source rank s has the number (sizes before s) + t. Each slot runs dispatch, the
 // experts, combine, and dispatch again, on one stream. Because of that order, no barrier and no second buffer is
 // needed.
@@ -21,32 +24,13 @@
 #include "base/unique_fd.h"
 #include "cuda/driver.h"
 #include "cuda/moe_launch.h"
+#include "moe/group_config.h"
 #include "moe/layout.h"
 #include "moe/segment.h"
 
 namespace kvc::moe {
 
-struct GroupConfig {
-  uint32_t rank = 0;
-  uint32_t ranks = 1;           // up to kMaxRanks
-  int device = -1;              // the GPU's ordinal among the visible GPUs; -1: host memory
-  uint64_t dispatch_bytes = 0;  // per slot: all columns of all ranks' rows
-  uint64_t combine_bytes = 0;   // per slot: the results for all ranks' rows
-  uint32_t max_tokens = 0;      // most tokens of one rank in a step
-  uint32_t experts = 0;
-  uint32_t slots = 1;
-  // Time that a launch waits for another rank. It counts only while that rank does not wait itself: a rank that waits
-  // is late because of a third one. A wait as a whole ends after `ranks` times as long.
-  uint64_t timeout_ns = 0;
-  // Launches go on without a rank that lose() names or that does not send within the timeout. Its results count as
-  // zero, and its tokens belong to no expert. A row of more than kMaxSurvivingHidden elements is refused.
-  bool survive = false;
-  // The epoch before the first dispatch, the same on all ranks. Only tests set it, to start shortly before it wraps
-  // around.
-  uint32_t first_epoch = 0;
-};
-
-inline constexpr uint32_t kMaxSurvivingHidden = 2 * kMaxThreads * 8;
+class FarRanks;
 
 // The caller's description of a column. The other values follow from the sizes.
 struct ColumnSpec {
@@ -77,6 +61,9 @@ class Group {
   Result<UniqueFd> descriptor() const;
   // Maps the segment of `rank`. `descriptor` stays the caller's. To be called before the first dispatch.
   Status attach(uint32_t rank, int descriptor);
+  // Reaches the ranks of other nodes by `far`, which must live until close() has succeeded. Each other rank is either
+  // attached or far. To be called before the first dispatch.
+  Status join(FarRanks& far);
   // Sets the rank of each expert. Empty: every row goes to every rank. No launch may be in flight. A refused table
   // changes nothing. A captured launch uses a new placement only if the old and the new one both need a table. Equal
   // blocks in rank order, and no placement, are stored in the launch itself.

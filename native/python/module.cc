@@ -14,6 +14,7 @@
 #include "cuda/stream_signal.h"
 #include "engine/message.h"
 #include "providers/factory.h"
+#include "python/moe_far_ranks.h"
 #include "python/moe_group.h"
 #include "python/page_summer.h"
 #include "python/python_engine.h"
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_native, module) {
           "store", [](Word& self, uint64_t value) { unwrap(self.store(value)); }, py::arg("value"))
       .def_property_readonly("device_pointer", [](const Word& self) { return self.device(); });
 
+  bind_moe_far_ranks(module);
   bind_moe_group(module);
   bind_page_summer(module);
 

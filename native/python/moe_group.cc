@@ -16,6 +16,7 @@
 
 #include "moe/group.h"
 #include "python/errors.h"
+#include "python/moe_far_ranks.h"
 
 namespace py = pybind11;
 
@@ -45,7 +46,10 @@ class PythonMoeGroup {
   PythonMoeGroup(const PythonMoeGroup&) = delete;
   PythonMoeGroup& operator=(const PythonMoeGroup&) = delete;
   ~PythonMoeGroup() {
-    without_gil([&] { group_.reset(); });
+    without_gil([&] {
+      group_.reset();
+      far_.reset();
+    });
   }
 
   moe::Group& group() { return *group_; }
@@ -90,10 +94,17 @@ class PythonMoeGroup {
   void close(double timeout) {
     const uint64_t bound = nanoseconds(timeout);
     unwrap(without_gil([&] { return group_->close(bound); }));
+    without_gil([&] { far_.reset(); });
+  }
+  void join(PythonFarRanks& far) {
+    std::shared_ptr<moe::FarRanks> joined = far.far();
+    unwrap(group_->join(*joined));
+    far_ = std::move(joined);
   }
 
  private:
   uint32_t slots_;
+  std::shared_ptr<moe::FarRanks> far_;  // null: no ranks of other nodes
   std::unique_ptr<moe::Group> group_;
 };
 
@@ -120,6 +131,7 @@ void bind_moe_group(py::module_& module) {
           "attach",
           [](G& self, uint32_t rank, int fd) { unwrap(without_gil([&] { return self.group().attach(rank, fd); })); },
           py::arg("rank"), py::arg("descriptor"))
+      .def("join", &G::join, py::arg("far"))
       .def(
           "place",
           [](G& self, const std::vector<uint32_t>& owners) {

@@ -48,25 +48,31 @@ EventTuple to_tuple(const Event& event) {
           std::move(failures)};
 }
 
+std::vector<DomainConfig> domain_configs(const std::vector<DomainTuple>& domains) {
+  std::vector<DomainConfig> configs;
+  for (const auto& [provider, device, address, connections, fabric, seed, max_delay_us, copy_blocks] : domains) {
+    configs.push_back({.provider = provider,
+                       .device = device,
+                       .address = address,
+                       .connections = connections,
+                       .fabric = fabric,
+                       .seed = seed,
+                       .max_delay_us = max_delay_us,
+                       .copy_blocks = copy_blocks});
+  }
+  load_libraries(configs);
+  return configs;
+}
+
 PythonEngine::PythonEngine(std::string name, const std::vector<DomainTuple>& domains, bool allow_fallback,
                            uint32_t spin_us, uint32_t workers, int worker_cpu) {
   EngineConfig config;
   config.name = std::move(name);
-  for (const auto& [provider, device, address, connections, fabric, seed, max_delay_us, copy_blocks] : domains) {
-    config.domains.push_back({.provider = provider,
-                              .device = device,
-                              .address = address,
-                              .connections = connections,
-                              .fabric = fabric,
-                              .seed = seed,
-                              .max_delay_us = max_delay_us,
-                              .copy_blocks = copy_blocks});
-  }
+  config.domains = domain_configs(domains);
   config.allow_fallback = allow_fallback;
   config.spin_us = spin_us;
   config.workers = workers;
   config.worker_cpu = worker_cpu;
-  load_libraries(config.domains);  // the caller holds the GIL
   engine_ = unwrap(without_gil([&] { return TransferEngine::create(std::move(config)); }));
 }
 

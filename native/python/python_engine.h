@@ -46,6 +46,8 @@ using Indices = pybind11::array_t<int64_t, pybind11::array::c_style>;
 using Updates = pybind11::array_t<uint64_t, pybind11::array::c_style>;  // one row of three values per slice
 
 EventTuple to_tuple(const Event& event);
+// Loads the libraries that the domains need. The caller holds the GIL.
+std::vector<DomainConfig> domain_configs(const std::vector<DomainTuple>& domains);
 
 class PythonEngine {
  public:

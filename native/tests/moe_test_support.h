@@ -33,6 +33,7 @@
 
 #include "base/unique_fd.h"
 #include "cuda/driver.h"
+#include "moe/far_ranks.h"
 #include "moe/group.h"
 #include "tests/cuda_test_support.h"
 #include "tests/rig.h"
@@ -183,14 +184,15 @@ class Rank {
     stop_watching();
     group = must(Group::create(config));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
-      if (peer != rank) peers_[peer].send(0, must(group->descriptor()).get());
+      if (peer != rank && !is_far(peer)) peers_[peer].send(0, must(group->descriptor()).get());
     }
     for (uint32_t peer = 0; peer < ranks; ++peer) {
-      if (peer == rank) continue;
+      if (peer == rank || is_far(peer)) continue;
       UniqueFd segment;
       if (!peers_[peer].receive(&segment) || !segment) throw std::runtime_error("no segment");
       must(group->attach(peer, segment.get()));
     }
+    if (far != nullptr) must(group->join(*far));
     watch();
     return *group;
   }
@@ -226,9 +228,11 @@ class Rank {
   uint32_t ranks = 0;
   int device = -1;
   std::shared_ptr<cuda::Context> context;
+  FarRanks* far = nullptr;  // outlives the group; null: all ranks are on one node
   std::unique_ptr<Group> group;
 
  private:
+  bool is_far(uint32_t peer) const { return far != nullptr && (far->config().far >> peer & 1U) != 0; }
   // As in the product: a thread that sees the end of a peer's process reports it to the group. A rank that fails its
   // test thus makes the tests of the other ranks fail.
   void watch() {

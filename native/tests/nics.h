@@ -42,6 +42,8 @@ class Nic {
     withholds_ = true;
     silent_ = true;
   }
+  // How much work it has accepted since it is silent.
+  int swallowed() const { return swallowed_; }
   // `ends` is called in each fence() and withdraw(), on the thread that drives the domain. While it returns false, the
   // call does not finish.
   void set_ends(std::function<bool()> ends) { ends_ = std::make_shared<const std::function<bool()>>(std::move(ends)); }
@@ -57,6 +59,7 @@ class Nic {
   bool dead() const { return dead_; }
   bool withholds() const { return withholds_; }
   bool silent() const { return silent_; }
+  void swallow() { ++swallowed_; }
   bool ends() const {
     const auto ends = ends_.load();
     return ends == nullptr || (*ends)();
@@ -68,6 +71,7 @@ class Nic {
   std::atomic<bool> dead_{false};
   std::atomic<bool> withholds_{false};
   std::atomic<bool> silent_{false};
+  std::atomic<int> swallowed_{0};
   std::atomic<ControlQueue*> control_{nullptr};
   std::atomic<std::shared_ptr<const std::function<bool()>>> ends_;
 };
@@ -169,6 +173,7 @@ class NicDomain final : public Domain {
   }
   Posted swallow(WorkId work) {
     withheld_.push_back(work);
+    nic_.swallow();
     return Posted::kYes;
   }
 
